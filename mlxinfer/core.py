@@ -386,6 +386,7 @@ class LatentSpec:
     sinks: int = 0
     index_dim: int = 0  # numbers of the key that an indexer ranks a token by; 0: there is none
     num_ranked: int = 0  # tokens that one sees then, those of the highest rank
+    sees_spans: ClassVar[bool] = False
 
     @property
     def numbers(self) -> int:
@@ -402,6 +403,7 @@ class StateSpec:
 
     shapes: tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype such as "float32") of each
     window: ClassVar[None] = None
+    sees_spans: ClassVar[bool] = False
 
     @property
     def numbers(self) -> int:
@@ -419,6 +421,7 @@ class OwnCacheSpec:
     numbers: int  # kept per token
     num_bytes: int  # kept of a sequence beside that, whatever its length
     window: ClassVar[None] = None
+    sees_spans: ClassVar[bool] = False
 
 
 PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token

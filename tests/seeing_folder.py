@@ -11,15 +11,14 @@ from text.text_data import DATA
 from tokenizers import Tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}" + PICTURE + "{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PROCESSOR = {
+QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
     "merge_size": 2,
@@ -29,16 +28,22 @@ PROCESSOR = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
 }
+GEMMA4 = {"max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3}
 
 
 def seeing_folder(folder: Path, name: str = "qwen3_5") -> Path:
-    """Write a tiny model of Qwen's families, for texts of bytes, into `folder` and return it."""
+    """Write a tiny model of Qwen's families or Gemma 4, for texts of bytes, into `folder`.
+
+    Returns it.
+    """
+    is_gemma = name.startswith("gemma4")  # its processor, not its template, writes what is around
     tokenizer = Tokenizer.from_file(str(DATA / "bytelevel" / "tokenizer.json"))
     tokenizer.add_special_tokens(MARKS)
     vocab_size, marks = tokenizer.get_vocab_size(), [tokenizer.token_to_id(m) for m in MARKS]
     whole = ALL_PICTURE_CASES[name].config
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": 4096, "eos_token_id": marks[1]}
-    named = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+    around = ("boi", "eoi") if is_gemma else ("vision_start", "vision_end")
+    named = [f"{each}_token_id" for each in ("image", *around)]
     config = {**whole, "text_config": {**whole["text_config"], **sizes}}
     config |= dict(zip(named, marks[2:], strict=True))
     tensors, rng = picture_tensors(name), np.random.default_rng(0)
@@ -47,9 +52,11 @@ def seeing_folder(folder: Path, name: str = "qwen3_5") -> Path:
             tensors[key] = rng.normal(size=(vocab_size, *array.shape[1:])).astype(np.float32) * 0.3
     write(folder, config, tensors)
     tokenizer.save(str(folder / "tokenizer.json"))
-    spelling = {"chat_template": TEMPLATE, "eos_token": MARKS[1]}
+    shown = MARKS[2] if is_gemma else f"{MARKS[3]}{MARKS[2]}{MARKS[4]}"
+    spelling = {"chat_template": TEMPLATE.replace("PICTURE", shown), "eos_token": MARKS[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(spelling))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    processor = GEMMA4 if is_gemma else QWEN
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
 

@@ -1,6 +1,7 @@
 """Pictures through the library: chats, turns, programs with forks; what the tower had to do."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,15 @@ def test_branches_of_a_program_share_its_picture(llm: LLM) -> None:
         blind.user("What do you see? " * 3)
         assert blind.select("sure", ["yes", "no"]).scores != chosen[0].scores
     assert all(result.cached_tokens > 35 for result in plain)
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(160, 140), (None, 280)])
+def test_a_picture_that_one_step_computes_fits_a_step(
+    tmp_path: Path, chunk: int | None, most: int
+) -> None:
+    """In Gemma 4 its features see each other; it is scaled down, not refused."""
+    folder = seeing_folder(tmp_path, "gemma4_moe")
+    with LLM(folder, max_memory="20MB", prefill_chunk=chunk) as llm:
+        plain = llm.chat("What is on it?", **ASKED)
+        result = llm.chat("What is on it?", images=[some_image()], **ASKED)
+        assert most // 2 < result.prompt_tokens - plain.prompt_tokens - 2 <= most

@@ -25,6 +25,7 @@ PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 PREFILL_SLICE_MS = 250
 FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
+LEAST_WITH_SPANS = 288  # where a step computes a whole picture: Gemma 4 has 280 tokens of one
 
 
 class EngineArguments(TypedDict, total=False):
@@ -296,12 +297,13 @@ class EngineOptions:
 
         Windows hold all of them for a moment: that may take little of the KV cache.
         """
+        least = LEAST_WITH_SPANS if any(s.sees_spans for s in specs) else LEAST_PREFILL
         if self.num_pages is not None:
-            return LEAST_PREFILL
+            return least
         token_bytes = sum(4 * s.numbers for s in specs if s.window or self.kv.window)
         most = MOST_PREFILL
-        while most > LEAST_PREFILL and most * token_bytes > kv_bytes / 16:
-            most //= 2
+        while most > least and most * token_bytes > kv_bytes / 16:
+            most = max(most // 2, least)
         return most
 
     @property

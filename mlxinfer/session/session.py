@@ -443,7 +443,9 @@ class Session(LocalSession):
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
             self.engine = engine
-            pictures = PictureReader.of(self.info, tokenizer, options.max_image_tokens)
+            most, in_step = options.max_image_tokens, self.limits.pictures.max_span
+            most = most if in_step is None else min(most, in_step)
+            pictures = PictureReader.of(self.info, tokenizer, most)
             self.builder = RequestBuilder(tokenizer, self.info, tool_format, pictures)
         except BaseException:  # Ctrl-C too: no caller has the engine yet
             engine.close()

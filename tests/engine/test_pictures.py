@@ -553,3 +553,10 @@ def test_features_and_kv_cache_share_max_memory() -> None:
     for model, features in ((seeing("qwen3-v4"), 10_000_000), (model_of("qwen3-v4"), 0)):
         sizes = options.config(model, None, options.kv_bytes(0))
         assert (sizes.feature_bytes, sizes.kv_budget_bytes) == (features, 80_000_000 - features)
+
+
+def test_steps_hold_a_picture_that_one_step_computes_whatever_memory_there_is() -> None:
+    sees, blind = seeing("gemma3_text-v4", spans=True), model_of("gemma3_text-v4")
+    options = EngineOptions(max_memory="1MB")
+    assert options.config(blind, None, 1_000_000).prefill_chunk == 256
+    assert options.config(sees, None, 1_000_000).prefill_chunk == 288

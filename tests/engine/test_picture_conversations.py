@@ -33,6 +33,7 @@ from mlxinfer.models.decoder import Model
 ANSWER = SamplingParams(
     max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -1e9)
 )
+MANY = 2560  # tokens of a picture, more than any takes here
 Turn = tuple[str, list[int], tuple[PlacedPicture, ...], list[int]]  # its name, and the answer
 
 
@@ -52,9 +53,14 @@ def answers() -> dict[str, Any]:
     return json.loads((DATA / "conversations.json").read_text())  # type: ignore[no-any-return]
 
 
+def prepared(processor: ImageProcessor, number: int) -> Picture:
+    """A picture for a model."""
+    return processor.prepare(picture(number), max_tokens=MANY)
+
+
 def shortest(processor: ImageProcessor) -> int:
     """Tokens of a chunk, in whole pages, that holds any picture whose features see each other."""
-    most = max(processor.prepare(picture(number)).num_features for number in range(4))
+    most = max(prepared(processor, number).num_features for number in range(4))
     return -(-most // 16) * 16 if processor.sees_itself else 16
 
 
@@ -71,7 +77,7 @@ def turns(name: str) -> Iterator[Turn]:
                 if isinstance(part, list):
                     ids += part
                     continue
-                one = made.setdefault(part, processor.prepare(picture(part)))
+                one = made.setdefault(part, prepared(processor, part))
                 ids += before
                 placed.append(PlacedPicture(one, len(ids)))
                 ids += [*one.token_ids, *after]

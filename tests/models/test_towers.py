@@ -111,6 +111,20 @@ def test_chunks_beside_text_give_the_reference(seeing):
     assert_close(np.array(mx.concatenate(found)), reference)
 
 
+@pytest.mark.parametrize("name", PICTURE_CASES)
+def test_16_bits_stay_16_bits(name, tmp_path):
+    """Nothing widens the states of patches, and the features are near those of 32 bits."""
+    tower = load(checkpoint(tmp_path, name), dtype="bfloat16").tower
+    tile = tiles(name)[0][0]
+    assert {piece.dtype for piece in tower.run(tile)} <= {mx.bfloat16}
+    found = features(tower, tile)
+    assert found.dtype == mx.bfloat16
+    with np.load(DATA / f"{name}.npz") as reference:
+        expected = reference["features"][: len(found)]
+    error = np.abs(np.array(found.astype(mx.float32)) - expected).mean()
+    assert error < 0.02 * expected.std()
+
+
 @pytest.mark.parametrize(("name", "grid"), [("gemma4_e", (3, 66)), ("gemma4_unified", (25, 1))])
 def test_a_picture_beyond_the_table_of_places_is_refused(name, grid, tmp_path):
     """What lies behind a table would be read."""

@@ -5,6 +5,9 @@ frequencies and by columns with the odd ones. Source: Pixtral (arXiv 2410.07073)
 models/pixtral, models/mistral3 and models/llava.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -35,7 +38,7 @@ from .parts import (
 )
 from .tower import Features
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
@@ -142,7 +145,8 @@ class Mistral3Tower:
 
 
 def _sizes(config: Fields) -> TowerSizes:
-    return TowerSizes.of(vision_config(config), _DEFAULTS)
+    """As stated; the norms' epsilon is no setting."""
+    return replace(TowerSizes.of(vision_config(config), _DEFAULTS), eps=_DEFAULTS["rms_norm_eps"])
 
 
 def _pixtral(

@@ -389,12 +389,14 @@ class Batch:
     was_delayed: bool = False  # a tower worked between the step before and this one
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
     begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
+    has_pictures: bool = field(init=False)  # whether a prompt in `ragged` has any
 
     def __post_init__(self) -> None:
         self.ragged = self.short + self.long
-        self.begins_answers = False
+        self.begins_answers = self.has_pictures = False
         for segment in self.ragged:
             self.begins_answers |= bool(segment.num_samples and not segment.output_index)
+            self.has_pictures |= segment.sequence.pictures is not None
 
     def count_computed(self, page_size: int) -> None:
         """Count the step as computed: it will be by the time that anything depends on it.
@@ -428,9 +430,9 @@ class Batch:
         single = self.decodes.segments if self.decodes.sequences else None
         verified = [s.slot for s in self.short if s.proposals] if self.short else []
         found = step_metadata(self.short, self.long, single, verified=verified)
-        with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
-        if not with_pictures and self.decodes.rope_delta is None:  # most steps
+        if not self.has_pictures and self.decodes.rope_delta is None:  # most steps
             return found
+        with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
         spans = _spans(with_pictures, found.positions)
         turning = _rope_positions(self.decodes, with_pictures, found.positions)
         return replace(found, spans=spans, rope_positions=turning)

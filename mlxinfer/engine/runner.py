@@ -454,7 +454,7 @@ class Runner:
             admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
             self._has_variants |= any(s.namespace is not None for s in admitted)
         step = self._inputs(batch, previous, admitted)
-        features = self._gather(batch) if batch.ragged else None
+        features = self._gather(batch) if batch.has_pictures else None
         if features is not None:
             step.feature_rows, step.num_deep = features.rows, len(features.arrays) - 1
         self._followers.send(step)

@@ -472,7 +472,9 @@ class ChatWriter:
             choices = [_choice(step.index, delta={})]
             yield data(self._object(CHUNK, choices, prompt_progress=progress))
             return
-        scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
+        scored: list[Plain] = []
+        if step.logprobs is not None:
+            scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
         pieces = [p for each in delta.tool_calls for p in self._pieces(step.index, each)]
         ids = list(delta.token_ids) if body.return_token_ids else []
         if text or reasoning or pieces or scored or ids:

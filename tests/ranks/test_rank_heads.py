@@ -69,7 +69,7 @@ def test_answers_are_those_of_one_rank(
     method = kind.partition(" ")[0]
     options = SpeculationOptions(method=method, draft=head, max_draft=4, fixed=True)
     rest, speculation = open_speculation(
-        options, folder, model, config(), lambda _: 1 << 26, dtype="auto"
+        options, folder, model, config(feature_bytes=0), lambda _: 1 << 26, dtype="auto"
     )
     assert speculation is not None
     sizes = {"kv_budget_bytes": rest.kv_budget_bytes, "max_batch": 3}
@@ -126,7 +126,7 @@ def test_rank_0_knows_which_steps_other_stages_still_work_on(
     model = group.load("eagle", folder, dtype="auto", pipeline=True, watch=None)
     options = SpeculationOptions(method="eagle", draft=head)
     _, speculation = open_speculation(
-        options, folder, model, config(), lambda _: 1 << 26, dtype="auto"
+        options, folder, model, config(feature_bytes=0), lambda _: 1 << 26, dtype="auto"
     )
     seen: list[bool] = []
 

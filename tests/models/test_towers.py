@@ -22,7 +22,9 @@ from models.tiny import write
 from mlxinfer.errors import PictureError
 from mlxinfer.images import Tile
 from mlxinfer.models import load
+from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.towers import parts
+from mlxinfer.models.towers.loading import tower_family
 from mlxinfer.models.towers.parts import full_attention
 
 
@@ -230,3 +232,14 @@ def test_a_conversion_for_mlx_loads(name, tmp_path):
         expected = reference["features"]
     both = np.array(mx.concatenate(found)).flatten(), expected.flatten()
     assert np.corrcoef(*both)[0, 1] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("llava", "clip_vision_model"), ("aya_vision", "pixtral"), ("llava", None)]
+)
+def test_a_tower_that_is_not_known_is_left_out(outer, inner):
+    config = PICTURE_CASES["pixtral"].config
+    vision = {**config["vision_config"], "model_type": inner}
+    found = tower_family(Fields({**config, "model_type": outer, "vision_config": vision}, "it"))
+    assert found is None
+    assert tower_family(Fields(config, "it")) is not None

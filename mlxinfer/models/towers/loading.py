@@ -18,9 +18,7 @@ from ..weights.tensors import FLOATS, Tensor
 from ..weights.weights import Watch, Weights
 from .tower import Tower
 
-TOWERS: Mapping[
-    str, tuple[str, str]
-] = {  # model_type of the whole, or of its vision_config -> module, class
+TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, class
     "gemma3": ("siglip", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Tower"),
     "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),
@@ -87,8 +85,10 @@ def tower_family(config: Fields) -> TowerFamily | None:
     vision = config.fields("vision_config")
     if vision is None:
         return None
-    types = [one.text("model_type", default="") for one in (config, vision)]
-    module, name = next((TOWERS[one] for one in types if one in TOWERS), ("", ""))
+    kind = config.text("model_type", default="")
+    if kind == "llava":  # around towers of several kinds
+        kind = vision.text("model_type", default="")
+    module, name = TOWERS.get(kind, ("", ""))
     if not module:
         return None
     found: TowerFamily = getattr(import_module(f".{module}", __package__), name)

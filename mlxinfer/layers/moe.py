@@ -165,6 +165,30 @@ class GatedExpert:
         return y if residual is None else residual + y
 
 
+class WeighedExpert:
+    """A shared expert that counts with one weight for all tokens.
+
+    Args:
+        expert: (T, hidden) -> (T, hidden).
+        weight: multiplies its output.
+    """
+
+    __slots__ = ("expert", "weight")
+
+    def __init__(self, expert: FeedForward, weight: float) -> None:
+        self.expert = expert
+        self.weight = weight
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the expert."""
+        return self.expert.kernels(model)
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        y = self.weight * self.expert(x)
+        return y if residual is None else residual + y
+
+
 class ExpertChoice:
     """The experts of each token: in plain MLX, or in one kernel where the engine chose it.
 

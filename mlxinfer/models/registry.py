@@ -13,7 +13,7 @@ from .jsonfields import Fields
 
 _LLAMA = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
 _QWEN3_5 = {"qwen3_5_text": "qwen3_5_text"}
-_COHERE = {"cohere2": "cohere2"}
+_COHERE = {"cohere2": "cohere2", "cohere2_moe": "cohere2_moe"}
 _GLM4V = {"glm4v_text": "glm4v_text", "glm4v": "glm4v_text"}
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
@@ -143,6 +143,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "glm4_moe": ("glm", "Glm4MoE"),
     "smollm3": ("llama", "SmolLM3"),
     "cohere2": ("cohere", "Cohere2"),
+    "cohere2_moe": ("cohere", "Cohere2MoE"),
     "seed_oss": ("llama", "SeedOss"),
     "exaone4": ("olmo", "Exaone4"),
     "ernie4_5": ("llama", "Ernie4_5"),

@@ -184,6 +184,16 @@ _LING = {
     "short_conv_kernel_size": 3,
     "hidden_act": "silu",
 }
+_COHERE_MOE = {
+    **_SMALL,
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": WINDOW,
+    "prefix_dense_intermediate_size": 40,
+    "rope_theta": 300.0,
+    "logit_scale": 0.5,
+}
 _LFM3 = {**_SMALL, "num_hidden_layers": 5, "head_dim": 16, "norm_eps": 1e-5}
 _CASES: dict[str, dict[str, Any]] = {
     "ministral-v4": {
@@ -276,6 +286,25 @@ _CASES: dict[str, dict[str, Any]] = {
         "kda_safe_gate": False,
         "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3],
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+    },
+    "cohere2_moe-v4": {
+        **_COHERE_MOE,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "sliding_window_pattern": 2,
+    },
+    "cohere2_moe-v5": {
+        **_COHERE_MOE,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "num_shared_experts": 2,
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+        "prefix_dense_sliding_window_pattern": 2,
+        "tie_word_embeddings": False,
     },
     "lfm3-v4": {**_LFM3, "sliding_window": WINDOW, "conv_L_cache": 4},
     "lfm3-v5": {

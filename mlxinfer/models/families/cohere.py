@@ -1,15 +1,25 @@
-"""Cohere 2 (Command R7B and A): parallel blocks, layer norms, positions in windowed layers only."""
+"""Cohere 2: parallel blocks, layer norms, positions in windowed layers only.
 
+Command R7B and A; with experts Command A+ and North Mini Code.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ...layers.norm import LayerNorm
+from ...errors import CheckpointError
+from ...layers.mlp import FeedForward
+from ...layers.moe import ExpertChoice, WeighedExpert
+from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
-from ..config import FULL, ModelConfig
+from ...metal_kernels.routing import Routing
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types, read_rope
 from ..decoder import ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
+
+RMS_NORMS = "rms_norms"  # our own key
 
 
 class Cohere2(Family):
@@ -42,7 +52,7 @@ class Cohere2(Family):
         """Logits are scaled as stated."""
         return replace(config, logit_scale=config.fields.number("logit_scale"))
 
-    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """A layer norm without a bias."""
         width = self.config.hidden_size if dims is None else dims
         stated = self.config.fields.number("layer_norm_eps", low=0.0, high=1.0)
@@ -53,3 +63,103 @@ class Cohere2(Family):
         """One norm for both blocks."""
         norm = self.norm(f"model.layers.{index}.input_layernorm")
         return ParallelLayer(norm, self.mixer(index), self.mlp(index))
+
+
+class Cohere2MoE(Cohere2):
+    """Experts in all but the first layers, and a shared one that is averaged with them."""
+
+    defaults: ClassVar = {
+        **Cohere2.defaults,
+        "head_dim": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        "prefix_dense_sliding_window_pattern": 1,
+    }
+    dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With a note whether norms are RMS norms: then the config states their epsilon."""
+        stated = config.get("rms_norm_eps") is not None
+        return Fields({**config.values, RMS_NORMS: stated}, config.where)
+
+    @classmethod
+    def head_dim(cls, fields: Fields, num_heads: int) -> int:
+        """As stated."""
+        return fields.integer("head_dim", high=2**14)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else the dense layers have a period of their own, and the others theirs."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        first = min(fields.integer("first_k_dense_replace", low=0), num_layers)
+        periods = ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
+        kinds: list[str] = []
+        for key, count in zip(periods, (first, num_layers - first), strict=True):
+            period = fields.integer(key, high=2**20)
+            kinds += [SLIDING if (i + 1) % period else FULL for i in range(count)]
+        return kinds
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """Dense layers that see everything have positions too, where all of them do."""
+        always = fields.integer("prefix_dense_sliding_window_pattern") == 1
+        turning = read_rope(fields, SLIDING, head_dim=head_dim)
+        sparse = _sparse_layers(fields, len(layer_types))
+        return tuple(
+            turning if kind == SLIDING or (always and not has_experts) else None
+            for kind, has_experts in zip(layer_types, sparse, strict=True)
+        )
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Set the layers that have experts."""
+        sparse = _sparse_layers(config.fields, config.num_layers)
+        return replace(super().configure(config), sparse_layers=tuple(sparse))
+
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
+        """An RMS norm where the config states its epsilon, else a layer norm."""
+        if self.config.fields.boolean(RMS_NORMS):
+            return Family.norm(self, path, dims, eps)
+        return super().norm(path, dims, eps)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP, or experts with a shared one."""
+        config, fields, path = self.config, self.config.fields, f"model.layers.{index}.mlp"
+        if not config.sparse_layers[index]:
+            inner = fields.integer("prefix_dense_intermediate_size", high=2**22)
+            return self.dense_mlp(path, inner)
+        count = fields.integer("num_shared_experts", low=0, high=2**10)
+        averages = fields.text("shared_expert_combination_strategy") == "average"
+        weight = 0.5 if count and averages else 1.0
+        shared: FeedForward | None = None
+        if count:
+            shared = self.dense_mlp(f"{path}.shared_experts", config.intermediate_size * count)
+            shared = WeighedExpert(shared, weight) if averages else shared
+        sigmoid = fields.text("expert_selection_fn") == "sigmoid"
+        routing = Routing(
+            config.experts_per_token,
+            sigmoid=sigmoid,
+            normalised=config.norm_topk_prob or not sigmoid,
+            factor=weight,
+        )
+        return self.experts(path, ExpertChoice(routing), shared=shared)
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """For each layer, whether it has experts."""
+    stated = fields.items("mlp_layer_types")
+    if stated is None:
+        first = fields.integer("first_k_dense_replace", low=0)
+        return [i >= first for i in range(num_layers)]
+    if len(stated) != num_layers:
+        raise CheckpointError(f"mlp_layer_types in {fields.where} must have {num_layers} entries.")
+    return [kind == "sparse" for kind in stated]

@@ -25,7 +25,7 @@ from .tower import Features
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
 MAX_SCORES = 1 << 20  # numbers that attention keeps at once where it is not fused
 MAX_PRODUCTS = 5 * 10**10  # multiplications of attention in one piece of a pass
-MAX_ROWS = 4096  # patches that go through a feed-forward block at once
+MAX_ROWS = 2048  # patches that go through a feed-forward block at once
 
 
 class Turn(NamedTuple):

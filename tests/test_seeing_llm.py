@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from seeing_folder import seeing_folder, some_image
 
-from mlxinfer import LLM
+from mlxinfer import LLM, convert_model
 
 ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
 
@@ -66,3 +66,15 @@ def test_a_picture_that_one_step_computes_fits_a_step(
         plain = llm.chat("What is on it?", **ASKED)
         result = llm.chat("What is on it?", images=[some_image()], **ASKED)
         assert most // 2 < result.prompt_tokens - plain.prompt_tokens - 2 <= most
+
+
+def test_a_converted_folder_sees_the_same(llm: LLM, tmp_path: Path) -> None:
+    """The files about pictures come along: without them, sizes and colours would be others."""
+    convert_model(llm.path, tmp_path / "out", recipe="dense", calibration=None, check=False)
+    kept = tmp_path / "out" / "preprocessor_config.json"
+    assert kept.read_bytes() == (llm.path / kept.name).read_bytes()
+    question: Any = {"images": [some_image()], **ASKED}
+    with LLM(tmp_path / "out", max_memory="100MB") as other:
+        ours, theirs = (each.chat("What is on it?", **question) for each in (llm, other))
+    assert theirs.prompt_tokens == ours.prompt_tokens > 35
+    assert theirs.token_ids == ours.token_ids

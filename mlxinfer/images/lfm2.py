@@ -1,6 +1,6 @@
 """Pictures of LFM2-VL and LFM2.5-VL: whole, or as tiles with a small view of the whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -26,6 +26,7 @@ class Lfm2Processor(ImageProcessor):
         min_tiles, max_tiles: of a picture that is cut; at most 1: none is.
         tolerance: a picture of so many times the pixels of `max_features` is still not cut.
         has_view: a view of the whole picture follows its tiles.
+        has_marks: the tokens below stand around and before features.
         begin_id, end_id, view_id: the tokens around the picture, and before the view.
         tile_id: the token before the tile in a row and a column, both from 1.
     """
@@ -39,6 +40,7 @@ class Lfm2Processor(ImageProcessor):
     max_tiles: int
     tolerance: float
     has_view: bool
+    has_marks: bool
     begin_id: int
     end_id: int
     view_id: int
@@ -68,6 +70,7 @@ class Lfm2Processor(ImageProcessor):
             max_tiles=settings.number("max_tiles", 10) if splits else 1,
             tolerance=settings.real("max_pixels_tolerance", 2.0),
             has_view=settings.switch("use_thumbnail", True),
+            has_marks=settings.processor_switch("use_image_special_tokens", True),
         )
 
     def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
@@ -85,13 +88,10 @@ class Lfm2Processor(ImageProcessor):
         )
         view = self._tile(resized(image, size, self.resample))
         if grid is None:
-            return self._picture((view,), (self.feature_id,) * view.num_features)
-        tiles = tuple(self._tile(levels) for levels in self._pieces(image, grid))
-        ids = [i for n, tile in enumerate(tiles) for i in self._tile_ids(n, tile, grid)]
-        if self.has_view:
-            tiles += (view,)
-            ids += [self.view_id, *(self.feature_id,) * view.num_features]
-        return self._picture(tiles, tuple(ids))
+            return self._picture([(None, view)])
+        pieces = enumerate(self._pieces(image, grid))
+        parts = [(self._mark(number, grid), self._tile(levels)) for number, levels in pieces]
+        return self._picture([*parts, *([(self.view_id, view)] if self.has_view else [])])
 
     def _grid(self, height: int, width: int, max_tokens: int) -> TileGrid | None:
         """The tiles that the picture is cut into; None: it stays whole."""
@@ -120,9 +120,16 @@ class Lfm2Processor(ImageProcessor):
             num_features=-(-rows // self.merge) * -(-columns // self.merge),
         )
 
-    def _tile_ids(self, number: int, tile: Tile, grid: TileGrid) -> tuple[int, ...]:
+    def _mark(self, number: int, grid: TileGrid) -> int:
         row, column = divmod(number, grid.columns)
-        return (self.tile_id(row + 1, column + 1), *(self.feature_id,) * tile.num_features)
+        return self.tile_id(row + 1, column + 1)
 
-    def _picture(self, tiles: tuple[Tile, ...], ids: tuple[int, ...]) -> Picture:
-        return self.picture(tiles, (self.begin_id, *ids, self.end_id))
+    def _picture(self, parts: Sequence[tuple[int | None, Tile]]) -> Picture:
+        """The picture of tiles and the token before each, if there is one."""
+        marks = self.has_marks
+        ids = [self.begin_id] if marks else []
+        for mark, tile in parts:
+            ids += [] if mark is None or not marks else [mark]
+            ids += (self.feature_id,) * tile.num_features
+        ids += [self.end_id] if marks else []
+        return self.picture(tuple(tile for _, tile in parts), tuple(ids))

@@ -67,6 +67,11 @@ class VisionSettings:
         found = self._image.get(name)
         return default if found is None else bool(found)
 
+    def processor_switch(self, name: str, default: bool) -> bool:
+        """A truth value of processor_config.json itself."""
+        found = self._processor.get(name)
+        return default if found is None else bool(found)
+
     def real(self, name: str, default: float) -> float:
         """A positive number of the image processor."""
         found = self._image.get(name, default)

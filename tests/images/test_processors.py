@@ -153,6 +153,10 @@ def test_tokens_around_features() -> None:
     marks = [i for i in large.token_ids if i != 396]
     # two tiles beside each other, and a view of the whole
     assert marks == [498, 411, 412, 497, 499]
+    plain = {"processor_config.json": {"use_image_special_tokens": False}}
+    bare = Case(FAMILIES["lfm2_vl"].config, plain).processor
+    large = bare.prepare(picture(600, 1200), max_tokens=ALL)
+    assert large.token_ids == (396,) * large.num_features
     assert [tile.num_features for tile in large.tiles[:-1]] == [256, 256]
 
 

@@ -143,7 +143,7 @@ def token_scores(logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> 
     return scores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PoolingModel:
     """A model that is ready, and what makes vectors or scores of its hidden states."""
 

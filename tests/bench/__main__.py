@@ -95,7 +95,7 @@ CLAIMS = {
     "kv": Claim(
         "The quantised KV cache: quality, speed, peak memory.",
         (
-            model_option,
+            plain("--model", "Folder of a model.", default="tests/data/demo-bf16"),
             number("--long", 16_384, "Tokens of the longest context.", least=64, most=32_000),
             *(small, peer),
         ),

@@ -24,11 +24,9 @@ from mlxinfer.errors import ModelNotFoundError
 from mlxinfer.memory import parse_bytes
 from mlxinfer.models.config import load_config
 from mlxinfer.models.weights.files import read_headers
-from tests.bench.processes import ROOT, run_python
-from tests.bench.quality import COLUMNS, HeldOut, cells
+from tests.bench.processes import run_python
+from tests.bench.quality import COLUMNS, MODEL, HeldOut, cells
 from tests.bench.tables import Figures
-
-DEMO = ROOT / "tests" / "data" / "demo-bf16"
 
 # -- recipes by what they do to the answers -------------------------------------------------------
 
@@ -207,7 +205,7 @@ def run(*, model: Path | None, synthetic: str | None, runs: int, small: bool, pe
     """Measure.
 
     Args:
-        model: a folder with unquantised weights; None: the demo model's, of a checkout.
+        model: a folder with unquantised weights; None: the tests' own.
         synthetic: instead of quality, speed: the size of random checkpoints, such as "3GB".
         runs: with `synthetic`: of each converter; the quickest counts.
         small: few recipes on few tokens.
@@ -218,7 +216,7 @@ def run(*, model: Path | None, synthetic: str | None, runs: int, small: bool, pe
     """
     if peer:
         require_peer()
-    folder = DEMO if model is None else model
+    folder = MODEL if model is None else model
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"{folder} has no model; --model takes a folder of unquantised weights."

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxinfer import hub
 from mlxinfer.bench.peer import peer_module, require_peer
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.config import KVOptions
@@ -132,14 +131,14 @@ def run(*, model: str, long: int, small: bool, peer: bool) -> Report:
     """Quality, speed with 8 requests at once, and peak memory.
 
     Args:
-        model: its quality is measured; it should know the language of `held_out.txt`.
+        model: a folder; its quality is measured. It should know the language of `held_out.txt`.
         long: tokens of the long context.
         small: seconds instead of minutes.
         peer: also mlx-lm.
     """
     if peer:
         require_peer()
-    held_out = HeldOut(hub.resolve(model), 128 if small else 1024, 1 if small else None)
+    held_out = HeldOut(model, 128 if small else 1024, 1 if small else None)
     quality = qualities(model, held_out)
     dense, prompt, answer = (TWO_LAYERS, 20, 4) if small else (LAPTOP, 70, 32)
     long, chunk = (min(long, 512), 16) if small else (long, 64)
@@ -167,7 +166,7 @@ def _quality_table(found: dict[str, Figures], held_out: HeldOut, model: str) -> 
         for label, q in found.items()
     ]
     return Table(
-        f"Quality of the KV cache, {model}, {held_out.num_tokens:,} held-out tokens",
+        f"Quality of the KV cache, {Path(model).name}, {held_out.num_tokens:,} held-out tokens",
         ["kv_bits", "bytes/token", "of bfloat16", *COLUMNS],
         rows,
         f"In windows of {len(held_out.windows[0]):,} tokens through pages and chunks. KL in nats, "

@@ -1,7 +1,7 @@
 """How much of a model's answers other weights or a quantised KV cache change. Knows LLM and numpy.
 
-The text is `held_out.txt`: conversations of the demo model's own corpus generator with questions
-that its training never saw (`examples/demo_model/corpus.py`, `held=True`).
+The model is the bfloat16 checkpoint of the tests, an earlier and smaller demo. The text is
+`held_out.txt`: conversations like those of its training, with questions that it never saw.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from mlxinfer.llm import LLM
 from tests.bench.tables import Figures
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
+MODEL = Path(__file__).parents[1] / "data" / "demo-bf16"  # knows the language of the text
 DTYPE, DTYPE_BYTES = "float32", 4  # of activations and of what is not quantised
 
 Floats = NDArray[np.float64]

@@ -17,13 +17,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..metal_kernels.chips import FUSED_DIMS
 from ..metal_kernels.paged_attention import Softmax, capped
 from ..metal_kernels.stored import Runs
 from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
 
-FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
 QUERY_BLOCK = 128
 KEY_BLOCK = 2048
 LOWEST = -1e30  # a peak before anything was seen

@@ -14,11 +14,11 @@ import mlx.core as mx
 from ..core import CacheSpec, KVSpec, StateSpec
 from ..errors import UnsupportedModelError
 from ..layers.step import Advance, Arrays
+from ..metal_kernels.chips import FUSED_DIMS
 from ..metal_kernels.paged_attention import Softmax
 
 MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
 QUERY_BLOCK = 256  # queries of a long row at a time
-FUSED_DIMS = frozenset({64, 80, 96, 128})  # for which MLX's Metal kernel keeps no scores
 Mask = mx.array | str | None  # (queries, keys) bool, or "causal"; None: all see all
 
 

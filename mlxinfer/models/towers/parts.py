@@ -16,13 +16,12 @@ from ...images import Tile
 from ...layers.linear import Linear, Projection
 from ...layers.mlp import ACTIVATIONS, MLP, PLAIN, Activation, FeedForward, gated
 from ...layers.norm import LayerNorm, Norm, RMSNorm
+from ...metal_kernels.chips import FUSED_DIMS
 from ..jsonfields import Fields
 from ..language import arrays
 from ..weights.weights import Weights
 from .tower import Features
 
-# Head dims for which MLX's Metal attention keeps no scores (scaled_dot_product_attention.cpp).
-FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
 MAX_SCORES = 1 << 20  # numbers that attention keeps at once where it is not fused
 MAX_PRODUCTS = 5 * 10**10  # multiplications of attention in one piece of a pass
 MAX_ROWS = 2048  # patches that go through a feed-forward block at once

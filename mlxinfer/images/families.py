@@ -11,7 +11,7 @@ from .processor import ImageProcessor
 from .qwen import QwenProcessor
 from .settings import VisionSettings
 
-_PROCESSORS: dict[str, type[ImageProcessor]] = {
+PROCESSORS: dict[str, type[ImageProcessor]] = {
     **dict.fromkeys(
         (
             *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
@@ -37,5 +37,5 @@ def image_processor(folder: Path, token_id: Callable[[str], int | None]) -> Imag
         CheckpointError: the files about pictures are broken or incomplete.
     """
     settings = VisionSettings(folder, token_id)
-    kind = _PROCESSORS.get(settings.model_type)
+    kind = PROCESSORS.get(settings.model_type)
     return kind.read(settings) if kind is not None and settings.vision else None

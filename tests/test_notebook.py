@@ -161,7 +161,7 @@ def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> 
         (shown,) = [each for each in outputs[cell] if each.output_type != "stream"]
         assert shown.output_type == "display_data"
         assert "answer tokens" in shown.data["text/html"]
-    assert "yellow" in html(outputs, "magic")
+    assert "green" in html(outputs, "magic")
     assert "%%llm [-h]" in text(outputs, "help")
     assert "UsageError: unrecognized arguments: --nonsense" in text(outputs, "wrong option")
 

@@ -171,7 +171,7 @@ def form(schema: Any) -> Any:
 def test_an_answer_that_breaks_the_schema_is_tried_again(llm: LLM) -> None:
     schema = {**PAIR, "not": {"enum": [[0, 0], [1, 1]]}}
     attempts = []
-    for seed in range(3):
+    for seed in (7, 8, 9):
         params = SamplingParams(seed=seed, temperature=3.0, logprobs=0)
         result = llm.generate("Two bits: ", params, response_format=form(schema))
         assert sorted(json.loads(result.text)) == [0, 1], f"seed {seed}"

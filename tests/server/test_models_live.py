@@ -19,7 +19,7 @@ from mlxinfer.server.served import ServedModel
 def lazy() -> Iterator[LazyServer]:
     """Room for one of them at a time."""
     kv = {"kv_bytes": 8 * MB}
-    with LazyServer(13 * MB, {"big": kv, "small": {"aliases": ("gpt-4o-mini",), **kv}}) as server:
+    with LazyServer(15 * MB, {"big": kv, "small": {"aliases": ("gpt-4o-mini",), **kv}}) as server:
         yield server
 
 

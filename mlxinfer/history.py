@@ -28,6 +28,7 @@ from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TITLE_CHARS = 200
+MAX_PICTURE_BYTES = 256 << 20  # of all pictures of an owner, as text of data URLs
 TRIGRAM = 3  # characters: the index finds no shorter words
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
 _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
@@ -63,13 +64,29 @@ _SCHEMA = (
 )
 
 
+# Pictures lie beside their messages, so that the oldest can go without a change of these. A file of
+# an older version gets the table when it is opened; an older version leaves it alone.
+_PICTURES = """CREATE TABLE IF NOT EXISTS pictures (
+    number INTEGER PRIMARY KEY, message INTEGER NOT NULL
+    REFERENCES messages (number) ON DELETE CASCADE, place INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL, url TEXT NOT NULL
+) STRICT"""
+_PICTURES_OF = "CREATE INDEX IF NOT EXISTS pictures_of ON pictures (message)"
+_FORGET = """WITH sums AS (
+    SELECT p.number, sum(p.num_bytes) OVER (ORDER BY p.number DESC) AS so_far FROM pictures p
+    JOIN messages m ON m.number = p.message JOIN conversations c ON c.id = m.conversation
+    WHERE c.owner = ?
+) DELETE FROM pictures WHERE number IN (SELECT number FROM sums WHERE so_far > ?)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMessage:
     """One message of a conversation.
 
     Attributes:
         parent: the message before it; None: it is the first.
-        details: JSON data beside the text: attachments, tool calls, token counts, times.
+        details: JSON data beside the text: attachments, tool calls, token counts, times. Each of
+            its `pictures` has a name and a data URL, or null where it is no longer kept.
     """
 
     id: str
@@ -143,11 +160,15 @@ def data_folder() -> Path:
 
 
 def text_sent(message: StoredMessage) -> str:
-    """The text of a message as a model is sent it: files that were attached come first."""
+    """The text of a message as a model is sent it: files that were attached come first.
+
+    Pictures are named in it.
+    """
     files = [
         '<file name="{}">\n{}\n</file>\n\n'.format(_QUOTES.sub("'", file["name"]), file["text"])
         for file in message.details.get("attachments", ())
     ]
+    files += [f"[picture: {each['name']}]\n\n" for each in _pictures_of(message.details)]
     return "".join(files) + message.content
 
 
@@ -216,7 +237,13 @@ class History:
         """All messages of a conversation, of all branches, in the order in which they were made."""
         self.conversation(owner, id)
         rows = self._read("SELECT * FROM messages WHERE conversation = ? ORDER BY number", (id,))
-        return [_message(row) for row in rows]
+        shown = self._read(
+            "SELECT p.message, p.place, p.url FROM pictures p "
+            "JOIN messages m ON m.number = p.message WHERE m.conversation = ?",
+            (id,),
+        )
+        urls = {(message, place): url for message, place, url in shown}
+        return [_message(row, urls) for row in rows]
 
     def branch(self, owner: str, id: str) -> list[StoredMessage]:
         """The messages from the first one to the conversation's head."""
@@ -262,11 +289,11 @@ class History:
         """Add a message to a conversation and make it the head; one with a known id is replaced.
 
         The conversation is made if it is not there, and its first question gives it a title. A
-        message keeps its parent.
+        message keeps its parent. An owner's oldest pictures beyond MAX_PICTURE_BYTES are forgotten.
 
         Raises:
             InvalidRequestError: an id is malformed or taken, the parent is not in the
-                conversation, or there is no such role.
+                conversation, there is no such role, or a picture has no name or no URL.
         """
         if message.role not in ROLES:
             raise InvalidRequestError(
@@ -274,6 +301,7 @@ class History:
             )
         _check_id(message.id)
         now_s = time.time()
+        details, urls = _apart(message.details)
         with self._transaction() as db:
             self._claim(db, owner, id, now_s)
             if message.parent is not None:
@@ -286,11 +314,14 @@ class History:
                 "WHERE conversation = excluded.conversation",
                 (
                     *(message.id, id, message.parent, message.role, message.content),
-                    *(message.reasoning, json.dumps(message.details), message.created_s or now_s),
+                    *(message.reasoning, json.dumps(details), message.created_s or now_s),
                 ),
             )
             _check_member(db, id, message.id, "id")
-            title = title_of(message.content) if message.role == "user" else ""
+            if urls:
+                _keep_pictures(db, owner, message.id, urls)
+            names = ", ".join(each["name"] for each in _pictures_of(details))
+            title = title_of(message.content or names) if message.role == "user" else ""
             db.execute(
                 "UPDATE conversations SET head = ?, changed_s = ?, "
                 "title = CASE title WHEN '' THEN ? ELSE title END WHERE id = ?",
@@ -362,6 +393,42 @@ class History:
             raise InvalidRequestError(f"The id {id} is taken; choose another.", param="id")
 
 
+def _pictures_of(details: dict[str, Any]) -> list[dict[str, Any]]:
+    return details.get("pictures") or []
+
+
+def _apart(details: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
+    """Details without the URLs of their pictures, and those by their places."""
+    given = _pictures_of(details)
+    if not given:
+        return details, {}
+    if not isinstance(given, list) or not all(_is_picture(each) for each in given):
+        raise InvalidRequestError(
+            "details.pictures is a list of pictures, each with a name and a data: URL or null.",
+            param="details",
+        )
+    urls = {place: each["url"] for place, each in enumerate(given) if each["url"] is not None}
+    return {**details, "pictures": [{**each, "url": None} for each in given]}, urls
+
+
+def _is_picture(given: Any) -> bool:
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        return False
+    url = given.get("url", ...)
+    return url is None or (isinstance(url, str) and url.startswith("data:image/"))
+
+
+def _keep_pictures(db: sqlite3.Connection, owner: str, message: str, urls: dict[int, str]) -> None:
+    """Store the pictures of a message; the owner's oldest go where there are too many."""
+    (number,) = db.execute("SELECT number FROM messages WHERE id = ?", (message,)).fetchone()
+    db.execute("DELETE FROM pictures WHERE message = ?", (number,))
+    db.executemany(
+        "INSERT INTO pictures (message, place, num_bytes, url) VALUES (?, ?, ?, ?)",
+        [(number, place, len(url), url) for place, url in urls.items()],
+    )
+    db.execute(_FORGET, (owner, MAX_PICTURE_BYTES))
+
+
 def _check_member(db: sqlite3.Connection, id: str, message: str, param: str) -> None:
     row = db.execute(
         "SELECT 1 FROM messages WHERE id = ? AND conversation = ?", (message, id)
@@ -385,6 +452,9 @@ def _prepare(db: sqlite3.Connection) -> None:
         for statement in _SCHEMA:
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {_VERSION}")
+    if version <= _VERSION:
+        db.execute(_PICTURES)
+        db.execute(_PICTURES_OF)
     db.execute("COMMIT")
     if version > _VERSION:
         raise HistoryError("The history was written by a newer mlxinfer; update this one.")
@@ -423,6 +493,9 @@ def _conversation(row: sqlite3.Row) -> Conversation:
     return Conversation(**{**fields, "settings": json.loads(row["settings"])})
 
 
-def _message(row: sqlite3.Row) -> StoredMessage:
+def _message(row: sqlite3.Row, urls: dict[tuple[int, int], str]) -> StoredMessage:
     fields = {name: row[name] for name in StoredMessage.__dataclass_fields__}
-    return StoredMessage(**{**fields, "details": json.loads(row["details"])})
+    details = json.loads(row["details"])
+    for place, picture in enumerate(_pictures_of(details)):
+        picture["url"] = urls.get((row["number"], place))
+    return StoredMessage(**{**fields, "details": details})

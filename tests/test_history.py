@@ -1,5 +1,6 @@
 """Stored conversations: trees of messages, kept by owner, found by words, whole after a kill."""
 
+import dataclasses
 import random
 import signal
 import sqlite3
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,3 +294,69 @@ def test_the_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("MLXINFER_HISTORY")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_place() == tmp_path / "mlxinfer" / "history.db"
+
+
+def pictured(id: str, *urls: str | None, parent: str | None = None) -> StoredMessage:
+    pictures = [{"name": f"{place}.png", "url": url} for place, url in enumerate(urls)]
+    details = {"pictures": pictures, "other": 1}
+    return dataclasses.replace(message(id, "Look", parent), details=details)
+
+
+def test_pictures_come_back_beside_their_messages(history: History) -> None:
+    url = "data:image/png;base64,QUJD"
+    first = pictured("a", url, None, url + "RA==")
+    history.save_message("", TALK, first)
+    history.save_message("", TALK, message("b", "Yes", "a", "assistant"))
+    history.save_message("", TALK, first)  # saved again: they are not kept twice
+    assert [each.details for each in history.messages("", TALK)] == [first.details, {}]
+    with sqlite3.connect(history.path) as db:
+        assert db.execute("SELECT count(*) FROM pictures").fetchone() == (2,)
+        assert "QUJD" not in db.execute("SELECT details FROM messages").fetchone()[0]
+    assert text_sent(first) == "".join(f"[picture: {n}.png]\n\n" for n in range(3)) + "Look"
+    history.delete("", TALK)
+    assert b"QUJD" not in history.path.read_bytes()
+
+
+def test_an_owners_oldest_pictures_are_forgotten(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "data:image/png;base64," + "A" * 978  # 1,000 bytes
+    monkeypatch.setattr("mlxinfer.history.MAX_PICTURE_BYTES", 3500)
+    history.save_message("other", "another-1", pictured("other", url, url))
+    for number in range(5):
+        history.save_message("", f"talk-{number:04}", pictured(f"{number}", url))
+    kept = [
+        history.messages("", f"talk-{number:04}")[0].details["pictures"][0]["url"] is not None
+        for number in range(5)
+    ]
+    assert kept == [False, False, True, True, True]
+    (others,) = history.messages("other", "another-1")
+    assert [each["url"] for each in others.details["pictures"]] == [url, url]
+    (forgotten,) = history.messages("", "talk-0000")
+    assert (forgotten.content, forgotten.details["other"]) == ("Look", 1)
+
+
+@pytest.mark.parametrize(
+    "pictures", ["x", ["x"], [{"url": None}], [{"name": "a"}], [{"name": "a", "url": "https://a"}]]
+)
+def test_pictures_without_a_name_or_their_data_are_refused(history: History, pictures: Any) -> None:
+    odd = dataclasses.replace(message("a", "Look"), details={"pictures": pictures})
+    with pytest.raises(InvalidRequestError, match=r"details\.pictures"):
+        history.save_message("", TALK, odd)
+
+
+def test_a_file_of_an_older_version_keeps_pictures_too(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    History(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE pictures")
+    history = History(path)
+    history.save_message("", TALK, pictured("a", "data:image/png;base64,QUJD"))
+    (found,) = history.messages("", TALK)
+    assert found.details["pictures"][0]["url"] == "data:image/png;base64,QUJD"
+
+
+def test_a_message_of_pictures_alone_names_its_conversation(history: History) -> None:
+    only = dataclasses.replace(pictured("a", None), content="")
+    history.save_message("", TALK, only)
+    assert history.conversation("", TALK).title == "0.png"

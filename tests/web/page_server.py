@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from live_server import LiveServer
+from live_server import LiveServer, models_of
 from scripted import TEMPLATE, Script, ScriptedServer
 
 from mlxinfer import hub
@@ -21,6 +21,7 @@ from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
+from tests.seeing_folder import seeing_folder
 
 LIMIT_BYTES = 8_000_000_000
 KV_BYTES = 20_000_000
@@ -168,6 +169,22 @@ class LivePageServer(LiveServer):
         self.routes = routes_of(folder)
         self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(**config)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.routes.close()
+
+
+class SeeingPageServer(LiveServer):
+    """A server of `tiny-see`, which sees, and of the demo, which does not; with history."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.routes = routes_of(folder)
+        self.routes_served = (*ROUTES, *self.routes.routes())
+        options, seeing = EngineOptions(max_batch=2), seeing_folder(folder / "tiny-see")
+        self.model = ServedModel.open("tiny-see", seeing, options, created_s=1)
+        blind = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        self.listen(models_of([self.model, blind]), **config)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

@@ -195,7 +195,7 @@ def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) ->
     choose.select_option("curl")
     wait_until(lambda: page.clipboard().startswith("curl "))
     said = page.clipboard()
-    body = json.loads(said.partition("-d '")[2].removesuffix("'").replace("'\\''", "'"))
+    body = json.loads(said.partition("<<'BODY'\n")[2].removesuffix("\nBODY\n"))
     assert [message["content"] for message in body["messages"]] == ["It's brief.", "Say 'hello'"]
     assert f"{page.server.url}/v1/chat/completions" in said
     page.click("Copy this answer")

@@ -1,8 +1,11 @@
-// The field for the next message, and files that go with it as text.
+// The field for the next message, and what goes with it: pictures, and files as text.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { request } from "./api.js";
 import { number } from "./format.js";
-import { ask, branch, busy, conversation, features, model, notice, stop } from "./store.js";
+import { isPicture, pictureOf } from "./pictures.js";
+import {
+  ask, branch, busy, conversation, features, model, notice, said, sees, shownPictures, stop,
+} from "./store.js";
 import { IconButton } from "./widgets.jsx";
 
 const MAX_FILE_BYTES = 20 * 2 ** 20;
@@ -18,7 +21,7 @@ async function textOf(file) {
   } catch {
     // refused below
   }
-  throw new Error(`${file.name} is no text: text files in UTF-8 and PDFs can be attached.`);
+  throw new Error(`${file.name} is no text and no picture: pictures, text files in UTF-8 and PDFs can be attached.`);
 }
 
 async function pdfText(file, data) {
@@ -33,6 +36,33 @@ async function pdfText(file, data) {
   return text;
 }
 
+async function read(file) {
+  const { name } = file;
+  return isPicture(file) ? { name, url: await pictureOf(file) } : { name, text: await textOf(file) };
+}
+
+// Files and pictures apart, as messages have them.
+function detailsOf(attached) {
+  const attachments = attached.filter(({ url }) => !url);
+  const pictures = attached.filter(({ url }) => url);
+  return { ...(attachments.length && { attachments }), ...(pictures.length && { pictures }) };
+}
+
+// Why pictures cannot be sent to this model, or what is not known yet.
+function Blind({ attached }) {
+  if (!attached && !shownPictures.value) return null;
+  if (sees.value === undefined && attached) {
+    return <p class="hint">Whether {model.value} sees pictures is known when it has been loaded.</p>;
+  }
+  if (sees.value !== false) return null;
+  return (
+    <p class="blind" role="alert">
+      {model.value} does not see pictures. Choose a model that does,{" "}
+      {shownPictures.value ? "or begin a new chat." : "or remove the pictures."}
+    </p>
+  );
+}
+
 export function Composer({ edit }) {
   const field = useRef();
   const files = useRef();
@@ -40,22 +70,40 @@ export function Composer({ edit }) {
   const [attached, setAttached] = useState([]);
   const [reading, setReading] = useState(0);
   const [over, setOver] = useState(false);
+  const pictured = attached.some(({ url }) => url);
+  const blind = sees.value === false && (pictured || shownPictures.value);
+  const ready = (text.trim() || attached.length) && !reading && !blind && model.value;
+
+  // As high as its lines or its placeholder, wrapped ones too, up to the limit of its style.
   useLayoutEffect(() => {
-    const { current } = field;
-    current.rows = Math.min(Math.max(current.value.split("\n").length, 1), 12);
-  }, [text]);
+    const fit = () => {
+      field.current.style.height = "auto";
+      field.current.style.height = `${field.current.scrollHeight}px`;
+    };
+    fit();
+    addEventListener("resize", fit);
+    return () => removeEventListener("resize", fit);
+  }, [text, model.value]);
 
   useEffect(() => {
     // a keyboard that covers half of the screen comes only when it is asked for
     if (matchMedia("(hover: hover)").matches) field.current.focus();
   }, [conversation.value.id]);
 
-  async function attach(list) {
-    for (const file of list) {
+  const before = useRef(Promise.resolve()); // files are attached in the order in which they came
+
+  function attach(list) {
+    const given = [...list]; // the browser empties its list when the event is over
+    before.current = before.current.then(() => readAll(given));
+  }
+
+  async function readAll(given) {
+    for (const file of given) {
       setReading((n) => n + 1);
       try {
-        const text = await textOf(file);
-        setAttached((all) => [...all, { name: file.name, text }]);
+        const found = await read(file);
+        setAttached((all) => [...all, found]);
+        said.value = `Attached ${file.name}`;
       } catch (error) {
         notice.value = { text: error.message };
       } finally {
@@ -65,11 +113,17 @@ export function Composer({ edit }) {
     field.current?.focus();
   }
 
+  function detach(file) {
+    setAttached((all) => all.filter((each) => each !== file));
+    said.value = `Removed ${file.name}`;
+    field.current.focus();
+  }
+
   function send() {
-    if (busy.value || reading || !(text.trim() || attached.length) || !model.value) return;
+    if (busy.value || !ready) return;
     setText("");
     setAttached([]);
-    ask(text.trim(), attached);
+    ask(text.trim(), detailsOf(attached));
   }
 
   function onKeyDown(event) {
@@ -86,10 +140,10 @@ export function Composer({ edit }) {
   }
 
   function onPaste(event) {
-    if (event.clipboardData.files.length) {
-      event.preventDefault();
-      attach(event.clipboardData.files);
-    }
+    const { files, types } = event.clipboardData;
+    if (!files.length || (types.includes("text/plain") && types.includes("text/html"))) return; // cells come as a picture too
+    event.preventDefault();
+    attach(files);
   }
 
   const form = conversation.value.settings.form;
@@ -114,20 +168,23 @@ export function Composer({ edit }) {
       {(attached.length > 0 || reading > 0) && (
         <ul class="attached" aria-label="Attached files">
           {attached.map((file, at) => (
-            <li key={at}>
-              {file.name} <small>{number(file.text.length)} characters</small>
-              <IconButton
-                icon="close"
-                label={`Remove ${file.name}`}
-                onClick={() => setAttached(attached.filter((each) => each !== file))}
-              />
+            <li key={at} class={file.url && "picture"}>
+              {file.url ? (
+                <img src={file.url} alt={`Picture ${file.name}`} title={file.name} />
+              ) : (
+                <>
+                  {file.name} <small>{number(file.text.length)} characters</small>
+                </>
+              )}
+              <IconButton icon="close" label={`Remove ${file.name}`} onClick={() => detach(file)} />
             </li>
           ))}
           {reading > 0 && <li>reading…</li>}
         </ul>
       )}
+      <Blind attached={pictured} />
       <div class="row">
-        <IconButton icon="attach" label="Attach text files or PDFs" onClick={() => files.current.click()} />
+        <IconButton icon="attach" label="Attach pictures, text files or PDFs" onClick={() => files.current.click()} />
         <input
           ref={files}
           type="file"
@@ -135,7 +192,7 @@ export function Composer({ edit }) {
           hidden
           aria-label="Files"
           onChange={(event) => {
-            attach([...event.target.files]);
+            attach(event.target.files);
             event.target.value = "";
           }}
         />
@@ -158,7 +215,7 @@ export function Composer({ edit }) {
             label="Send"
             type="submit"
             class="round"
-            disabled={!(text.trim() || attached.length) || !!reading || !model.value}
+            disabled={!ready}
           />
         )}
       </div>

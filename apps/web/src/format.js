@@ -1,5 +1,5 @@
 // Numbers, times, and conversations as text.
-import { asSent } from "./tree.js";
+import { textOf } from "./tree.js";
 
 export function bytes(count) {
   if (count == null) return "–";
@@ -41,19 +41,25 @@ const NAMES = { user: "You", assistant: "Assistant", tool: "Tool" };
 export function asMarkdown(conversation, branch) {
   const parts = [`# ${conversation.title || "Conversation"}`];
   if (conversation.settings.system) parts.push(`> ${conversation.settings.system.replaceAll("\n", "\n> ")}`);
-  for (const message of branch) parts.push(`## ${NAMES[message.role]}\n\n${asSent(message).content}`);
+  for (const message of branch) parts.push(`## ${NAMES[message.role]}\n\n${named(message)}${textOf(message)}`);
   return `${parts.join("\n\n")}\n`;
 }
 
 export function asText(branch) {
-  return branch.map((message) => `${NAMES[message.role]}: ${message.content}`).join("\n\n");
+  return branch.map((message) => `${NAMES[message.role]}: ${named(message)}${message.content}`).join("\n\n");
+}
+
+// A copied text has the names of its pictures.
+function named({ details }) {
+  return (details.pictures ?? []).map(({ name }) => `[picture: ${name}]\n\n`).join("");
 }
 
 export function asCurl(body) {
-  const data = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  // The body comes on standard input: an argument has no room for a picture.
+  const data = JSON.stringify(body, null, 2);
   return (
     `curl ${location.origin}/v1/chat/completions \\\n  -H 'Content-Type: application/json' \\\n` +
-    `  -H "Authorization: Bearer $MLXINFER_API_KEY" \\\n  -d '${data}'`
+    `  -H "Authorization: Bearer $MLXINFER_API_KEY" \\\n  -d @- <<'BODY'\n${data}\nBODY\n`
   );
 }
 

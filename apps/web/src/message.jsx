@@ -8,7 +8,7 @@ import {
   ask, branch, busy, children, conversation, features, notice, resend, rewrite, sendResults, show,
 } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
-import { Icon, IconButton } from "./widgets.jsx";
+import { Dialog, Icon, IconButton } from "./widgets.jsx";
 
 const WHO = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
@@ -28,9 +28,9 @@ export function Message({ message, version, arriving, editing, edit, again }) {
 }
 
 function User({ message, editing, edit }) {
-  const attachments = message.details.attachments ?? [];
+  const { attachments = [], pictures = [] } = message.details;
   if (editing) {
-    const save = (text) => ask(text, attachments, message.parent);
+    const save = (text) => ask(text, message.details, message.parent);
     return <Edit message={message} label="Edit the question" done="Ask anew" save={save} close={() => edit(null)} />;
   }
   return (
@@ -41,6 +41,7 @@ function User({ message, editing, edit }) {
             <Icon name="attach" /> {name} <small>{number(text.length)} characters</small>
           </span>
         ))}
+        {pictures.length > 0 && <Pictures pictures={pictures} />}
         <Plain text={message.content} />
       </div>
       <div class="tools">
@@ -48,6 +49,35 @@ function User({ message, editing, edit }) {
         <CopyButton text={() => message.content} label="Copy this question" />
         <IconButton icon="edit" label="Edit this question" disabled={!!busy.value} onClick={() => edit(message.id)} />
       </div>
+    </>
+  );
+}
+
+// Small pictures; a click shows one as large as the window. The oldest in the history are not kept.
+function Pictures({ pictures }) {
+  const [open, setOpen] = useState(null);
+  return (
+    <>
+      <ul class="pictures" aria-label="Pictures">
+        {pictures.map(({ name, url }, at) => (
+          <li key={at}>
+            {url ? (
+              <button type="button" class="quiet" title={name} onClick={() => setOpen(pictures[at])}>
+                <img src={url} alt={`Picture ${name}`} />
+              </button>
+            ) : (
+              <span class="file">
+                {name} <small>is no longer kept, and not sent</small>
+              </span>
+            )}
+          </li>
+        ))}
+      </ul>
+      {open && (
+        <Dialog title={open.name} class="large" onClose={() => setOpen(null)}>
+          <img src={open.url} alt={`Picture ${open.name}`} />
+        </Dialog>
+      )}
     </>
   );
 }
@@ -78,7 +108,7 @@ function Edit({ message, label, done, save, close }) {
   function submit(event) {
     event?.preventDefault();
     const text = field.current.value.trim();
-    if (!text) return;
+    if (!text && !message.details.pictures) return;
     close();
     save(text);
   }

@@ -1,7 +1,7 @@
 // What the page knows: models, stored conversations, the one that is shown, answers that arrive.
 import { batch, computed, signal } from "@preact/signals";
 import { ApiError, request, stream } from "./api.js";
-import { branchOf, childrenOf, leafOf, newId, requestOf } from "./tree.js";
+import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf } from "./tree.js";
 
 const MODEL = "mlxinfer.model";
 const SAVE_MS = 2000; // between two saves of an answer that arrives
@@ -27,6 +27,10 @@ export const model = computed(() => {
   const known = models.value;
   return known.some((each) => each.id === wanted) ? wanted : (known[0]?.id ?? "");
 });
+
+// Whether the model sees pictures; undefined: that is known when it has been loaded once.
+export const sees = computed(() => models.value.find((each) => each.id === model.value)?.capabilities?.vision);
+export const shownPictures = computed(() => hasPictures(branch.value));
 
 export function empty() {
   return { id: newId(), title: "", model: "", settings: {}, head: null, messages: new Map(), stored: false };
@@ -240,8 +244,8 @@ function newMessage(role, parent, content, details = {}) {
 }
 
 // Ask `text` after the message `parent`; beside other children of it this is another branch.
-export async function ask(text, attachments, parent = conversation.value.head) {
-  const details = attachments.length ? { attachments } : {};
+// `details`: files as `attachments`, each with name and text, and `pictures`, each with name and URL.
+export async function ask(text, details, parent = conversation.value.head) {
   const question = newMessage("user", parent, text, details);
   await send([question]);
 }
@@ -338,6 +342,7 @@ async function answer(parent) {
   }
   await saveMessage(id, message);
   OTHER_TABS.postMessage({ id });
+  if (sees.value === undefined) await refreshModels(); // it has been loaded
   await refreshConversations();
 }
 

@@ -39,10 +39,25 @@ export function asSent(message) {
     if (details.tool_calls?.length) sent.tool_calls = details.tool_calls.map(asCall);
     return sent;
   }
+  const text = textOf(message);
+  const images = (details.pictures ?? []).filter(({ url }) => url);
+  if (!images.length) return { role, content: text };
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  if (text) parts.push({ type: "text", text });
+  return { role, content: parts };
+}
+
+// The text of a message as a model is sent it: files that were attached come first.
+export function textOf({ content, details }) {
   const files = (details.attachments ?? []).map(
     ({ name, text }) => `<file name="${name.replace(/["\n]/g, "'")}">\n${text}\n</file>\n\n`,
   );
-  return { role, content: files.join("") + content };
+  return files.join("") + content;
+}
+
+// Whether the API is sent pictures of these messages.
+export function hasPictures(branch) {
+  return branch.some(({ details }) => details.pictures?.some(({ url }) => url));
 }
 
 function asCall({ id, name, arguments: text }) {

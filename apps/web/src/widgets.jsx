@@ -40,7 +40,7 @@ export function IconButton({ icon, label, ...rest }) {
   );
 }
 
-export function Dialog({ title, onClose, children }) {
+export function Dialog({ title, onClose, children, ...rest }) {
   const place = useRef();
   useEffect(() => {
     place.current.showModal();
@@ -48,6 +48,7 @@ export function Dialog({ title, onClose, children }) {
   return (
     <dialog
       ref={place}
+      {...rest}
       aria-label={title}
       onClose={onClose}
       onClick={(event) => event.target === place.current && place.current.close()}

@@ -20,8 +20,8 @@ MEDIA_TYPES = {
     ".woff2": b"font/woff2",
 }
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; "
-    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' "
+    b"data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types dompurify"
 )
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import click
 
-from ..errors import UnsupportedFieldError
+from ..errors import UnsupportedFieldError, shown
 
 SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif")
@@ -20,10 +20,11 @@ _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\\.|[^\s\\'"])+""")
 
 def picture_data(path: str) -> bytes:
     """The bytes of a picture in a file; raises PictureError where there is none."""
-    from ..images import load_image  # imports numpy
+    from ..images import load_image, picture_file  # imports numpy
 
-    load_image(path, place=path)
-    return Path(path).expanduser().read_bytes()
+    data = picture_file(path, place=shown(path)) or b""
+    load_image(data, place=shown(path))
+    return data
 
 
 def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:

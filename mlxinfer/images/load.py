@@ -7,6 +7,7 @@ import base64
 import binascii
 import io
 import os
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,14 @@ from ..errors import PictureError, shown
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+ORIENTATION = 0x0112  # the tag of EXIF
 MAX_FILE_BYTES = 64 << 20
-MAX_PIXELS = 100_000_000  # 300 MB as RGB
+MAX_PIXELS = 89_000_000  # 356 MB as RGB; Pillow warns of bombs from 89.5 million on
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _KNOWN = "JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC"
+# what Pillow's decoders raise on foreign data
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error)
 _SOURCES = "a path, the bytes of a file, a data: URL, a PIL image or an array"
 
 
@@ -41,28 +45,26 @@ def load_image(source: Any, *, place: str = "image") -> "Image":
 
     Raises:
         PictureError: there is no such file, it is no picture of a known format, it is broken, or
-            it has more than 100 million pixels.
+            it has more than 89 million pixels.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         image = _opened(source, place)
         if image.width * image.height > MAX_PIXELS:
             raise _too_large(image.width, image.height, place)
         image.load()
-        return _opaque(ImageOps.exif_transpose(image))
+        return _opaque(_upright(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise PictureError(f"The picture is too large: {error}", param=place) from None
+        raise PictureError(f"{place} is too large: {error}", param=place) from None
     except UnidentifiedImageError:
         raise PictureError(
-            f"The data are no picture of a known format; expected {_KNOWN}.", param=place
+            f"{place} is no picture of a known format; expected {_KNOWN}.", param=place
         ) from None
     except PictureError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:
-        raise PictureError(
-            f"The picture is broken or cut off: {error}.", param=place
-        ) from None  # Pillow's decoders raise all of these on foreign data
+    except BROKEN as error:
+        raise PictureError(f"{place} is broken or cut off: {error}.", param=place) from None
 
 
 def data_url(source: Any, *, place: str = "image") -> str:
@@ -71,7 +73,7 @@ def data_url(source: Any, *, place: str = "image") -> str:
     Args and errors: those of `load_image`.
     """
     image = load_image(source, place=place)
-    data, kind = _file_of(source, place), ""
+    data, kind = picture_file(source, place), ""
     if data is None:
         file = io.BytesIO()
         image.save(file, "PNG")
@@ -117,7 +119,7 @@ def _opened(source: Any, place: str) -> "Image":
 
     if isinstance(source, Image.Image):
         return source
-    data = _file_of(source, place)
+    data = picture_file(source, place)
     if data is not None:
         return _decoder(data, place)
     array = np.asarray(source)
@@ -126,8 +128,12 @@ def _opened(source: Any, place: str) -> "Image":
     return _from_array(array, place)
 
 
-def _file_of(source: Any, place: str) -> bytes | None:
-    """The bytes of a file that a source names or is; None: it is an object or an array."""
+def picture_file(source: Any, place: str) -> bytes | None:
+    """The bytes of a file that a source names or is; None: it is an object or an array.
+
+    Raises:
+        PictureError: there is no such file, it cannot be read, or it is too large.
+    """
     if isinstance(source, str) and source.startswith("data:"):
         return from_data_url(source, place=place)
     if isinstance(source, str | os.PathLike):
@@ -141,12 +147,24 @@ def _bytes_of(path: str | os.PathLike[str], place: str) -> bytes:
             f"{shown(path)} is not fetched; download the picture and give its path or its bytes.",
             param=place,
         )
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise PictureError(f"There is no file {shown(str(path))}.", param=place)
-    if (size := file.stat().st_size) > MAX_FILE_BYTES:
-        raise _too_heavy(size, place)
-    return file.read_bytes()
+    name = shown(str(path))
+    try:
+        file = Path(path).expanduser()
+        there = file.exists() and not file.is_dir()
+        data = _start_of(file) if there else b""
+    except (OSError, ValueError, RuntimeError) as error:
+        raise PictureError(f"{name} cannot be read: {error}.", param=place) from None
+    if not there:
+        raise PictureError(f"There is no file {name}.", param=place)
+    if len(data) > MAX_FILE_BYTES:
+        raise _too_heavy(max(len(data), file.stat().st_size), place)
+    return data
+
+
+def _start_of(file: Path) -> bytes:
+    """What is in a file, up to one byte more than may be; also in a pipe."""
+    with file.open("rb") as opened:
+        return opened.read(MAX_FILE_BYTES + 1)
 
 
 def _decoder(data: bytes, place: str) -> "Image":
@@ -195,6 +213,23 @@ def _from_array(array: "np.ndarray[Any, Any]", place: str) -> "Image":
     return Image.fromarray(np.ascontiguousarray(np.round(array).astype(np.uint8)))
 
 
+def _upright(image: "Image") -> "Image":
+    """The picture turned as its EXIF data say, which may hold what Pillow could not write again."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turn = turns.get(image.getexif().get(ORIENTATION, 1))
+    return image if turn is None else image.transpose(turn)
+
+
 def _opaque(image: "Image") -> "Image":
     """The picture in RGB, its transparent parts on white."""
     from PIL import Image
@@ -210,7 +245,7 @@ def _opaque(image: "Image") -> "Image":
 
 def _too_large(width: int, height: int, place: str) -> PictureError:
     return PictureError(
-        f"The picture has {width} x {height} pixels; at most {MAX_PIXELS:,} are read. Scale it "
+        f"{place} has {width} x {height} pixels; at most {MAX_PIXELS:,} are read. Scale it "
         "down first.",
         param=place,
     )
@@ -218,5 +253,5 @@ def _too_large(width: int, height: int, place: str) -> PictureError:
 
 def _too_heavy(size: int, place: str) -> PictureError:
     return PictureError(
-        f"The picture has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read.", param=place
+        f"{place} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read.", param=place
     )

@@ -1,5 +1,6 @@
 """Pictures on the command line: --image, the pipe, /image, and files dropped on a terminal."""
 
+import base64
 import io
 import sys
 from pathlib import Path
@@ -72,6 +73,24 @@ def test_run_says_what_is_wrong(
     assert seen.code == code
     assert said in seen.err
     assert not seeing.asked
+
+
+def test_run_names_the_picture_that_is_none(
+    seeing: FakeLLM, outcome: Any, photo: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.png").write_text("no picture")
+    (tmp_path / "half.png").write_bytes(photo.read_bytes()[:60])
+    for name, said in (("notes.png", "no picture of a known"), ("half.png", "cut off")):
+        seen = outcome("run", "What?", "--image", str(photo), "--image", str(tmp_path / name))
+        assert name in seen.err, said
+        assert said in seen.err
+
+
+def test_run_takes_a_data_url(seeing: FakeLLM, outcome: Any, photo: Path) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(photo.read_bytes()).decode()}"
+    assert outcome("run", "What?", "--image", url).code == 0
+    assert seeing.options[0]["images"] == [photo.read_bytes()]
+    assert len(outcome("run", "What?", "--image", url[:300]).err) < 300
 
 
 def test_run_with_a_model_that_does_not_see(fake: FakeLLM, outcome: Any, photo: Path) -> None:

@@ -75,11 +75,11 @@ def test_a_hub_that_cannot_be_reached_is_said(models: PageDriver, standin: Stand
 def test_a_download_is_paused_resumed_and_chatted_with(
     models: PageDriver, standin: StandIn, cache: Path
 ) -> None:
-    standin.faults.on_chunk = lambda: time.sleep(0.005)  # ten seconds for all of it
+    standin.faults.on_chunk = lambda: time.sleep(0.005)  # some twenty seconds for all of it
     search(models, "small")
     card(models, "org/small-chat").get_by_role("button", name="Download").click()
     found = job(models, "org/small-chat")
-    found.get_by_text("kB of 2.").wait_for()
+    found.get_by_text("kB of 4.").wait_for()
     found.get_by_role("button", name="Pause").click()
     found.locator(".badge:has-text('paused')").wait_for()
     standin.faults.on_chunk = None
@@ -103,7 +103,7 @@ def test_a_cancelled_download_leaves_nothing(
     search(models, "long")
     card(models, "org/long-chat").get_by_role("button", name="Download").click()
     found = job(models, "org/long-chat")
-    found.get_by_text("kB of 2.").wait_for()
+    found.get_by_text("kB of 4.").wait_for()
     found.get_by_role("button", name="Cancel").click()
     found.wait_for(state="detached")
     wait_until(lambda: not list(cache.glob("models--org--long-chat/blobs/*")))

@@ -150,6 +150,63 @@ def test_small_pictures_go_as_they_are(page: PageDriver, format: str, sent: str)
     assert (base64.b64decode(url.partition(",")[2]) == data) == (sent == format)
 
 
+def test_what_png_makes_too_large_goes_as_jpeg(page: PageDriver) -> None:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(noise((1500, 1000)))).save(file, "PNG")
+    attach(page, "noise.png", file.getvalue())
+    page.page.wait_for_selector(THUMBS)
+    page.answered("What?")
+    sent = sent_picture(page)
+    assert (sent.size, sent.format) == ((1500, 1000), "JPEG")
+
+
+def test_files_stay_in_the_order_in_which_they_came(page: PageDriver) -> None:
+    large, small = noise((2000, 1500)), b"notes"
+    attach(page, "first.jpg", large, "image/jpeg")
+    attach(page, "second.txt", small, "text/plain")
+    page.page.wait_for_selector(".attached:has-text('second.txt')")
+    labels = [e.get_attribute("aria-label") for e in page.page.locator(".attached button").all()]
+    assert labels == ["Remove first.jpg", "Remove second.txt"]
+
+
+def test_cells_of_a_table_are_pasted_as_text(page: PageDriver) -> None:
+    """Programs for tables and texts put a picture of what is copied beside it."""
+    prevented = page.page.evaluate(
+        """() => {
+            const given = new DataTransfer();
+            given.setData("text/plain", "1\\t2");
+            given.setData("text/html", "<table>");
+            given.items.add(new File([new Uint8Array(9)], "cells.png", { type: "image/png" }));
+            const fields = { bubbles: true, cancelable: true, clipboardData: given };
+            const event = new ClipboardEvent("paste", fields);
+            document.getElementById("question").dispatchEvent(event);
+            return event.defaultPrevented;
+        }"""
+    )
+    assert prevented is False
+    assert page.page.locator(".attached, .notice").count() == 0
+
+
+def test_a_model_that_was_never_loaded_may_see(page: PageDriver) -> None:
+    def unknown(route: Any) -> None:
+        reply = route.fetch()
+        cards = reply.json()
+        for each in cards["data"]:
+            each["capabilities"] = None
+        route.fulfill(response=reply, json=cards)
+
+    page.page.route("**/v1/models", unknown)
+    page.page.reload()
+    attach(page, "cat.png", encoded("PNG"))
+    page.page.wait_for_selector(".hint:has-text('Whether tiny-see sees pictures is known')")
+    page.page.unroute("**/v1/models")
+    short(page)
+    page.answered("What is it?")
+    attach(page, "cat.png", encoded("PNG"))
+    page.page.wait_for_selector(THUMBS)  # the page knows now
+    assert page.page.locator(".hint").count() == 0
+
+
 def test_a_broken_picture_is_refused_by_name(page: PageDriver) -> None:
     attach(page, "broken.png", b"\x89PNG\r\n\x1a\n broken")
     page.page.wait_for_selector(".notice:has-text('broken.png is no picture')")
@@ -182,6 +239,7 @@ def test_a_model_that_does_not_see_says_so_before_sending(page: PageDriver) -> N
 def test_the_small_window_shows_pictures(profile: Any, seeing: SeeingPageServer) -> None:
     with PageDriver(profile, seeing, size=(360, 480), color_scheme="dark") as page:
         page.open("/?compact=1")
+        assert page.page.evaluate("document.getElementById('question').clientHeight") < 40
         short(page)
         for number in range(6):
             attach(page, f"wide-{number}.png", encoded("PNG", (400, 100)))

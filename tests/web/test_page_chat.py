@@ -64,6 +64,28 @@ def test_an_answer_is_drawn_as_markdown_with_code_and_formulas(page: PageDriver)
     assert page.clipboard().startswith("def f(x):")
 
 
+def test_line_breaks_and_task_lists_are_drawn(page: PageDriver) -> None:
+    page.server.script.says("One Road\nSome Town\n\n- [x] done\n- [ ] open\n- [link]\n- [x]y")
+    answer = page.answered("Go").locator(".markdown")
+    assert answer.locator("p").first.inner_text() == "One Road\nSome Town"
+    assert answer.locator("li.task").all_inner_texts() == ["☑ done", "☐ open"]
+    assert answer.locator("li").all_inner_texts()[2:] == ["[link]", "[x]y"]
+
+
+def test_a_wide_table_scrolls_and_keeps_its_words_whole(profile: Any, server: PageServer) -> None:
+    server.script.reset()
+    words = [f"extraordinary{number}" for number in range(6)]
+    row = "| " + " | ".join(words) + " |\n"
+    server.script.says(row + "|---" * 6 + "|\n" + row)
+    with PageDriver(profile, server, size=(360, 640)) as page:
+        page.open()
+        table = page.answered("Go").locator(".table")
+        assert table.evaluate("e => e.scrollWidth > e.clientWidth")
+        heights = "e => [...e.querySelectorAll('td')].map(d => d.getBoundingClientRect().height)"
+        assert max(table.evaluate(heights)) < 50  # one line
+        assert page.page.evaluate("document.documentElement.scrollWidth") == 360
+
+
 def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
     page.server.script.says("The first half", " and the second half.")
     page.ask("Go")

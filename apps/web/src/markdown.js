@@ -10,8 +10,10 @@ export const MAX_CHARS = 200_000; // of a text that is drawn as markdown; longer
 const MAX_HIGHLIGHTED = 40_000; // characters of a code block
 const LINKS = /^(https?:|mailto:)/i;
 
-const md = new MarkdownIt({ html: false, linkify: true, highlight });
+// Models end a line where they mean a new one, in addresses and verses, so breaks are kept.
+const md = new MarkdownIt({ html: false, linkify: true, breaks: true, highlight });
 md.use(math);
+md.core.ruler.after("inline", "tasks", markTasks);
 md.validateLink = (url) => LINKS.test(url);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.renderer.rules.fence = (tokens, at) => codeBlock(tokens[at].content, tokens[at].info.trim());
@@ -30,6 +32,18 @@ md.renderer.rules.image = (tokens, at) => {
   const label = md.utils.escapeHtml(tokens[at].content || url);
   return `<a href="${md.utils.escapeHtml(url)}">${label}</a>`;
 };
+
+// Items that begin with [ ] or [x] are tasks.
+function markTasks({ tokens }) {
+  for (let at = 2; at < tokens.length; at++) {
+    if (tokens[at].type !== "inline" || tokens[at - 2].type !== "list_item_open") continue;
+    const [first] = tokens[at].children;
+    const found = first?.type === "text" && /^\[([ xX])\] /.exec(first.content);
+    if (!found) continue;
+    first.content = `${found[1] === " " ? "☐" : "☑"} ${first.content.slice(4)}`;
+    tokens[at - 2].attrSet("class", "task");
+  }
+}
 
 function highlight(code, info) {
   const language = info.split(/\s/)[0].toLowerCase();

@@ -85,7 +85,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "metrics": {"models", "served", "workers"},
     "service": SERVER_MODELS,
     "guard": SERVER_BASE | {"protocol"},
-    "pictures": set(),
+    "pictures": {"workers"},
     "call": SERVER_MODELS | {"pictures", "protocol", "service"},
     "apis": SERVER_MODELS | {"call"},
     "ops": SERVER_MODELS | {"call", "service"},

@@ -35,7 +35,7 @@ from .http import (
     send_body,
     send_events,
 )
-from .pictures import fetch_picture, refuse_urls
+from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .served import ServedModel
 from .service import BODY_BYTES, LARGE_BODY, Meter, ServerState
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Read = Callable[[], Iterable[Input]]  # translates a body; called in a worker thread
 
 TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which the answer is of no use to the client
 ATTEMPTS = b"x-mlxinfer-attempts"  # requests that an answer took which is checked when complete
@@ -126,7 +127,7 @@ class Call:
         self.log["model"] = model.name
         return model
 
-    async def start(self, model: ServedModel, read: Callable[[], Iterable[Input]]) -> Answers:
+    async def start(self, model: ServedModel, read: Read) -> Answers:
         """Begin the answers to the inputs that `read` gives; they end with the call at the latest.
 
         Args:
@@ -138,7 +139,7 @@ class Call:
             OverloadedError: too many wait.
             the error of an interrupt.
         """
-        answers = await self.in_worker(self._prepared, model, read)
+        answers = await self.in_worker(self._prepared, model, await self._fetched(model, read))
         self._raise_interrupt()
         meter = Meter(self._metrics_of(model), self.service.admission, answers.answers)
         self.answers.append((answers, meter))
@@ -153,22 +154,42 @@ class Call:
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
 
-        def ids() -> list[int]:
-            given = self._fetched(model, read())
+        def alone() -> list[Input]:
+            return [read()]
+
+        def ids(read: Read) -> list[int]:
+            (given,) = [self._checked(model, each) for each in read()]
             return model.generator.encode(given, bounded=False).ids
 
-        return await self.in_worker(ids)
+        return await self.in_worker(ids, await self._fetched(model, alone))
 
-    def _fetched(self, model: ServedModel, given: Input) -> Input:
-        """An input with pictures in place of URLs. A model that does not see refuses both."""
-        if "vision" not in model.session.capabilities:
-            return given
-        return given.fetched(fetch_picture if self.service.config.fetch_images else refuse_urls)
+    async def _fetched(self, model: ServedModel, read: Read) -> Read:
+        """`read` with pictures in place of URLs, where the server fetches them for this model."""
+        if not self.service.config.fetch_images or "vision" not in model.session.capabilities:
+            return read
+        given = await self.in_worker(lambda: list(read()))
+        urls: list[str] = []
 
-    def _prepared(self, model: ServedModel, read: Callable[[], Iterable[Input]]) -> Answers:
+        def note(url: str, _: str) -> bytes:
+            urls.append(url)
+            return b""
+
+        for each in given:
+            each.fetched(note)
+        if urls:
+            fetch = PictureFetches().fetch
+            work = self.service.fetchers.run(lambda: [each.fetched(fetch) for each in given])
+            given = await self._interruptible(work)
+        return lambda: given
+
+    def _checked(self, model: ServedModel, given: Input) -> Input:
+        """The input; raises PictureError for URLs. A model of text refuses pictures itself."""
+        return given.fetched(refuse_urls) if "vision" in model.session.capabilities else given
+
+    def _prepared(self, model: ServedModel, read: Read) -> Answers:
         inputs = [
             replace(
-                self._fetched(model, each),
+                self._checked(model, each),
                 owner=self.key,
                 adapter=model.adapter,
                 cache_salt=self._namespace(each.cache_salt),

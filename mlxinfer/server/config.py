@@ -66,6 +66,7 @@ class ServerConfig:
     drain_s: float = 30.0  # that running requests get at shutdown
     text_workers: int = 4  # threads that render templates and encode prompts
     long_text_workers: int = 2  # the same for large bodies, so that others do not wait for them
+    image_fetchers: int = 8  # threads that fetch pictures, each those of one request
     template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set
 
     def __post_init__(self) -> None:

@@ -16,9 +16,12 @@ from contextlib import suppress
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from ..errors import PictureError, shown
+from .workers import in_background
 
 MAX_BYTES = 32 << 20
 TIMEOUT_S = 15.0  # of all of it: names, connections, redirects and the data
+REQUEST_BYTES = 128 << 20  # of all pictures of a request
+REQUEST_S = 30.0  # after which a request begins no further picture
 MAX_REDIRECTS = 3
 CHUNK = 1 << 16
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -33,6 +36,25 @@ def refuse_urls(url: str, place: str) -> bytes:
         "a data: URL. It fetches where it is started with --fetch-images.",
         param=place,
     )
+
+
+class PictureFetches:
+    """Fetches the pictures of one request, each URL once, within limits for all of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, bytes] = {}
+        self._deadline = time.monotonic() + REQUEST_S
+
+    def fetch(self, url: str, place: str) -> bytes:
+        """As `fetch_picture`; raises PictureError also where the request's limits are reached."""
+        found = self._found.get(url)
+        if found is None:
+            if time.monotonic() > self._deadline:
+                raise _refused(f"comes too late: all have {REQUEST_S:g} seconds", place)
+            found = self._found[url] = fetch_picture(url, place)
+            if sum(map(len, self._found.values())) > REQUEST_BYTES:
+                raise _refused(f"is too much: all may have {REQUEST_BYTES:,} bytes", place)
+        return found
 
 
 def fetch_picture(url: str, place: str) -> bytes:
@@ -58,9 +80,13 @@ def fetch_picture(url: str, place: str) -> bytes:
     raise _refused(f"redirects more than {MAX_REDIRECTS} times", place)
 
 
-def public_address(host: str, port: int, place: str) -> str:
+def public_address(host: str, port: int, deadline: float, place: str) -> str:
     """An address of a host; raises PictureError unless all addresses of the host are public."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # a resolver that does not answer keeps its thread for as long as it likes
+    lookup = in_background(
+        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), "mlxinfer-names"
+    )
+    found = lookup.result(_left(deadline))
     addresses = [str(address[0]) for *_, address in found]
     for address in addresses:
         if not _is_public(address):
@@ -85,9 +111,9 @@ class _PinnedConnection(http.client.HTTPConnection):
     """A connection to an address that was checked, whatever the name leads to meanwhile."""
 
     def __init__(self, url: SplitResult, address: str, deadline: float) -> None:
-        super().__init__(url.hostname or "", url.port)
-        if url.scheme == "https" and url.port is None:
-            self.port = 443
+        self.default_port = 443 if url.scheme == "https" else 80  # the Host header leaves it out
+        # without a port the base class would take the end of an IPv6 address for one
+        super().__init__(url.hostname or "", url.port or self.default_port)
         self._url, self._address, self._deadline = url, address, deadline
         self._kept: socket.socket | None = None  # `sock` is None while the answer is read
 
@@ -115,7 +141,7 @@ def _get(url: SplitResult, deadline: float, place: str) -> bytes | str:
     if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
         raise _refused("is no http URL, or has a name and a password in it", place)
     port = url.port or (443 if url.scheme == "https" else 80)
-    address = public_address(url.hostname, port, place)
+    address = public_address(url.hostname, port, deadline, place)
     connection = _PinnedConnection(url, address, deadline)
     # a timeout of a socket holds for each of its reads, and a server may send byte after byte
     timer = threading.Timer(_left(deadline), connection.cut)

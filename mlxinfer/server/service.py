@@ -300,6 +300,7 @@ class ServerState:
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
+    fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
@@ -309,6 +310,7 @@ class ServerState:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
+        self.fetchers = Workers(self.config.image_fetchers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
@@ -356,6 +358,7 @@ class ServerState:
         """End the threads and the models."""
         self.workers.close()
         self.long_workers.close()
+        self.fetchers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

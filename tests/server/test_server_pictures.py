@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from live_server import CHAT, LiveServer, models_of
+from live_server import CHAT, LiveServer, models_of, wait_until
 from PIL import Image
 from sdk_clients import anthropic_client, openai_client
 
@@ -257,14 +258,14 @@ def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyP
     found = [(0, 0, 0, "", ("93.184.215.14", 80)), (0, 0, 0, "", (address, 80))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     with pytest.raises(PictureError, match="not public"):
-        pictures.public_address("name.example", 80, "here")
+        pictures.public_address("name.example", 80, time.monotonic() + 9, "here")
 
 
 def test_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"):
         found = [(0, 0, 0, "", (address, 80))]
         monkeypatch.setattr("socket.getaddrinfo", lambda *_, found=found, **__: found)
-        assert pictures.public_address("name.example", 80, "here") == address
+        assert pictures.public_address("name.example", 80, time.monotonic() + 9, "here") == address
 
 
 class Site(BaseHTTPRequestHandler):
@@ -308,8 +309,8 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     thread.start()
     whole = pictures.public_address
 
-    def address(host: str, port: int, place: str) -> str:
-        return host if port == server.server_port else whole(host, port, place)
+    def address(host: str, port: int, deadline: float, place: str) -> str:
+        return host if port == server.server_port else whole(host, port, deadline, place)
 
     monkeypatch.setattr(pictures, "public_address", address)
     yield f"http://127.0.0.1:{server.server_port}"
@@ -356,6 +357,69 @@ def test_a_server_that_sends_byte_after_byte_is_left(
     with pytest.raises(PictureError, match=r"more than 0\.4 seconds"):
         pictures.fetch_picture(f"{site}/slow", "here")
     assert time.monotonic() - begun < 4
+
+
+def test_a_name_that_is_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(pictures, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answered.wait(10) and [])
+    begun = time.monotonic()
+    with pytest.raises(PictureError, match="cannot be fetched"):
+        pictures.fetch_picture("http://name.example/a.png", "here")
+    assert time.monotonic() - begun < 4
+    answered.set()
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "host"),
+    [
+        ("http://[2606:2800::1]/a", 80, "[2606:2800::1]"),
+        ("https://name.example/a", 443, "name.example"),
+        ("https://name.example:8443/a", 8443, "name.example:8443"),
+        ("https://name.example:80/a", 80, "name.example:80"),
+    ],
+)
+def test_port_and_host_of_a_url(url: str, port: int, host: str) -> None:
+    sent = bytearray()
+    connection = pictures._PinnedConnection(urlsplit(url), "192.0.2.1", time.monotonic() + 9)
+    connection.connect = lambda: None  # type: ignore[method-assign]
+    connection.send = sent.extend  # type: ignore[method-assign, assignment]
+    connection.request("GET", "/a")
+    assert connection.port == port
+    assert f"Host: {host}\r\n".encode() in sent
+
+
+def test_the_pictures_of_a_request_have_limits_together(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "REQUEST_BYTES", 3 * len(RED))
+    fetches = pictures.PictureFetches()
+    for _ in range(9):
+        assert fetches.fetch(f"{site}/same", "here") == RED
+    for number in range(2):
+        fetches.fetch(f"{site}/{number}", "here")
+    with pytest.raises(PictureError, match=r"all may have \d+ bytes"):
+        fetches.fetch(f"{site}/2", "here")
+    monkeypatch.setattr(pictures, "REQUEST_S", -1.0)
+    with pytest.raises(PictureError, match="too late"):
+        pictures.PictureFetches().fetch(f"{site}/same", "here")
+
+
+def test_slow_hosts_hold_up_no_texts(
+    site: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "TIMEOUT_S", 1.5)
+    with SeeingServer(folder, fetch_images=True, image_fetchers=1, text_workers=1) as server:
+        body = chat_with(f"{site}/slow")
+        threads = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.service.fetchers._pending == 2)
+        text = {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}
+        assert server.post(CHAT, text).status_code == 200
+        assert server.service.fetchers._pending, "the slow pictures are still fetched"
+        for thread in threads:
+            thread.join()
 
 
 def test_a_server_that_may_fetch_shows_pictures_behind_urls(site: str, folder: Path) -> None:

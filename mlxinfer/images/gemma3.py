@@ -36,7 +36,7 @@ class Gemma3Processor(ImageProcessor):
             placeholder_id=settings.token("boi_token_index", "boi_token_id", default=255_999),
             feature_id=settings.token("image_token_index", "image_token_id", default=262_144),
             end_id=settings.token("eoi_token_index", "eoi_token_id", default=256_000),
-            resample=settings.number("resample", BILINEAR),
+            resample=settings.resample(BILINEAR),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             side=settings.tower_number("image_size", settings.size("height", 896)),
             patch=settings.tower_number("patch_size", 14),

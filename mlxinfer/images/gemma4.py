@@ -44,7 +44,7 @@ class Gemma4Processor(ImageProcessor):
             feature_id=feature,
             begin_id=settings.token("boi_token_id", default=255_999),
             end_id=settings.token("eoi_token_id", default=258_882),
-            resample=settings.number("resample", BICUBIC),
+            resample=settings.resample(BICUBIC),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 16),
             pool=settings.tower_number("pooling_kernel_size", 3),

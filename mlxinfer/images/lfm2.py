@@ -59,7 +59,7 @@ class Lfm2Processor(ImageProcessor):
             end_id=settings.token(text="<|image_end|>"),
             view_id=settings.token(text="<|img_thumbnail|>"),
             tile_id=lambda row, column: settings.token(text=f"<|img_row_{row}_col_{column}|>"),
-            resample=settings.number("resample", BILINEAR),
+            resample=settings.resample(BILINEAR),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.number("encoder_patch_size", settings.tower_number("patch_size", 16)),
             merge=settings.tower_number("downsample_factor", 2),

@@ -8,6 +8,8 @@ import binascii
 import io
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +49,31 @@ def load_image(source: Any, *, place: str = "image") -> "Image":
         PictureError: there is no such file, it is no picture of a known format, it is broken, or
             it has more than 89 million pixels.
     """
+    image = open_image(source, place=place)
+    with _errors_naming(place):
+        image.load()
+        return _opaque(_upright(image))
+
+
+def open_image(source: Any, *, place: str = "image") -> "Image":
+    """Open a picture without decoding it, so that its size is known.
+
+    Args and errors: those of `load_image`, which also takes what this returns.
+    """
+    with _errors_naming(place):
+        image = _opened(source, place)
+    if image.width * image.height > MAX_PIXELS:
+        raise _too_large(image.width, image.height, place)
+    return image
+
+
+@contextmanager
+def _errors_naming(place: str) -> Iterator[None]:
+    """Raise PictureError for what Pillow raises; it names the field `place`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = _opened(source, place)
-        if image.width * image.height > MAX_PIXELS:
-            raise _too_large(image.width, image.height, place)
-        image.load()
-        return _opaque(_upright(image))
+        yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise PictureError(f"{place} is too large: {error}", param=place) from None
     except UnidentifiedImageError:

@@ -42,7 +42,7 @@ class PixtralProcessor(ImageProcessor):
             feature_id=feature,
             row_end_id=settings.token(text="[IMG_BREAK]"),
             end_id=settings.token(text="[IMG_END]"),
-            resample=settings.number("resample", BICUBIC),
+            resample=settings.resample(BICUBIC),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 16),
             merge=settings.tower_number("spatial_merge_size", merge),

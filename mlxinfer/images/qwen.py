@@ -40,7 +40,7 @@ class QwenProcessor(ImageProcessor):
         return cls(
             placeholder_id=feature,
             feature_id=feature,
-            resample=settings.number("resample", BICUBIC),
+            resample=settings.resample(BICUBIC),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 14 if second else 16),
             merge=settings.tower_number("spatial_merge_size", settings.number("merge_size", 2)),

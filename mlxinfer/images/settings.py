@@ -15,7 +15,7 @@ from ..errors import CheckpointError, shown
 MAX_JSON_BYTES = 64 << 20
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers, which the files use too
+BILINEAR, BICUBIC, LAST_FILTER = 2, 3, 5  # Pillow's numbers, which the files use too
 
 
 class VisionSettings:
@@ -53,6 +53,15 @@ class VisionSettings:
     def number(self, name: str, default: int) -> int:
         """A whole number of the image processor, at least 1."""
         return self._whole(name, self._image.get(name), default)
+
+    def resample(self, default: int) -> int:
+        """Pillow's number of the filter for resizing."""
+        found = self.number("resample", default)
+        if found > LAST_FILTER:
+            raise self._wrong(
+                "resample", found, f"a number of Pillow's filters, 1 to {LAST_FILTER}"
+            )
+        return found
 
     def tower_number(self, name: str, default: int) -> int:
         """A whole number that the tower, the model or the processors say, in this order."""

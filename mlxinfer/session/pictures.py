@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..config import LOW_DETAIL_TOKENS, MAX_IMAGE_TOKENS
@@ -17,6 +18,7 @@ from ..images import (
     PlacedPicture,
     image_processor,
     load_image,
+    open_image,
 )
 from ..text import ImagePart, Tokenizer
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from .engine_factory import ModelInfo
 
 KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
+LARGE_PIXELS = 16_000_000
+_one_large = threading.Lock()  # decoding takes up to 20 bytes per pixel, from files of any size
 
 
 class PreparedPictures:
@@ -43,7 +47,8 @@ class PreparedPictures:
 
     def prepare(self, processor: ImageProcessor, image: "Image", max_tokens: int) -> Picture:
         """As of the processor, which makes a picture ready in some tenths of a second."""
-        pixels = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16)
+        pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
+        pixels.update(image.tobytes())
         key = pixels.digest(), max_tokens
         with self._lock:
             found = self._kept.get(key)
@@ -130,7 +135,11 @@ class PictureReader:
 
     def _prepared(self, processor: ImageProcessor, image: ImagePart) -> Picture:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if image.low_detail else self._max_tokens
-        return self._pictures.prepare(processor, load_image(image.source, place=image.place), limit)
+        opened = open_image(image.source, place=image.place)
+        is_large = opened.width * opened.height > LARGE_PIXELS
+        with _one_large if is_large else nullcontext():
+            loaded = load_image(opened, place=image.place)
+            return self._pictures.prepare(processor, loaded, limit)
 
     def place(
         self, ids: list[int], pictures: Sequence[Picture]

@@ -1,6 +1,8 @@
 """Pictures in conversations: what the template shows, where their tokens stand, what is refused."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from mlxinfer.errors import (
     UnsupportedFieldError,
 )
 from mlxinfer.images import Picture, Tile
+from mlxinfer.session import pictures as session_pictures
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput, with_images
 from mlxinfer.session.pictures import PictureReader, PreparedPictures
@@ -219,3 +222,32 @@ def test_pictures_of_earlier_turns_are_not_made_ready_again() -> None:
     assert kept.prepare(processor, turned, 50) is not first, "as many pixels, of another shape"
     wide = Image.new("RGB", (9999, 1), "red")
     assert kept.prepare(processor, wide, 50) is not kept.prepare(processor, wide, 50)
+
+
+def test_large_pictures_are_decoded_one_at_a_time(
+    qwen: RequestBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small files may hold them, and each takes up to 20 bytes per pixel."""
+    monkeypatch.setattr(session_pictures, "LARGE_PIXELS", 20 * 20)
+    inside, most, decoded = 0, dict.fromkeys((16, 32), 0), session_pictures.load_image
+
+    def slowly(source: Image.Image, *, place: str) -> Image.Image:
+        nonlocal inside
+        inside += 1
+        time.sleep(0.05)
+        most[source.width] = max(most[source.width], inside)
+        inside -= 1
+        return decoded(source, place=place)
+
+    monkeypatch.setattr(session_pictures, "load_image", slowly)
+    for side in most:
+        part = {"type": "image", "image": Image.new("RGB", (side, side))}
+        threads = [
+            threading.Thread(target=qwen.conversation, args=(chat(part), None)) for _ in "abc"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most[32] == 1
+    assert most[16] > 1

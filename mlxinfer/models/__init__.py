@@ -249,8 +249,9 @@ def load(
     _require_text(config, folder)
     builder = family(config.model_type)
     tensors = load_tensors(folder)
-    source = Checkpoint(tensors, builder.tensor_name)
     seeing = tower_tensors(folder, tensors)
+    source = Checkpoint(tensors, builder.tensor_name)
+    del tensors  # it would hold all that was read until the model is whole
     options = _reading(config, builder, dtype, _part_of(watch, after=num_bytes(seeing)))
     slots = None if experts is None else InSlots()
     model: Model = builder.build(config, Weights(source, slots or IN_MEMORY, **options))

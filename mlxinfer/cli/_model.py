@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hub
 from ..backend import require_mlx
+from ..errors import InvalidRequestError, shown
 from ..progress import progress_bar
 
 if TYPE_CHECKING:
@@ -18,8 +19,16 @@ ADAPTER = "adapter"  # what the adapter of --adapter is called
 def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM":
     """Load a model and an adapter, downloading the model first if it is not here.
 
-    Raises the errors of hub and LLM.
+    Raises:
+        InvalidRequestError: the name is the address of a server.
+        the errors of hub and LLM.
     """
+    if name.startswith(("http://", "https://")):
+        raise InvalidRequestError(
+            f"{shown(name)} is the address of a server, and this command runs a model here; expected "
+            f"the name of a model or a folder. In Python, LLM({shown(name)}) asks the server.",
+            param="model",
+        )
     require_mlx()
     from ..llm import LLM
 

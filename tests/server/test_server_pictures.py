@@ -236,6 +236,13 @@ def test_parts_that_name_files_are_no_parts_here(seeing: SeeingServer) -> None:
     assert "type 'image'" in reply.text
 
 
+def test_a_picture_where_none_may_be_is_not_asked_for(seeing: SeeingServer) -> None:
+    system = [{"type": "image", "source": BASE64}]
+    reply = seeing.post("/v1/messages", {**messages_with(BASE64), "system": system})
+    assert reply.status_code == 400
+    assert "system[0] is of type 'image'; expected a text, or where" in reply.text
+
+
 def test_low_detail_costs_fewer_tokens(seeing: SeeingServer) -> None:
     large = f"data:image/png;base64,{base64.b64encode(png('red', (900, 900))).decode()}"
     low = {"messages": chat_with(large, detail="low")["messages"]}

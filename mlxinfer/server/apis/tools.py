@@ -311,7 +311,9 @@ def part_text(kind: str, text: str | None, path: str, kinds: Container[str] = TE
 def not_text(kind: str, path: str) -> UnsupportedFieldError:
     """The error of a part that is no text."""
     return UnsupportedFieldError(
-        f"{path} is of type {kind[:50]!r}; expected a text or a picture.", param=f"{path}.type"
+        f"{path} is of type {kind[:50]!r}; expected a text, or where messages have pictures one in "
+        "this API's form.",
+        param=f"{path}.type",
     )
 
 

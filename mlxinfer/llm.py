@@ -222,7 +222,9 @@ class LLM:
             messages: dicts with "role" and "content"; answers may have "tool_calls", and messages
                 of the role "tool" their results. A text is one message of the user. A content may
                 be a list of {"type": "text", "text": ...} and {"type": "image", "image": ...} with
-                a path, bytes, a PIL image or an array, where the model sees.
+                a path, bytes, a PIL image or an array, where the model sees; and of {"type":
+                "video", "video": ...} with a path or bytes, or {"type": "video", "frames": [...],
+                "fps": ...}.
             params: how to choose tokens. None: `chat_params`, the model's own values.
             tools: what the model may call: {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
@@ -235,6 +237,8 @@ class LLM:
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
             images: pictures before the text of the user's last message.
+            videos: behind these, videos: each a path or the bytes of a file (with the extra
+                `video`), or a list of frames, two of which are a second.
             options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Raises:
@@ -290,7 +294,7 @@ class LLM:
         given = self._chat("show", messages, params, options)
         _, images = read_messages(given.messages)
         answers = deltas(self._session.start(given))
-        self.last = show(answers, [image.source for image in images])
+        self.last = show(answers, [image.source for image in images if not image.is_video])
 
     @property
     def chat_params(self) -> SamplingParams:
@@ -329,8 +333,9 @@ class LLM:
             variables = {name: value for name, value in variables.items() if name not in ENDS}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if images := own.pop("images", ()):
-            messages = with_images(messages, images)
+        images, videos = own.pop("images", ()), own.pop("videos", ())
+        if images or videos:
+            messages = with_images(messages, images, videos)
         if params is None:
             self._say_params()
         return ChatInput(

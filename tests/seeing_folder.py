@@ -14,7 +14,8 @@ MARKS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|v
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}PICTURE{% elif part.type == 'video' %}VIDEO"
+    "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -31,21 +32,24 @@ QWEN = {
 GEMMA4 = {"max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3}
 
 
-def seeing_folder(folder: Path, name: str = "qwen3_5") -> Path:
+def seeing_folder(folder: Path, name: str = "qwen3_5", *, videos: bool = False) -> Path:
     """Write a tiny model of Qwen's families or Gemma 4, for texts of bytes, into `folder`.
 
-    Returns it.
+    Returns it. With `videos` its vocabulary has a token for them.
     """
     is_gemma = name.startswith("gemma4")  # its processor, not its template, writes what is around
     tokenizer = Tokenizer.from_file(str(DATA / "bytelevel" / "tokenizer.json"))
-    tokenizer.add_special_tokens(MARKS)
+    moving = "<|video|>" if is_gemma else "<|video_pad|>"
+    tokenizer.add_special_tokens([*MARKS, moving] if videos else MARKS)
     vocab_size, marks = tokenizer.get_vocab_size(), [tokenizer.token_to_id(m) for m in MARKS]
     whole = ALL_PICTURE_CASES[name].config
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": 4096, "eos_token_id": marks[1]}
     around = ("boi", "eoi") if is_gemma else ("vision_start", "vision_end")
     named = [f"{each}_token_id" for each in ("image", *around)]
-    config = {**whole, "text_config": {**whole["text_config"], **sizes}}
+    text = {**whole["text_config"], **sizes} if "text_config" in whole else None
+    config = {**whole, **sizes} if text is None else {**whole, "text_config": text}
     config |= dict(zip(named, marks[2:], strict=True))
+    config["video_token_id"] = tokenizer.token_to_id(moving)
     tensors, rng = picture_tensors(name), np.random.default_rng(0)
     for key, array in tensors.items():
         if "embed_tokens" in key or "lm_head" in key:
@@ -53,10 +57,14 @@ def seeing_folder(folder: Path, name: str = "qwen3_5") -> Path:
     write(folder, config, tensors)
     tokenizer.save(str(folder / "tokenizer.json"))
     shown = MARKS[2] if is_gemma else f"{MARKS[3]}{MARKS[2]}{MARKS[4]}"
-    spelling = {"chat_template": TEMPLATE.replace("PICTURE", shown), "eos_token": MARKS[1]}
+    template = TEMPLATE.replace("PICTURE", shown).replace("VIDEO", shown.replace(MARKS[2], moving))
+    spelling = {"chat_template": template, "eos_token": MARKS[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(spelling))
     processor = GEMMA4 if is_gemma else QWEN
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    if videos and is_gemma:
+        nested = {"video_processor": {"max_soft_tokens": 70, "num_frames": 32}}
+        (folder / "processor_config.json").write_text(json.dumps(nested))
     return folder
 
 

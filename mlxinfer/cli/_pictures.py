@@ -1,4 +1,4 @@
-"""Pictures of the command line: files of --image and /image, and paths dropped on a terminal."""
+"""Pictures of the command line: of --image and /image, dropped on a terminal; files of --video."""
 
 import re
 import shlex
@@ -39,6 +39,14 @@ def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:
     if "-" in paths and prompt in (None, "-"):
         raise click.UsageError('--image - reads the pipe; give the PROMPT: mlxinfer run "…".')
     return [piped_picture() if path == "-" else picture_data(path) for path in paths]
+
+
+def check_videos(paths: tuple[str, ...]) -> None:
+    """Raise PictureError for a file of --video that is no video, before a model is loaded."""
+    from ..images import load_video
+
+    for path in paths:
+        load_video(path, place=path)
 
 
 def piped_picture() -> bytes:

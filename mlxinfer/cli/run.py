@@ -25,7 +25,7 @@ from ._options import (
     sampling_values,
 )
 from ._output import counted, emit_json, note
-from ._pictures import check_sees, read_pictures
+from ._pictures import check_sees, check_videos, read_pictures
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
 from .history import ChatLog, open_log
@@ -55,6 +55,13 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     metavar="FILE",
     multiple=True,
     help='Picture to send along, "-" from a pipe; repeatable.',
+)
+@click.option(
+    "--video",
+    "videos",
+    metavar="FILE",
+    multiple=True,
+    help="Video to send along; repeatable.",
 )
 @click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
 @click.option(
@@ -87,6 +94,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     check_usage(options)
     follow_if_asked(options, [model])
     images = read_pictures(options["images"], prompt)
+    check_videos(options["videos"])
     text = read_prompt(prompt, options["files"], pipes="-" not in options["images"])
     form = None if options["schema"] is None else read_schema(options["schema"])
     log = None
@@ -116,7 +124,7 @@ def check_usage(options: dict[str, Any]) -> None:
     if not options["raw"]:
         return
     flags = {"system": "--system", "think": "--think", "continued": "--continue"}
-    flags["images"] = "--image"
+    flags |= {"images": "--image", "videos": "--video"}
     for name, flag in flags.items():
         if options[name] not in (None, False, ()):
             raise click.UsageError(f"{flag} needs a chat template; it does not go with --raw.")
@@ -163,8 +171,9 @@ def start(
     if raw and not options["raw"]:
         if options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
-        if images:
-            raise click.UsageError(f"--image needs a chat template, and {model} has none.")
+        for flag, given in (("--image", images), ("--video", options["videos"])):
+            if given:
+                raise click.UsageError(f"{flag} needs a chat template, and {model} has none.")
         note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
     extra: dict[str, Any] = {} if form is None else {"response_format": form}
     if options["adapter"] is not None:
@@ -176,9 +185,9 @@ def start(
     messages += log.messages() if log is not None else []
     messages.append({"role": "user", "content": text})
     extra |= thinking(llm, options["think"])
-    if images:
+    if images or options["videos"]:
         check_sees(llm)
-        extra["images"] = images
+        extra |= {"images": images, "videos": options["videos"]}
     return iter(llm.stream_chat(messages, llm.chat_params.changed(values), **extra))
 
 

@@ -1,13 +1,16 @@
 """Pictures of Gemma 4, with a tower (E2B, E4B, 26B, 31B) and without one (12B, "unified")."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from .picture import Picture, Tile
+from .picture import Picture, Shown, Tile
 from .pixels import ColourScale, colours_last, cut, resized
-from .processor import ImageProcessor
+from .processor import ImageProcessor, VideoProcessor
 from .resize import fit_soft_tokens, soft_tokens
 from .settings import BICUBIC, HALF, VisionSettings
+from .video import Video, at_most
+
+VIDEO = "<|video|>"
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -67,3 +70,43 @@ class Gemma4Processor(ImageProcessor):
         )
         features = (self.feature_id,) * tile.num_features
         return self.picture((tile,), (self.begin_id, *features, self.end_id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Videos(VideoProcessor):
+    """Videos of Gemma 4: a small picture of each frame, behind its minute and second.
+
+    Attributes:
+        frames: makes frames ready.
+        num_frames: that are looked at, if the video has as many.
+    """
+
+    frames: Gemma4Processor
+    num_frames: int
+
+    @classmethod
+    def read(cls, settings: VisionSettings) -> Self | None:
+        """Read the processor of a checkpoint."""
+        if settings.found_token("video_token_id", text=VIDEO) is None:
+            return None
+        feature, own = settings.token("video_token_id", text=VIDEO), settings.of_videos()
+        frames = replace(
+            Gemma4Processor.read(own),
+            placeholder_id=feature,
+            feature_id=feature,
+            max_features=own.number("max_soft_tokens", 70),
+        )
+        return cls(
+            placeholder=VIDEO,
+            placeholder_id=feature,
+            frames=frames,
+            num_frames=own.number("num_frames", 32),
+        )
+
+    def prepare(self, video: Video, *, max_tokens: int) -> Shown:
+        """Choose frames and make them ready."""
+        numbers = at_most(video, self.num_frames)
+        pictures = [self.frames.prepare(one, max_tokens=max_tokens) for one in video.read(numbers)]
+        times = [divmod(int(number / video.fps), 60) for number in numbers]
+        spoken = [f"{minute:02d}:{second:02d} {VIDEO}" for minute, second in times]
+        return Shown(tuple(pictures), " ".join(spoken))

@@ -42,6 +42,8 @@ class Picture:
             features.
         turns: (rows, columns) of its features for families whose positions are three-dimensional
             (M-RoPE). None: its tokens have the positions of text.
+        times: of each grid of `turns`, how far its position in time is from that of the first;
+            the grids of a video follow each other in one run of features.
         sees_itself: features of one run of `feature_id` see each other, in the layers that say so
             (`KVSpec.sees_spans`).
     """
@@ -52,11 +54,25 @@ class Picture:
     digest: bytes
     turns: tuple[int, int] | None = None
     sees_itself: bool = False
+    times: tuple[int, ...] = (0,)
 
     @property
     def num_features(self) -> int:
         """Vectors that stand for embeddings."""
         return sum(tile.num_features for tile in self.tiles)
+
+
+class Shown(NamedTuple):
+    """What a model gets to see for one picture or video of a message.
+
+    Attributes:
+        pictures: one; or what a video is made of, in order.
+        text: what is encoded in place of the text that the template writes for it, with the
+            placeholder of each picture; "": the same.
+    """
+
+    pictures: tuple[Picture, ...]
+    text: str = ""
 
 
 class PlacedPicture(NamedTuple):

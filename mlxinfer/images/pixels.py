@@ -64,19 +64,21 @@ def colours_last(patches: Levels, scale: ColourScale) -> NDArray[np.float32]:
     return rows.reshape(len(levels), -1)
 
 
-def colours_first(patches: Levels, scale: ColourScale, frames: int = 1) -> NDArray[np.float32]:
+def colours_first(patches: Levels, scale: ColourScale, *later: Levels) -> NDArray[np.float32]:
     """Rows (P, 3 * frames * side * side) of patches (..., side, side, 3), colour by colour.
 
     Args:
         patches: in the order of the rows.
         scale: of the levels.
-        frames: how often each patch of a still picture stands in its row.
+        later: the same patches in later frames.
     """
-    table, levels = scale.table(), patches.reshape(-1, *patches.shape[-3:])
-    count, side = levels.shape[:2]
-    rows = np.empty((count, 3, frames, side, side), np.float32)
-    for colour in range(3):
-        rows[:, colour] = table[colour][levels[..., colour]][:, None]
+    table = scale.table()
+    levels = [frame.reshape(-1, *frame.shape[-3:]) for frame in (patches, *later)]
+    count, side = levels[0].shape[:2]
+    rows = np.empty((count, 3, len(levels), side, side), np.float32)
+    for number, frame in enumerate(levels):
+        for colour in range(3):
+            rows[:, colour, number] = table[colour][frame[..., colour]]
     return rows.reshape(count, -1)
 
 

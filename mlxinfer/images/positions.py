@@ -1,8 +1,9 @@
 """Positions of tokens by which keys and queries turn, where pictures have three of each (M-RoPE).
 
-Text counts on all three axes alike. The features of one grid share a time; rows and columns count
-from it. What follows the grid goes on behind its longer side, so positions fall behind the places
-of the tokens. Source: Qwen2-VL, arXiv 2409.12191.
+Text counts on all three axes alike. The features of one frame share a time; rows and columns count
+from where its grid begins. What follows the grid goes on behind its longer side, however long a
+video is, so positions fall behind the places of the tokens. Source: Qwen2-VL, arXiv 2409.12191;
+videos: transformers 5.24, models/qwen2_5_vl.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +21,27 @@ class _Grid(NamedTuple):
     start: int  # place of the first token
     rows: int
     columns: int
+    times: tuple[int, ...]  # of its frames
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.times) * self.rows * self.columns
 
     @property
     def stop(self) -> int:
-        return self.start + self.rows * self.columns
+        return self.start + self.size
+
+    def axes(self, cells: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(3, N) time, row and column of features, by their numbers in the grid."""
+        frames, cells = np.divmod(cells, np.int32(self.rows * self.columns))
+        times = np.array(self.times, np.int32)[frames]
+        return np.stack([times, *np.divmod(cells, np.int32(self.columns))])
 
     @property
     def lag(self) -> int:
         """How far the positions behind the grid fall behind the places of the tokens."""
-        return self.rows * self.columns - max(self.rows, self.columns)
+        return self.size - max(self.rows, self.columns)
 
 
 def rope_positions(pictures: Sequence[PlacedPicture], start: int, stop: int) -> NDArray[np.int32]:
@@ -47,8 +60,7 @@ def rope_positions(pictures: Sequence[PlacedPicture], start: int, stop: int) -> 
         behind = max(grid.stop - start, 0)
         if first < last:
             cells = np.arange(first, last, dtype=np.int32) - grid.start
-            place = np.stack([np.zeros_like(cells), *divmod(cells, np.int32(grid.columns))])
-            found[:, first - start : last - start] += place - cells
+            found[:, first - start : last - start] += grid.axes(cells) - cells
         found[:, behind:] -= np.int32(grid.lag)
     return found
 
@@ -65,5 +77,6 @@ def _grids(pictures: Sequence[PlacedPicture]) -> Iterator[_Grid]:
             continue
         is_feature = np.asarray(picture.token_ids) == picture.feature_id
         rows, columns = picture.turns
-        for first in np.flatnonzero(is_feature)[:: rows * columns].tolist():
-            yield _Grid(start + first, rows, columns)
+        size = len(picture.times) * rows * columns
+        for first in np.flatnonzero(is_feature)[::size].tolist():
+            yield _Grid(start + first, rows, columns, picture.times)

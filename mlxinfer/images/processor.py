@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from .picture import Picture, Tile
+from .picture import Picture, Shown, Tile
 from .pixels import ColourScale, digest_of
 from .settings import VisionSettings
+from .video import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,8 +56,9 @@ class ImageProcessor(ABC):
         tiles: tuple[Tile, ...],
         token_ids: tuple[int, ...],
         turns: tuple[int, int] | None = None,
+        times: tuple[int, ...] = (0,),
     ) -> Picture:
-        """The picture of these tiles and tokens; `turns` as of Picture."""
+        """The picture of these tiles and tokens; `turns` and `times` as of Picture."""
         return Picture(
             tiles=tiles,
             token_ids=token_ids,
@@ -64,4 +66,40 @@ class ImageProcessor(ABC):
             digest=digest_of(self, tiles),
             turns=turns,
             sees_itself=self.sees_itself,
+            times=times,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoProcessor(ABC):
+    """The videos of one model.
+
+    Attributes:
+        placeholder: text that the chat template writes for one video.
+        placeholder_id: its token, which also stands for one feature.
+    """
+
+    placeholder: str
+    placeholder_id: int
+
+    @classmethod
+    @abstractmethod
+    def read(cls, settings: VisionSettings) -> "Self | None":
+        """Read the processor of a checkpoint; None: its vocabulary has no token for videos.
+
+        Raises:
+            CheckpointError: broken files.
+        """
+
+    @abstractmethod
+    def prepare(self, video: Video, *, max_tokens: int) -> Shown:
+        """Choose frames and make them ready.
+
+        Args:
+            video: to see.
+            max_tokens: features of each picture that the video is made of, a frame or a pair of
+                frames.
+
+        Raises:
+            PictureError: a frame cannot be read.
+        """

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
-from .pixels import ColourScale, colours_first, cut, resized
+from .pixels import ColourScale, Levels, colours_first, cut, resized
 from .processor import ImageProcessor
-from .resize import fit_area
+from .resize import Size, fit_area
 from .settings import BICUBIC, CLIP, HALF, VisionSettings
 
 if TYPE_CHECKING:
@@ -51,22 +51,43 @@ class QwenProcessor(ImageProcessor):
 
     def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready: patches in the order in which they are merged."""
-        factor, merge = self.patch * self.merge, self.merge
-        size = fit_area(
-            image.height,
-            image.width,
+        tile = self.tile([self.blocks(image, self.fit(image, max_tokens))])
+        ids = (self.feature_id,) * tile.num_features
+        return self.picture((tile,), ids, turns=self.turns(tile))
+
+    def fit(self, image: "Image", max_tokens: int, frames: int = 1, step: int = 1) -> Size:
+        """The size of a picture, or of the frames of a video; arguments as of `fit_area`."""
+        factor, height, width = self.patch * self.merge, image.height, image.width
+        if frames > 1 and min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        return fit_area(
+            height,
+            width,
             factor=factor,
             low=self.low,
             high=self.high,
             cap=max_tokens * factor**2,
+            frames=frames,
+            step=step,
         )
-        patches = cut(resized(image, size, self.resample), self.patch)
+
+    def blocks(self, image: "Image", size: Size) -> Levels:
+        """Patches (rows, columns, merge, merge, side, side, 3) of features in rows and columns."""
+        merge, patches = self.merge, cut(resized(image, size, self.resample), self.patch)
         rows, columns = patches.shape[0] // merge, patches.shape[1] // merge
-        blocks = patches.reshape(rows, merge, columns, merge, *patches.shape[2:]).swapaxes(1, 2)
-        tile = Tile(
-            patches=colours_first(blocks, self.scale, self.frames),
-            grid=(1, rows * merge, columns * merge),
+        return patches.reshape(rows, merge, columns, merge, *patches.shape[2:]).swapaxes(1, 2)
+
+    def tile(self, blocks: list[Levels]) -> Tile:
+        """The tile of the blocks of up to `frames` frames, the last of which stands for more."""
+        rows, columns = blocks[0].shape[:2]
+        blocks = blocks + blocks[-1:] * (self.frames - len(blocks))
+        return Tile(
+            patches=colours_first(blocks[0], self.scale, *blocks[1:]),
+            grid=(1, rows * self.merge, columns * self.merge),
             num_features=rows * columns,
         )
-        ids = (self.feature_id,) * tile.num_features
-        return self.picture((tile,), ids, turns=(rows, columns))
+
+    def turns(self, tile: Tile) -> tuple[int, int]:
+        """Rows and columns of features."""
+        return tile.grid[1] // self.merge, tile.grid[2] // self.merge

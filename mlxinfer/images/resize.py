@@ -22,34 +22,39 @@ def fit_area(
     high: int,
     cap: int,
     keeps_side: bool = False,
+    frames: int = 1,
+    step: int = 1,
 ) -> Size:
     """The size of a picture whose area is limited: Qwen's, and that of LFM2's whole pictures.
 
     Args:
         height, width: of the picture.
         factor: both sides become multiples of it.
-        low, high: pixels that the result has at least, and at most. A very thin picture may have
-            more, since its short side cannot be less than a factor.
-        cap: pixels that no result exceeds.
+        low, high: pixels that the result has at least, and at most, in all frames. A very thin
+            picture may have more, since its short side cannot be less than a factor.
+        cap: pixels that no frame exceeds.
         keeps_side: a side that rounds to 0 counts as one factor before the area is looked at.
+        frames: of a video that all get this size; a picture is one.
+        step: frames count in multiples of it.
     """
     least = factor if keeps_side else 0
     rows = max(least, round(height / factor) * factor)
     columns = max(least, round(width / factor) * factor)
-    high = min(high, cap)
+    times = round(frames / step) * step
+    high = min(high, cap * frames)
     low = min(low, high)
-    if rows * columns > high:
-        return shrink(height, width, factor=factor, high=high, cap=cap)
-    if rows * columns < low:
-        scale = math.sqrt(low / (height * width))
+    if times * rows * columns > high:
+        return shrink(height, width, factor=factor, high=high, cap=cap, frames=frames)
+    if times * rows * columns < low:
+        scale = math.sqrt(low / (frames * height * width))
         rows = math.ceil(height * scale / factor) * factor
         columns = math.ceil(width * scale / factor) * factor
     return _within(max(factor, rows), max(factor, columns), factor, cap)
 
 
-def shrink(height: int, width: int, *, factor: int, high: int, cap: int) -> Size:
+def shrink(height: int, width: int, *, factor: int, high: int, cap: int, frames: int = 1) -> Size:
     """The size of about `high` pixels, in multiples of `factor`; arguments as of `fit_area`."""
-    scale = math.sqrt(height * width / high)
+    scale = math.sqrt(frames * height * width / high)
     rows = max(factor, math.floor(height / scale / factor) * factor)
     columns = max(factor, math.floor(width / scale / factor) * factor)
     return _within(rows, columns, factor, cap)

@@ -2,13 +2,15 @@
 
 The numbers of an image processor are in `preprocessor_config.json`, or nested in
 `processor_config.json`, which wins, or in neither: then they are the family's own. Sizes of patches
-are those of the tower, in `config.json`.
+are those of the tower, in `config.json`. Videos have a file or a part of their own; without it they
+follow the numbers of pictures.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..errors import CheckpointError, shown
 
@@ -43,6 +45,14 @@ class VisionSettings:
         nested = self._processor.get("image_processor")
         self._image = _object(nested) or _read(folder / "preprocessor_config.json")
         self._token_id = token_id
+
+    def of_videos(self) -> Self:
+        """The same with the numbers of the video processor in place of those of pictures."""
+        found = copy.copy(self)
+        nested = _object(self._processor.get("video_processor"))
+        found._image = nested or _read(self.folder / "video_preprocessor_config.json")
+        found._image = found._image or _read(self.folder / "preprocessor_config.json")
+        return found
 
     @property
     def model_type(self) -> str:
@@ -83,7 +93,8 @@ class VisionSettings:
 
     def real(self, name: str, default: float) -> float:
         """A positive number of the image processor."""
-        found = self._image.get(name, default)
+        found = self._image.get(name)
+        found = default if found is None else found
         if type(found) not in (int, float) or not 0 < found < 1e6:
             raise self._wrong(name, found, "a positive number")
         return float(found)
@@ -129,9 +140,7 @@ class VisionSettings:
         Raises:
             CheckpointError: the checkpoint does not say.
         """
-        found = next((self.config[n] for n in names if self.config.get(n) is not None), None)
-        if found is None and text is not None:
-            found = self._token_id(text)
+        found = self.found_token(*names, text=text)
         found = default if found is None else found
         if type(found) is not int or found < 0:
             what = " or ".join([*names, *([] if text is None else [f"token {text!r}"])])
@@ -139,6 +148,11 @@ class VisionSettings:
                 f"{self.folder} sees pictures and has no {what}; its files are incomplete."
             )
         return found
+
+    def found_token(self, *names: str, text: str | None = None) -> Any:
+        """What `token` finds before it checks it; None: nothing."""
+        found = next((self.config[n] for n in names if self.config.get(n) is not None), None)
+        return self._token_id(text) if found is None and text is not None else found
 
     def _whole(self, name: str, found: object, default: int) -> int:
         if found is None:

@@ -90,12 +90,14 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [
-                _picture(next(waiting)) if part["type"] == "image" else part for part in parts
+                part if part["type"] == "text" else _picture(next(waiting)) for part in parts
             ]
     return found
 
 
 def _picture(image: ImagePart) -> dict[str, Any]:
+    if image.is_video:
+        raise _refused("video", "its API takes pictures, so send some frames as these")
     url: dict[str, Any] = {"url": data_url(image.source, place=image.place)}
     if image.low_detail:
         url["detail"] = "low"

@@ -44,6 +44,7 @@ class ChatArguments(TextArguments, total=False):
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None
     images: Sequence[Any]
+    videos: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,9 @@ class ChatInput(Input):
 
     Attributes:
         messages: dicts with "role" and "content", as chat templates read them. Parts of a content
-            may be pictures: {"type": "image", "image": ...}. The role "developer" becomes "system"
-            where the template does not know it.
+            may be pictures, {"type": "image", "image": ...}, and videos, {"type": "video",
+            "frames": [...]}. The role "developer" becomes "system" where the template does not know
+            it.
         tools: that the model may call, in OpenAI's form.
         tool_choice: "auto", "none", "required", or the tool that must be called.
         parallel_tool_calls: an answer may have several calls.
@@ -324,25 +326,39 @@ def _fetched(message: Message, fetch: Callable[[str, str], bytes]) -> Message:
     return {**message, "content": parts}
 
 
-def with_images(messages: Sequence[Message], images: object) -> list[Message]:
-    """The messages with pictures before the text of the last one of the user.
+def with_images(messages: Sequence[Message], images: object, videos: object = ()) -> list[Message]:
+    """The messages with pictures and videos before the text of the last one of the user.
+
+    Args:
+        messages: of the conversation.
+        images: pictures.
+        videos: behind these, each a file or a list of frames.
 
     Raises:
-        InvalidRequestError: `images` is no list, or no message is the user's.
+        InvalidRequestError: `images` or `videos` is no list, or no message is the user's.
     """
-    if not isinstance(images, list | tuple):
-        raise InvalidRequestError(
-            f"images is {shown(images)}; expected a list of pictures.", param="images"
-        )
+    for name, given in (("images", images), ("videos", videos)):
+        if not isinstance(given, list | tuple):
+            what = "pictures" if name == "images" else "videos, each a file or a list of frames"
+            raise InvalidRequestError(
+                f"{name} is {shown(given)}; expected a list of {what}.", param=name
+            )
+    assert isinstance(images, list | tuple)
+    assert isinstance(videos, list | tuple)
     found = list(messages)
     roles = [isinstance(each, Mapping) and each.get("role") == "user" for each in found]
-    if images and True not in roles:
-        raise InvalidRequestError("images go with a message of the user.", param="images")
-    if images:
+    shown_first = [{"type": "image", "image": image} for image in images]
+    shown_first += [
+        {"type": "video", "frames" if isinstance(video, list | tuple) else "video": video}
+        for video in videos
+    ]
+    if shown_first and True not in roles:
+        name = "images" if images else "videos"
+        raise InvalidRequestError(f"{name} go with a message of the user.", param=name)
+    if shown_first:
         place = len(roles) - 1 - roles[::-1].index(True)
         content = found[place].get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
-        shown_first = [{"type": "image", "image": image} for image in images]
         found[place] = {**found[place], "content": [*shown_first, *parts]}
     return found
 

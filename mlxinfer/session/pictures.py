@@ -1,4 +1,4 @@
-"""Pictures of a conversation: loaded, made ready for the model, and placed in its prompt.
+"""Pictures and videos of a conversation: loaded, made ready for the model, put into its prompt.
 
 A conversation brings its pictures in every turn, so those that were made ready last are kept.
 """
@@ -6,19 +6,24 @@ A conversation brings its pictures in every turn, so those that were made ready 
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import LOW_DETAIL_TOKENS, MAX_IMAGE_TOKENS
 from ..errors import PromptTooLongError, TemplateError, UnsupportedFieldError
 from ..images import (
     ImageProcessor,
-    Picture,
     PlacedPicture,
+    Shown,
+    VideoProcessor,
     image_processor,
     load_image,
+    load_video,
     open_image,
+    video_processor,
 )
 from ..text import ImagePart, Tokenizer
 
@@ -33,7 +38,7 @@ _one_large = threading.Lock()  # decoding takes up to 20 bytes per pixel, from f
 
 
 class PreparedPictures:
-    """The pictures that were made ready last, by their pixels. For any thread.
+    """The pictures and videos that were made ready last, by their pixels. For any thread.
 
     Args:
         max_bytes: of their patches.
@@ -41,21 +46,25 @@ class PreparedPictures:
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[bytes, int], Picture] = OrderedDict()  # last used last
+        self._kept: OrderedDict[tuple[bytes, int], Shown] = OrderedDict()  # last used last
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def prepare(self, processor: ImageProcessor, image: "Image", max_tokens: int) -> Picture:
-        """As of the processor, which makes a picture ready in some tenths of a second."""
-        pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
-        pixels.update(image.tobytes())
-        key = pixels.digest(), max_tokens
+    def prepare(self, digest: bytes, max_tokens: int, make: Callable[[], Shown]) -> Shown:
+        """What `make` returns, which makes a picture ready in some tenths of a second.
+
+        Args:
+            digest: of the pixels.
+            max_tokens: as of the processor.
+            make: is called unless its result is kept.
+        """
+        key = digest, max_tokens
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-        made = processor.prepare(image, max_tokens=max_tokens)
+        made = make()
         with self._lock:
             if key not in self._kept and num_bytes(made) <= self._max_bytes:
                 self._kept[key] = made
@@ -66,45 +75,118 @@ class PreparedPictures:
         return made
 
 
-def num_bytes(picture: Picture) -> int:
-    """Memory that the patches of a picture take."""
-    return sum([tile.patches.nbytes for tile in picture.tiles])
+def pixel_digest(image: "Image") -> bytes:
+    """16 bytes of the pixels of a picture, and of its shape."""
+    pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
+    pixels.update(image.tobytes())
+    return pixels.digest()
+
+
+def num_bytes(shown: Shown) -> int:
+    """Memory that the patches of a picture or a video take."""
+    return sum([tile.patches.nbytes for picture in shown.pictures for tile in picture.tiles])
+
+
+class Processors(NamedTuple):
+    """What makes pictures and videos ready for a model.
+
+    Attributes:
+        images: of pictures; None: it does not see.
+        videos: of videos; None: it has seen none.
+    """
+
+    images: ImageProcessor | None = None
+    videos: VideoProcessor | None = None
+
+
+class SeenParts(NamedTuple):
+    """The pictures and videos of one conversation, ready.
+
+    Attributes:
+        name: of the model.
+        images: of pictures.
+        videos: of videos; None: there are none.
+        shown: of each, in order.
+        spoken: what is encoded in place of each video's placeholder, in order.
+    """
+
+    name: str
+    images: ImageProcessor
+    videos: VideoProcessor | None
+    shown: Sequence[Shown]
+    spoken: Sequence[str]
+
+    def respell(self, text: str) -> str:
+        """What is encoded where the template has written a text."""
+        placeholder, spelled = self.images.spelling
+        text = text.replace(placeholder, spelled) if placeholder else text
+        if self.videos is None:
+            return text
+        before, *parts = text.split(mark := self.videos.placeholder)
+        spoken = [*self.spoken, *[mark] * len(parts)]
+        return before + "".join(chain.from_iterable(zip(spoken, parts, strict=False)))
+
+    def place(self, ids: list[int]) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Put the tokens of pictures where the template has written one token for each.
+
+        Returns:
+            The ids of the prompt, and where its pictures begin.
+
+        Raises:
+            TemplateError: the template has not written one token for each picture.
+        """
+        placeholders = {self.images.placeholder_id}
+        placeholders |= set() if self.videos is None else {self.videos.placeholder_id}
+        pictures = [picture for one in self.shown for picture in one.pictures]
+        if (count := sum([ids.count(one) for one in placeholders])) != len(pictures):
+            raise TemplateError(
+                f"The chat template of {self.name} writes {count} places for {len(pictures)} "
+                "pictures; it may not be made for pictures, or not in a message of this role."
+            )
+        waiting = iter(pictures)
+        found: list[int] = []
+        placed: list[PlacedPicture] = []
+        for token in ids:
+            if token in placeholders:
+                placed.append(PlacedPicture(next(waiting), len(found)))
+                found += placed[-1].picture.token_ids
+            else:
+                found.append(token)
+        return found, tuple(placed)
 
 
 class PictureReader:
-    """Reads the pictures of conversations for one model.
+    """Reads the pictures and videos of conversations for one model.
 
     Args:
         name: of the model.
-        processor: makes pictures ready for it; None: it does not see.
+        processors: make them ready for it.
         max_tokens: of a picture; larger ones are scaled down.
     """
 
     def __init__(
         self,
         name: str,
-        processor: ImageProcessor | None = None,
+        processors: Processors = Processors(),  # noqa: B008
         max_tokens: int = MAX_IMAGE_TOKENS,
     ) -> None:
         self._name = name
-        self._processor = processor
+        self._processors = processors
         self._max_tokens = max_tokens
-        self._pictures = PreparedPictures()
+        self._prepared = PreparedPictures()
 
     @classmethod
     def of(cls, info: "ModelInfo", tokenizer: Tokenizer, max_tokens: int) -> "PictureReader":
         """The reader of a loaded model; raises CheckpointError for broken files."""
-        processor = image_processor(info.path, tokenizer.piece_to_id) if info.sees else None
-        return cls(info.name, processor, max_tokens)
+        processors = Processors()
+        if info.sees:
+            token_id = tokenizer.piece_to_id
+            processors = Processors(
+                image_processor(info.path, token_id), video_processor(info.path, token_id)
+            )
+        return cls(info.name, processors, max_tokens)
 
-    @property
-    def spelling(self) -> tuple[str, str]:
-        """Text that the template writes for a picture, and what is encoded in its place."""
-        return ("", "") if self._processor is None else self._processor.spelling
-
-    def read(
-        self, images: Sequence[ImagePart], max_context: int | None, place: str
-    ) -> list[Picture]:
+    def read(self, images: Sequence[ImagePart], max_context: int | None, place: str) -> SeenParts:
         """Load pictures and make them ready, one after another. Takes a while.
 
         Args:
@@ -118,53 +200,44 @@ class PictureReader:
             PictureError: a picture cannot be read.
             PromptTooLongError: they cannot fit.
         """
-        if self._processor is None:
+        processor, videos = self._processors
+        if processor is None:
             raise UnsupportedFieldError(
                 f"The model {self._name!r} reads text only and cannot see pictures; use a model "
                 "with vision.",
                 param=images[0].place,
             )
-        found: list[Picture] = []
+        moving = [image for image in images if image.is_video]
+        if moving and videos is None:
+            raise UnsupportedFieldError(
+                f"The model {self._name!r} sees pictures and no videos; send some frames as "
+                "pictures.",
+                param=moving[0].place,
+            )
+        found: list[Shown] = []
         num_tokens = 0
         for image in images:
-            found.append(self._prepared(self._processor, image))
-            num_tokens += len(found[-1].token_ids)
+            found.append(self._shown(processor, videos, image))
+            num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
             if max_context is not None and num_tokens >= max_context:
                 raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
-        return found
+        spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
+        return SeenParts(self._name, processor, videos if moving else None, found, spoken)
 
-    def _prepared(self, processor: ImageProcessor, image: ImagePart) -> Picture:
-        limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if image.low_detail else self._max_tokens
-        opened = open_image(image.source, place=image.place)
+    def _shown(
+        self, processor: ImageProcessor, videos: VideoProcessor | None, part: ImagePart
+    ) -> Shown:
+        limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens
+        if videos is not None and part.is_video:
+            video = load_video(part.source, fps=part.fps, place=part.place)
+            make = partial(videos.prepare, video, max_tokens=limit)
+            return self._prepared.prepare(video.digest, limit, make)
+        opened = open_image(part.source, place=part.place)
         is_large = opened.width * opened.height > LARGE_PIXELS
         with _one_large if is_large else nullcontext():
-            loaded = load_image(opened, place=image.place)
-            return self._pictures.prepare(processor, loaded, limit)
-
-    def place(
-        self, ids: list[int], pictures: Sequence[Picture]
-    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-        """Put the tokens of pictures where the template has written one token for each.
-
-        Returns:
-            The ids of the prompt, and where its pictures begin.
-
-        Raises:
-            TemplateError: the template has not written one token for each picture.
-        """
-        assert self._processor is not None  # it has prepared them
-        placeholder, waiting = self._processor.placeholder_id, iter(pictures)
-        if (count := ids.count(placeholder)) != len(pictures):
-            raise TemplateError(
-                f"The chat template of {self._name} writes {count} places for {len(pictures)} "
-                "pictures; it may not be made for pictures, or not in a message of this role."
+            image = load_image(opened, place=part.place)
+            return self._prepared.prepare(
+                pixel_digest(image),
+                limit,
+                lambda: Shown((processor.prepare(image, max_tokens=limit),)),
             )
-        found: list[int] = []
-        placed: list[PlacedPicture] = []
-        for token in ids:
-            if token == placeholder:
-                placed.append(PlacedPicture(next(waiting), len(found)))
-                found += placed[-1].picture.token_ids
-            else:
-                found.append(token)
-        return found, tuple(placed)

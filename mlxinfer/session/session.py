@@ -191,7 +191,7 @@ class RequestBuilder:
         tools = None if use is None else use.shown
         source = "" if template is None else template.source_for(tools)
         messages, images = read_messages(given.messages)
-        pictures = self.pictures.read(images, max_context, given.place) if images else []
+        seen = self.pictures.read(images, max_context, given.place) if images else None
         if "developer" not in source:
             messages = [_without_developer(message) for message in messages]
         check = None
@@ -204,8 +204,9 @@ class RequestBuilder:
             "add_generation_prompt": not given.continues if given.begins is None else given.begins,
             "continue_final_message": given.continues,
         }
-        ids = self._encode_chat(messages, check, tools, variables, sees=bool(pictures))
-        ids, placed = self.pictures.place(ids, pictures) if pictures else (ids, ())
+        respell = str if seen is None else seen.respell
+        ids = self._encode_chat(messages, check, tools, variables, respell)
+        ids, placed = (ids, ()) if seen is None else seen.place(ids)
         if not given.ignores_unread:
             self._check_variables(given.template_variables)
         return EncodedPrompt(ids, use=use, continues=bool(given.continues), pictures=placed)
@@ -275,15 +276,13 @@ class RequestBuilder:
         check: Callable[[str], None] | None,
         tools: Sequence[Message] | None,
         variables: Mapping[str, Any],
-        *,
-        sees: bool,
+        respell: Callable[[str], str],
     ) -> list[int]:
         """The ids of a conversation. Tools become text where the template knows none."""
-        spelling = self.pictures.spelling if sees else ("", "")
         template = self.tokenizer.template
         if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
             messages, tools = generic_messages(template, messages, tools), None
-        return encode_chat(self.tokenizer, messages, check, spelling, tools=tools, **variables)
+        return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
         """How the answers use tools; None: not at all."""

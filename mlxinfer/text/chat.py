@@ -32,7 +32,7 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     check: Callable[[str], None] | None = None,
-    spelling: tuple[str, str] = ("", ""),
+    respell: Callable[[str], str] = str,
     /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -45,8 +45,7 @@ def encode_chat(
 
     Args: those of ChatTemplate.render, and
         check: called with the prompt's text before it is encoded; it may raise.
-        spelling: text that the template writes for a picture, and what is encoded in its place;
-            ("", ""): the same.
+        respell: called with what the template has written; what it returns is encoded.
 
     Raises:
         TemplateError: there is no template, it refuses the messages, or it exceeds a limit.
@@ -67,7 +66,7 @@ def encode_chat(
             {"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs}
         )
         given["messages"] = with_parsed_arguments(given["messages"])
-        return _encoded(tokenizer, template, given, ends, check, spelling)
+        return _encoded(tokenizer, template, given, ends, check, respell)
     except RecursionError:
         raise TemplateError("The messages are nested too deeply.") from None
     except MemoryError:
@@ -80,21 +79,21 @@ def _encoded(
     given: dict[str, Any],
     ends: dict[str, Any],
     check: Callable[[str], None] | None,
-    spelling: tuple[str, str],
+    respell: Callable[[str], str],
 ) -> list[int]:
     """Return the ids of plain data, with the arguments of calls in a form that the template takes.
 
     A template may need all of them as text, or those that are no JSON as objects.
     """
     try:
-        return _rendered(tokenizer, template, given, ends, check, spelling)
+        return _rendered(tokenizer, template, given, ends, check, respell)
     except TemplateError:
         if not has_calls(given["messages"]):
             raise
         for changed in (with_text_arguments, with_object_arguments):
             with suppress(TemplateError):
                 other = {**given, "messages": changed(given["messages"])}
-                return _rendered(tokenizer, template, other, ends, check, spelling)
+                return _rendered(tokenizer, template, other, ends, check, respell)
         raise
 
 
@@ -104,10 +103,9 @@ def _rendered(
     given: dict[str, Any],
     ends: dict[str, Any],
     check: Callable[[str], None] | None,
-    spelling: tuple[str, str],
+    respell: Callable[[str], str],
 ) -> list[int]:
     """Return the ids of one rendering of plain data."""
-    placeholder, spelled = spelling
 
     def render(given: dict[str, Any], hider: TextHider | None = None) -> str:
         text = template.render(
@@ -118,7 +116,7 @@ def _rendered(
             **ends,
             **given["kwargs"],
         )
-        return text.replace(placeholder, spelled) if placeholder else text
+        return respell(text)
 
     text = render(given)
     if not text:

@@ -9,31 +9,39 @@ Content = str | list[dict[str, Any]]  # text, or parts of text and places of pic
 
 _EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 _TEXTS = ("text", "input_text", "output_text")
-_PART = '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
+_PART = (
+    '{"type": "text", "text": ...}, {"type": "image", "image": ...} or '
+    '{"type": "video", "frames": [...]}'
+)
 
 
 class ImagePart(NamedTuple):
-    """A picture in a message, as it came.
+    """A picture or a video in a message, as it came.
 
     Attributes:
-        source: a path, bytes, a data: URL, a PIL image or an array.
+        source: a path, bytes, a data: URL, a PIL image or an array; of a video, a path, bytes or a
+            list of pictures.
         low_detail: few tokens are enough for it.
         place: the field that errors name.
+        is_video: this is a video.
+        fps: frames in a second of a list of pictures, if it was said.
     """
 
     source: Any
     low_detail: bool
     place: str
+    is_video: bool = False
+    fps: float | None = None
 
 
 def read_messages(messages: Any) -> tuple[list[dict[str, Any]], list[ImagePart]]:
     """Return messages as templates read them, and the pictures in them, in their order.
 
     The content of a message is text, and several text parts are joined by newlines. With pictures
-    it is a list of {"type": "text", "text": ...} and {"type": "image"}.
+    it is a list of {"type": "text", "text": ...}, {"type": "image"} and {"type": "video"}.
 
     Raises:
-        InvalidRequestError: this is no list of messages, or a part is neither text nor a picture.
+        InvalidRequestError: this is no list of messages, or a part is of another type.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise _wrong(f"messages is {shown(messages)}; expected a list such as {_EXAMPLE}.")
@@ -66,6 +74,9 @@ def _part(part: Any, path: str, images: list[ImagePart]) -> dict[str, Any]:
     if kind in ("image", "image_url", "input_image"):
         images.append(_image(part, kind, path))
         return {"type": "image"}
+    if kind == "video":
+        images.append(_video(part, path))
+        return {"type": "video"}
     if kind not in _TEXTS:
         raise _wrong(f"{path} is of type {shown(kind)}; expected {_PART}.")
     if not isinstance(part.get("text"), str):
@@ -88,6 +99,21 @@ def _image(part: Mapping[str, Any], kind: str, path: str) -> ImagePart:
             'into {"type": "image", "image": path}.'
         )
     return ImagePart(source, detail == "low", part.get("place", f"{path}.{name}"))
+
+
+def _video(part: Mapping[str, Any], path: str) -> ImagePart:
+    sources = [name for name in ("video", "frames") if part.get(name) is not None]
+    if len(sources) != 1:
+        raise _wrong(
+            f'{path} has {" and ".join(sources) or "no video"}; expected "video", a file, or '
+            '"frames", a list of pictures.'
+        )
+    (name,) = sources
+    if (name == "frames") != isinstance(part[name], list | tuple):
+        expected = "a list of pictures" if name == "frames" else "a path or bytes"
+        raise _wrong(f"{path}.{name} is {shown(part[name])}; expected {expected}.")
+    low = part.get("detail") == "low"
+    return ImagePart(part[name], low, f"{path}.{name}", is_video=True, fps=part.get("fps"))
 
 
 def around(content: Content | None, before: str = "", after: str = "") -> Content:

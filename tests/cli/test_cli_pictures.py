@@ -93,6 +93,34 @@ def test_run_takes_a_data_url(seeing: FakeLLM, outcome: Any, photo: Path) -> Non
     assert len(outcome("run", "What?", "--image", url[:300]).err) < 300
 
 
+def test_run_sends_videos(seeing: FakeLLM, outcome: Any, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    path = tmp_path / "clip.gif"
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "white")]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+    assert outcome("run", "What?", "--video", str(path)).code == 0
+    assert list(seeing.options[0]["videos"]) == [str(path)]
+    seen = outcome("run", "What?", "--video", str(tmp_path / "no.mp4"))
+    assert (seen.code, "There is no file" in seen.err) == (1, True)
+    path.write_text("no video")
+    seen = outcome("run", "What?", "--video", str(path))
+    assert (seen.code, "no known format" in seen.err) == (1, True)
+    assert len(seeing.asked) == 1
+
+
+def test_run_answers_about_a_video_with_a_real_model(outcome: Any, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    folder, path = seeing_folder(tmp_path / "see", videos=True), tmp_path / "clip.gif"
+    given = ["run", "What?", "-m", str(folder), "--max-tokens", "4", "--json", "--video", str(path)]
+    answers = []
+    for colours in (("red", "blue"), ("red", "white")):
+        frames = [Image.new("RGB", (40, 30), colour) for colour in colours]
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+        answers.append(outcome(*given, "--temperature", "0"))
+    assert [one.code for one in answers] == [0, 0]
+    assert answers[0].out != answers[1].out
+
+
 def test_run_with_a_model_that_does_not_see(fake: FakeLLM, outcome: Any, photo: Path) -> None:
     seen = outcome("run", "What?", "--image", str(photo))
     assert seen.code == 1

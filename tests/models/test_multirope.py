@@ -76,6 +76,19 @@ def picture(rows: int, columns: int, *, frames: int = 1, framed: int = 0) -> Pic
     return Picture((), tuple(grid * frames), 7, b"", turns=(rows, columns))
 
 
+def test_positions_of_a_video_say_the_time_of_each_frame():
+    video = Picture((), (7,) * 12, 7, b"", turns=(2, 2), times=(0, 3, 50))
+    placed = [PlacedPicture(video, 2), PlacedPicture(picture(1, 3), 15)]
+    times = [0, 1, *[2] * 4, *[5] * 4, *[52] * 4, 4, *[5] * 3, 8, 9]
+    rows = [0, 1, *[2, 2, 3, 3] * 3, 4, *[5] * 3, 8, 9]
+    columns = [0, 1, *[2, 3, 2, 3] * 3, 4, *[5, 6, 7], 8, 9]
+    expected = np.array([times, rows, columns])
+    assert (rope_positions(placed, 0, 20) == expected).all()
+    for start in range(20):
+        assert (rope_positions(placed, start, 20) == expected[:, start:]).all()
+    assert rope_delta(placed) == 9 - 19
+
+
 def counted(pictures: list[PlacedPicture], num_tokens: int) -> list[list[int]]:
     """Token by token, as the paper says it."""
     cells: dict[int, tuple[int, int, int, int]] = {}

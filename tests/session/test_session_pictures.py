@@ -20,11 +20,11 @@ from mlxinfer.errors import (
     TemplateError,
     UnsupportedFieldError,
 )
-from mlxinfer.images import Picture, Tile
+from mlxinfer.images import Picture, Shown, Tile
 from mlxinfer.session import pictures as session_pictures
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput, with_images
-from mlxinfer.session.pictures import PictureReader, PreparedPictures
+from mlxinfer.session.pictures import PictureReader, PreparedPictures, pixel_digest
 from mlxinfer.session.session import RequestBuilder
 from mlxinfer.text import Tokenizer
 
@@ -209,19 +209,26 @@ def test_pictures_of_earlier_turns_are_not_made_ready_again() -> None:
     """By their pixels, however they come; the last ones, within a limit of bytes."""
     processor: Any = Counting()
     kept, blue = PreparedPictures(max_bytes=2 * 40 * 64), Image.new("RGB", (64, 32), "blue")
-    first = kept.prepare(processor, RED, 50)
-    assert kept.prepare(processor, RED.copy(), 50) is first
-    assert kept.prepare(processor, RED, 20) is not first
+
+    def prepare(image: Image.Image, limit: int) -> Shown:
+        def make() -> Shown:
+            return Shown((processor.prepare(image, max_tokens=limit),))
+
+        return kept.prepare(pixel_digest(image), limit, make)
+
+    first = prepare(RED, 50)
+    assert prepare(RED.copy(), 50) is first
+    assert prepare(RED, 20) is not first
     assert processor.limits == [50, 20]
-    kept.prepare(processor, RED, 50)  # used last, so that the other one goes
-    kept.prepare(processor, blue, 50)
-    assert kept.prepare(processor, RED, 50) is first
-    kept.prepare(processor, RED, 20)
+    prepare(RED, 50)  # used last, so that the other one goes
+    prepare(blue, 50)
+    assert prepare(RED, 50) is first
+    prepare(RED, 20)
     assert processor.limits == [50, 20, 50, 20]
     turned = Image.new("RGB", (32, 64), "red")
-    assert kept.prepare(processor, turned, 50) is not first, "as many pixels, of another shape"
+    assert prepare(turned, 50) is not first, "as many pixels, of another shape"
     wide = Image.new("RGB", (9999, 1), "red")
-    assert kept.prepare(processor, wide, 50) is not kept.prepare(processor, wide, 50)
+    assert prepare(wide, 50) is not prepare(wide, 50)
 
 
 def test_large_pictures_are_decoded_one_at_a_time(

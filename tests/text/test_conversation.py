@@ -39,7 +39,7 @@ def test_pictures_are_taken_out_in_their_order() -> None:
     messages, images = read_messages([HELLO, {"role": "user", "content": parts}])
     place = {"type": "image"}
     assert messages == [HELLO, {"role": "user", "content": [place, part("Hello"), place, place]}]
-    assert images == [
+    assert [image[:3] for image in images] == [
         (b"1", False, "messages[1].content[0].image"),
         (url, True, "messages[1].content[2].image_url"),
         (url, False, "messages[1].content[3].image_url"),
@@ -71,3 +71,15 @@ def test_anything_else_is_named(messages: Any, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         read_messages(messages)
     assert caught.value.param == "messages"
+
+
+def test_videos_are_taken_out_with_the_rate_of_their_frames() -> None:
+    frames = {"type": "video", "frames": [b"1", b"2"], "fps": 3.0, "detail": "low"}
+    parts = [frames, {"type": "text", "text": "x"}, {"type": "video", "video": "a.mp4"}]
+    messages, found = read_messages([{"role": "user", "content": parts}])
+    shown = [{"type": "video"}, {"type": "text", "text": "x"}, {"type": "video"}]
+    assert messages == [{"role": "user", "content": shown}]
+    assert found == [
+        ([b"1", b"2"], True, "messages[0].content[0].frames", True, 3.0),
+        ("a.mp4", False, "messages[0].content[2].video", True, None),
+    ]

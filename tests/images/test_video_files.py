@@ -1,0 +1,113 @@
+"""Video files: the frames that a model sees of them, and files that are none."""
+
+import io
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlxinfer.errors import PictureError
+from mlxinfer.images import Video, load_video
+from mlxinfer.images.video import at_most, evenly, every
+
+LAST = 12
+UPRIGHT = bytes.fromhex("00010000 00000000 00000000 00000000 00010000 00000000".replace(" ", ""))
+TURNED = bytes.fromhex("00000000 00010000 00000000 ffff0000 00000000 00000000".replace(" ", ""))
+
+
+def clip(suffix: str = "mp4", rate: int = 8) -> bytes:
+    """A video whose frame i is grey of the level 20 i, with a white corner at the upper left."""
+    av, file = pytest.importorskip("av"), io.BytesIO()
+    codec, pixels = {
+        "mp4": ("mpeg4", "yuv420p"),
+        "mov": ("mpeg4", "yuv420p"),
+        "webm": ("libvpx", "yuv420p"),
+        "gif": ("gif", "rgb8"),
+    }[suffix]
+    with av.open(file, "w", format=suffix) as container:
+        stream = container.add_stream(codec, rate=Fraction(rate))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, pixels
+        for number in range(LAST + 1):
+            levels = np.full((48, 64, 3), 20 * number, np.uint8)
+            levels[:8, :16] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(levels, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def levels_of(video: Video, numbers: list[int]) -> list[int]:
+    """The level in the middle of each frame, in twenties."""
+    return [round(np.asarray(one)[24, 32].mean() / 20) for one in video.read(numbers)]
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mov", "webm", "gif"])
+def test_frames_of_a_file_are_those_that_were_asked_for(suffix: str, tmp_path: Path) -> None:
+    data = clip(suffix)
+    path = tmp_path / f"clip.{suffix}"
+    path.write_bytes(data)
+    for source in (data, path, str(path), memoryview(data)):
+        video = load_video(source)
+        assert video.num_frames == LAST + 1
+        assert video.fps == pytest.approx(8, rel=0.05)
+        tolerance = 1 if suffix == "gif" else 0  # which has few colours
+        for numbers in ([0, 3, 7, LAST], [5], [2, 2, 9]):
+            found = levels_of(video, numbers)
+            assert np.abs(np.array(found) - numbers).max() <= tolerance
+    assert load_video(path).digest == load_video(data).digest
+    assert load_video(data).digest != load_video(data + b"\0").digest
+
+
+def test_a_film_of_a_phone_is_turned_as_it_says() -> None:
+    data = clip()
+    assert data.count(UPRIGHT) == 2  # of the film, and of its track
+    at = data.rindex(UPRIGHT)
+    turned = data[:at] + TURNED + data[at + len(TURNED) :]
+    (upright,), (found,) = (load_video(one).read([0]) for one in (data, turned))
+    assert (upright.size, found.size) == ((64, 48), (48, 64))
+    expected = upright.transpose(Image.Transpose.ROTATE_270)  # clockwise, as the matrix says
+    assert np.abs(np.asarray(found).astype(int) - np.asarray(expected)).max() <= 2
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    data = clip("webm")
+    with pytest.raises(PictureError, match="broken or of no known format"):
+        load_video(b"no video")
+    with pytest.raises(PictureError, match="no file"):
+        load_video(tmp_path / "no.mp4")
+    with pytest.raises(PictureError, match="expected the path"):
+        load_video(3)
+    video = load_video(data)
+    with pytest.raises(PictureError, match="cut off: its frame 99"):
+        list(video.read([1, 99]))
+
+
+def test_without_the_package_frames_are_read_and_files_say_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    frames = [Image.new("RGB", (8, 8), (i, i, i)) for i in range(3)]
+    assert load_video(frames).num_frames == 3
+    with pytest.raises(PictureError, match=r'pip install "mlxinfer\[video\]"'):
+        load_video(b"file")
+
+
+def of(count: int, fps: float) -> Any:
+    return Video(count, fps, b"", lambda numbers: iter(()))
+
+
+def test_frames_that_processors_choose() -> None:
+    limits = {"fps": 2.0, "least": 4, "most": 768}
+    assert every(of(5, 2.0), **limits, step=2) == [0, 1, 2, 3, 4]
+    assert every(of(240, 24.0), **limits, step=2) == [12 * i for i in range(20)]
+    assert every(of(1, 30.0), **limits, step=2) == [0]
+    assert len(every(of(10**6, 30.0), **limits, step=2)) == 768
+    assert every(of(30, 30.0), **limits, step=2) == [0, 7, 15, 22]
+    assert evenly(of(240, 24.0), **limits) == [round(i * 239 / 19) for i in range(20)]
+    assert evenly(of(1, 30.0), **limits) == [0]
+    assert evenly(of(10**6, 30.0), **limits)[-1] == 10**6 - 1
+    assert at_most(of(64, 9.0), 32) == list(range(0, 64, 2))
+    assert at_most(of(3, 9.0), 32) == [0, 1, 2]

@@ -118,16 +118,18 @@ class Program:
         """Add a message of the system."""
         self._say("system", text)
 
-    def user(self, text: str, images: Sequence[Any] = ()) -> None:
-        """Add a message of the user; `images` are pictures before its text, as of LLM.chat."""
-        self._say("user", text, images)
+    def user(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> None:
+        """Add a message of the user; pictures and videos stand before its text, as of LLM.chat."""
+        self._say("user", text, images, videos)
 
-    def _say(self, role: str, text: str, images: Sequence[Any] = ()) -> None:
+    def _say(
+        self, role: str, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()
+    ) -> None:
         if self._now.text:
             raise InvalidRequestError(
                 "This program began with plain text; messages go into one of their own."
             )
-        said = with_images([{"role": role, "content": text}], images)
+        said = with_images([{"role": role, "content": text}], images, videos)
         self._set(replace(self._now, messages=(*self._now.messages, *said)))
 
     def __iadd__(self, text: str) -> Self:

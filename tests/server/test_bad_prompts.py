@@ -273,6 +273,8 @@ PARTS: list[dict[str, Any]] = [
     {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     {"type": "audio_url", "audio_url": {"url": URLS[0]}},
     {"type": "video_url", "video_url": {"url": URLS[0]}},
+    {"type": "video", "video": "/etc/passwd"},
+    {"type": "video", "frames": ["/etc/passwd"]},
     {"type": "file", "file": {"file_id": "../../etc/passwd"}},
     {"type": "image_embeds", "image_embeds": "AAAA"},
     {"type": "prompt_embeds", "data": "AAAA"},

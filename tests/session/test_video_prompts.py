@@ -104,6 +104,9 @@ def test_videos_argument_puts_frames_before_the_text(seeing: tuple[str, LLM]) ->
     expected = llm.chat([{"role": "user", "content": parts}], **options)
     assert found.token_ids == expected.token_ids
     assert found.prompt_tokens == expected.prompt_tokens > 40
+    with llm.program() as program:
+        program.user("What?", videos=[frames])
+        assert program.gen("seen", **options).token_ids == expected.token_ids
 
 
 def test_text_of_a_message_takes_no_videos_place(seeing: tuple[str, LLM]) -> None:

@@ -105,6 +105,7 @@ def test_a_pinned_conversation_is_a_prefix_hit(llm: LLM) -> None:
     assert len(llm.generate("A", SamplingParams(max_tokens=1)).token_ids) == 1
 
 
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_pinned_pages_are_evicted_only_when_running_requests_hold_all_others() -> None:
     few = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM("demo", num_pages=24) as llm:
@@ -414,6 +415,7 @@ def test_a_stream_keeps_its_llm_alive() -> None:
         assert llm.generate("A page", params).text == text
 
 
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("demo", prefix_cache=False, prefill_chunk=256) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):

@@ -51,6 +51,7 @@ def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
         {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": False}]},
     ],
 )
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_forced_arguments_are_an_object_whether_or_not_the_schema_says_so(
     knowing: LLM, parameters: dict[str, object]
 ) -> None:

@@ -22,8 +22,9 @@ def picture_data(path: str) -> bytes:
     """The bytes of a picture in a file; raises PictureError where there is none."""
     from ..images import load_image, picture_file  # imports numpy
 
-    data = picture_file(path, place=shown(path)) or b""
-    load_image(data, place=shown(path))
+    place = shown(path) if path.startswith("data:") else repr(path)  # all of a path: its end tells
+    data = picture_file(path, place=place) or b""
+    load_image(data, place=place)
     return data
 
 

@@ -104,6 +104,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         speed.read_saved(tmp_path / "missing.json")
 
 
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_requests_that_the_kv_cache_does_not_hold_together_are_left_out() -> None:
     report = speed.run(
         lambda: LLM("demo", num_pages=100), contexts=[8, 1000], batches=[1, 2], tokens=2, peer=False

@@ -410,6 +410,46 @@ PUBLISHED: dict[str, Published] = {
         state=13 * 6 * 2048 * 4,
         tie_word_embeddings=True,
     ),
+    "Ministral-8B-2410": _model(
+        "ministral", (36, 4096, 12288, 32, 8, 131_072), 8.02, 147_456, head_dim=128
+    ),
+    "AFM-4.5B": _model("arcee", (36, 2560, 18432, 20, 4, 128_004), 4.62, 73_728, head_dim=128),
+    "Hunyuan-A13B": _model(
+        "hunyuan_v1_moe",
+        (32, 4096, 3072, 32, 8, 128_167),
+        80.4,
+        131_072,
+        head_dim=128,
+        num_experts=64,
+        moe_topk=8,
+        tie_word_embeddings=True,
+    ),
+    "Hy3": _model(
+        "hy_v3", (80, 4096, 13312, 64, 8, 120_832), 295.0, 327_680, head_dim=128, num_experts=192
+    ),
+    "Trinity-Mini": _model(
+        "afmoe",
+        (32, 2048, 6144, 32, 4, 200_192),
+        26.1,
+        65_536,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_shared_experts=1,
+        num_dense_layers=2,
+        moe_intermediate_size=1024,
+        sliding_window=2048,
+    ),
+    "Ling-3.0-flash": _model(
+        "bailing_hybrid",
+        (42, 2560, 6144, 32, 32, 157_184),
+        124.0,
+        7 * 576 * 2,
+        state=35 * (3 * 12_288 + 32 * 128 * 128) * 4,
+        kda_safe_gate=True,
+        num_local_experts=512,
+        num_mtp_layers=0,
+    ),
     "CWM-32B": _model("cwm", (64, 6144, 21504, 48, 8, 128_256), 32.6, 262_144),
     "GLM-4-9B-Chat": _model(
         "glm", (40, 4096, 13696, 32, 2, 151_552), 9.4, 40_960, head_dim=128, attention_bias=True

@@ -149,6 +149,7 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infill"])
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_a_stream_says_how_far_its_prompt_is(
     server: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

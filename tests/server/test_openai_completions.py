@@ -271,6 +271,7 @@ def test_a_model_without_such_tokens_says_so(live: LiveServer) -> None:
         assert "filling in the middle" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_what_was_typed_since_is_all_that_is_computed(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,7 @@ def has_tower(source: SourceModel) -> bool:
 
 
 def _prefix(source: SourceModel) -> str:
-    """What stands before the names of the tensors in the output, where no tower is beside them."""
+    """The prefix of tensor names in the output: that of the text inside a larger model, or none."""
     nested = language_config(source.config) is not None
     return _NESTED[source.config["model_type"]] if nested else ""
 

@@ -141,7 +141,7 @@ STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
     LatentSpec: _latents,
     StateSpec: _states,
 }
-"""What stands for the cache of a layer, by what the layer keeps."""
+"""Spec of a layer -> the class that takes the place of its cache."""
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

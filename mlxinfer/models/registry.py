@@ -126,7 +126,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "deepseek_v32": ("deepseek", "DeepseekV32"),
     "kimi_k2": ("deepseek", "DeepseekV3"),
     "kimi_linear": ("kimi_linear", "KimiLinear"),
-    "ministral": ("llama", "Ministral"),
+    "ministral": ("llama", "Mistral"),
     "cwm": ("llama", "Cwm"),
     "arcee": ("llama", "Arcee"),
     "hunyuan_v1_moe": ("llama", "HunYuanMoE"),

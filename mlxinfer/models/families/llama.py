@@ -47,7 +47,7 @@ class Llama(Family):
 
 
 class Mistral(Family):
-    """Mistral: windows where the config states them, and never a bias."""
+    """Mistral, and Ministral 8B of 2024: windows where the config states them, never a bias."""
 
     defaults: ClassVar = {"sliding_window": 4096, "num_key_value_heads": 8}
 
@@ -55,10 +55,6 @@ class Mistral(Family):
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         """None."""
         return False, False
-
-
-class Ministral(Mistral):
-    """Ministral 8B of 2024: windows in some layers."""
 
 
 class Cwm(Mistral):

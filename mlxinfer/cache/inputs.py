@@ -56,7 +56,10 @@ class Segments:
 
     def at(self, starts: Ints) -> "Segments":
         """The same sequences at other positions (B,), with the same memo."""
-        return replace(self, starts=starts)
+        return Segments(
+            *(self.tables, self.rows, starts, self.counts, self.sealed, self.slots, self.width),
+            self._memo,
+        )
 
     def sealed_to(self, stops: Ints) -> "Segments":
         """The same tokens, with pages up to (B,) these positions before the tails."""

@@ -49,18 +49,13 @@ class Sequence:
     retried: bool = False  # macOS stopped a step of it on the GPU, and it started over
     # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
-    # What stands for the tokens where they are compared with those of other prompts: for a picture
-    # ids of its own. The same list as `token_ids` where there is none.
-    key_ids: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.key_ids = self.token_ids if self.pictures is None else list(self.pictures.key_ids)
-
-    def append(self, token_id: int) -> None:
-        """Take in the next token of the answer."""
-        self.token_ids.append(token_id)
-        if self.key_ids is not self.token_ids:
-            self.key_ids.append(token_id)
+    @property
+    def key_ids(self) -> list[int]:
+        """What stands for the tokens where prompts are compared: for a picture, ids of its own."""
+        if self.pictures is None:
+            return self.token_ids
+        return self.pictures.key_ids + self.token_ids[self.num_prompt :]
 
     @property
     def rope_delta(self) -> int:

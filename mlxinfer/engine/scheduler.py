@@ -561,7 +561,7 @@ class Scheduler:
             if sequence.finished or (accepted is not None and not accepted[row]):
                 result.discarded.append(row)
                 continue
-            sequence.append(token_id)
+            sequence.token_ids.append(token_id)
             if proposals is not None and proposals.counts[row]:
                 self.counters.tokens_accepted += 1
                 sequence.request.num_accepted += 1

@@ -177,9 +177,10 @@ def occurrences(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 def _tokens(rows: PartRows, turn: Turn) -> mx.array:
     """(P, N + n) the tokens in each memory, then the recent ones; -1 where there is none."""
     known = [memory.ids for memory in rows.memories]
-    table = np.full((len(known), max(1, *map(len, known))), -1, dtype=np.int32)
-    for row, ids in zip(table, known, strict=True):
-        row[: len(ids)] = ids
+    lengths = np.array([len(ids) for ids in known])
+    places = np.arange(max(1, lengths.max()))
+    table = np.full((len(known), len(places)), -1, dtype=np.int32)
+    table[places < lengths[:, None]] = np.concatenate(known)
     tokens = mx.array(table)
     return tokens if turn.recent is None else mx.concatenate([tokens, turn.recent], axis=-1)
 

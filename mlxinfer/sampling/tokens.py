@@ -18,7 +18,7 @@ class TokenBuffer:
         dtype: of the array.
     """
 
-    __slots__ = ("_last", "_room", "_start", "_stop")
+    __slots__ = ("_last", "_room", "_stop")
 
     def __init__(
         self,
@@ -29,30 +29,36 @@ class TokenBuffer:
     ) -> None:
         self._last = last
         self._room: Ints = np.empty(0, dtype=dtype)
-        self._start = self._stop = 0
+        self._stop = 0
         self.extend(ids if last is None else ids[max(len(ids) - last, 0) :])
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self._stop if self._last is None else min(self._stop, self._last)
 
     @property
     def ids(self) -> Ints:
         """(N,) the tokens. Later tokens do not change an array that was read before."""
-        return self._room[self._start : self._stop]
+        return self._room[self._stop - len(self) : self._stop]
 
     def append(self, token_id: int) -> None:
         """Add one token."""
-        self.extend((token_id,))
+        if self._stop == len(self._room):
+            self._make_room(1)
+        self._room[self._stop] = token_id
+        self._stop += 1
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens. The array moves to a larger one, or is compacted, once in many calls."""
-        if self._stop + len(token_ids) > len(self._room):
-            kept = self.ids
-            room = np.empty(max(2 * (len(kept) + len(token_ids)), MIN_ROOM), dtype=kept.dtype)
-            room[: len(kept)] = kept
-            self._room, self._start, self._stop = room, 0, len(kept)
+        """Add tokens."""
         stop = self._stop + len(token_ids)
+        if stop > len(self._room):
+            self._make_room(len(token_ids))
+            stop = self._stop + len(token_ids)
         self._room[self._stop : stop] = token_ids
         self._stop = stop
-        if self._last is not None:
-            self._start = max(self._start, stop - self._last)
+
+    def _make_room(self, count: int) -> None:
+        """Move the tokens that are kept to an array with room for more, once in many calls."""
+        kept = self.ids
+        self._room = np.empty(max(2 * (len(kept) + count), MIN_ROOM), dtype=kept.dtype)
+        self._room[: len(kept)] = kept
+        self._stop = len(kept)

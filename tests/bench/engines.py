@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.config import EngineConfig
-from mlxinfer.core import Request, SamplingParams, TokenEvent
+from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop, runner
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
@@ -62,15 +62,6 @@ class Ask:
 def greedy(max_tokens: int) -> SamplingParams:
     """Settings of an answer that has exactly so many tokens."""
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of an answer."""
-
-    name: str
-    token_id: int
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +175,7 @@ class OurEngine:
         self.done = Work()
         self._model = MeteredModel(model, self.meter)
         self._model.logits = Replayed(model.logits, self.meter)
-        self._tokens: list[Token] = []
+        self._tokens: list[TokenEvent] = []
         most = model.config.max_context
         self._config = EngineConfig(max_context=most, kv_budget_bytes=1 << 33, **config)
         self.loop = Loop(cast(Model, self._model), self._config, self._take, kernels=kernels)
@@ -231,7 +222,7 @@ class OurEngine:
         self.prompt_tokens += len(request.prompt_ids)
         self.loop.add(request, self.loop.limits.check(request))
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[TokenEvent]:
         """Launch a step, read the one before; return the tokens that it brought."""
         self._tokens = []
         launched_before = self.launched
@@ -243,10 +234,7 @@ class OurEngine:
         for event in events:
             if event.error is not None:
                 raise event.error
-            if event.token_id is not None:
-                self._tokens.append(
-                    Token(event.request_id, event.token_id, event.finish_reason is not None)
-                )
+        self._tokens += events
 
 
 # -- mlx-lm -----------------------------------------------------------------------------------
@@ -326,7 +314,7 @@ class PeerEngine:
         self._names[uid] = ask.name
         self._types[uid] = [kind for kind, _ in segments][::-1]
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[TokenEvent]:
         """Take one turn of its server's loop."""
         prompts, generated = self._generator.next()
         ended = [
@@ -340,7 +328,14 @@ class PeerEngine:
         for r in generated:
             if r.finish_reason is not None:
                 self._stored.insert_cache(MODEL_KEY, r.all_tokens[:], r.prompt_cache)
-        return [Token(self._names[r.uid], r.token, r.finish_reason is not None) for r in generated]
+        return [
+            TokenEvent(
+                self._names[r.uid],
+                r.token,
+                None if r.finish_reason is None else FinishReason(r.finish_reason),
+            )
+            for r in generated
+        ]
 
 
 def _without(segments: list[Segment], count: int) -> list[Segment]:
@@ -413,11 +408,12 @@ def serve(engine: Engine, asks: Sequence[Ask], clock: Clock = time.perf_counter)
         tokens = engine.step()
         now = clock() - started
         for token in tokens:
-            answer = answers[token.name]
+            answer = answers[token.request_id]
             answer.first_s = answer.first_s or now
+            assert token.token_id is not None, "asks without grammars and end tokens"
             answer.token_ids.append(token.token_id)
-            if token.last:
-                unfinished.remove(token.name)
+            if token.finish_reason is not None:
+                unfinished.remove(token.request_id)
         peak = max(peak, engine.kv_bytes)
     return Served(
         answers,
@@ -434,4 +430,4 @@ def until_decoding(engine: Engine, asks: Sequence[Ask]) -> None:
         engine.submit(ask)
     waiting = {ask.name for ask in asks}
     while waiting:
-        waiting -= {token.name for token in engine.step()}
+        waiting -= {token.request_id for token in engine.step()}

@@ -66,7 +66,7 @@ class Timeline:
                 arrival = coming.popleft()
                 before[arrival.name] = self._work_at(arrival.at_s)
                 self._engine.submit(Ask.of(arrival.name, arrival.prompt_ids))
-            named = [token.name for token in self._engine.step()]
+            named = [token.request_id for token in self._engine.step()]
             now = self._clock() - started
             self._done_at.append((now, self._engine.done))
             for name in named:

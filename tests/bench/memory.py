@@ -121,7 +121,7 @@ def change(engine: Engine, count: int, length: int) -> Figures:
     steady = peak_bytes(partial(settle, engine, 4))
 
     def until(there: bool) -> None:
-        while ("new" in {token.name for token in engine.step()}) is not there:
+        while ("new" in {token.request_id for token in engine.step()}) is not there:
             pass
 
     def join() -> None:

@@ -25,7 +25,6 @@ def following(
     found = PromptPictures.of(request, sees_spans=False) if pictures else None
     length = len(prompt_ids)
     sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=found)
-    for token_id in answer_ids:
-        sequence.append(token_id)
+    sequence.token_ids += answer_ids
     sequence.num_computed = sequence.num_known - 1
     return sequence

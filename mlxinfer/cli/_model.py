@@ -26,8 +26,7 @@ def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM
     if name.startswith(("http://", "https://")):
         raise InvalidRequestError(
             f"{shown(name)} is the address of a server, and this command runs a model here; "
-            f"expected the name of a model or a folder. In Python, LLM({shown(name)}) asks the "
-            "server.",
+            "expected the name of a model or a folder.",
             param="model",
         )
     require_mlx()

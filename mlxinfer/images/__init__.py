@@ -2,7 +2,6 @@
 
 from .families import image_processor, video_processor
 from .load import (
-    data_url,
     from_base64,
     from_data_url,
     load_image,
@@ -23,7 +22,6 @@ __all__ = [
     "Tile",
     "Video",
     "VideoProcessor",
-    "data_url",
     "from_base64",
     "from_data_url",
     "image_processor",

@@ -63,7 +63,7 @@ class EncodedPrompt:
 
 
 class InputReader(Protocol[T_co]):
-    """Reads inputs: RequestBuilder makes prompts of them, RemoteForm bodies of requests."""
+    """Reads inputs, as RequestBuilder does."""
 
     def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
         """Read a conversation."""

@@ -110,7 +110,7 @@ def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[
     return rows
 
 
-FOLDER = "FOLDER"  # in a card's commands, until there is a repository
+FOLDER = "FOLDER"  # in a card's commands
 FIGURE, CAPTION = "conversion.svg", "Bits per weight and relative error by layer and projection"
 NO_FIGURE = 'The figure needs matplotlib: pip install "mlxinfer[plots]"'
 _WORST = 5
@@ -143,16 +143,6 @@ def _front(report: ConversionReport, source: SourceModel) -> list[str]:
     }
     lines += [f"{key}: {value}" for key, value in found.items() if value is not None]
     return [*lines, "---", ""]
-
-
-def name_in_card(folder: Path, repo: str) -> None:
-    """Put the repository into the commands of a folder's card, where they have none yet."""
-    card = folder / "README.md"
-    if card.is_file():
-        text = card.read_text(encoding="utf-8")
-        for option in ("-m", "--model"):
-            text = text.replace(f" {option} {FOLDER} ", f" {option} {repo} ")
-        write_file(card, text.encode())
 
 
 def _body(report: ConversionReport) -> list[str]:

@@ -1,6 +1,5 @@
-"""`mlxinfer convert`: any checkpoint into an MLX folder, quantised, checked, uploaded."""
+"""`mlxinfer convert`: any checkpoint into an MLX folder, quantised and checked."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from ..backend import require_mlx
 from ..errors import ConversionError, InvalidRequestError
@@ -84,9 +82,6 @@ OPTIONS = (
     click.option("--restart", is_flag=True,
                  help="Delete an interrupted conversion and begin again."),
     click.option("--dry-run", is_flag=True, help="Show the plan; convert nothing."),
-    click.option("--upload", metavar="REPO", help="Upload the result to the hub as org/name."),
-    click.option("--upload-only", is_flag=True, help="Upload OUT, which exists."),
-    click.option("--private", is_flag=True, help="With --upload: make the repository private."),
 )  # fmt: skip
 
 
@@ -167,7 +162,6 @@ _EXCLUSIVE = (
     ("target_bpw", "target_size"),
     ("resume", "restart"),
 )
-_FOR_UPLOADS = {"upload", "upload_only", "private", "as_json"}
 
 
 def check_usage(given: dict[str, Any]) -> None:
@@ -175,8 +169,6 @@ def check_usage(given: dict[str, Any]) -> None:
     for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
             raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
-    for name in sorted(_stated(given) - _FOR_UPLOADS) if given["upload_only"] else ():
-        raise click.UsageError(f"--upload-only converts nothing: leave out {_flag(name)}.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     calibrated = {"A target": targeted, "--learn": given["learn"],
                   "--rounding gptq": given["rounding"] == "gptq"}  # fmt: skip
@@ -188,19 +180,9 @@ def check_usage(given: dict[str, Any]) -> None:
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
             raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")
-    if given["upload_only"] and not given["upload"]:
-        raise click.UsageError("--upload-only needs --upload REPO.")
-    if given["private"] and not given["upload"]:
-        raise click.UsageError("--private goes with --upload.")
     for name in ("check_text", "max_kl"):
         if given[name] is not None and checks(given) != "full":
             raise click.UsageError(f"{_flag(name)} is for comparing logits: give --check full.")
-
-
-def _stated(given: dict[str, Any]) -> set[str]:
-    """Return the options that the user wrote."""
-    source = click.get_current_context().get_parameter_source
-    return {name for name in given if source(name) is ParameterSource.COMMANDLINE}
 
 
 def _flag(name: str) -> str:
@@ -325,13 +307,6 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     interruption. The exit status is 1 where a check fails.
     """
     check_usage(given)
-    if given["upload"]:
-        from ..convert.upload import check_repo
-
-        with wrong_usage():
-            check_repo(given["upload"])
-    if given["upload_only"]:
-        return _upload(out, given, as_json)
     require_mlx()
     with wrong_usage():
         options = options_of(given)
@@ -347,7 +322,7 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
             f"{out} is further from the source than it should be: see the divergence in "
             f"{out / 'report.json'}."
         )
-    return _upload(out, given, as_json) if given["upload"] else 0
+    return 0
 
 
 def _opened(
@@ -384,13 +359,3 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
         measured=conversion.options.targeted,
     )
     emit_json(plan) if as_json else show_plan(plan)
-
-
-def _upload(out: Path, given: dict[str, Any], as_json: bool) -> int:
-    from ..convert.upload import upload
-
-    bars = sys.stderr.isatty() and not as_json
-    url = upload(out, given["upload"], private=given["private"], bars=bars)
-    if not as_json:
-        click.echo(f"{out} is at {url}")
-    return 0

@@ -15,7 +15,7 @@ from mlxinfer.convert.read.origin import (
     origin_of_folder,
     origin_of_metadata,
 )
-from mlxinfer.convert.report import CAPTION, FIGURE, FOLDER, available, name_in_card
+from mlxinfer.convert.report import CAPTION, FIGURE, FOLDER, available
 
 CARD = """---
 base_model:
@@ -76,10 +76,6 @@ def test_a_card_says_of_what_it_is_made_and_how_it_may_be_used(tmp_path: Path) -
     } <= set(front)
     text = (tmp_path / "out" / "README.md").read_text()
     assert text.count(FOLDER) == 2
-    name_in_card(tmp_path / "out", "me/mine")
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "mlxinfer run -m me/mine '" in text
-    assert "--model me/mine --prompt" in text
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
-"""`mlxinfer convert` as a user calls it, and what it uploads."""
+"""`mlxinfer convert` as a user calls it."""
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from convert_cases import TEXT, Outcome, contents, write_source
+from convert_cases import TEXT, Outcome, write_source
 from test_convert_towers import seeing
-from upload_standin import UploadHub
 
 from mlxinfer import LLM
 from mlxinfer.cli import convert
@@ -21,16 +19,6 @@ PLAIN = ("--calibration", "none", "--check", "tensors")
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_source(tmp_path / "source", "llama-v4")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
-    with UploadHub() as standing_in:
-        monkeypatch.setenv("HF_ENDPOINT", standing_in.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_abc")
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", standing_in.url)
-        yield standing_in
 
 
 def test_a_dry_run_writes_nothing_and_is_right(
@@ -193,8 +181,6 @@ def test_failing_the_limit_is_exit_status_one(
         (["--target-bpw", "4", "--fast"], "needs calibration"),
         (["--target-bpw", "4", "--bits", "4"], "leave out --bits"),
         (["--target-size", "4GB", "--group-size", "32"], "leave out --group-size"),
-        (["--upload-only"], "needs --upload"),
-        (["--private"], "goes with --upload"),
         (["--target-bpw", "77"], "1<x<=32"),
         (["--target-bpw", "0.5"], "1<x<=32"),
         (["--target-size", "much"], "such as '8GB'"),
@@ -211,10 +197,7 @@ def test_failing_the_limit_is_exit_status_one(
         (["--recipe", "bf16", "--dtype", "float16"], "disagree"),
         (["--set", "lm_head"], "expected PATTERN=FORMAT"),
         (["--set", "lm_head=9bit"], "no format"),
-        (["--upload", "no repo"], "expected the name of a repository, org/name"),
-        (["--upload", "org/name@other"], "expected the name of a repository, org/name"),
         (["--calibration", "/no/such.txt"], "/no/such.txt cannot be read: No such file"),
-        (["--upload-only", "--upload", "o/n", "--set", "a=4bit"], "leave out --set"),
     ],
 )
 def test_wrong_usage(
@@ -229,46 +212,6 @@ def test_wrong_usage(
 def test_options_name_what_mlx_has() -> None:
     assert tuple(map(int, convert.BITS)) == recipes.BITS
     assert tuple(map(int, convert.GROUPS)) == recipes.GROUPS
-
-
-def test_no_upload_without_a_token_and_that_at_once(
-    source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    seen = outcome(source, tmp_path / "out", "--fast", "--upload", "org/out")
-    assert seen.code == 1
-    assert "needs a token of the hub" in seen.err
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in outcome(source, tmp_path / "out", "--upload", "org/out").err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=")  # huggingface_hub's own call of its client
-def test_upload(source: Path, tmp_path: Path, outcome: Outcome, hub: UploadHub) -> None:
-    out = tmp_path / "out"
-    seen = outcome(source, out, "--fast", "--upload", "org/out", "--private")
-    assert seen.code == 0, seen.err
-    assert hub.created[0]["name"] == "out"
-    assert hub.created[0]["visibility"] == "private"
-    assert hub.files == contents(out)
-    assert seen.err == ""
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=")
-def test_a_refused_upload_can_be_tried_again(
-    source: Path, tmp_path: Path, outcome: Outcome, hub: UploadHub
-) -> None:
-    out = tmp_path / "out"
-    hub.faults.status = 403
-    seen = outcome(source, out, "--fast", "--upload", "org/out")
-    assert seen.code == 1
-    assert "token that may write" in seen.err
-    hub.faults.status = None
-    assert outcome(source, out, "--upload", "org/out", "--upload-only").code == 0
-    assert hub.files == contents(out)
-    other = outcome(source, source, "--upload", "org/out", "--upload-only")
-    assert other.code == 1
-    assert "no report.json" in other.err
 
 
 def test_figures_and_the_line_where_they_are_missing(

@@ -298,14 +298,13 @@ class ConversionOptions:
     learn_minutes: float | None = None  # for scales and biases (learn.py); None: they stay
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
-    max_kl: float | None = None  # None: limits_for() the bits
     max_memory: int | None = None  # bytes
     shard_bytes: int = SHARD_BYTES
     figures: bool = True  # in the model card
     split_experts: bool = False  # what of an expert lies side by side (split_experts.py)
 
     def __post_init__(self) -> None:
-        limits = ("target_bpw", 1, 32), ("learn_minutes", 0, inf), ("max_kl", 0, inf)
+        limits = ("target_bpw", 1, 32), ("learn_minutes", 0, inf)
         for name, low, high in limits:
             value = getattr(self, name)
             if value is not None and not low < value <= high:  # nan is refused too

@@ -355,7 +355,6 @@ class Conversion:
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         assert self.open_model is not None
         limit, least = limits_for(judged_bits(plan))
-        limit = self.options.max_kl or limit
         pairs = list(zip((texts.short, texts.long), place.references, strict=True))
         with self.open_model(place.model) as logits_of:
             found = []

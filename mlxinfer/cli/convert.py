@@ -50,12 +50,6 @@ OPTIONS = (
                  "measured."),
     click.option("--target-size", type=Size(), metavar="SIZE",
                  help="The same as a size, such as 4GB."),
-    click.option("--scales", type=click.Choice(["searched", "minmax"]),
-                 help="How scales are chosen: by squared error, or by each group's extremes.  "
-                 "[default: searched]"),
-    click.option("--rounding", type=click.Choice(["gptq", "nearest"]),
-                 help="How weights are rounded: with error feedback, which needs calibration, or "
-                 "to the nearest code.  [default: gptq]"),
     click.option("--learn", type=ABOVE_ZERO, metavar="MINUTES",
                  help="Minutes to fit scales and biases afterwards, layer by layer."),
     click.option("--calibration", metavar="FILE",
@@ -63,12 +57,9 @@ OPTIONS = (
                  "same.  [default: a bundled text]"),
     click.option("--check", type=click.Choice(["full", "tensors", "none"]),
                  help="Compare tensors, or also logits (full), with the source.  [default: full]"),
-    click.option("--check-text", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Text for comparing logits.  [default: a part of the calibration text]"),
-    click.option("--max-kl", type=ABOVE_ZERO, metavar="X",
-                 help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
-                 help="Same as --scales minmax --calibration none --check none; no figure."),
+                 help="Choose scales as mlx-lm does, and leave out calibration, checks and the "
+                 "figure."),
     click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER",
                  help="Folder with a tokenizer to take instead of the source's own."),
     click.option("--max-memory", type=Size(), metavar="SIZE",
@@ -111,13 +102,11 @@ def options_of(given: dict[str, Any]) -> "ConversionOptions":
         recipe=recipe,
         target_bpw=given["target_bpw"],
         target_bytes=None if size is None else parse_bytes(size),
-        searched=(given["scales"] or ("minmax" if given["fast"] else "searched")) == "searched",
+        searched=not given["fast"],
         calibration=text,
-        error_feedback=given["rounding"] != "nearest",
         learn_minutes=given["learn"],
         check_text=check_text,
         check_tensors=checks(given) != "none",
-        max_kl=given["max_kl"],
         max_memory=None if memory is None else parse_bytes(memory),
         figures=not given["fast"],
         shard_bytes=parse_bytes(given["shard_size"]),
@@ -138,9 +127,7 @@ def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
 
     name = given["calibration"] or ("none" if given["fast"] else None)
     text = None if name == "none" else read_text(Path(name) if name else None)
-    if given["check_text"] is not None or (text is None and checks(given) == "full"):
-        return text, read_text(given["check_text"])
-    return text, None
+    return text, read_text(None) if text is None and checks(given) == "full" else None
 
 
 def checks(given: dict[str, Any]) -> str:
@@ -170,8 +157,7 @@ def check_usage(given: dict[str, Any]) -> None:
         if given[one] and given[other]:
             raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
-    calibrated = {"A target": targeted, "--learn": given["learn"],
-                  "--rounding gptq": given["rounding"] == "gptq"}  # fmt: skip
+    calibrated = {"A target": targeted, "--learn": given["learn"]}
     for what in (each for each, wanted in calibrated.items() if wanted):
         if given["fast"] or given["calibration"] == "none":
             raise click.UsageError(
@@ -180,9 +166,6 @@ def check_usage(given: dict[str, Any]) -> None:
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
             raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")
-    for name in ("check_text", "max_kl"):
-        if given[name] is not None and checks(given) != "full":
-            raise click.UsageError(f"{_flag(name)} is for comparing logits: give --check full.")
 
 
 def _flag(name: str) -> str:

@@ -32,7 +32,7 @@ from tests.bench.tables import Figures
 
 Recipes = dict[str, dict[str, Any]]
 OURS: Recipes = {
-    "4bit --scales minmax": {"searched": False, "calibrated": False},
+    "4bit --fast": {"searched": False, "calibrated": False},
     "4bit --calibration none": {"calibrated": False},
     **{name: {"recipe": name} for name in ("4bit", "4bit-g32", "8bit", "mxfp4", "nvfp4")},
     **{f"--target-bpw {bits:g}": {"target_bpw": bits} for bits in (3.5, 4.0, 4.5, 5.0, 6.0)},
@@ -45,7 +45,7 @@ THEIRS: Recipes = {
     **{name: {"quant_predicate": name, "q_group_size": 64} for name in MIXED},
     **{name: {"q_mode": name} for name in ("mxfp4", "nvfp4")},
 }
-SMALL = ("4bit --scales minmax", "4bit", "--target-bpw 4.5", "4 bits, group 64")
+SMALL = ("4bit --fast", "4bit", "--target-bpw 4.5", "4 bits, group 64")
 
 
 def converted(

@@ -50,7 +50,7 @@ def test_a_dry_run_writes_nothing_and_is_right(
     assert "sizes above are those of 4bit; what meets the target follows" in aimed.out
 
 
-@pytest.mark.parametrize("option", ["--target-bpw", "--learn", "--max-kl"])
+@pytest.mark.parametrize("option", ["--target-bpw", "--learn"])
 def test_a_number_that_is_none_is_refused_by_name(
     option: str, source: Path, tmp_path: Path, outcome: Outcome
 ) -> None:
@@ -162,11 +162,10 @@ def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None
 
 
 def test_failing_the_limit_is_exit_status_one(
-    source: Path, tmp_path: Path, outcome: Outcome
+    source: Path, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    options = ("--calibration", "none", "--check-text", text, "--max-kl", 1e-6)
+    monkeypatch.setattr("mlxinfer.convert.run.limits_for", lambda bits: (1e-6, 0.0))
+    options = ("--calibration", "none")
     seen = outcome(source, tmp_path / "out", "--recipe", "2bit-g32", *options)
     assert seen.code == 1
     assert "further from the source" in seen.err
@@ -184,9 +183,6 @@ def test_failing_the_limit_is_exit_status_one(
         (["--target-bpw", "77"], "1<x<=32"),
         (["--target-bpw", "0.5"], "1<x<=32"),
         (["--target-size", "much"], "such as '8GB'"),
-        (["--max-kl", "-1"], "x>0"),
-        (["--max-kl", "1", "--fast"], "give --check full"),
-        (["--check-text", "x", "--check", "tensors"], "give --check full"),
         (["--shard-size", "0"], "expected a number of bytes"),
         (["--max-memory", "lots"], "expected a number of bytes"),
         (["--recipe", "4bits"], "no recipe '4bits'. Expected 2bit, 3bit, 4bit, 5bit"),

@@ -193,26 +193,6 @@ def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@command.command()
-@model_option
-@click.option("--draft", metavar="MODEL", help="Draft model, EAGLE-3 head or DFlash draft.")
-@click.option("--mtp", is_flag=True, help="Measure the head that the checkpoint brings.")
-@counts("--depths", "1,2,4,7", "Proposals.")
-@counts("--batches", "1,8", "Requests at once.")
-@number("--tokens", 128, "Longest answer.", least=2)
-@markdown_option
-@json_option
-def speculate(as_json: bool, as_markdown: bool, **options: Any) -> None:
-    """Measure what proposals are worth.
-
-    The same greedy prompts without proposals, with a fixed number of them in each step, and with as
-    many as are chosen by measured times. Compares every answer with the one without proposals.
-    """
-    from ..bench.speculate import run
-
-    _show(run(**options), as_json, as_markdown)
-
-
 def _show(report: "Report", as_json: bool, as_markdown: bool) -> None:
     from ..bench.report import describe_machine, show
 

@@ -9,8 +9,9 @@ and take time: the answers are the demo's, and the acceptance is that of its dra
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -20,15 +21,24 @@ import mlx.core as mx
 from mlxinfer import hub
 from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table, ratio
-from mlxinfer.bench.speculate import PROMPTS, answers_of, open_session
-from mlxinfer.bench.speculate import run as run_own
 from mlxinfer.core import SamplingParams
 from mlxinfer.outputs import Result
-from mlxinfer.session.inputs import TextInput
+from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.options import EngineOptions
+from mlxinfer.session.session import Session
 from tests.bench.checkpoints import TINY_WINDOWED, random_prompt, with_tokenizer, write_checkpoint
 from tests.bench.tables import Figures
 
+PROMPTS = (
+    "Explain paged attention.",
+    "Write a short poem about rain.",
+    "How do I install the library?",
+    "What is a KV cache?",
+    "Give me JSON for a user named Ada aged 36.",
+    "Tell me a story about a dog.",
+    "What is speculative decoding?",
+    "Why is the sky blue?",
+)
 LAYERS = 60  # that are added: the model is some 150 times as large as its draft
 ADVERSARIAL = 200  # tokens
 WINDOW_TOKENS = 60
@@ -39,15 +49,77 @@ SLIDING = replace(TINY_WINDOWED, vocab=2048, window=16)
 def run(*, small: bool, peer: bool) -> Report:
     """All of it; without the longer measurements where it is to be `small`."""
     tokens = 16 if small else 96
-    counted = run_own("demo", draft="demo-draft", depths=(4,), tokens=tokens, batches=(1, 8))
+    demo, draft = hub.resolve("demo"), hub.resolve("demo-draft")
+    counted = measure_pair(demo, draft, tokens=tokens, batches=(1, 8))
     with TemporaryDirectory() as folder:
         pair = write_pair(Path(folder), LAYERS // 10 if small else LAYERS)
-        timed = measure_pair(pair, tokens=tokens, batches=(1,) if small else (1, 4))
+        timed = measure_pair(
+            pair.model, pair.draft, tokens=tokens, batches=(1,) if small else (1, 4)
+        )
         adversarial = measure_adversarial(pair, tokens=20 if small else ADVERSARIAL)
         windows = measure_windows(Path(folder), runs=2 if small else RUNS, peer=peer)
-    tables = [*counted.tables, _pair_table(timed, adversarial), _window_table(windows)]
-    data = {"counted": counted.data, "pair": timed, "adversarial": adversarial, "windows": windows}
+    tables = [
+        _ways_table("The demo and its draft", counted),
+        _pair_table(timed, adversarial),
+        _window_table(windows),
+    ]
+    data = {"counted": counted, "pair": timed, "adversarial": adversarial, "windows": windows}
     return Report("speculate", tables, data)
+
+
+# -- answers, counted --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CountedAnswers:
+    """The answers of one way of proposing."""
+
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    num_tokens: int = 0  # after the first of each answer
+    num_steps: int = 0  # of one request
+    decode_s: float = 0.0
+
+
+@contextmanager
+def open_session(folder: Path, options: EngineOptions) -> Iterator[Session]:
+    """A session of its own, without a prefix cache."""
+    session = Session("bench", folder, replace(options, prefix_cache=False))
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def answers_of(
+    folder: Path,
+    options: EngineOptions,
+    texts: Sequence[str],
+    batch: int,
+    tokens: int,
+) -> CountedAnswers:
+    """Answer each text, `batch` of them at once, in an engine of its own."""
+    found = CountedAnswers()
+    given = [text for text in texts for _ in range(-(-batch // len(texts)))]
+    params = SamplingParams(max_tokens=tokens)
+    with open_session(folder, options) as session:
+        for start in range(0, len(given), batch):
+            some = given[start : start + batch]
+            chats = session.tokenizer.template is not None
+            results = session.start(
+                *[
+                    ChatInput(messages=[{"role": "user", "content": text}], params=params)
+                    if chats
+                    else TextInput(prompt=text, params=params)
+                    for text in some
+                ]
+            ).results()
+            found.decode_s += max(result.timing.decode_s for result in results)
+            for result in results:
+                after_first = max(len(result.token_ids) - 1, 0)
+                found.token_ids.append(tuple(result.token_ids))
+                found.num_tokens += after_first
+                found.num_steps += after_first - result.timing.accepted
+    return found
 
 
 # -- a model and its draft ----------------------------------------------------------------------
@@ -123,20 +195,20 @@ def answered(
 # -- how fast -----------------------------------------------------------------------------------
 
 
-def measure_pair(pair: Pair, *, tokens: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+def measure_pair(
+    model: Path, draft: Path, *, tokens: int, batches: Sequence[int]
+) -> list[dict[str, Any]]:
     """Rates without proposals, with four always, and with as many as are chosen."""
     ways = {
         "off": EngineOptions(speculate="off"),
-        "draft 4": EngineOptions(
-            speculate="draft", draft=pair.draft, max_draft=4, fixed_proposals=True
-        ),
-        "draft chosen": EngineOptions(speculate="draft", draft=pair.draft),
+        "draft 4": EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True),
+        "draft chosen": EngineOptions(speculate="draft", draft=draft),
     }
     found = []
     for batch in batches:
         plain: list[tuple[int, ...]] = []
         for way, options in ways.items():
-            answers = answers_of(pair.model, options, PROMPTS, batch, tokens)
+            answers = answers_of(model, options, PROMPTS, batch, tokens)
             plain = plain or answers.token_ids
             found.append(
                 {
@@ -217,7 +289,13 @@ def _peer_mismatches(folder: Path, draft_folder: Path, prompts: list[list[int]])
 
 
 def _pair_table(timed: Sequence[dict[str, Any]], adversarial: Figures) -> Table:
-    off = {cell["batch"]: cell["tokens_per_s"] for cell in timed if cell["way"] == "off"}
+    wrong = ratio(adversarial["off_s"], adversarial["wrong_draft_s"])
+    note = f"{adversarial['tokens']} tokens with a draft that is always wrong: {wrong} of off."
+    return _ways_table("A float32 model with a draft far smaller", timed, note)
+
+
+def _ways_table(title: str, cells: Sequence[dict[str, Any]], note: str = "") -> Table:
+    off = {cell["batch"]: cell["tokens_per_s"] for cell in cells if cell["way"] == "off"}
     rows = [
         [
             cell["way"],
@@ -227,12 +305,10 @@ def _pair_table(timed: Sequence[dict[str, Any]], adversarial: Figures) -> Table:
             ratio(cell["tokens_per_s"], off[cell["batch"]]),
             f"{cell['same']} of {cell['answers']}",
         ]
-        for cell in timed
+        for cell in cells
     ]
     columns = ["proposals", "at once", "tokens/step", "tokens/s", "x off", "same"]
-    wrong = ratio(adversarial["off_s"], adversarial["wrong_draft_s"])
-    note = f"{adversarial['tokens']} tokens with a draft that is always wrong: {wrong} of off."
-    return Table("A float32 model with a draft far smaller", columns, rows, note)
+    return Table(title, columns, rows, note)
 
 
 def _window_table(found: dict[str, int]) -> Table:

@@ -9,7 +9,6 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness
 
 from mlxinfer import LLM, SamplingParams, hub
-from mlxinfer.bench.speculate import PROMPTS, answers_of, run
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 from mlxinfer.session.options import EngineOptions
@@ -18,6 +17,7 @@ from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.sources import open_speculation
 from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
+from tests.bench.speculate import PROMPTS, answers_of
 
 HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
 
@@ -28,17 +28,6 @@ def test_the_demo_and_its_draft_give_more_than_three_tokens_a_step(batch: int) -
     fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
     found = answers_of(hub.resolve("demo"), fixed, PROMPTS, batch, 40)
     assert found.num_tokens / found.num_steps >= 3.3
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_every_answer_with_the_plain_one() -> None:
-    report = run("demo", draft="demo-draft", depths=(2,), batches=(2,), tokens=4)
-    cells = report.data["cells"]
-    assert {(c["method"], c["depth"]) for c in cells} == {
-        *[("off", 0), ("draft", 2), ("draft", "chosen"), ("ngram", 2), ("ngram", "chosen")]
-    }
-    assert all(cell["same"] == cell["answers"] > 0 for cell in cells)
-    assert len(report.tables) == 2
 
 
 class Saying(FakeGrammar):

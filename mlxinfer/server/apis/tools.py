@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
-from ...grammar.lark_pattern import NotRegularError, lark_pattern
 from ..call import Call
 from ..http import Plain
 from .sampling import check_json_size
@@ -223,7 +222,10 @@ class DeclaredTools:
         return function if description is None else {**function, "description": description}
 
     def _pattern(self, syntax: object, definition: str, path: str) -> str | None:
-        """The grammar as a pattern; None, and noted, if it is beyond regular expressions."""
+        """A regular expression as a pattern; None, and noted, for a Lark grammar.
+
+        Such an input is a string of JSON, to which no Lark grammar applies.
+        """
         if syntax == "regex":
             return f"^(?:{definition})$"
         if syntax != "lark":
@@ -231,11 +233,8 @@ class DeclaredTools:
                 f"{path}.format.syntax is {str(syntax)[:50]!r}; expected lark or regex.",
                 param=f"{path}.format.syntax",
             )
-        try:
-            return f"^(?:{lark_pattern(definition)})$"
-        except NotRegularError:
-            skip(self.skipped, f"{path}.format", "grammar")
-            return None
+        skip(self.skipped, f"{path}.format", "grammar")
+        return None
 
 
 def read_tools(tools: list[Plain] | None) -> DeclaredTools:

@@ -126,10 +126,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def load_ipython_extension(shell: Any) -> None:
-    """%load_ext mlxinfer: a cell that begins with %%llm is a message to a model."""
-    from .magic import load_ipython_extension
-
-    load_ipython_extension(shell)

@@ -95,7 +95,6 @@ SERVER_ASSEMBLERS = {"app", "run", "__init__"}
 ASSEMBLERS = {
     "llm",
     "library",
-    "magic",
     "cli",
     "bench",
     "__init__",

@@ -33,11 +33,6 @@ CELLS = {
     "stats": "llm.stats()",
     "show": "llm.show('What is a KV cache?', temperature=0)",
     "heat": "llm.heat(llm.chat('What is 47 + 38', max_tokens=8, logprobs=2))",
-    "extension": "%load_ext mlxinfer",
-    "magic": "%%llm -t 0 -s 'You are terse.'\nList three colors",
-    "go on": "%%llm -t 0 -c\nExplain paged attention",
-    "help": "%llm -h",
-    "wrong option": "%%llm --nonsense\nHello",
     "missing": "LLM('org/nothing')",
     "too long": "llm.generate('word ' * 9000)",
     "misspelt": "llm.generate('A', max_token=5)",
@@ -157,13 +152,9 @@ def test_a_list_of_answers_is_a_data_frame(outputs: dict[str, Any]) -> None:
 
 
 def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> None:
-    for cell in ("show", "magic", "go on"):
-        (shown,) = [each for each in outputs[cell] if each.output_type != "stream"]
-        assert shown.output_type == "display_data"
-        assert "answer tokens" in shown.data["text/html"]
-    assert "green" in html(outputs, "magic")
-    assert "%%llm [-h]" in text(outputs, "help")
-    assert "UsageError: unrecognized arguments: --nonsense" in text(outputs, "wrong option")
+    (shown,) = [each for each in outputs["show"] if each.output_type != "stream"]
+    assert shown.output_type == "display_data"
+    assert "answer tokens" in shown.data["text/html"]
 
 
 def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
     memory = round(slots * sizes.layers * one)
     llm = LLM(folder, expert_memory=memory, slow_experts=True, max_memory="256MB", **options)
     if not setting.guesses:
-        llm._session.engine.call(lambda _: _stop_guesses(llm))
+        llm._session.engine.call(lambda _: _stop_guesses(llm))  # type: ignore[attr-defined]
     return llm
 
 

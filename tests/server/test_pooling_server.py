@@ -14,7 +14,9 @@ import pytest
 from live_server import LiveServer, chat, models_of
 from pooling.tiny_pooling import pooling_folder
 
-from mlxinfer import hub
+from mlxinfer import LLM, hub
+from mlxinfer.errors import ContextLengthError, InvalidRequestError
+from mlxinfer.outputs import ranked
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.inputs import EmbedInput, ScoreInput
 from mlxinfer.session.options import EngineOptions
@@ -243,6 +245,26 @@ def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None
     assert served.post("/tokenize", body).json()["tokens"] == [1, 5, 6, 2]
     body = {"model": "embedder", "tokens": [5, 6]}
     assert served.post("/detokenize", body).json()["prompt"] == "w5 w6"
+
+
+def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None:
+    texts = ["w5 w6", "w7"]
+    with LLM(served.url, served_model="embedder") as llm:
+        np.testing.assert_allclose(llm.embed(texts), vectors_of(own(served), texts), atol=1e-5)
+        assert llm.embed("w5", dimensions=8).shape == (1, 8)
+        assert llm.embed(" ".join(["w7"] * 60), truncate=9).shape == (1, 48)
+        with pytest.raises(ContextLengthError, match="62 tokens"):
+            llm.embed(" ".join(["w7"] * 60))
+        with pytest.raises(InvalidRequestError, match="is an embedding model"):
+            llm.generate("w5")
+    with LLM(served.url, served_model="reranker") as llm:
+        session = own(served, "reranker")
+        expected = ranked(texts, scores_of(session, "w5", texts))
+        found = llm.rerank("w5", texts)
+        assert [each.index for each in found] == [each.index for each in expected]
+        np.testing.assert_allclose(
+            llm.score("w5", texts), scores_of(session, "w5", texts), atol=1e-5
+        )
 
 
 def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:

@@ -1,4 +1,4 @@
-"""LLM: the Python interface of one model."""
+"""LLM: the Python interface of one model, in this process or behind a server."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,12 +43,16 @@ _VARIABLES = {"add_generation_prompt": "begins", "continue_final_message": "cont
 
 
 class LLM:
-    """A language model and the engine that runs it.
+    """A language model and the engine that runs it, or the server that has it.
 
     Args:
-        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id.
+        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id. Or the
+            address of a server, such as "http://studio.local:8080": the model and its engine are
+            then the server's, and options of an engine are refused.
         progress: whether bars show downloads, loading and batches; None: in a notebook and where
             stderr is a terminal.
+        api_key: for a server; None: the environment variable MLXINFER_API_KEY.
+        served_model: name of one of the server's models; None: its first.
         tool_format: the form of the model's tool calls, such as "hermes"; "auto": it is read off
             the chat template and the tokens.
         options: of the engine, see below.
@@ -59,7 +63,8 @@ class LLM:
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
         BackendMissingError: MLX does not run here.
-        InvalidRequestError: an argument is out of range.
+        InvalidRequestError: an argument is out of range, or a server's to choose.
+        ServerError: no server answers at the address, or it refused.
         RanksFailedError: other ranks did not come, or have failed before.
         EngineClosedError: this process was a rank other than 0. It computed for rank 0, which has
             ended now.
@@ -70,6 +75,8 @@ class LLM:
         model: str | Path = "demo",
         *,
         progress: bool | None = None,
+        api_key: str | None = None,
+        served_model: str | None = None,
         tool_format: str = "auto",
         **options: Unpack[EngineArguments],
     ) -> None:
@@ -78,7 +85,17 @@ class LLM:
             check_switch("progress", progress)
         self._progress, self._said_params = progress, False
         self.last: Result | None = None
-        session = load_session(str(model), options, tool_format, progress)
+        name = str(model)
+        if name.startswith(("http://", "https://")):
+            if tool_format != "auto":
+                options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
+            session = connect(name, api_key, served_model, options)
+        elif api_key is not None or served_model is not None:
+            raise InvalidRequestError(
+                f"api_key and served_model go with the address of a server; {name} runs here."
+            )
+        else:
+            session = load_session(name, options, tool_format, progress)
         self._session: ModelSession = session
         self._max_batch = options.get("max_batch", EngineOptions().max_batch)
         self.model_info = session.info
@@ -372,7 +389,8 @@ class LLM:
             path: a JSON Lines file that gets each value with its key as soon as it is there. Items
                 whose keys it has are not run: a map that was stopped goes on. Values must be JSON,
                 and are returned as the file has them.
-            in_flight: how many programs run at once; None: as many as the batch has rows.
+            in_flight: how many programs run at once; None: as many as the batch has rows, and 64 of
+                a server's model.
             options: of the programs, as of `program`.
 
         Returns:
@@ -405,7 +423,7 @@ class LLM:
             many, unless some had to go meanwhile.
 
         Raises:
-            InvalidRequestError: there is no prefix cache.
+            InvalidRequestError: there is no prefix cache, or it is a server's.
         """
         return self._session.pin(prompt)
 
@@ -488,12 +506,12 @@ class LLM:
 
     @property
     def path(self) -> Path:
-        """The folder of the model."""
+        """The folder of the model; raises InvalidRequestError where it is a server's."""
         return self._session.path
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model."""
+        """Of the model; raises InvalidRequestError where it is a server's."""
         return self._session.tokenizer
 
     @property
@@ -636,6 +654,21 @@ def load_session(
             partial(show_load, f"load {name}"),
             given=arguments,
         )
+
+
+def connect(
+    url: str, api_key: str | None, served_model: str | None, options: EngineArguments
+) -> ModelSession:
+    """A server's model; raises InvalidRequestError for options of an engine."""
+    if options:
+        raise InvalidRequestError(
+            f"{', '.join(options)}: the engine at {url} was set up where it was started "
+            "(`mlxinfer serve --help`); leave out what is an engine's.",
+            param=next(iter(options)),
+        )
+    from .remote.session import RemoteSession
+
+    return RemoteSession(url, api_key, served_model)
 
 
 def _split(

@@ -2,7 +2,7 @@
 
 A program is what stands in it: messages, or plain text before there is a message. The model's next
 part is the answer to an ordinary request whose prompt is exactly that. So programs share prefixes,
-and take grammars, adapters and speculation, as all requests do.
+and take grammars, adapters, speculation and remote models, as all requests do.
 """
 
 import asyncio

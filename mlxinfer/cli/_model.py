@@ -26,7 +26,8 @@ def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM
     if name.startswith(("http://", "https://")):
         raise InvalidRequestError(
             f"{shown(name)} is the address of a server, and this command runs a model here; "
-            "expected the name of a model or a folder.",
+            f"expected the name of a model or a folder. In Python, LLM({shown(name)}) asks the "
+            "server.",
             param="model",
         )
     require_mlx()

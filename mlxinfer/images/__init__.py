@@ -2,6 +2,7 @@
 
 from .families import image_processor, video_processor
 from .load import (
+    data_url,
     from_base64,
     from_data_url,
     load_image,
@@ -22,6 +23,7 @@ __all__ = [
     "Tile",
     "Video",
     "VideoProcessor",
+    "data_url",
     "from_base64",
     "from_data_url",
     "image_processor",

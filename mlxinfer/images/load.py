@@ -86,17 +86,30 @@ def _errors_naming(place: str) -> Iterator[None]:
         raise PictureError(f"{place} is broken or cut off: {error}.", param=place) from None
 
 
+def data_url(source: Any, *, place: str = "image") -> str:
+    """The picture as a `data:` URL, to be sent: files as they are, all others as PNG.
+
+    Args and errors: those of `load_image`.
+    """
+    image = load_image(source, place=place)
+    data, kind = picture_file(source, place), ""
+    if data is None:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        data, kind = file.getvalue(), "png"
+    kind = kind or str(_decoder(data, place).format).lower()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def thumbnail_url(source: Any, side: int) -> str:
-    """The picture as a small PNG in a `data:` URL; args and errors as of `load_image`.
+    """The picture as a small `data:` URL; args and errors as of `load_image`.
 
     Args:
         side: pixels of the longer side, at most.
     """
     image = load_image(source)
     image.thumbnail((side, side))
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return data_url(image)
 
 
 def from_data_url(url: str, *, place: str = "image") -> bytes:

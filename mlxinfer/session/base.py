@@ -1,15 +1,15 @@
-"""The interface of an open model, whether it writes text or pools it."""
+"""The interface of an open model for LLM: the model may run here or behind a server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
-from .answers import Answers
+from .answers import AnswerStep
 from .inputs import EmbedInput, EncodedPrompt, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
@@ -22,27 +22,32 @@ if TYPE_CHECKING:
     Vectors = NDArray[np.float32]
 
 
-class ModelSession:
-    """A model that is open, with the engine that runs it.
+class RunningAnswers(Protocol):
+    """Answers that are read once: by `for`, by `async for`, or by `results`."""
 
-    The arguments, results and errors of all methods are those of LLM's methods of the same name. A
-    method that the model does not have is refused, as `refuse` says.
+    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
 
-    Attributes:
-        info: facts of the model.
-        engine: runs the requests.
-        chat_params: the model's own values, if it chats.
+    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; `watch` is called with each result as it comes."""
+        ...
+
+
+class ModelSession(Protocol):
+    """A model that is open. A method that a model cannot do is refused, as `refuse` says.
+
+    The arguments, results and errors of all methods are those of LLM's methods of the same name.
     """
 
-    info: "ModelInfo"
-    engine: "Engine"
-    chat_params: SamplingParams | None = None
+    info: Any  # `name`, `summary` in one line, and `max_context` in tokens, or None
+    chat_params: SamplingParams | None = None  # the model's own values, if it chats in this process
 
     def refuse(self, method: str) -> NoReturn:
-        """Raise InvalidRequestError: the model has no such method."""
+        """Raise InvalidRequestError: the model, or the place where it runs, has no such method."""
         raise InvalidRequestError(f"{self.info.name} has no {method}.", param=method)
 
-    def start(self, *inputs: Input) -> Answers:
+    def start(self, *inputs: Input) -> RunningAnswers:
         """The answers to conversations and texts; see Session.start."""
         self.refuse("chat")
 
@@ -79,6 +84,11 @@ class ModelSession:
         self.refuse("rerank and score")
 
     @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        self.refuse("path")
+
+    @property
     def tokenizer(self) -> Any:
         """Of the model."""
         self.refuse("tokenizer")
@@ -87,6 +97,31 @@ class ModelSession:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         self.refuse("end_ids")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and memory, as plain numbers."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine ended after a fault."""
+        ...
+
+    def close(self) -> None:
+        """End what runs and free the memory; closing twice is fine."""
+        ...
+
+
+class LocalSession(ModelSession):
+    """A model whose engine runs in this process.
+
+    Attributes:
+        info: facts of the model.
+        engine: runs the requests.
+    """
+
+    info: "ModelInfo"
+    engine: "Engine"
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -116,7 +151,7 @@ class ModelSession:
         self.engine.close()
 
 
-def deltas(answers: Answers) -> Iterator[Delta]:
+def deltas(answers: RunningAnswers) -> Iterator[Delta]:
     """The deltas of the one answer; leaving the loop ends the request."""
     for steps in answers:
         for step in steps:

@@ -63,7 +63,7 @@ class EncodedPrompt:
 
 
 class InputReader(Protocol[T_co]):
-    """Reads inputs, as RequestBuilder does."""
+    """Reads inputs: RequestBuilder makes prompts of them, RemoteForm bodies of requests."""
 
     def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
         """Read a conversation."""

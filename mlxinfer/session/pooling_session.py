@@ -16,7 +16,7 @@ from ..models import Watch, stoppable
 from ..pooling.config import NORMALISE, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
-from .base import ModelSession
+from .base import LocalSession
 from .engine_factory import ModelInfo, describe
 from .inputs import EmbedInput, ScoreInput
 from .options import EngineOptions
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
 
 
-class PoolingSession(ModelSession):
+class PoolingSession(LocalSession):
     """An embedding model or a reranker with its engine: inputs in, vectors or scores out.
 
     Args:

@@ -44,7 +44,7 @@ from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
 from ..text.tokenizer_files import read_json
 from .answers import Answer, Answers, PromptScores
-from .base import ModelSession
+from .base import LocalSession
 from .engine_factory import ModelInfo, open_engine
 from .inputs import (
     ChatInput,
@@ -401,7 +401,7 @@ def _as_int(value: Any) -> Any:
     return int(value) if is_other and not isinstance(value, bool) else value
 
 
-class Session(ModelSession):
+class Session(LocalSession):
     """A model with its engine: inputs in, answers out.
 
     Args:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from mlxinfer.errors import PictureError
-from mlxinfer.images import from_base64, load, load_image
+from mlxinfer.images import data_url, from_base64, load, load_image
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -225,3 +225,15 @@ def test_base64_may_have_line_breaks_and_has_a_limit(monkeypatch: pytest.MonkeyP
         from_base64("A" * 200)
     with pytest.raises(PictureError, match="at most 100"):
         load_image(bytes(101))
+
+
+def test_a_data_url_is_the_file_or_a_png(tmp_path: Path) -> None:
+    data = encoded(slope(), "JPEG")
+    (tmp_path / "a.jpg").write_bytes(data)
+    for source in (data, tmp_path / "a.jpg"):
+        assert data_url(source) == f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    for source in (slope(), np.asarray(slope())):
+        assert data_url(source).startswith("data:image/png;base64,")
+        assert np.array_equal(np.asarray(load_image(data_url(source))), np.asarray(slope()))
+    with pytest.raises(PictureError):
+        data_url(b"junk")

@@ -49,7 +49,13 @@ def test_an_adapter_is_a_model_of_its_own_name(server: LiveServer, folder: Path)
             llm.load_adapter(name, folder / name)
             greedy: Any = {"max_tokens": 8, "temperature": 0}
             assert llm.chat("Hello", adapter=name, **greedy).text == found
-    assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 200
+    with LLM(server.url) as remote:
+        assert {each["name"] for each in remote.adapters} == {"pirate", "poet"}
+        assert (
+            remote.chat("Hello", adapter="poet", max_tokens=8, temperature=0).text
+            == (answers["poet"])
+        )
+        remote.unload_adapter("poet")
     assert text(server, "demo") == plain
     alone = server.post(CHAT, chat(model="pirate")).json()  # as vLLM's clients name it
     assert alone["model"] == "demo:pirate"

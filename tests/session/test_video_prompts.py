@@ -11,6 +11,7 @@ from session.video_chats import CLIPS, NAMES, SAME_SIZE, chat, some, some_frames
 
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.errors import InvalidRequestError, PictureError, UnsupportedFieldError
+from mlxinfer.remote.request import RemoteRequests
 from mlxinfer.session.inputs import ChatInput, EncodedPrompt, TextInput
 
 REFERENCES = Path(__file__).parents[1] / "data" / "videos" / "references.npz"
@@ -146,3 +147,9 @@ def test_models_without_videos_refuse_them(tmp_path: Path) -> None:
             llm.chat("What?", videos=[some_frames(2)])
         with pytest.raises(InvalidRequestError, match="videos is 3"):
             llm.chat("What?", videos=3)
+
+
+def test_videos_do_not_go_over_http() -> None:
+    given = ChatInput(messages=chat(CLIPS["exact"]))
+    with pytest.raises(InvalidRequestError, match="does not go over HTTP"):
+        given.read_by(RemoteRequests("m"))

@@ -1,0 +1,1 @@
+"""A model behind a server, with the methods of one in this process. Imports nothing heavy."""

@@ -1,0 +1,153 @@
+"""Events of a server's stream to deltas and a Result, and its errors to exceptions."""
+
+import json
+from typing import Any
+
+from .. import errors
+from ..core import FinishReason
+from ..http_json import ServerError
+from ..outputs import (
+    CallStatus,
+    Delta,
+    Part,
+    ReasoningPart,
+    Result,
+    TextPart,
+    Timing,
+    ToolCallDelta,
+    joined_calls,
+)
+
+_CLASSES = {  # by code; of several with one code the first
+    found.code: found
+    for found in reversed(vars(errors).values())
+    if isinstance(found, type) and issubclass(found, errors.MlxinferError)
+}
+
+
+class RemoteAnswer:
+    """The answer to one request, event by event. The last delta has the Result."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._ids: list[int] = []
+        self._reason: str | None = None
+        self._timings: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
+
+    def push(self, line: str) -> Delta | None:
+        """Add a line of the stream; None: it adds nothing.
+
+        Raises:
+            MlxinferError: the server reports that the request failed.
+        """
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return None
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise error_of(event["error"], None)
+        self._usage = event.get("usage") or self._usage
+        parts: list[Part] = []
+        ids: list[int] = []
+        for choice in event.get("choices", ()):
+            ids += choice.get("token_ids") or ()
+            parts += _parts(choice)
+            self._reason = choice.get("finish_reason") or self._reason
+            self._timings = choice.get("timings") or self._timings
+        self._parts += parts
+        self._ids += ids
+        return Delta(parts=parts, token_ids=ids) if parts or ids else None
+
+    def finish(self) -> Delta:
+        """The last delta.
+
+        Raises:
+            ServerError: the stream ended before the answer had.
+        """
+        if self._reason is None:
+            raise ServerError("The server broke off within the answer.")
+        ends = self._ends_of_calls()
+        whole = Delta(parts=[*self._parts, *ends])
+        details = self._usage.get("prompt_tokens_details") or {}
+        length = self._reason == "length"
+        result = Result(
+            text=whole.text,
+            reasoning=whole.reasoning or None,
+            tool_calls=joined_calls(whole.tool_calls),
+            token_ids=tuple(self._ids),
+            finish_reason=FinishReason.LENGTH if length else FinishReason.STOP,
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            cached_tokens=details.get("cached_tokens", 0),
+            timing=_timing(self._timings),
+        )
+        return Delta(parts=ends, result=result)
+
+    def _ends_of_calls(self) -> list[ToolCallDelta]:
+        """The last piece of each call: cut, where its arguments are no whole JSON."""
+        arguments: dict[int, str] = {}
+        for part in self._parts:
+            if isinstance(part, ToolCallDelta):
+                arguments[part.index] = arguments.get(part.index, "") + part.arguments
+        return [
+            ToolCallDelta(index=index, status=CallStatus.DONE if _is_json(text) else CallStatus.CUT)
+            for index, text in arguments.items()
+        ]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def error_of(said: Any, status: int | None) -> errors.MlxinferError:
+    """The exception for the error that a server names, of the class that it has there."""
+    found = said if isinstance(said, dict) else {}
+    message = str(found.get("message") or said)
+    if status == 401:
+        message += " Set MLXINFER_API_KEY, or give api_key=."
+    kind = _CLASSES.get(str(found.get("code")), ServerError)
+    error = kind(message)
+    error.param = found.get("param")
+    if isinstance(error, ServerError):
+        error.refused = status
+    return error
+
+
+def _parts(choice: dict[str, Any]) -> list[Part]:
+    """The parts of one event; those of a plain completion are its text."""
+    delta = choice.get("delta", choice)
+    parts: list[Part] = []
+    if reasoning := delta.get("reasoning_content"):
+        parts.append(ReasoningPart(reasoning))
+    if text := delta.get("content") or delta.get("text"):
+        parts.append(TextPart(text))
+    for piece in delta.get("tool_calls") or ():
+        function = piece.get("function") or {}
+        parts.append(
+            ToolCallDelta(
+                index=piece["index"],
+                id=piece.get("id"),
+                name=function.get("name"),
+                arguments=function.get("arguments") or "",
+            )
+        )
+    return parts
+
+
+def _timing(given: dict[str, Any]) -> Timing:
+    """Times of the engine, from llama.cpp's names."""
+    queued_s, prefill_s, decode_s = (
+        (given.get(name) or 0.0) / 1e3 for name in ("queued_ms", "prompt_ms", "predicted_ms")
+    )
+    return Timing(
+        queued_s=queued_s,
+        prefill_s=prefill_s,
+        time_to_first_token_s=queued_s + prefill_s,
+        decode_s=decode_s,
+        total_s=queued_s + prefill_s + decode_s,
+        prompt_tokens_per_s=given.get("prompt_per_second"),
+        tokens_per_s=given.get("predicted_per_second"),
+    )

@@ -1,0 +1,130 @@
+"""Inputs to bodies of OpenAI's API, in the fields that mlxinfer serves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ..core import SamplingParams
+from ..errors import InvalidRequestError
+from ..images import data_url
+from ..session.inputs import ChatInput, Input, Message, TextInput, check_sequence
+from ..text import ImagePart, read_messages
+
+UNLIMITED = -1  # of max_tokens: until the context is full
+
+
+Request = tuple[str, dict[str, Any]]  # a path and the body
+
+
+class RemoteRequests:
+    """Reads inputs into requests of OpenAI's API.
+
+    Args:
+        model: name of the server's model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def request_of(self, given: Input) -> Request:
+        """The request of an input.
+
+        Raises:
+            InvalidRequestError: the server cannot do what a value asks.
+        """
+        if given.constraint is not None or given.n != 1:
+            name = "n" if given.n != 1 else "constraint"
+            raise _refused(name, "a remote model gives one answer at a time, in a response_format")
+        path, body = given.read_by(self)
+        if given.response_format is not None:
+            body["response_format"] = dict(given.response_format)
+        if given.cache_salt is not None:
+            body["cache_salt"] = given.cache_salt
+        body.update(
+            model=self._model if given.adapter is None else f"{self._model}:{given.adapter}",
+            stream=True,
+            stream_options={"include_usage": True},
+            timings=True,
+            return_token_ids=True,
+        )
+        return path, body
+
+    def conversation(self, given: ChatInput, max_context: int | None) -> Request:
+        """A chat completion; what the input does not say is the server's to choose."""
+        values = given.sampling if given.params is None else _values(given)
+        body = {"messages": _messages(given.messages), **_sampling(values)}
+        if (limit := body.pop("max_reasoning_tokens", None)) is not None:
+            body["thinking_budget_tokens"] = limit
+        said = {
+            "tools": given.tools,
+            "tool_choice": None if given.tool_choice == "auto" else given.tool_choice,
+            "parallel_tool_calls": None if given.parallel_tool_calls else False,
+            "chat_template_kwargs": dict(given.template_variables) or None,
+            "reasoning_effort": given.reasoning_effort,
+            "continue_final_message": given.continues or None,
+            "add_generation_prompt": given.begins,
+        }
+        body.update({name: value for name, value in said.items() if value is not None})
+        return "/v1/chat/completions", body
+
+    def text(self, given: TextInput, max_context: int | None) -> Request:
+        """A completion; every value is sent, so that no default of the server holds."""
+        prompt = given.prompt
+        if not isinstance(prompt, str):
+            check_sequence(prompt)
+            prompt = list(prompt)
+        values = _values(given)
+        if values.pop("max_reasoning_tokens") is not None:
+            raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
+        body = {"prompt": prompt, **_sampling(values)}
+        if given.suffix:
+            body["suffix"] = given.suffix
+        return "/v1/completions", body
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages with their pictures as data: URLs."""
+    found, images = read_messages(messages)
+    waiting = iter(images)
+    for message in found:
+        if isinstance(message.get("content"), list):
+            parts = message["content"]
+            message["content"] = [
+                part if part["type"] == "text" else _picture(next(waiting)) for part in parts
+            ]
+    return found
+
+
+def _picture(image: ImagePart) -> dict[str, Any]:
+    if image.is_video:
+        raise _refused("video", "its API takes pictures, so send some frames as these")
+    url: dict[str, Any] = {"url": data_url(image.source, place=image.place)}
+    if image.low_detail:
+        url["detail"] = "low"
+    return {"type": "image_url", "image_url": url}
+
+
+def _values(given: Input) -> dict[str, Any]:
+    """All values of an input's SamplingParams."""
+    params = (SamplingParams() if given.params is None else given.params).changed(given.sampling)
+    return {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+
+
+def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams in the API's words."""
+    found = dict(values)
+    if found.pop("logprobs", None) is not None:
+        raise _refused("logprobs", "a server names tokens by their text, not by their ids")
+    if "max_tokens" in found and found["max_tokens"] is None:
+        found["max_tokens"] = UNLIMITED
+    if found.get("seed", 0) is None:
+        del found["seed"]
+    if "logit_bias" in found:
+        found["logit_bias"] = {str(token): bias for token, bias in found["logit_bias"].items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
+    }
+
+
+def _refused(name: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} does not go over HTTP: {reason}.", param=name)

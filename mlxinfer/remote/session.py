@@ -1,0 +1,289 @@
+"""A model behind a server: the interface of a session, over HTTP.
+
+The parts of an engine in this process (tokenizer, logits, pinned prefixes) are refused by name.
+"""
+
+import base64
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
+
+from ..errors import EngineClosedError, InvalidRequestError
+from ..http_json import NoServerError, ServerError
+from ..outputs import Result
+from ..session.answers import AnswerStep
+from ..session.base import ModelSession
+from ..session.inputs import EmbedInput, Input, ScoreInput
+from .answer import RemoteAnswer, error_of
+from .request import RemoteRequests, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+API_KEY = "MLXINFER_API_KEY"  # environment variable
+ASK_S = 30.0  # that a server may take to say what it is
+PARALLEL = 64  # requests of one batch at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteInfo:
+    """The facts of a model that its server tells."""
+
+    name: str
+    url: str
+    max_context: int | None  # tokens; None: the model has not been loaded yet
+
+    @property
+    def summary(self) -> str:
+        """One short line."""
+        return f"at {self.url}"
+
+
+_REASONS = {  # why a server's model has no such part
+    "pin": "a server keeps prefixes for all its clients by their use",
+    "select": "a server gives no log-probabilities of given tokens",
+    "logits": "a server gives tokens, not logits",
+    "chat_params": "the server has them, and uses them",
+    "path": "the files are the server's",
+    "tokenizer": "it is the server's; POST /tokenize asks it",
+    "end_ids": "they are the server's",
+}
+
+
+class RemoteSession(ModelSession):
+    """One model of a server.
+
+    Args:
+        url: of the server, with or without /v1.
+        api_key: None: MLXINFER_API_KEY.
+        served_model: name or alias; None: the first.
+
+    Attributes:
+        info: what the server says of the model.
+
+    Raises:
+        InvalidRequestError: no address.
+        ServerError: no server answers there, it refused, or it has no such model.
+    """
+
+    def __init__(self, url: str, api_key: str | None, served_model: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        if not urlsplit(self._url).hostname:
+            raise InvalidRequestError(f"{url} is no address; one looks like http://host:8080.")
+        key = api_key or os.environ.get(API_KEY)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._closed = False
+        self.info = _chosen(self._url, self.ask("/v1/models", timeout_s=ASK_S), served_model)
+
+    def start(self, *inputs: Input) -> "RemoteAnswers":
+        """The answers to conversations and texts; nothing is sent before they are read."""
+        return RemoteAnswers(self, list(map(RemoteRequests(self.info.name).request_of, inputs)))
+
+    # -- vectors and scores ---------------------------------------------------------------------
+
+    def embed(self, given: EmbedInput) -> "NDArray[np.float32]":
+        """Vectors (N, dim) of texts."""
+        import numpy as np
+
+        body = {
+            "input": given.texts,
+            "encoding_format": "base64",
+            "prompt_name": given.prompt_name,
+            "prompt": given.prompt,
+            "dimensions": given.dimensions,
+            "normalize": given.normalize,
+        }
+        data = self._pooled("/v1/embeddings", body, given.truncate)
+        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+        return np.stack(rows).astype(np.float32)
+
+    def score(self, given: ScoreInput) -> "NDArray[np.float32]":
+        """Scores (N,) of pairs."""
+        import numpy as np
+
+        body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
+        data = self._pooled("/v1/score", body, given.truncate)
+        return np.array([each["score"] for each in data], np.float32)
+
+    def _pooled(self, path: str, body: dict[str, Any], truncate: int | bool) -> Any:
+        key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
+        said = {name: value for name, value in body.items() if value is not None}
+        return self.ask(path, {"model": self.info.name, **said, key: truncate})["data"]
+
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        """The JSON that the server answers; None as a body: GET. No limit of time: None."""
+        import httpx2
+
+        method = "GET" if body is None else "POST"
+        with self.failures(), httpx2.Client(**self.options(timeout_s)) as client:
+            response = client.request(method, path, json=body)
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.content)
+        return response.json()
+
+    # -- what it knows --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """The server's facts about the model and its memory."""
+        found = self.ask("/admin/models", timeout_s=ASK_S)
+        models = [each for each in found["models"] if each["name"] == self.info.name]
+        return dict(models[0]) if models else {}
+
+    def close(self) -> None:
+        """Ask no more; the server goes on."""
+        self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Let the server load an adapter: `path` is the server's, in a folder of --adapter-dir."""
+        body = {"lora_name": name, "lora_path": str(path), "base_model_name": self.info.name}
+        self.ask("/v1/load_lora_adapter", body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the server unload an adapter."""
+        body = {"lora_name": name, "base_model_name": self.info.name}
+        self.ask("/v1/unload_lora_adapter", body)
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """The names of the server's adapters of the model."""
+        cards = self.ask("/v1/models", timeout_s=ASK_S)["data"]
+        mine = [card["id"] for card in cards if card.get("parent") == self.info.name]
+        return [{"name": each.removeprefix(f"{self.info.name}:")} for each in mine]
+
+    def refuse(self, method: str) -> NoReturn:
+        """Raise InvalidRequestError: only an engine in this process has the method."""
+        raise InvalidRequestError(
+            f"{method} is not there for the model at {self._url}: {_REASONS[method]}.", param=method
+        )
+
+    def options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Of a client: answers may take long (None), and the key goes to this server alone."""
+        import httpx2
+
+        if self.closed:
+            raise EngineClosedError("This LLM is closed; build a new one.")
+        return {
+            "base_url": self._url,
+            "headers": self._headers,
+            "timeout": httpx2.Timeout(ASK_S, read=timeout_s),
+            "trust_env": False,
+            "follow_redirects": False,
+        }
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Errors of the connection become ServerError."""
+        import httpx2
+
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            raise NoServerError(f"No server answers at {self._url}: {error}.") from None
+        except httpx2.HTTPError as error:
+            raise ServerError(f"The connection to {self._url} broke: {error}.") from None
+
+
+class RemoteAnswers:
+    """Answers of a server, each to a request of its own.
+
+    Iterating reads one answer after the other; `results` waits for all at once.
+
+    Args:
+        session: sends the requests.
+        requests: in the order of the steps' indices.
+    """
+
+    def __init__(self, session: RemoteSession, requests: Sequence[Request]) -> None:
+        self._session, self._requests = session, requests
+
+    def __iter__(self) -> Iterator[list[AnswerStep]]:
+        for index in range(len(self._requests)):
+            yield from self._steps(index)
+
+    def _steps(self, index: int) -> Iterator[list[AnswerStep]]:
+        """The steps of one answer; leaving the loop hangs up, which ends it at the server."""
+        import httpx2
+
+        answer, (path, body) = RemoteAnswer(), self._requests[index]
+        with (
+            self._session.failures(),
+            httpx2.Client(**self._session.options()) as client,
+            client.stream("POST", path, json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise _refusal(response.status_code, response.read())
+            for line in response.iter_lines():
+                if (delta := answer.push(line)) is not None:
+                    yield [AnswerStep(index, delta)]
+        yield [AnswerStep(index, answer.finish())]
+
+    async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
+        import httpx2
+
+        for index, (path, body) in enumerate(self._requests):
+            answer = RemoteAnswer()
+            with self._session.failures():
+                async with (
+                    httpx2.AsyncClient(**self._session.options()) as client,
+                    client.stream("POST", path, json=body) as response,
+                ):
+                    if response.status_code != 200:
+                        raise _refusal(response.status_code, await response.aread())
+                    async for line in response.aiter_lines():
+                        if (delta := answer.push(line)) is not None:
+                            yield [AnswerStep(index, delta)]
+            yield [AnswerStep(index, answer.finish())]
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; the first error is raised, the others go on."""
+
+        def one(index: int) -> Result:
+            result = None
+            for (step,) in self._steps(index):
+                result = step.delta.result
+            assert result is not None
+            if watch is not None:
+                watch(result)
+            return result
+
+        count = len(self._requests)
+        if count == 1:
+            return [one(0)]
+        with ThreadPoolExecutor(min(PARALLEL, count or 1)) as pool:
+            return list(pool.map(one, range(count)))
+
+
+def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:
+    """The model of this name or alias, or the first."""
+    try:
+        models = {each["id"]: each for each in found["data"]}
+        names = {alias: m for m in models.values() for alias in m.get("aliases") or ()} | models
+    except (KeyError, TypeError):
+        raise ServerError(f"What answers at {url} is no server of models.") from None
+    if not models or (name is not None and name not in names):
+        said = f"has no model {name!r}; it has {', '.join(models)}" if models else "has no model"
+        raise ServerError(f"The server at {url} {said}.")
+    model = next(iter(models.values())) if name is None else names[name]
+    return RemoteInfo(name=model["id"], url=url, max_context=model.get("max_model_len"))
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    import json
+
+    try:
+        said = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        said = {"message": f"The server answered with status {status}."}
+    return error_of(said, status)

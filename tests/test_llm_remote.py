@@ -1,0 +1,187 @@
+"""LLM("http://..."): its answers are those of the model in this process."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent / "server"))
+
+from live_server import LiveServer, wait_until
+
+from mlxinfer import (
+    LLM,
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    Program,
+    Result,
+    SamplingParams,
+)
+from mlxinfer.http_json import ServerError
+from mlxinfer.server.keys import ApiKeys
+
+KEY = "sk-test"
+QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer(keys=ApiKeys.from_plain([KEY])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(server: LiveServer) -> LLM:
+    return LLM(server.url, api_key=KEY)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[LLM]:
+    with LLM("demo") as made:
+        yield made
+
+
+def answer_of(result: Result) -> tuple[Any, ...]:
+    return (
+        result.text,
+        result.reasoning,
+        result.token_ids,
+        result.finish_reason,
+        result.prompt_tokens,
+        [(call.name, call.arguments, call.complete) for call in result.tool_calls],
+    )
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda llm: llm.generate("The KV cache", max_tokens=9),
+        lambda llm: llm.generate([5, 6, 7], SamplingParams(max_tokens=9, temperature=1.5, seed=3)),
+        lambda llm: llm.chat(QUESTION, SamplingParams(max_tokens=60, stop=("a language",))),
+        lambda llm: llm.chat("Hello", max_tokens=12, seed=7),
+        lambda llm: llm.chat(QUESTION, max_tokens=8, temperature=0),
+        lambda llm: llm.chat(
+            "Weather?", tools=[WEATHER], tool_choice="required", max_tokens=40, temperature=0
+        ),
+        lambda llm: llm.generate(
+            "It is", response_format={"type": "choice", "choice": ["red", "blue"]}
+        ),
+        lambda llm: asyncio.run(llm.achat(QUESTION, SamplingParams(max_tokens=5))),
+        lambda llm: asyncio.run(llm.agenerate("A page", max_tokens=5)),
+    ],
+)
+def test_answers_are_those_of_the_model_here(llm: LLM, here: LLM, ask: Any) -> None:
+    assert answer_of(ask(llm)) == answer_of(ask(here))
+
+
+def test_batches_and_streams(llm: LLM, here: LLM) -> None:
+    prompts = ["A page", "A token", [5, 6, 7]]
+    params = [SamplingParams(max_tokens=n) for n in (3, 4, 5)]
+    both = [[answer_of(r) for r in each.generate(prompts, params)] for each in (llm, here)]
+    assert both[0] == both[1]
+    deltas = list(llm.stream_chat(QUESTION, max_tokens=20, temperature=0))
+    assert deltas[-1].result is not None
+    assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
+    assert deltas[-1].result.timing.tokens_per_s
+    assert len(deltas) > 10
+
+
+def test_leaving_a_stream_ends_the_request_at_the_server(llm: LLM, server: LiveServer) -> None:
+    for number, _ in enumerate(llm.stream("A", max_tokens=1000, ignore_eos=True)):
+        if number == 3:
+            break
+    wait_until(server.is_idle)
+
+
+def test_errors_of_the_server_are_the_errors_of_the_model(llm: LLM, server: LiveServer) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate("word " * 4000)
+    with pytest.raises(InvalidRequestError, match="tool_choice") as caught:
+        llm.chat("Hello", tool_choice="required")
+    assert caught.value.param == "tools"
+    with pytest.raises(ServerError, match="Set MLXINFER_API_KEY"):
+        LLM(server.url, api_key="sk-wrong")
+    with pytest.raises(ServerError, match=r"no model 'nothing'; it has demo"):
+        LLM(server.url, api_key=KEY, served_model="nothing")
+    with pytest.raises(ServerError, match="No server answers"):
+        LLM("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "end_ids", "path", "chat_params"])
+def test_what_a_server_does_not_give_is_refused_by_name(llm: LLM, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is not there"):
+        getattr(llm, name)
+
+
+def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveServer) -> None:
+    for ask in (llm.pin, llm.logits):
+        with pytest.raises(InvalidRequestError, match="is not there for the model at"):
+            ask("A page")
+    with pytest.raises(InvalidRequestError, match="logprobs does not go over HTTP"):
+        llm.chat("Hello", logprobs=2)
+    assert llm.generate("Hello", max_tokens=2, speculate=False).timing.drafted == 0
+    with pytest.raises(InvalidRequestError, match=r"kv_bits: the engine at .* was set up"):
+        LLM(server.url, api_key=KEY, kv_bits=8)
+    with pytest.raises(InvalidRequestError, match="api_key and served_model go with the address"):
+        LLM("demo", api_key=KEY)
+
+
+def test_it_says_what_it_is(server: LiveServer) -> None:
+    with LLM(f"{server.url}/v1", api_key=KEY) as llm:
+        assert repr(llm) == f"LLM('demo', at {server.url})"
+        assert "demo" in llm._repr_html_()
+        assert llm.stats()["state"] == "loaded"
+    with pytest.raises(EngineClosedError):
+        llm.generate("A")
+
+
+def test_the_server_gives_the_ids_of_tokens_where_they_are_asked_for(server: LiveServer) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "A page"}),
+        ("/v1/chat/completions", {"messages": QUESTION}),
+    ):
+        body = {**prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+        whole = server.post(path, body, headers=headers).json()["choices"][0]
+        sent = server.post(path, {**body, "stream": True}, headers=headers)
+        events = [json.loads(x[6:]) for x in sent.text.splitlines() if x.startswith("data: {")]
+        ids = [i for event in events for c in event["choices"] for i in c.get("token_ids", ())]
+        assert ids == whole["token_ids"]
+        assert len(ids) == 6
+        del body["return_token_ids"]
+        assert "token_ids" not in server.post(path, body, headers=headers).json()["choices"][0]
+
+
+def test_a_program_runs_as_it_does_here_but_has_no_scores(llm: LLM, here: LLM) -> None:
+    def run(p: Program) -> list[Any]:
+        p.user("What is a KV cache?")
+        p += "It is "
+        p.gen("first")
+        branches = p.fork(2)
+        branches.user("And a page?")
+        branches.gen("second", temperature=1, seed=3)
+        p.join()
+        return [p["first"], p["second"], p.messages]
+
+    options: Any = {"max_tokens": 6, "temperature": 0}
+    assert run(llm.program(**options)) == run(here.program(**options))
+    assert llm.map(ask, [1, 2], **options) == here.map(ask, [1, 2], **options)
+    with pytest.raises(InvalidRequestError, match="no log-probabilities"):
+        llm.program().select("it", ["a", "b"])
+
+
+def ask(p: Program, number: int) -> str:
+    p += f"Number {number}"
+    return p.gen("more").text

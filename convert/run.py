@@ -22,6 +22,7 @@ from ..models.jsonfields import Fields, read_json
 from ..text import Tokenizer
 from .arrange import ArrangedSource, arrange, check_complete, check_tower
 from .calibration.allocation import choose_formats, least_bytes
+from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
@@ -124,6 +125,12 @@ class Conversion:
     def disk_bytes(self) -> int:
         """Estimated bytes on the disk, during the conversion and after it."""
         return disk_bytes(self.arranged, self.plan(), self.options, comparing=self._comparing)
+
+    def seconds(self) -> float:
+        """How long it takes here, about, where a text is calibrated on; else 0."""
+        return estimated_seconds(
+            self.arranged, self.plan(), self.options, self.budget, comparing=self._comparing
+        )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert.

@@ -175,8 +175,11 @@ def _flag(name: str) -> str:
 # -- what is shown ----------------------------------------------------------------------------
 
 
+LONG_S = 60.0  # of a calibration, about which is said beforehand how long it takes
+
+
 def plan_as_dict(
-    plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, measured: bool
+    plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, seconds: float, measured: bool
 ) -> dict[str, Any]:
     """Return the data of --dry-run --json; `measured`: formats will follow from measuring.
 
@@ -190,6 +193,7 @@ def plan_as_dict(
         "bits_per_weight": plan.bits_per_weight,
         "peak_memory_bytes": peak_bytes,
         "disk_bytes": disk_bytes,
+        "calibration_seconds": round(seconds, 1),
         "shards": [name for name, _ in plan.shards()],
         "tensors": [
             {
@@ -232,6 +236,8 @@ def show_plan(plan: dict[str, Any]) -> None:
         f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
+    if plan["calibration_seconds"] > LONG_S:
+        click.echo(f"calibration takes about {plan['calibration_seconds'] / 60:.0f} minutes here")
     if plan["formats_follow_from_measuring"]:
         click.echo(
             f"Formats and sizes above are those of {plan['recipe']}; what meets the target follows "
@@ -318,6 +324,8 @@ def _opened(
 
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
+    if not given["resume"] and (seconds := conversion.seconds()) > LONG_S:
+        note(f"calibration takes about {seconds / 60:.0f} minutes here; --fast does without")
     try:
         return conversion.run(resume=given["resume"], restart=given["restart"])
     except KeyboardInterrupt:
@@ -330,6 +338,7 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
         conversion.plan(),
         peak_bytes=conversion.budget.peak_bytes,
         disk_bytes=conversion.disk_bytes(),
+        seconds=conversion.seconds(),
         measured=conversion.options.targeted,
     )
     emit_json(plan) if as_json else show_plan(plan)

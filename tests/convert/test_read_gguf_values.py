@@ -1,6 +1,5 @@
 """Values and codes of every GGUF type, against the `gguf` package and mx.dequantize."""
 
-import sys
 from pathlib import Path
 
 import gguf
@@ -122,17 +121,8 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
-    for kind in (Kind.Q8_K, Kind.NVFP4, Kind.Q1_0):
+    for kind in (Kind.Q8_K, Kind.NVFP4, Kind.Q1_0, Kind.I32):
         values, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = np.zeros((48, 512 // values * size), np.uint8)
         with pytest.raises(UnsupportedModelError, match=f"is {kind.name}, which is not read"):
             one_tensor(tmp_path, kind, blocks)
-
-
-def test_types_with_tables_need_the_package_that_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    blocks = random_blocks(Kind.IQ2_XXS, *SHAPE, seed=0)
-    with pytest.raises(UnsupportedModelError, match=r'IQ2_XXS, .*"mlxinfer\[gguf\]"'):
-        one_tensor(tmp_path, Kind.IQ2_XXS, blocks)

@@ -110,7 +110,7 @@ class Hello(msgspec.Struct, array_like=True):
     size: int
     version: str
     pid: int
-    ring: list[list[str]] = []  # addresses with ports of every rank; empty: MPI has its own
+    ring: list[list[str]] = []  # addresses with ports of every rank
 
 
 def listen(address: tuple[str, int]) -> socket.socket:

@@ -86,7 +86,7 @@ class Follower:
         self._in_flight: _InFlight | None = None
 
     def run(self) -> None:
-        """Follow until the connection ends, which ends the process; with MPI this returns."""
+        """Follow until the connection ends, which ends the process."""
         threading.Thread(target=self._read, name="mlxinfer-control", daemon=True).start()
         orders = messages.Orders(
             form=self._form,
@@ -111,10 +111,6 @@ class Follower:
         while True:
             message = self._inbox.get()
             if message is None:  # rank 0 has left, and nothing is under way
-                if self._place.backend == "mpi":
-                    if self._link is not None:
-                        self._link.close()
-                    return  # the process ends as others do, and MPI with it
                 self._ended()
             try:
                 obey[type(message)](message)
@@ -150,7 +146,7 @@ class Follower:
 
     def _form(self) -> None:
         """All ranks are there: form the group of MLX."""
-        self._link = GroupLink(join_group(self._place), overlaps=self._place.overlaps)
+        self._link = GroupLink(join_group(self._place))
         log.info("rank %d of %d has joined", self._place.rank, self._place.size)
 
     def _load(

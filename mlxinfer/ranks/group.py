@@ -96,7 +96,7 @@ class RankGroup(Followers):
         self._watcher.start()
         self._tell("form")
         try:
-            self._group_link = GroupLink(join_group(place), overlaps=place.overlaps)
+            self._group_link = GroupLink(join_group(place))
         except RuntimeError as error:
             raise self.fail(error) from error
 
@@ -113,7 +113,7 @@ class RankGroup(Followers):
     @property
     def num_stages(self) -> int:
         """Ranks that can work on different steps at the same time; 1: all work on each step."""
-        return self.place.size if self._pipeline and self.place.overlaps else 1
+        return self.place.size if self._pipeline else 1
 
     # -- models ---------------------------------------------------------------------------------
 
@@ -240,7 +240,6 @@ class RankGroup(Followers):
             connection.close()
         if self._local is not None:
             self._local.end()
-        self._group_link.close()
 
     # -- steps ----------------------------------------------------------------------------------
 

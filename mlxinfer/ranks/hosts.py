@@ -30,7 +30,7 @@ class Place:
     """One rank among others.
 
     Attributes:
-        ring: addresses with ports of every rank, as MLX's ring takes them; empty: MPI has its own.
+        ring: addresses with ports of every rank, as MLX's ring takes them.
         control: where rank 0 waits for the others.
     """
 
@@ -38,16 +38,6 @@ class Place:
     size: int
     ring: list[list[str]]
     control: tuple[str, int]
-
-    @property
-    def backend(self) -> str:
-        """Of MLX."""
-        return "ring" if self.ring else "mpi"
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a rank can send while it waits for what another one sends, see `GroupLink`."""
-        return self.backend == "ring"
 
 
 def _wrong(problem: str) -> InvalidRequestError:
@@ -111,19 +101,13 @@ def read_hosts(path: Path, rank: int | None) -> Place:
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The rank that mlx.launch or mpirun gave this process; None: neither started it.
+    """The rank that mlx.launch gave this process; None: it did not start it.
 
     Raises:
         InvalidRequestError: as of `read_hosts`.
     """
     if "MLX_RANK" in environ and environ.get("MLX_HOSTFILE"):
         return read_hosts(Path(environ["MLX_HOSTFILE"]), _number(environ, "MLX_RANK"))
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    if size > 1:
-        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
-        return Place(rank, size, [], _control("127.0.0.1"))
     return None
 
 
@@ -203,7 +187,7 @@ def require_free(place: Place) -> None:
 
     MLX would say so too, but other ranks may wait for this one in C++ by then.
     """
-    for stated in place.ring[place.rank] if place.ring else []:
+    for stated in place.ring[place.rank]:
         address, _, port = stated.partition(":")
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

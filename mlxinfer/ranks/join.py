@@ -82,8 +82,6 @@ def join_group(place: Place) -> mx.distributed.Group:
 
 
 def _joined(place: Place) -> mx.distributed.Group:
-    if not place.ring:
-        return mx.distributed.init(strict=True, backend="mpi")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(place.ring, file)
         file.flush()
@@ -119,10 +117,8 @@ def shut_ring(ring: Sequence[Sequence[str]]) -> None:
 class GroupLink:
     """See `layers.ranks.Link`.
 
-    Args:
-        group: of MLX.
-        overlaps: while `receive` waits, `send` and all else go on: each of the two has a stream of
-            its own. A ring has a socket to either side; MPI, as MLX begins it, has one thread.
+    While `receive` waits, `send` and all else go on: each of the two has a stream of its own, and a
+    ring has a socket to either side.
 
     Attributes:
         sent, received: bytes of this rank since the beginning, by what they are: kinds of sums (as
@@ -130,10 +126,10 @@ class GroupLink:
             states between stages.
     """
 
-    def __init__(self, group: mx.distributed.Group, *, overlaps: bool = False) -> None:
-        self._group: mx.distributed.Group | None = group
-        stream = mx.new_thread_local_stream if overlaps else lambda device: device
-        self._sending, self._receiving = stream(mx.cpu), stream(mx.cpu)
+    def __init__(self, group: mx.distributed.Group) -> None:
+        self._group = group
+        self._sending = mx.new_thread_local_stream(mx.cpu)
+        self._receiving = mx.new_thread_local_stream(mx.cpu)
         self.rank = group.rank()
         self.size = group.size()
         self.sent: Counter[str] = Counter()
@@ -194,11 +190,3 @@ class GroupLink:
         found = mx.distributed.recv(shape, dtype, source, group=self._group, stream=self._receiving)
         self.received["hidden"] += found.nbytes
         return found
-
-    def close(self) -> None:
-        """Drop MLX's group, the last time that it is used.
-
-        MPI is left in good order by its destructor (`MPI_Finalize`), which runs at the end of the
-        process only where nothing of Python holds the group: threads that never end hold links.
-        """
-        self._group = None

@@ -17,7 +17,6 @@ from mlxinfer.memory import default_kv_bytes
 from mlxinfer.ranks import control, messages
 from mlxinfer.ranks import group as group_module
 from mlxinfer.ranks.control import Connection, connect
-from mlxinfer.ranks.follower import Follower
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
 from mlxinfer.ranks.join import hello_of, shut_ring
@@ -216,14 +215,6 @@ def test_a_socket_of_the_ring_that_waits_for_a_rank_is_shut() -> None:
         shut_ring([[f"127.0.0.1:{listener.getsockname()[1]}"]])
         thread.join(5)
         assert errors
-
-
-def test_a_rank_of_mpi_returns_where_rank_0_leaves_before_there_is_a_group() -> None:
-    ours, theirs = (proven(sock) for sock in socket.socketpair(socket.AF_UNIX))
-    follower = Follower(Place(1, 2, [], ("127.0.0.1", 1)), theirs, Path, ended=lambda: None)
-    ours.close()
-    follower.run()
-    theirs.close()
 
 
 def test_an_order_with_arguments_of_other_types_is_refused() -> None:

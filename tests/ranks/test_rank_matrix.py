@@ -348,8 +348,6 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
 
     One row has a grammar, one is drawn with a penalty on what it said: both are sampled late.
     """
-    if group.place.backend == "mpi":
-        pytest.skip("over MPI a step is of the whole batch")
     case = "gemma3_text-v4"
     whole_case, count = whole(case), 3 * SIZE
     params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]
@@ -382,8 +380,6 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
 
 def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:
     """They are verified of other rows at the same time, also where states have to go back."""
-    if group.place.backend == "mpi":
-        pytest.skip("over MPI a step is of the whole batch")
     case, count = "qwen3_next-v5", 2 * SIZE
     params = [
         SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(count)

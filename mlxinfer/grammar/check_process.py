@@ -5,7 +5,7 @@
 
 and its reply {} for a sound grammar, or
 
-    {"error": message, "place": of the schema at fault or null, "pointer": within it}
+    {"error": message, "place": of the schema at fault or null}
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import llguidance
 
 from ..killable import serve
-from .schema import parts_of
 
 LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is used
     "max_items_in_row": 5000,  # an object with n optional properties needs 4 n
@@ -27,7 +26,6 @@ LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is us
 MAX_FREE_ITEMS = 5000
 MAX_FORCED = 64  # tokens of the grammar's beginning that are tried, while there is one way only
 STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
-SHARED = ("$defs", "definitions", "x-guidance")  # what the parts of a schema need of the whole
 LOCATION = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")  # in Lark
 
 
@@ -85,30 +83,12 @@ class GrammarChecker:
         if error is None:
             return {}
         for place, text in job["schemas"]:
-            schema = json.loads(text)
-            found = self.error_of_schema(schema)
+            found = self.error_of_schema(json.loads(text))
             if found is not None:
-                pointer, message = self.locate(schema, found)
-                return {"error": message, "place": place, "pointer": pointer}
-        return self._locate_alone(job["schemas"], error)
-
-    def _locate_alone(self, schemas: list[tuple[str, str]], error: str) -> dict[str, Any]:
-        """Return the reply for an error of the grammar that no whole schema has.
-
-        Some tool-call formats write each parameter by itself, so a part may be wrong alone: an
-        optional property that nothing satisfies makes no schema unsatisfiable. Without such a part
-        the reply has the error's first line only: what follows quotes the generated grammar.
-        """
-        for place, text in schemas:
-            schema = json.loads(text)
-            for step, inner in parts_of(schema):
-                found = self.error_of_schema(_with_definitions(inner, schema))
-                if found is not None and found in error:
-                    pointer, message = self.locate(inner, found)
-                    return {"error": message, "place": place, "pointer": step + pointer}
-        if schemas:
+                return {"error": found, "place": place}
+        if job["schemas"]:  # what follows the first line quotes the generated grammar
             error = LOCATION.sub("", error.partition("\n")[0])
-        return {"error": error, "place": None, "pointer": ""}
+        return {"error": error, "place": None}
 
     def error_of(self, source: str, *, is_free: bool = False) -> str | None:
         """Return why a grammar cannot be used, None if it can."""
@@ -128,31 +108,6 @@ class GrammarChecker:
     def error_of_schema(self, schema: Any) -> str | None:
         """Return why a JSON schema cannot be used, None if it can."""
         return self.error_of(json.dumps({"grammars": [{"json_schema": schema}]}))
-
-    def locate(self, schema: Any, message: str) -> tuple[str, str]:
-        """Return (JSON pointer, message) of the smallest part that fails alone with this message.
-
-        Each part is tried with the definitions of the whole schema, so that references resolve.
-        """
-        pointer, part = "", schema
-        while True:
-            for step, inner in parts_of(part):
-                alone = _with_definitions(inner, schema)
-                if step.startswith(("/$defs", "/definitions")) and isinstance(inner, dict):
-                    alone = _with_definitions({"$ref": "#" + pointer + step}, schema)
-                found = self.error_of_schema(alone)
-                if found is not None and found == message:
-                    pointer, part = pointer + step, inner
-                    break
-            else:
-                return pointer, message
-
-
-def _with_definitions(part: Any, schema: Any) -> Any:
-    """Return a part with the definitions and options of the whole schema."""
-    if not isinstance(part, dict) or not isinstance(schema, dict):
-        return part
-    return {**{key: schema[key] for key in SHARED if key in schema}, **part}
 
 
 def readable(message: str) -> str:

@@ -53,7 +53,7 @@ class CheckProcess(KillableProcess):
             vocab_size: upper end of the ids that it may name.
 
         Raises:
-            InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
+            InvalidRequestError: it cannot; with the place in the request.
             OverloadedError: other grammars took all the time, or the process was killed.
         """
         job = {
@@ -68,7 +68,7 @@ class CheckProcess(KillableProcess):
         except EndedError as ended:
             raise self._error_of(ended, spec) from None
         if reply:
-            raise at(reply["place"] or spec.place, reply["pointer"], reply["error"])
+            raise at(reply["place"] or spec.place, "", reply["error"])
 
     def _error_of(self, ended: EndedError, spec: GrammarSpec) -> MlxinferError:
         if not ended.is_to_blame:

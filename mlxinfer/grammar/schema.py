@@ -184,17 +184,6 @@ def _is_exact(value: int | float) -> bool:
     return int("".join(map(str, digits))) <= MAX_EXACT and abs(int(exponent)) <= MAX_POWER
 
 
-def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (JSON pointer, schema) of the parts directly inside a schema."""
-    for key, value in schema.items() if isinstance(schema, Mapping) else ():
-        if key in MAPS and isinstance(value, Mapping):
-            yield from ((f"/{key}/{escaped(name)}", inner) for name, inner in value.items())
-        elif key in _LISTS and isinstance(value, list):
-            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
-        elif key in _ONE and isinstance(value, Mapping):
-            yield f"/{key}", value
-
-
 def mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
     """Return a copy of a schema with all of its parts changed, the outermost first.
 

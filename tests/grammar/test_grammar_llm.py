@@ -82,7 +82,7 @@ def test_an_answer_that_is_cut_off_says_so(llm: LLM) -> None:
 
 def test_an_unsupported_schema_is_refused_and_the_engine_continues(llm: LLM) -> None:
     bad = {"type": "json_schema", "json_schema": {"schema": {"properties": {"p": {"type": "x"}}}}}
-    with pytest.raises(mlxinfer.InvalidRequestError, match="/properties/p") as caught:
+    with pytest.raises(mlxinfer.InvalidRequestError, match="Invalid type") as caught:
         llm.chat(ASK, response_format=bad)
     assert caught.value.param == "response_format.json_schema.schema"
     with pytest.raises(mlxinfer.InvalidRequestError):

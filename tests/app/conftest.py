@@ -50,7 +50,7 @@ def controller(
 ) -> Iterator[AppController]:
     """An app's controller with the server in its settings."""
     server.script.reset()
-    stored.save(tmp_path / "app.json", Settings(url=server.url))
+    stored.save(tmp_path / "app.json", Settings(url=server.url, introduced=True))
     found = AppController(tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said))
     yield found
     found.stop()

@@ -44,8 +44,10 @@ async def scenario(app: MenubarApp, folder: Path) -> dict[str, Any]:
     """Use the app as a person does; the order matters."""
     said: dict[str, Any] = {}
     await app.refresh()
+    for step in (1, 2, 3):
+        shoot(app.introduction.window, f"introduction-{step}", folder)
+        app.introduction.on_next()
     said["main shown"] = app.main.window.visible
-    await app.perform(Action(Do.LOAD, "demo"))
     while not any(
         each.name == "demo" and each.state == "loaded"
         for each in app.controller.view.activity.models

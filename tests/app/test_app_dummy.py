@@ -151,13 +151,18 @@ def test_links_of_answers_open_in_the_browser(
     run(scenario)
 
 
-def test_the_window_offers_everything_since_a_bar_may_have_no_room(
-    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+def test_an_app_without_an_icon_offers_everything_in_its_window(
+    run: Any, controller: AppController, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        app.form.hide_icon.value = True
+        app.form.on_save()
+        assert app.status is None
+        assert len(app.status_icons) == 0
+        assert controller.settings.hide_icon
         app.main.window.hide()
         platform.reopen()
         assert app.main.window.visible
@@ -166,6 +171,11 @@ def test_the_window_offers_everything_since_a_bar_may_have_no_room(
         assert {"Chat", "Copy address", "Quit", "Quit and stop the server"} <= set(found)
         found["Models and downloads"].on_press()
         await until(lambda: opened == [f"{server.url}/#models"])
+        await app.refresh()
+        app.form.hide_icon.value = False
+        app.form.on_save()
+        await app.refresh()
+        assert "Chat" in lines(app)
 
     run(scenario)
 
@@ -242,6 +252,37 @@ def test_at_login_no_window_opens(run: Any, background: bool) -> None:
     run(scenario, background=background)
 
 
+def test_the_first_run_takes_three_steps_and_is_not_repeated(
+    run: Any, controller: AppController, tmp_path: Path
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        first = app.introduction
+        assert first is not None
+        assert first.window.visible
+        assert not app.main.window.visible
+        first.folder.value = str(tmp_path)
+        first.on_next()
+        first.start_with_app.value = True
+        first.on_next()
+        assert "demo-draft" in [item.value for item in first.model.items]
+        first.model.value = "demo-draft"
+        first.on_next()
+        assert not first.window.visible
+        assert app.main.window.visible
+        await until(
+            lambda: any(
+                each.name == "demo-draft" and each.state == "loaded"
+                for each in app.controller.view.activity.models
+            )
+        )
+        app.controller.client.unload("demo-draft")
+
+    controller.change(type(controller.settings)(url=controller.settings.url))
+    run(scenario)
+    kept = controller.settings
+    assert (kept.introduced, kept.models_folder, kept.start_server) == (True, str(tmp_path), True)
+
+
 def test_what_goes_wrong_is_shown_in_no_dialog(run: Any) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         await app.perform(Action(Do.LOAD, "nothing"))
@@ -271,13 +312,15 @@ def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
         await app.perform(Action(Do.START))
         assert calls == ["start"]
 
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
+    controller.change(type(controller.settings)(url="http://127.0.0.1:9", introduced=True))
     run(scenario)
     calls.clear()
 
     async def asked(app: MenubarApp, platform: FakePlatform) -> None:
         await until(lambda: calls == ["start"])
 
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9", start_server=True))
+    controller.change(
+        type(controller.settings)(url="http://127.0.0.1:9", introduced=True, start_server=True)
+    )
     run(asked)
     assert calls == ["start"]

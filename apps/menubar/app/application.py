@@ -18,7 +18,7 @@ import toga
 from ..errors import MlxinferError
 from .client import ServerClient
 from .controller import AppController, View
-from .forms import SettingsForm
+from .forms import Introduction, SettingsForm
 from .instance import Instance
 from .menu import Action, Do, MenuEntry, menu_of, rate_text
 from .platforms import Platform, parse_hotkey
@@ -72,23 +72,20 @@ class MenubarApp(toga.App):
         self.form = SettingsForm(settings, self.platform, self.change)
         self.chat = ChatWindow(self.act, web=self._web)
         self.main = MainWindow(self.act, self.form.content)
-        self.status = toga.MenuStatusIcon(icon=str(NOT_RUNNING), text="mlxinfer")
+        self.introduction: Introduction | None = None
+        self.status: toga.MenuStatusIcon | None = None
         self.platform.on_escape(self.chat.window, self.chat.window.hide)
         if self.chat.web is not None:
             self.platform.watch_links(self.chat.web, self.may_follow)
         self._add_commands()
-        self._add_icon()
-        self._set_hotkey(settings.hotkey)
+        self._apply(settings)
         self.platform.on_reopen(self, self.show_up)
         self._instance.listen(lambda: self.loop.call_soon_threadsafe(self.show_up))
-        if not self._background:
+        if not settings.introduced:
+            self._introduce()
+        elif not self._background:
             self.show_up()
         self.show(self.controller.view)
-
-    def _add_icon(self) -> None:
-        self.status_icons.commands.clear()  # Toga's own: ours say what becomes of the server
-        self.status_icons.add(self.status)
-        self.platform.style_icon(self.status)
 
     async def on_running(self) -> None:
         """Look at the server again and again; Toga calls this once its loop runs."""
@@ -106,6 +103,12 @@ class MenubarApp(toga.App):
         """Let the app end; the server is another process and goes on."""
         self._instance.close()
         return True
+
+    def _introduce(self) -> None:
+        self.introduction = Introduction(
+            self.controller.settings, self.act, self.change, self.show_up
+        )
+        self.show_up()
 
     def _add_commands(self) -> None:
         """Add the keys of the app: its menu bar is hidden, and the keys work nevertheless."""
@@ -138,24 +141,30 @@ class MenubarApp(toga.App):
         """Show a view everywhere."""
         self.main.show(view)
         self.chat.show(view, self.page_address())
-        self._show_icon(RUNNING if view.usable else NOT_RUNNING)
-        menu = menu_of(view)
-        if menu != self._menu:
-            self._menu = menu
-            self._build_menu(menu)
-        rate = rate_text(view) if self.controller.settings.show_rate else ""
-        self.platform.set_title(self.status, rate)
+        if self.introduction is not None:
+            self.introduction.show(view)
+        if self.status is not None:
+            self._show_icon(self.status, RUNNING if view.usable else NOT_RUNNING)
+            menu = menu_of(view)
+            if menu != self._menu:
+                self._menu = menu
+                self._build_menu(menu)
+            rate = rate_text(view) if self.controller.settings.show_rate else ""
+            self.platform.set_title(self.status, rate)
 
-    def _show_icon(self, image: Path) -> None:
+    def _show_icon(self, status: toga.MenuStatusIcon, image: Path) -> None:
         if self._image != image:
             self._image = image
-            self.status.icon = str(image)
-            self.platform.style_icon(self.status)
+            status.icon = str(image)
+            self.platform.style_icon(status)
 
     def show_up(self) -> None:
         """Show a window, since the app was opened and its icon may not be visible."""
-        self.main.window.show()
-        self.platform.bring_to_front(self.main.window)
+        window = self.main.window
+        if self.introduction is not None and not self.controller.settings.introduced:
+            window = self.introduction.window
+        window.show()
+        self.platform.bring_to_front(window)
         self._wake.set()
 
     def page_address(self) -> str:
@@ -188,13 +197,26 @@ class MenubarApp(toga.App):
     def change(self, **fields: Any) -> None:
         """Store changed settings and act on them."""
         self.controller.change(replace(self.controller.settings, **fields))
-        self._set_hotkey(self.controller.settings.hotkey)
+        self._apply(self.controller.settings)
+        self.form.show(self.controller.settings)
         self._looks = 0
         self._wake.set()
 
-    def _set_hotkey(self, text: str) -> None:
-        if not self.platform.set_hotkey(parse_hotkey(text), self.toggle_chat):
-            self.form.say(f"The hotkey {text} cannot be used here.")
+    def _apply(self, settings: Any) -> None:
+        if settings.hide_icon and self.status is not None:
+            self.status_icons.commands.on_change = None
+            self.status_icons.commands.clear()
+            self.status_icons.remove(self.status)
+            self.status = None
+        elif not settings.hide_icon and self.status is None:
+            self.status = toga.MenuStatusIcon(icon=str(NOT_RUNNING), text="mlxinfer")
+            self.status_icons.commands.clear()  # Toga's own: ours say what becomes of the server
+            self.status_icons.add(self.status)
+            self.platform.style_icon(self.status)
+            self._menu, self._image = (), NOT_RUNNING
+        hotkey = parse_hotkey(settings.hotkey)
+        if not self.platform.set_hotkey(hotkey, self.toggle_chat):
+            self.form.say(f"The hotkey {settings.hotkey} cannot be used here.")
 
     # -- the chat window ---------------------------------------------------------------------------
 

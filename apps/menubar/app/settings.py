@@ -17,6 +17,8 @@ class Settings:
     models_folder: str = ""  # of a server that the app starts; empty: the hub's usual one
     hotkey: str = "ctrl+shift+space"  # of the chat window; empty: none
     show_rate: bool = False  # tokens a second beside the icon
+    hide_icon: bool = False
+    introduced: bool = False  # the first run is over
 
 
 def load(path: Path) -> Settings:

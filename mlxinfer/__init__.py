@@ -4,7 +4,7 @@ Importing this package imports nothing else of it; each name below is loaded whe
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .core import FinishReason, Request, SamplingParams, TokenEvent

@@ -3,14 +3,10 @@
 The detokenizer turns ids to text as they arrive, never half a character. A tokenizer's decoder is a
 chain of steps over a list of tokens. Each step has an incremental form here, which holds back only
 tokens that a later one could still change.
-
-Stop strings are found by an Aho-Corasick automaton (1975): one step per character, however many
-strings there are. Its depth is exactly how much of the text could still become a stop string.
 """
 
 import codecs
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -286,7 +282,6 @@ class TextStream:
         reasoning: how the model marks its reasoning; None: all text is visible.
         tools: finds tool calls in the visible text; None: there are none. Reasoning has none.
         single_call: the first complete tool call ends the answer.
-        include_stop: keep the stop string that ended the answer.
         min_tokens: a stop string that is completed before this many tokens does not count.
         prompt_ids: the prompt, which may have opened the reasoning.
         continues: the answer continues the prompt's text (a plain completion), so that a leading
@@ -306,7 +301,6 @@ class TextStream:
         reasoning: ReasoningFormat | None = None,
         tools: ToolParser | None = None,
         single_call: bool = False,
-        include_stop: bool = False,
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
         continues: bool = False,
@@ -318,7 +312,7 @@ class TextStream:
         self._splitter = None
         if reasoning:
             self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))
-        self._matcher = StopMatcher(stop, include_stop=include_stop) if stop else None
+        self._matcher = StopMatcher(stop) if stop else None
         self._tools = tools
         self._single_call = single_call
         self._min_tokens = min_tokens
@@ -405,16 +399,9 @@ class StopMatcher:
     character, the longest. `matched` is that string, None before.
     """
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._include = include_stop
-        self._next: list[dict[str, int]] = [{}]  # node -> character -> node
-        self._fail = [0]  # node -> node of its longest proper suffix
-        self._depth = [0]
-        self._match: list[str | None] = [None]  # longest stop string that ends at the node
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-        self._node = 0
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -427,58 +414,34 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
-        node = self._node
-        for index, char in enumerate(text):
-            while node and char not in self._next[node]:
-                node = self._fail[node]
-            node = self._next[node].get(char, 0)
-            match = self._match[node]
-            if match is not None and enabled:
-                return self._stop(self._held + text[: index + 1], match)
-        self._node = node
-        shown, self._held = _split(self._held + text, self._depth[node])
-        return shown
+        old, text = len(self._held), self._held + text
+        found = self._first(text, old) if enabled else None
+        if found is not None:
+            end, self.matched = found
+            self._held = ""
+            return text[: end - len(self.matched)]
+        shown = len(text) - self._num_held(text)
+        self._held = text[shown:]
+        return text[:shown]
 
     def finish(self) -> str:
         """Return what was held back, at the end of a text; the next text begins afresh."""
         held, self._held = self._held, ""
-        self._node = 0
         return held
 
-    def _stop(self, text: str, match: str) -> str:
-        self.matched = match
-        self._held = ""
-        return text if self._include else text[: len(text) - len(match)]
+    def _first(self, text: str, old: int) -> tuple[int, str] | None:
+        """Return the first stop string that ends behind the `old` characters, and where it ends."""
+        ends = []
+        for stop in self._stops:
+            start = text.find(stop, max(old + 1 - len(stop), 0))
+            if start >= 0:
+                ends.append((start + len(stop), stop))
+        return min(ends, key=lambda found: (found[0], -len(found[1])), default=None)
 
-    def _insert(self, stop: str) -> None:
-        node = 0
-        for char in stop:
-            if char not in self._next[node]:
-                self._next[node][char] = len(self._next)
-                self._next.append({})
-                self._fail.append(0)
-                self._depth.append(self._depth[node] + 1)
-                self._match.append(None)
-            node = self._next[node][char]
-        if node:
-            self._match[node] = stop
-
-    def _link(self) -> None:
-        """Set `_fail` breadth first, and let nodes inherit the matches of their suffixes."""
-        queue = deque(self._next[0].values())
-        while queue:
-            node = queue.popleft()
-            for char, child in self._next[node].items():
-                fail = self._fail[node]
-                while fail and char not in self._next[fail]:
-                    fail = self._fail[fail]
-                self._fail[child] = self._next[fail].get(char, 0)
-                if self._match[child] is None:
-                    self._match[child] = self._match[self._fail[child]]
-                queue.append(child)
-
-
-def _split(text: str, held: int) -> tuple[str, str]:
-    """Return text without its last `held` characters, and those."""
-    cut = len(text) - held
-    return text[:cut], text[cut:]
+    def _num_held(self, text: str) -> int:
+        """Return how many of the last characters are the beginning of a stop string."""
+        for size in range(min(len(text), self._longest - 1), 0, -1):
+            end = text[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+                return size
+        return 0

@@ -69,13 +69,12 @@ words = st.sampled_from(
     text=st.lists(words, max_size=14).map("".join),
     cuts=st.lists(st.integers(0, 1000), max_size=6),
     reasoning=st.sampled_from([None, THINK]),
-    include=st.booleans(),
     min_tokens=st.sampled_from([0, 0, 5]),
 )
-def test_deltas_do_not_depend_on_the_pushes(kind, text, cuts, reasoning, include, min_tokens):
+def test_deltas_do_not_depend_on_the_pushes(kind, text, cuts, reasoning, min_tokens):
     tokenizer = load_tokenizer(kind)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-    options = {"stop": ["STOP", "Pa"], "include_stop": include, "min_tokens": min_tokens}
+    options = {"stop": ["STOP", "Pa"], "min_tokens": min_tokens}
     one = TextStream(tokenizer, reasoning=reasoning, **options)
     two = TextStream(tokenizer, reasoning=reasoning, **options)
     assert run(one, ids) == run(two, ids, cuts)

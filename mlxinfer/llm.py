@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 from . import hub
 from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names, check_switch
-from .errors import InvalidRequestError, shown
+from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .session.base import ModelSession, adeltas, deltas, last
+from .session.answers import adeltas, deltas, last
+from .session.base import ModelSession
 from .session.inputs import (
-    ENDS,
     ChatArguments,
     ChatInput,
     EmbedInput,
@@ -26,9 +26,10 @@ from .session.inputs import (
     ScoreInput,
     Text,
     TextArguments,
-    TextInput,
+    chat_input,
     is_one_prompt,
-    with_images,
+    one_each,
+    text_input,
 )
 from .session.options import EngineArguments, EngineOptions, help_of
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .display.show import Heat
-
-
-_VARIABLES = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
 
 
 class LLM:
@@ -89,14 +87,16 @@ class LLM:
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
                 options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
-            session = connect(name, api_key, served_model, options)
+            from .remote.session import connect
+
+            session: ModelSession = connect(name, api_key, served_model, options)
         elif api_key is not None or served_model is not None:
             raise InvalidRequestError(
                 f"api_key and served_model go with the address of a server; {name} runs here."
             )
         else:
             session = load_session(name, options, tool_format, progress)
-        self._session: ModelSession = session
+        self._session = session
         self._max_batch = options.get("max_batch", EngineOptions().max_batch)
         self.model_info = session.info
         if in_notebook():
@@ -152,13 +152,13 @@ class LLM:
         every = [prompts] if one else prompts
         settings = zip(
             every,
-            _one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
-            _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
-            _one_each(adapter, len(every), str, "adapter", "a name"),
+            one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
+            one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
+            one_each(adapter, len(every), str, "adapter", "a name"),
             strict=True,
         )
         inputs = [
-            self._text(
+            text_input(
                 "generate", prompt, given, {**sampling, "response_format": form, "adapter": name}
             )
             for prompt, given, form, name in settings
@@ -177,7 +177,7 @@ class LLM:
         **options: Unpack[TextArguments],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return deltas(self._session.start(self._text("stream", prompt, params, options)))
+        return deltas(self._session.start(text_input("stream", prompt, params, options)))
 
     async def agenerate(
         self,
@@ -195,18 +195,7 @@ class LLM:
         **options: Unpack[TextArguments],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return adeltas(self._session, self._text("astream", prompt, params, options))
-
-    def _text(
-        self,
-        method: str,
-        prompt: PromptLike,
-        params: SamplingParams | None,
-        options: Mapping[str, Any],
-    ) -> TextInput:
-        """The input of a text."""
-        own, sampling = _split(method, options, TextArguments)
-        return TextInput(prompt=prompt, params=params, sampling=sampling, **own)
+        return adeltas(self._session.start, text_input("astream", prompt, params, options))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -275,7 +264,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return adeltas(self._session, self._chat("astream_chat", messages, params, options))
+        return adeltas(self._session.start, self._chat("astream_chat", messages, params, options))
 
     def show(
         self,
@@ -326,25 +315,9 @@ class LLM:
         options: Mapping[str, Any],
     ) -> ChatInput:
         """The input of a conversation."""
-        own, sampling = _split(method, options, ChatArguments)
-        variables = own.pop("chat_template_kwargs", None) or {}
-        if isinstance(variables, Mapping):  # what is none is refused by the input
-            own |= {_VARIABLES[name]: variables[name] for name in ENDS if name in variables}
-            variables = {name: value for name, value in variables.items() if name not in ENDS}
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        images, videos = own.pop("images", ()), own.pop("videos", ())
-        if images or videos:
-            messages = with_images(messages, images, videos)
         if params is None:
             self._say_params()
-        return ChatInput(
-            messages=messages,
-            params=params,
-            sampling=sampling,
-            template_variables=variables,
-            **own,
-        )
+        return chat_input(method, messages, params, options)
 
     def _say_params(self) -> None:
         """Say once, where somebody watches, that answers are drawn as the model's files say."""
@@ -368,7 +341,7 @@ class LLM:
         """The input of a program's next part: the conversation, or (no messages) the text."""
         if messages:
             return self._chat("gen", messages, None, options)
-        return self._text("gen", text, None, options)
+        return text_input("gen", text, None, options)
 
     def map(
         self,
@@ -495,14 +468,9 @@ class LLM:
         return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
 
     def _repr_html_(self) -> str:
-        from .display.cards import facts_card
+        from .display.cards import model_card
 
-        info, state = self.model_info, " (closed)" if self.closed else ""
-        context = f"{info.max_context:,} tokens" if info.max_context else "-"
-        facts = {"model": info.summary, "context": context}
-        if (params := self._session.chat_params) is not None:
-            facts["chat"] = params.words
-        return facts_card(f"{info.name}{state}", facts)
+        return model_card(self.model_info, self._session.chat_params, closed=self.closed)
 
     @property
     def path(self) -> Path:
@@ -590,19 +558,7 @@ class LLM:
             InvalidRequestError: the model gives no scores, or reads no instruction.
             ContextLengthError: a text is too long.
         """
-        if not isinstance(query, str):
-            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
-        if isinstance(documents, str):
-            raise InvalidRequestError(
-                "documents is a text; expected a list of them.", param="documents"
-            )
-        given = ScoreInput(
-            first=[query],
-            second=documents,
-            instruction=instruction,
-            truncate=truncate,
-            names=("query", "documents"),
-        )
+        given = ScoreInput.of_query(query, documents, instruction, truncate)
         return ranked(documents, self._session.score(given), top_n)
 
     def score(
@@ -654,46 +610,3 @@ def load_session(
             partial(show_load, f"load {name}"),
             given=arguments,
         )
-
-
-def connect(
-    url: str, api_key: str | None, served_model: str | None, options: EngineArguments
-) -> ModelSession:
-    """A server's model; raises InvalidRequestError for options of an engine."""
-    if options:
-        raise InvalidRequestError(
-            f"{', '.join(options)}: the engine at {url} was set up where it was started "
-            "(`mlxinfer serve --help`); leave out what is an engine's.",
-            param=next(iter(options)),
-        )
-    from .remote.session import RemoteSession
-
-    return RemoteSession(url, api_key, served_model)
-
-
-def _split(
-    method: str, options: Mapping[str, Any], known: type
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a method of its own, and those that are fields of SamplingParams."""
-    check_names(method, options, known.__annotations__)
-    fields = SamplingValues.__annotations__
-    own = {name: value for name, value in options.items() if name not in fields}
-    return own, {name: value for name, value in options.items() if name in fields}
-
-
-def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
-    """One for each of `count` prompts, from one for all or a list."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, list | tuple):
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
-            "each.",
-            param=name,
-        )
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
-            param=name,
-        )
-    return list(given)

@@ -20,7 +20,8 @@ from .core import FinishReason, SamplingParams
 from .errors import InvalidRequestError, shown
 from .outputs import Delta, Result, Results
 from .progress import Watch
-from .session.base import ModelSession, adeltas, deltas, last
+from .session.answers import adeltas, deltas, last
+from .session.base import ModelSession
 from .session.inputs import Input, Message, TextArguments, TextInput, with_images
 
 T = TypeVar("T")
@@ -201,7 +202,7 @@ class Program:
     async def astream(self, name: str, **options: Unpack[PartArguments]) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
         given, sent = self._input(name, options), self._now
-        async for delta in adeltas(self.session, given):
+        async for delta in adeltas(self.session.start, given):
             if delta.result is not None:
                 self._add(name, sent, delta.result.text, delta.result.reasoning)
             yield delta
@@ -406,7 +407,7 @@ def _scores(
 
 async def _aresults(session: ModelSession, inputs: Iterable[Input]) -> list[Result]:
     """The results of all; the first error, or being cancelled, ends the rest."""
-    tasks = [asyncio.ensure_future(last(adeltas(session, given))) for given in inputs]
+    tasks = [asyncio.ensure_future(last(adeltas(session.start, given))) for given in inputs]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..core import SamplingParams
 from ..memory import human_bytes
 from .markdown import html_of
 
@@ -75,6 +76,21 @@ def answers_table(rows: Sequence[Sequence[str]]) -> str:
     more = len(rows) - SHOWN_ROWS
     rest = f"<div style='{DIM}'>and {more} more; .to_pandas() has all</div>" if more > 0 else ""
     return card(table + rest)
+
+
+def model_card(info: Any, chat_params: SamplingParams | None, *, closed: bool) -> str:
+    """A model that is open.
+
+    Args:
+        info: with `name`, `summary` and `max_context` (tokens, or None).
+        chat_params: how it answers conversations; None: not known here.
+        closed: its engine has ended.
+    """
+    context = f"{info.max_context:,} tokens" if info.max_context else "-"
+    facts = {"model": info.summary, "context": context}
+    if chat_params is not None:
+        facts["chat"] = chat_params.words
+    return facts_card(f"{info.name}{' (closed)' if closed else ''}", facts)
 
 
 def facts_card(title: str, facts: Mapping[str, Any]) -> str:

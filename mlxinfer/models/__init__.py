@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .decoder import Model
     from .language import LanguageConfig, LanguageModel
     from .stage import StageModel
+    from .weights.expert_store import ExpertStore
+    from .weights.placing import InSlots
 
 __all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]
 
@@ -151,17 +153,17 @@ def load_share(
     options = _reading(config, builder, dtype, watch)
     tensors = load_tensors(folder)
     seeing = {} if rank else tower_tensors(folder, tensors)
+    loaded: Model | StageModel
     if share is None:
-        stage, bytes_read = load_stage(tensors, config, builder, link, **options)
-        stage.part.tower = load_tower(folder, seeing, stage.part)
-        read(bytes_read + num_bytes(seeing))
-        return stage
-    weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
-    part: Model = builder.build(config, weights)
-    part.link = link
+        loaded, bytes_read = load_stage(tensors, config, builder, link, **options)
+        part = loaded.part
+    else:
+        weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
+        loaded = part = builder.build(config, weights)
+        part.link, bytes_read = link, weights.bytes_read
     part.tower = load_tower(folder, seeing, part)
-    read(weights.bytes_read + num_bytes(seeing))
-    return part
+    read(bytes_read + num_bytes(seeing))
+    return loaded
 
 
 def whole_tables(
@@ -258,13 +260,20 @@ def load(
     read = _part_of(watch, before=source.num_bytes)
     model.tower = load_tower(folder, seeing, model, watch=read)
     if experts is not None and slots is not None:
-        model.expert_store = slots.open_experts(
-            experts.num_bytes,
-            dtype=model.activation_dtype,
-            per_token=config.experts_per_token,
-            forced=experts.slow,
-        )
+        model.expert_store = _opened(slots, experts, model, config)
     return model
+
+
+def _opened(
+    slots: "InSlots", experts: ExpertOptions, model: "Model", config: "ModelConfig"
+) -> "ExpertStore":
+    """The experts of a model, to be read as tokens need them."""
+    return slots.open_experts(
+        experts.num_bytes,
+        dtype=model.activation_dtype,
+        per_token=config.experts_per_token,
+        forced=experts.slow,
+    )
 
 
 def _require_text(config: "ModelConfig", folder: Path) -> None:

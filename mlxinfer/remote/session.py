@@ -5,7 +5,7 @@ The parts of an engine in this process (tokenizer, logits, pinned prefixes) are 
 
 import base64
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,6 +193,19 @@ class RemoteSession(ModelSession):
             raise NoServerError(f"No server answers at {self._url}: {error}.") from None
         except httpx2.HTTPError as error:
             raise ServerError(f"The connection to {self._url} broke: {error}.") from None
+
+
+def connect(
+    url: str, api_key: str | None, served_model: str | None, options: Mapping[str, Any]
+) -> RemoteSession:
+    """A server's model; raises InvalidRequestError for options of an engine."""
+    if options:
+        raise InvalidRequestError(
+            f"{', '.join(options)}: the engine at {url} was set up where it was started "
+            "(`mlxinfer serve --help`); leave out what is an engine's.",
+            param=next(iter(options)),
+        )
+    return RemoteSession(url, api_key, served_model)
 
 
 class RemoteAnswers:

@@ -8,9 +8,10 @@ from typing import cast
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..session.engine_factory import ModelInfo
+from ..session.model_params import read_sampling
 from ..session.options import EngineOptions
 from ..session.pooling_session import PoolingSession, open_session
-from ..session.session import Session, read_sampling
+from ..session.session import Session
 from ..text import Tokenizer
 
 CAPABILITIES = (

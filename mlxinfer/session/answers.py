@@ -6,21 +6,21 @@ requests. One call in C does it: no signal handler can interrupt the call before
 
 import asyncio
 import queue
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
 from ..errors import EngineClosedError, GrammarFailedError
 from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
 from ..text import TextStream
-from .inputs import EncodedPrompt
+from .inputs import EncodedPrompt, Input
+from .mailbox import Mailbox
+from .prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +108,7 @@ class Answer:
         *,
         prompt: EncodedPrompt | None = None,
         unenforced: Sequence[Unenforced] = (),
-        prompt_scores: "PromptScores | None" = None,
+        prompt_scores: PromptScores | None = None,
     ) -> None:
         self.request = request
         self.prompt = EncodedPrompt(request.prompt_ids) if prompt is None else prompt
@@ -274,50 +274,6 @@ class Answer:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
-
-
-class PromptScores:
-    """Log-probabilities of a prompt's own tokens, from the logits of its positions in order.
-
-    The first token has no score.
-
-    Args:
-        prompt_ids: the whole prompt.
-        num_top: how many of the most probable tokens to name at each position.
-    """
-
-    def __init__(self, prompt_ids: Sequence[int], num_top: int) -> None:
-        self._ids = prompt_ids
-        self._num_top = num_top
-        self._num_rows = 0
-        self.scores: list[TokenLogprobs | None] = [None]
-
-    def push(self, logits: "NDArray[np.float32]") -> None:
-        """Score the tokens that follow the next n positions.
-
-        Args:
-            logits: (n, vocab).
-        """
-        import numpy as np
-
-        targets = self._ids[self._num_rows + 1 : self._num_rows + 1 + len(logits)]
-        self._num_rows += len(logits)
-        for row, target in zip(logits, targets, strict=False):
-            scores = row - row.max()  # (vocab,)
-            scores -= np.log(np.exp(scores).sum())
-            top = tuple((int(i), float(scores[i])) for i in _largest(scores, self._num_top))
-            self.scores.append(TokenLogprobs(float(scores[target]), top))
-
-
-def _largest(scores: "NDArray[np.float32]", count: int) -> "list[int]":
-    """Indices of the largest, most probable first; of equal ones the lower index."""
-    import numpy as np
-
-    if count < 2:
-        return [int(scores.argmax())] * count
-    near = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
-    order: list[int] = near[np.lexsort((near, -scores[near]))].tolist()
-    return order
 
 
 class Answers:
@@ -590,49 +546,38 @@ def _scoring(answer: Answer, listener: "Listener") -> "Listener":
     return score
 
 
-class Mailbox:
-    """Passes events of other threads to the answers that one event loop reads.
+class RunningAnswers(Protocol):
+    """Answers that are read once: by `for`, by `async for`, or by `results`."""
 
-    A wake-up of the loop costs a system call; events posted before the loop has run share one.
+    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
 
-    Args:
-        loop: not kept alive by the mailbox.
-    """
+    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
-        self._lock = threading.Lock()
-        self._posted: deque[tuple[Answers, TokenEvent]] = deque()
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> "Mailbox":
-        """The mailbox of an event loop; called on the loop."""
-        return _mailboxes.setdefault(loop, cls(loop))
-
-    def post(self, target: Answers, event: TokenEvent) -> None:
-        """Let `target` receive an event on the loop; called on any thread.
-
-        Where the loop is closed, nobody can read the event, and the target's requests end.
-        """
-        loop = self._loop()
-        with self._lock:
-            first = not self._posted
-            self._posted.append((target, event))
-        try:
-            if loop is None or loop.is_closed():
-                raise RuntimeError
-            if first:
-                loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # closed, perhaps just now
-            self._posted.clear()
-            target.abort()
-
-    def _deliver(self) -> None:
-        with self._lock:
-            posted, self._posted = self._posted, deque()
-        for target, event in posted:
-            target.receive(event)
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; `watch` is called with each result as it comes."""
+        ...
 
 
-_mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]"
-_mailboxes = weakref.WeakKeyDictionary()
+def deltas(answers: RunningAnswers) -> Iterator[Delta]:
+    """The deltas of the one answer; leaving the loop ends the request."""
+    for steps in answers:
+        for step in steps:
+            yield step.delta
+
+
+async def adeltas(start: Callable[[Input], RunningAnswers], given: Input) -> AsyncIterator[Delta]:
+    """`deltas` for asyncio; what takes long runs in a worker thread."""
+    answers: Any = aiter(await asyncio.to_thread(start, given))
+    async with aclosing(answers):
+        async for steps in answers:
+            for step in steps:
+                yield step.delta
+
+
+async def last(deltas: AsyncIterator[Delta]) -> Result:
+    """The result that a stream ends with."""
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None  # a stream that ends early raises
+    return result

@@ -1,15 +1,12 @@
 """The interface of an open model for LLM: the model may run here or behind a server."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..outputs import Delta, Result
-from .answers import AnswerStep
+from .answers import RunningAnswers
 from .inputs import EmbedInput, EncodedPrompt, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
@@ -20,18 +17,6 @@ if TYPE_CHECKING:
     from .engine_factory import ModelInfo
 
     Vectors = NDArray[np.float32]
-
-
-class RunningAnswers(Protocol):
-    """Answers that are read once: by `for`, by `async for`, or by `results`."""
-
-    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
-
-    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
-
-    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
-        """Wait for all answers; `watch` is called with each result as it comes."""
-        ...
 
 
 class ModelSession(Protocol):
@@ -149,28 +134,3 @@ class LocalSession(ModelSession):
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
         self.engine.close()
-
-
-def deltas(answers: RunningAnswers) -> Iterator[Delta]:
-    """The deltas of the one answer; leaving the loop ends the request."""
-    for steps in answers:
-        for step in steps:
-            yield step.delta
-
-
-async def adeltas(session: ModelSession, given: Input) -> AsyncIterator[Delta]:
-    """`deltas` for asyncio; what takes long runs in a worker thread."""
-    answers: Any = aiter(await asyncio.to_thread(session.start, given))
-    async with aclosing(answers):
-        async for steps in answers:
-            for step in steps:
-                yield step.delta
-
-
-async def last(deltas: AsyncIterator[Delta]) -> Result:
-    """The result that a stream ends with."""
-    result = None
-    async for delta in deltas:
-        result = delta.result
-    assert result is not None  # a stream that ends early raises
-    return result

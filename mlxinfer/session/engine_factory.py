@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from ..backend import limit_memory, require_mlx
 from ..config import EngineConfig
-from ..errors import EngineClosedError
-from ..memory import human_bytes
+from ..errors import EngineClosedError, InvalidRequestError
+from ..memory import human_bytes, total_memory_bytes
 from ..models import Watch, load_any, stoppable
+from ..text import Tokenizer
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -181,3 +182,37 @@ def _group(
         follow(place, shared_secret(), lambda name: folder)
         raise EngineClosedError(f"Rank 0 has ended, and rank {place.rank}, this process, with it.")
     return open_group(options.spread, name, check)
+
+
+def check_draft(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise InvalidRequestError unless the draft model in `folder` has the same tokens."""
+    difference = tokenizer.difference(Tokenizer.from_folder(folder))
+    if difference is not None:
+        raise InvalidRequestError(
+            f"The draft model in {folder} has other tokens than the model: {difference}. Choose "
+            "one of the same family with the same tokenizer.",
+            param="draft",
+        )
+
+
+def require_room(name: str, folder: Path, options: EngineOptions) -> None:
+    """Refuse a model that this machine cannot hold, before it is read; a server has seen to it.
+
+    A stated `max_memory` is a decision on what the KV cache may take: then the limit is all of the
+    machine's memory. Of experts that are read when they are needed, those in memory count.
+    """
+    from ..fit import held_bytes, require_fit  # imports mlx
+
+    if options.room_bytes is not None or not options.spread.is_alone:
+        return
+    limit = None if options.max_memory is None else total_memory_bytes()
+    bits = max(16 if each is None else each for each in options.kv.bits)
+    weights = held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
+    require_fit(
+        name,
+        folder,
+        weights_bytes=weights,
+        limit_bytes=limit,
+        context=options.max_context,
+        kv_bits=bits,
+    )

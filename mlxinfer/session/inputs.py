@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from ..core import SamplingParams, SamplingValues, check_switch
+from ..core import SamplingParams, SamplingValues, check_names, check_switch
 from ..errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 PromptLike = str | Sequence[int]
 Text = PromptLike  # of a model that pools
 
-ENDS = ("add_generation_prompt", "continue_final_message")  # variables that are fields of ChatInput
+ENDS = {
+    "add_generation_prompt": "begins",
+    "continue_final_message": "continues",
+}  # as fields of ChatInput
 
 
 class TextArguments(SamplingValues, total=False):
@@ -293,12 +296,95 @@ class ScoreInput:
                 param=self.names[0],
             )
 
+    @classmethod
+    def of_query(
+        cls, query: str, documents: Sequence[str], instruction: str | None, truncate: int | bool
+    ) -> Self:
+        """The pairs of a query with each of the documents."""
+        if not isinstance(query, str):
+            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
+        if isinstance(documents, str):
+            raise InvalidRequestError(
+                "documents is a text; expected a list of them.", param="documents"
+            )
+        return cls(
+            first=[query],
+            second=documents,
+            instruction=instruction,
+            truncate=truncate,
+            names=("query", "documents"),
+        )
+
     @property
     def pairs(self) -> tuple[list[str], list[str]]:
         """As many first texts as second ones."""
         one, two = _as_list(self.first), _as_list(self.second)
         count = max(len(one), len(two))
         return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
+
+
+# -- inputs of keyword arguments ----------------------------------------------------------------
+
+
+def text_input(
+    method: str, prompt: PromptLike, params: SamplingParams | None, options: Mapping[str, Any]
+) -> TextInput:
+    """The input of a text, from the keyword arguments of LLM's `method`."""
+    own, sampling = _split(method, options, TextArguments)
+    return TextInput(prompt=prompt, params=params, sampling=sampling, **own)
+
+
+def chat_input(
+    method: str,
+    messages: str | Sequence[Message],
+    params: SamplingParams | None,
+    options: Mapping[str, Any],
+) -> ChatInput:
+    """The input of a conversation, from the keyword arguments of LLM's `method`."""
+    own, sampling = _split(method, options, ChatArguments)
+    variables = own.pop("chat_template_kwargs", None) or {}
+    if isinstance(variables, Mapping):  # anything else is refused by the input
+        own |= {ENDS[name]: variables[name] for name in ENDS if name in variables}
+        variables = {name: value for name, value in variables.items() if name not in ENDS}
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    images, videos = own.pop("images", ()), own.pop("videos", ())
+    if images or videos:
+        messages = with_images(messages, images, videos)
+    return ChatInput(
+        messages=messages, params=params, sampling=sampling, template_variables=variables, **own
+    )
+
+
+def _split(
+    method: str, options: Mapping[str, Any], known: type
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a method of its own, and those that are fields of SamplingParams."""
+    check_names(method, options, known.__annotations__)
+    fields = SamplingValues.__annotations__
+    own = {name: value for name, value in options.items() if name not in fields}
+    return own, {name: value for name, value in options.items() if name in fields}
+
+
+def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
+    """One for each of `count` prompts, from one for all or a list."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, list | tuple):
+        raise InvalidRequestError(
+            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
+            "each.",
+            param=name,
+        )
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
+            param=name,
+        )
+    return list(given)
+
+
+# -- checks and pictures ------------------------------------------------------------------------
 
 
 def check_list(name: str, given: object) -> None:

@@ -6,7 +6,6 @@ tools and response formats into requests and runs nothing.
 
 import itertools
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from ..core import Grammar, Request, SamplingParams, check_token_ids
 from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
-from ..memory import total_memory_bytes
 from ..models import Watch
 from ..speculation.options import kind_of
 from ..text import (
@@ -42,10 +40,9 @@ from ..text import (
 )
 from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
-from ..text.tokenizer_files import read_json
-from .answers import Answer, Answers, PromptScores
+from .answers import Answer, Answers
 from .base import LocalSession
-from .engine_factory import ModelInfo, open_engine
+from .engine_factory import ModelInfo, check_draft, open_engine, require_room
 from .inputs import (
     ChatInput,
     EncodedPrompt,
@@ -55,8 +52,10 @@ from .inputs import (
     TextInput,
     check_sequence,
 )
+from .model_params import chat_params
 from .options import EngineOptions
 from .pictures import PictureReader
+from .prompt_scores import PromptScores
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,13 +63,6 @@ if TYPE_CHECKING:
     from ..engine.loop import EngineLimits
 
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
-RANGES = {  # of a generation_config.json
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (0, 1_000_000),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
-}
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with
 LAST_TURNS = 4  # turns of a prompt at whose ends states of recurrent layers are kept
@@ -436,8 +428,8 @@ class Session(LocalSession):
             find_tool_format(tool_format)  # a wrong name is found before weights are read
         draft = options.speculation.draft
         if draft is not None and kind_of(draft) == "draft":
-            _check_draft(tokenizer, draft)
-        _require_fit(name, folder, options)
+            check_draft(tokenizer, draft)
+        require_room(name, folder, options)
         self.info: ModelInfo
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
@@ -595,81 +587,3 @@ def check_adapter_name(name: str) -> None:
             "100 at most.",
             param="name",
         )
-
-
-def _check_draft(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise InvalidRequestError unless the draft model in `folder` has the same tokens."""
-    difference = tokenizer.difference(Tokenizer.from_folder(folder))
-    if difference is not None:
-        raise InvalidRequestError(
-            f"The draft model in {folder} has other tokens than the model: {difference}. Choose "
-            "one of the same family with the same tokenizer.",
-            param="draft",
-        )
-
-
-def _require_fit(name: str, folder: Path, options: EngineOptions) -> None:
-    """Refuse a model that this machine cannot hold, before it is read; a server has seen to it.
-
-    A stated `max_memory` is a decision on what the KV cache may take: then the limit is all of the
-    machine's memory. Of experts that are read when they are needed, those in memory count.
-    """
-    from ..fit import held_bytes, require_fit  # imports mlx
-
-    if options.room_bytes is not None or not options.spread.is_alone:
-        return
-    limit = None if options.max_memory is None else total_memory_bytes()
-    bits = max(16 if each is None else each for each in options.kv.bits)
-    weights = held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
-    require_fit(
-        name,
-        folder,
-        weights_bytes=weights,
-        limit_bytes=limit,
-        context=options.max_context,
-        kv_bits=bits,
-    )
-
-
-def read_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling values of a checkpoint, by their names in SamplingParams; {} if it has none.
-
-    Unusable values are left out. `"do_sample": false` makes the temperature 0.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
-    given = read_json(folder / "generation_config.json")
-    usable: dict[str, Any] = {
-        name: given[name]
-        for name, (low, high) in RANGES.items()
-        if _is_number(given.get(name)) and low <= given[name] <= high
-    }
-    if "top_k" in usable:
-        usable["top_k"] = int(usable["top_k"])
-    if usable.get("top_p") == 0:
-        del usable["top_p"]
-    if usable.get("repetition_penalty") == 0:
-        del usable["repetition_penalty"]
-    if given.get("do_sample") is False:
-        usable["temperature"] = 0.0
-    return usable
-
-
-def chat_params(folder: Path) -> SamplingParams:
-    """How a conversation is answered if nothing is said: with the values of the model.
-
-    The answer is as long as the context allows. Without values the most probable token is taken;
-    a model with values that name no temperature is sampled at 1, as in transformers.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
-    values = read_sampling(folder)
-    samples = {"top_p", "top_k", "min_p"}.intersection(values)
-    temperature = 1.0 if samples else 0.0
-    return SamplingParams(**{"max_tokens": None, "temperature": temperature, **values})
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

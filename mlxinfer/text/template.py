@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -18,9 +18,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import TemplateError, shown
-
-if TYPE_CHECKING:
-    from .chat import ControlTokens
 
 Messages = Sequence[dict[str, Any]]
 
@@ -126,6 +123,18 @@ def _dicts(values: Any) -> list[dict[str, Any]]:
     return [value for value in sequence if isinstance(value, dict)]
 
 
+class Hider(Protocol):
+    """Hides texts of messages from a template; see `chat.ControlTokens`."""
+
+    def hide_constants(self, tree: nodes.Template) -> None:
+        """Change a template so that it also looks for hidden texts."""
+        ...
+
+    def show(self, text: str) -> str:
+        """Return a text with its hidden characters."""
+        ...
+
+
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -150,12 +159,12 @@ class ChatTemplate:
         self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.variables = dict(variables or {})
         self._environment = _environment(now)
-        self._compiled: dict[tuple[str, ControlTokens | None], jinja2.Template] = {}
+        self._compiled: dict[tuple[str, Hider | None], jinja2.Template] = {}
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        hider: "ControlTokens | None" = None,
+        hider: Hider | None = None,
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -219,7 +228,7 @@ class ChatTemplate:
                 return True
         return False
 
-    def _template(self, source: str, hider: "ControlTokens | None") -> jinja2.Template:
+    def _template(self, source: str, hider: Hider | None) -> jinja2.Template:
         """Return the template of a source, compiled once."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(

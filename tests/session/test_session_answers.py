@@ -16,7 +16,9 @@ from mlxinfer import hub
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from mlxinfer.outputs import Result, Timing
-from mlxinfer.session.answers import Answer, Answers, AnswerStep, Mailbox, PromptScores
+from mlxinfer.session.answers import Answer, Answers, AnswerStep
+from mlxinfer.session.mailbox import Mailbox
+from mlxinfer.session.prompt_scores import PromptScores
 from mlxinfer.text import TextStream, Tokenizer
 
 TEXT = "one two three four five six seven eight nine ten"

@@ -342,27 +342,9 @@ def merged_sizes(
     Raises:
         CheckpointError: heads of another size than a multiple of 4.
     """
-    width = vision.integer(hidden, high=2**16)
-    heads = vision.integer("num_heads", high=2**12)
-    if width % heads or width // heads % 4:
-        raise CheckpointError(
-            f"{vision.where} has {heads} heads of a hidden size of {width}; expected heads of "
-            "4, 8, 12 and so on numbers."
-        )
-    if inner is None:
-        inner = vision.integer("intermediate_size", high=2**20)
     patch = vision.integer("patch_size", high=256)
     return MergedSizes(
-        TowerSizes(
-            hidden=width,
-            inner=inner,
-            depth=vision.integer("depth", high=2**10),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=width // heads,
-            activation=vision.text("hidden_act"),
-            eps=EPS,
-        ),
+        _tower_sizes(vision, vision.integer(hidden, high=2**16), inner),
         row=(
             vision.integer("in_channels", "in_chans", high=64),
             vision.integer("temporal_patch_size", high=64),
@@ -373,6 +355,28 @@ def merged_sizes(
         out=vision.integer(out, high=2**20),
         window=window,
         full=tuple(full),
+    )
+
+
+def _tower_sizes(vision: Fields, width: int, inner: int | None) -> TowerSizes:
+    """Sizes of the blocks of a tower with this hidden size."""
+    heads = vision.integer("num_heads", high=2**12)
+    if width % heads or width // heads % 4:
+        raise CheckpointError(
+            f"{vision.where} has {heads} heads of a hidden size of {width}; expected heads of "
+            "4, 8, 12 and so on numbers."
+        )
+    if inner is None:
+        inner = vision.integer("intermediate_size", high=2**20)
+    return TowerSizes(
+        hidden=width,
+        inner=inner,
+        depth=vision.integer("depth", high=2**10),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        activation=vision.text("hidden_act"),
+        eps=EPS,
     )
 
 

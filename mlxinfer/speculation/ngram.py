@@ -39,6 +39,7 @@ class ForcedProposer(ProposalSource):
     """
 
     name = FORCED
+    needs_grammar = True
 
     def __init__(self) -> None:
         self.priors = {(FORCED, 0): CERTAINTY}
@@ -48,10 +49,9 @@ class ForcedProposer(ProposalSource):
         """Keys of the tokens that are forced after those in flight."""
         found: dict[Sequence, list[Key]] = {}
         for sequence in sequences:
-            if sequence.request.grammar is not None:
-                count = len(self._forced(sequence)) - sequence.num_pending
-                if count > 0:
-                    found[sequence] = [(FORCED, 0)] * min(count, depth)
+            count = len(self._forced(sequence)) - sequence.num_pending
+            if count > 0:
+                found[sequence] = [(FORCED, 0)] * min(count, depth)
         return found
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:

@@ -38,6 +38,7 @@ class ProposalSource(ABC):
     Attributes:
         name: of the source, in keys and statistics.
         taps: layers of the model whose outputs it reads.
+        needs_grammar: it proposes for requests with a grammar only, and is asked for no others.
         is_free: it scores its guesses itself as tokens come, whether they were verified or not.
         cost: of a proposal, in plain steps, before that was measured; 0: nothing.
         priors: how likely a proposal of each key is to hold, before any was tried.
@@ -47,6 +48,7 @@ class ProposalSource(ABC):
 
     name: str
     taps: Seq[int] = ()
+    needs_grammar: bool = False
     is_free: bool = False
     cost: float = 0.0
     priors: Mapping[Key, float]
@@ -223,8 +225,10 @@ class Speculation(Proposer):
         best: dict[Sequence, tuple[float, SourcePlan]] = {}  # with the tokens that it promises
         for source in self._sources:
             on = rows
+            if source.needs_grammar:
+                on = [s for s in rows if s.request.grammar is not None]
             if self._off:
-                on = [s for s in rows if source.name not in self._off.get(s, ())]
+                on = [s for s in on if source.name not in self._off.get(s, ())]
             try:
                 outlook = source.outlook(on, self._max_depth) if on else {}
             except Exception:  # the fault boundary of a source, as in `_ask`
@@ -341,5 +345,7 @@ class Speculation(Proposer):
         self._planned.pop(sequence, None)
         self._read_s.pop(sequence, None)
         self._acceptance.forget(sequence)
+        has_grammar = sequence.request.grammar is not None
         for source in self._sources:
-            source.end(sequence)
+            if has_grammar or not source.needs_grammar:
+                source.end(sequence)

@@ -5,11 +5,9 @@ tools and response formats into requests and runs nothing.
 """
 
 import itertools
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -36,7 +34,6 @@ from ..text import (
     generic_messages,
     has_calls,
     read_messages,
-    texts_of,
 )
 from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
@@ -188,7 +185,8 @@ class RequestBuilder:
             messages = [_without_developer(message) for message in messages]
         check = None
         if max_context is not None:
-            self._check_messages(messages, max_context, given.place)
+            if len(messages) > max_context:  # a template writes at least one token for each
+                raise PromptTooLongError(len(messages), max_context, param=given.place, exact=False)
             check = partial(self._check_text, max_context=max_context, place=given.place)
         variables = {
             **effort_variables(given.reasoning_effort, source),
@@ -254,13 +252,6 @@ class RequestBuilder:
         encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=True)
         if exceeds_tokens(encode, texts, max_context):
             raise PromptTooLongError(max_context, max_context, param=place, exact=False)
-
-    def _check_messages(self, messages: Sequence[Message], max_context: int, place: str) -> None:
-        """The same for messages as templates read them."""
-        texts = [text for message in messages for text in _texts(message)]
-        if len(texts) > max_context:  # a template writes at least one token for each
-            raise PromptTooLongError(len(texts), max_context, param=place, exact=False)
-        self._check_text(*texts, max_context=max_context, place=place)
 
     def _encode_chat(
         self,
@@ -364,14 +355,6 @@ def effort_variables(effort: str | bool | None, source: str) -> dict[str, Any]:
 
 def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
-def _texts(message: Message) -> Iterator[str]:
-    """The texts of the content, and the calls: templates write their arguments as JSON."""
-    yield from texts_of(message.get("content"))
-    if calls := message.get("tool_calls"):
-        with suppress(TypeError, ValueError, RecursionError):  # the template will say so
-            yield json.dumps(calls, default=str)
 
 
 def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
-from .messages import Content, ImagePart, around, joined, read_messages, texts_of
+from .messages import Content, ImagePart, around, joined, read_messages
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import Detokenizer, StopMatcher, TextStream
 from .template import ChatTemplate, has_calls
@@ -38,6 +38,5 @@ __all__ = [
     "has_calls",
     "joined",
     "read_messages",
-    "texts_of",
     "tool_format",
 ]

@@ -70,16 +70,25 @@ def encode_chat(
             "This model has no chat template; use a plain prompt, or a model made for chat."
         )
     samples_of(template)  # a template that does not end raises here
-    ends = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-    }
+
+    def render(given: dict[str, Any], hider: ControlTokens | None) -> str:
+        text = template.render(
+            given["messages"],
+            hider,
+            tools=given["tools"],
+            documents=given["documents"],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **given["kwargs"],
+        )
+        return respell(text)
+
     try:
         given = plain_data(
             {"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs}
         )
         given["messages"] = with_parsed_arguments(given["messages"])
-        return _encoded(tokenizer, template, given, ends, check, respell)
+        return _encoded(tokenizer, template, render, given, check)
     except RecursionError:
         raise TemplateError("The messages are nested too deeply.") from None
     except MemoryError:
@@ -89,49 +98,12 @@ def encode_chat(
 def _encoded(
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    render: "Callable[[dict[str, Any], ControlTokens | None], str]",
     given: dict[str, Any],
-    ends: dict[str, Any],
     check: Callable[[str], None] | None,
-    respell: Callable[[str], str],
 ) -> list[int]:
-    """Return the ids of plain data, with the arguments of calls in a form that the template takes.
-
-    A template may need all of them as text, or those that are no JSON as objects.
-    """
-    try:
-        return _rendered(tokenizer, template, given, ends, check, respell)
-    except TemplateError:
-        if not has_calls(given["messages"]):
-            raise
-        for changed in (with_text_arguments, with_object_arguments):
-            with suppress(TemplateError):
-                other = {**given, "messages": changed(given["messages"])}
-                return _rendered(tokenizer, template, other, ends, check, respell)
-        raise
-
-
-def _rendered(
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    given: dict[str, Any],
-    ends: dict[str, Any],
-    check: Callable[[str], None] | None,
-    respell: Callable[[str], str],
-) -> list[int]:
-    """Return the ids of one rendering of plain data."""
-
-    def render(given: dict[str, Any], hider: ControlTokens | None = None) -> str:
-        text = template.render(
-            given["messages"],
-            hider,
-            tools=given["tools"],
-            documents=given["documents"],
-            **ends,
-            **given["kwargs"],
-        )
-        return respell(text)
-
-    text = render(given)
+    """Return the ids of plain data; `render` renders it, with control tokens hidden or not."""
+    given, text = _first_rendering(render, given)
     if not text:
         raise TemplateError("The chat template makes an empty prompt of these messages.")
     if check is not None:
@@ -140,6 +112,25 @@ def _rendered(
     if not control.may_be_spelled(given):
         return control.encode(text)
     return control.encode_hidden(text, render(control.hide(given), control))
+
+
+def _first_rendering(
+    render: "Callable[[dict[str, Any], ControlTokens | None], str]", given: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return plain data in a form that the template takes, and its rendering.
+
+    A template may need the arguments of all calls as text, or those that are no JSON as objects.
+    """
+    try:
+        return given, render(given, None)
+    except TemplateError:
+        if not has_calls(given["messages"]):
+            raise
+        for change in (with_text_arguments, with_object_arguments):
+            other = {**given, "messages": change(given["messages"])}
+            with suppress(TemplateError):
+                return other, render(other, None)
+        raise
 
 
 class ControlTokens:

@@ -130,11 +130,6 @@ def joined(one: Content, two: Content, between: str = "\n") -> Content:
     return [*_parts(one), *_parts(between), *_parts(two)]
 
 
-def texts_of(content: Content | None) -> list[str]:
-    """Return the texts of a content."""
-    return [part["text"] for part in _parts(content or "") if part["type"] == "text"]
-
-
 def _parts(content: Content) -> list[dict[str, Any]]:
     if isinstance(content, list):
         return content

@@ -1,6 +1,7 @@
 """Inputs to answers, on the bundled model: checks, lengths, seeds, roles, limits."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,10 +59,12 @@ def test_what_is_far_too_long_is_not_encoded(
 
     monkeypatch.setattr(session.tokenizer, "encode", watched)
     long = "word " * 2_000_000
+    call = {"function": {"name": "f", "arguments": json.dumps({"text": long})}}
     for given in (
         TextInput(prompt=long),
         ChatInput(messages=[{"role": "user", "content": long}]),
-        ChatInput(messages=[*HELLO, {"role": "assistant", "tool_calls": [{"text": long}]}]),
+        ChatInput(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]),
+        ChatInput(messages=HELLO * 10_000),
     ):
         with pytest.raises(PromptTooLongError):
             session.start(given)

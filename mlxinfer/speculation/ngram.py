@@ -8,7 +8,7 @@ answers that this engine gave before to the same owner in the same namespace.
 from collections import OrderedDict
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,20 +82,10 @@ class Followed:
     A match is a place in a text before which the same tokens stand as at the sequence's end.
     """
 
-    text: TokenBuffer = field(default_factory=lambda: TokenBuffer(dtype=np.int64))  # key ids
+    text: TokenBuffer  # key ids
     length: int = 0  # tokens that agree; 0: there is no match
     place: int = 0  # of the token in the matched text that may come next
     other: Ints | None = None  # the matched text, as it was searched; None: the sequence's own
-
-    def guess(self, count: int) -> list[int]:
-        """Up to `count` tokens after the match. A match in the own text may repeat itself."""
-        source = self.text.ids if self.other is None else self.other
-        guess: list[int] = source[self.place : self.place + count].tolist()
-        if self.other is not None:
-            return guess[: guess.index(END)] if END in guess else guess
-        for i in range(len(guess), count):
-            guess.append(guess[self.place + i - len(source)])
-        return tokens_before_keys(guess)  # none for a picture
 
 
 class NgramProposer(ProposalSource):
@@ -120,7 +110,7 @@ class NgramProposer(ProposalSource):
         for sequence, followed in self._follow(sequences).items():
             if followed.length:
                 skipped = sequence.num_pending
-                count = len(followed.guess(skipped + depth)) - skipped
+                count = len(_guess(followed, skipped + depth)) - skipped
                 keys = [_key(followed.length + skipped + i) for i in range(count)]
                 if keys:
                     found[sequence] = keys
@@ -130,7 +120,7 @@ class NgramProposer(ProposalSource):
         """The tokens that followed the match of each sequence."""
         followed = self._follow(sequences)
         pairs = zip(sequences, depths, strict=True)
-        return [Proposal(followed[s].guess(n) if followed[s].length else ()) for s, n in pairs]
+        return [Proposal(_guess(followed[s], n) if followed[s].length else ()) for s, n in pairs]
 
     def end(self, sequence: Sequence) -> None:
         """Keep the answer for later requests of the same owner and namespace."""
@@ -156,7 +146,7 @@ class NgramProposer(ProposalSource):
         for sequence in sequences:
             followed = self._followed.get(sequence)
             if followed is None:
-                followed = self._followed[sequence] = Followed()
+                followed = self._followed[sequence] = Followed(TokenBuffer(dtype=np.int64))
             found[sequence] = followed
             num_read = len(followed.text)
             if num_read < sequence.num_known:
@@ -196,6 +186,17 @@ class NgramProposer(ProposalSource):
                 place, length, other = there, longer, answers
         if length >= MIN_MATCH:
             followed.length, followed.place, followed.other = length, place, other
+
+
+def _guess(followed: Followed, count: int) -> list[int]:
+    """Up to `count` tokens after a match. A match in the sequence's own text may repeat itself."""
+    source = followed.text.ids if followed.other is None else followed.other
+    guess: list[int] = source[followed.place : followed.place + count].tolist()
+    if followed.other is not None:
+        return guess[: guess.index(END)] if END in guess else guess
+    for i in range(len(guess), count):
+        guess.append(guess[followed.place + i - len(source)])
+    return tokens_before_keys(guess)  # none for a picture
 
 
 def find_longest(text: Ints, suffix: Ints) -> tuple[int, int]:

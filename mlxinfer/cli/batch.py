@@ -23,7 +23,8 @@ from ._output import counted, note
 from .serve import registry
 
 if TYPE_CHECKING:
-    from ..server.http import App, Message
+    from ..server.app import App
+    from ..server.http import Message
     from ..server.service import ServerState
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
@@ -343,11 +344,11 @@ async def _answer_all(
     Args:
         model: loaded first, so that a fault of it is raised at once; None: there are several.
     """
-    from ..server.app import build_app
+    from ..server.app import App
 
     if model is not None:
         await service.models.load(model)
-    app, left = build_app(service), iter(lines)
+    app, left = App(service), iter(lines)
 
     async def answer_each() -> None:
         for line in left:

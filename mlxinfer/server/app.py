@@ -1,5 +1,6 @@
-"""The ASGI app: one table of all routes, behind the guard."""
+"""The ASGI app: one table of all routes, and the order in which a request is checked."""
 
+import re
 from collections.abc import Iterable, Set
 
 from . import ops
@@ -16,13 +17,23 @@ from .apis import (
 from .apis.anthropic import ANTHROPIC
 from .apis.ollama import OLLAMA
 from .apis.responses import RESPONSES
-from .call import answer_call
-from .guard import Guard
-from .http import OPENAI, App, ErrorForm, Receive, Route, RouteTable, Scope, Send
+from .call import CLIENT_GONE, Call
+from .errors import HttpError
+from .guard import (
+    check_host,
+    check_media_type,
+    check_sizes,
+    cors_headers,
+    framing_problem,
+    is_open_metrics,
+    split_target,
+)
+from .http import OPENAI, ClientGoneError, ErrorForm, Receive, Route, Scope, Send
 from .openapi import documentation
 from .page import files
 from .service import ServerState
 
+METRICS = "/metrics"
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
     Route("POST", "/v1/chat/completions/input_tokens", chat.chat_input_tokens),
@@ -61,7 +72,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", ops.health, "anyone"),
     Route("GET", "/ready", ops.ready, "anyone"),
     Route("GET", "/server_info", ops.server_info),
-    Route("GET", "/metrics", ops.metrics, "admin"),
+    Route("GET", METRICS, ops.metrics, "admin"),
     Route("GET", "/v1/loads", ops.loads, "admin"),
     Route("GET", "/admin/models", ops.list_states, "admin"),
     Route("POST", "/admin/models/load", ops.load_model, "admin"),
@@ -72,6 +83,14 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/admin/state", ops.dashboard, "admin"),
 )
 FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
+_PARAM = re.compile(r"\{(\w+)(:path)?\}")
+_PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    # SDKs send many headers of their own; `*` does not cover authorization
+    (b"access-control-allow-headers", b"authorization, *"),
+    (b"access-control-max-age", b"600"),
+    (b"content-length", b"0"),
+]
 
 
 def form_of(path: str, headers: Set[bytes]) -> ErrorForm:
@@ -81,12 +100,115 @@ def form_of(path: str, headers: Set[bytes]) -> ErrorForm:
     return next((form for start, form in FORMS.items() if path.startswith(start)), OPENAI)
 
 
-def build_app(service: ServerState, routes: Iterable[Route] = ROUTES) -> App:
-    """The ASGI app of a service."""
-    listed = tuple(routes)
-    table = RouteTable((*listed, *documentation(listed), *files.ROUTES))
+class App:
+    """Finds the route of a request, checks the request, and answers it; errors become replies.
 
-    async def answer(route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        await answer_call(service, route, scope, receive, send)
+    Args:
+        service: answers.
+        routes: no two of them with one method and path; those of the documentation and of the
+            page's files are added.
+    """
 
-    return Guard(answer, service.config, table, form_of)
+    def __init__(self, service: ServerState, routes: Iterable[Route] = ROUTES) -> None:
+        listed = tuple(routes)
+        self._service = service
+        self._exact: dict[str, dict[str, Route]] = {}  # path -> method -> route
+        self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
+        for route in (*listed, *documentation(listed), *files.ROUTES):
+            if _PARAM.search(route.path):
+                methods = self._patterns.setdefault(_pattern(route.path), {})
+            else:
+                methods = self._exact.setdefault(route.path, {})
+            assert route.method not in methods, route.path
+            methods[route.method] = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request and write its line of the access log."""
+        if scope["type"] != "http":
+            return
+        split_target(scope)
+        scope["path"] = self._canonical(scope["path"])
+        form = form_of(scope["path"], {name for name, _ in scope["headers"]})
+        call = Call(self._service, scope, send, form)
+        try:
+            if problem := framing_problem(scope, self._service.config):
+                call.headers.append((b"connection", b"close"))
+                raise problem
+            if not await self._answer_preflight(call):
+                await call.answer(self._admit(call), receive)
+        except ClientGoneError:
+            call.status = CLIENT_GONE
+        except Exception as error:  # the fault boundary of a request: it fails, the server goes on
+            await call.fail(error)
+        finally:
+            call.write_log()
+
+    async def _answer_preflight(self, call: Call) -> bool:
+        """Answer a CORS preflight request; False: the request is none."""
+        scope, config = call.scope, self._service.config
+        asked = call.header(b"access-control-request-method") is not None
+        if scope["method"] != "OPTIONS" or not asked:
+            return False
+        check_host(scope, config)
+        call.headers += cors_headers(scope, config)
+        await call.send({"type": "http.response.start", "status": 204, "headers": _PREFLIGHT})
+        await call.send({"type": "http.response.body", "body": b""})
+        return True
+
+    def _admit(self, call: Call) -> Route:
+        """The route of a request that may be answered; a path is not looked up without a key.
+
+        Raises:
+            HttpError: the request is refused, or nothing is served at its path.
+        """
+        scope, config = call.scope, self._service.config
+        check_sizes(scope, config)
+        check_host(scope, config)
+        methods, call.path_params = self._methods(scope["path"])
+        route = methods.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        access = "key" if route is None else route.access
+        if scope["path"] == METRICS and is_open_metrics(scope, config):
+            access = "anyone"
+        if access != "anyone":
+            call.set_key(config.keys.name_of(scope["headers"]))
+        if access == "admin":
+            call.require_admin()
+        if scope["method"] == "POST":
+            check_media_type(scope["headers"])
+        if not methods:
+            raise HttpError("not_found", "Nothing is served at this path; /docs lists all paths.")
+        if route is None:
+            raise HttpError("method_not_allowed", "This path is there, but not for this method.")
+        call.headers += cors_headers(scope, config)
+        return route
+
+    def _methods(self, path: str) -> tuple[dict[str, Route], dict[str, str]]:
+        """The routes of a path by method, and the values of the path's parameters."""
+        if path in self._exact:
+            return self._exact[path], {}
+        for pattern, methods in self._patterns.items():
+            if found := pattern.fullmatch(path):
+                return methods, found.groupdict()
+        return {}, {}
+
+    def _canonical(self, path: str) -> str:
+        """The path under /v1 that a client means: with one /v1, and without a trailing slash.
+
+        Clients differ in whether their base URL ends with /v1. Other paths stay as they are.
+        """
+        if self._methods(path)[0] and not path.endswith("/"):
+            return path
+        plain = path.rstrip("/")
+        for meant in (plain.removeprefix("/v1"), plain, f"/v1{plain}"):
+            if meant.startswith("/v1/") and self._methods(meant)[0]:
+                return meant
+        return path
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """The expression of a path with parameters."""
+    parts = _PARAM.split(path)  # text, name, ":path" or None, text, …
+    found = re.escape(parts[0])
+    for name, slashes, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        found += f"(?P<{name}>{'.+' if slashes else '[^/]+'}){re.escape(text)}"
+    return re.compile(found)

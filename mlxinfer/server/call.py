@@ -4,41 +4,44 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
-from ..errors import InvalidRequestError, OverloadedError
+from ..errors import InvalidRequestError, MlxinferError, OverloadedError
 from ..session.answers import Answers, AnswerStep
 from ..session.inputs import Input
 from .errors import HttpError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
+    NO_STORE,
     Body,
     ClientGoneError,
+    ErrorForm,
     Events,
     Headers,
+    Message,
     Receive,
+    RequestBody,
     Route,
     Scope,
     Send,
     decode,
     encode,
+    error_reply,
     logged,
     public,
     read_body,
-    send_body,
-    send_events,
 )
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .served import ServedModel
-from .service import BODY_BYTES, LARGE_BODY, Meter, ServerState
+from .service import Meter, ServerState
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors
@@ -49,15 +52,26 @@ Read = Callable[[], Iterable[Input]]  # translates a body; called in a worker th
 
 TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which the answer is of no use to the client
 ATTEMPTS = b"x-mlxinfer-attempts"  # requests that an answer took which is checked when complete
+LARGE_BODY = 256 << 10  # bytes
+CLIENT_GONE = 499  # the log's status of a request after its client disconnected
+POLLED = frozenset(  # logged at level info only on errors
+    {"/health", "/ready", "/admin/state", "/hub/jobs", "/metrics"}
+)
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+access_log = logging.getLogger("mlxinfer.access")
 log = logging.getLogger("mlxinfer.server")
 
 
 class Call:
-    """The first argument of a handler. Used as a context manager around the whole reply.
+    """One request, from its first check to its line of the log; handlers get it first.
+
+    A context manager around what its handler begins.
 
     Args:
         service: answers it.
         scope: of the connection.
+        send: of the connection.
+        form: of the API's errors.
 
     Attributes:
         id: of the answer; never the same twice.
@@ -65,26 +79,39 @@ class Call:
         key: name of the API key; None: the server has none.
         created_s: seconds since 1970.
         log: what the access log shall say of it; never text of prompts or answers.
-        headers: of the reply.
+        headers: of every reply to it.
+        path_params: values of the parameters in the path of its route.
+        status: of the reply, once it has begun.
         answers: that it has begun, each group with its meter.
     """
 
-    def __init__(self, service: ServerState, scope: Scope) -> None:
-        self.service = service
-        self.scope = scope
+    def __init__(self, service: ServerState, scope: Scope, send: Send, form: ErrorForm) -> None:
+        self.service, self.scope, self.form = service, scope, form
+        self._send = send
+        self._began_s = time.monotonic()
         self.id = secrets.token_hex(12)
-        self.request_id: str = scope["mlxinfer.id"]
-        self.log: dict[str, Any] = scope["mlxinfer.log"]
-        self.log["answer_id"] = self.id
-        self.key: str | None = self.log.get("key")
-        self.path_params: dict[str, str] = scope["path_params"]
+        given = self.header(b"x-request-id") or b""
+        self.request_id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.created_s = int(time.time())
-        self.headers: Headers = []
+        self.key: str | None = None
+        self.path_params: dict[str, str] = {}
+        self.log: dict[str, Any] = {}
+        self.status: int | None = None
+        shown_id = self.request_id.encode()
+        self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
         self.answers: list[tuple[Answers, Meter]] = []
+        self._body_bytes = 0
         self._kept = AsyncExitStack()
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._working: asyncio.Task[Any] | None = None  # waits for a model, or for vectors
+
+    def again(self) -> "Call":
+        """The same request as a call that lasts longer than its client."""
+        other = Call(self.service, self.scope, self._send, self.form)
+        other.request_id, other.key, other.log = self.request_id, self.key, self.log
+        other._body_bytes = self._body_bytes
+        return other
 
     @property
     def query(self) -> dict[str, str]:
@@ -96,6 +123,12 @@ class Call:
         """A header of the request, by its name in lower case."""
         return dict(self.scope["headers"]).get(name)
 
+    def set_key(self, name: str | None) -> None:
+        """Note the name of the request's key."""
+        self.key = name
+        if name is not None:
+            self.log["key"] = name
+
     def require_admin(self) -> None:
         """Raise HttpError unless the request's key administers the server."""
         self.service.config.keys.require_admin(self.key)
@@ -104,6 +137,104 @@ class Call:
         """Raise ShuttingDownError where the server is about to end."""
         if self.service.draining:
             raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
+
+    # -- from its route to its reply --------------------------------------------------------------
+
+    async def answer(self, route: Route, receive: Receive) -> None:
+        """Reply with what the route's handler gives.
+
+        Raises:
+            ClientGoneError: the client disconnected.
+            whatever is raised before the reply has begun.
+        """
+        body = [] if route.body is None else [await self._read(route.body, receive)]
+        async with self:
+            self.log["answer_id"] = self.id
+            await unless_gone(self._reply(route.handler(self, *body)), receive)
+
+    async def _read(self, kind: type[RequestBody], receive: Receive) -> RequestBody:
+        """The body of the request, checked; a large one is decoded in a worker thread."""
+        raw = await read_body(self.scope, receive, self.service.config)
+        self._body_bytes = len(raw)
+        if len(raw) > LARGE_BODY:
+            return await self.in_worker(decode, raw, kind)
+        return decode(raw, kind)
+
+    async def _reply(self, handled: Awaitable[Any]) -> None:
+        reply = await handled
+        if isinstance(reply, Events):
+            await self._send_events(reply)
+            return
+        if self.num_attempts > 1:
+            self.headers.append((ATTEMPTS, str(self.num_attempts).encode()))
+        await self._send_body(reply if isinstance(reply, Body) else Body(encode(reply)))
+
+    async def _send_events(self, reply: Events) -> None:
+        """Send a stream. A client that does not take a message in time counts as disconnected."""
+        loop, limit_s = asyncio.get_running_loop(), self.service.config.send_timeout_s
+
+        async def put(body: bytes, *, more: bool = True) -> None:
+            timer = loop.call_later(limit_s, self.scope["state"][ABORT])
+            await self.send({"type": "http.response.body", "body": body, "more_body": more})
+            timer.cancel()
+
+        headers = [(b"content-type", reply.media_type), NO_STORE, (b"x-accel-buffering", b"no")]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for frame in reply.frames:
+                await put(frame)
+        except Exception as error:  # the fault boundary of a stream: it ends by saying so
+            await put(self.form.event(self.failure(error)))
+        await put(b"", more=False)
+
+    async def _send_body(self, reply: Body) -> None:
+        headers = [
+            (b"content-type", reply.media_type),
+            (b"content-length", str(len(reply.content)).encode()),
+            NO_STORE,
+            *reply.headers,
+        ]
+        await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": reply.content, "more_body": False})
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, the first one with the headers that every reply carries."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], *self.headers]
+        await self._send(message)
+
+    def failure(self, error: Exception) -> MlxinferError:
+        """The error that the client is shown; the log has the whole of it."""
+        self.log.update(logged(error))
+        shown = public(error)
+        if shown is not error:
+            log.error("request failed", exc_info=error, extra={"request_id": self.request_id})
+        return shown
+
+    async def fail(self, error: Exception) -> None:
+        """Reply with an error, unless the reply has begun."""
+        shown = self.failure(error)
+        if self.status is None:
+            await self._send_body(error_reply(shown, self.form))
+
+    def write_log(self) -> None:
+        """Write one line, with nothing of the prompt or the answer."""
+        client, path = self.scope.get("client"), self.scope["path"]
+        status = CLIENT_GONE if self.status is None else self.status
+        access_log.log(
+            logging.DEBUG if path in POLLED and status == 200 else logging.INFO,
+            "request",
+            extra={
+                "request_id": self.request_id,
+                "method": self.scope["method"],
+                "path": path,
+                "status": status,
+                "duration_ms": round(1000 * (time.monotonic() - self._began_s), 1),
+                "client": client[0] if client else None,
+                **self.log,
+            },
+        )
 
     # -- models and answers ---------------------------------------------------------------------
 
@@ -146,10 +277,6 @@ class Call:
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=meter)
         meter.accept()
         return answers
-
-    async def count_tokens(self, model: ServedModel, read: Callable[[], Input]) -> int:
-        """Tokens of the prompt of an input, which `read` gives in a worker thread."""
-        return len(await self.encode(model, read))
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
@@ -227,8 +354,14 @@ class Call:
             return num_tokens, await self._interruptible(pooled.aresult())
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that takes long, off the event loop."""
-        return await self.service.workers_for(self.scope).run(function, *args, **kwargs)
+        """Call a function that takes long, off the event loop.
+
+        Large bodies have threads of their own, and wait for each other: a million characters take
+        about a second to encode, and no thread can be interrupted.
+        """
+        service, large = self.service, self._body_bytes > LARGE_BODY
+        workers = service.long_workers if large else service.workers
+        return await workers.run(function, *args, **kwargs)
 
     def note_usage(self, answers: Answers, *reasons: str) -> None:
         """Say in the log how many tokens were read and answered, and why the answers ended."""
@@ -353,55 +486,6 @@ def deadline_s(given: bytes | None, configured: float | None) -> float | None:
         name = TIMEOUT_HEADER.decode()
         raise InvalidRequestError(f"{name} is a positive number of seconds.", param=name)
     return wanted if configured is None else min(wanted, configured)
-
-
-# -- from a route to its reply ------------------------------------------------------------------
-
-
-async def answer_call(
-    service: ServerState, route: Route, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Answer one request by its route. Errors before the reply has begun are the caller's."""
-    body: list[Any] = []
-    if route.body is not None:
-        body = [await _read(service, route.body, scope, receive)]
-    async with Call(service, scope) as call:
-        await unless_gone(_reply(call, route.handler(call, *body), send), receive)
-
-
-async def _read(service: ServerState, kind: type, scope: Scope, receive: Receive) -> Any:
-    config = service.config
-    raw = await read_body(
-        scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s
-    )
-    scope[BODY_BYTES] = len(raw)
-    if len(raw) > LARGE_BODY:
-        return await service.workers_for(scope).run(decode, raw, kind)
-    return decode(raw, kind)
-
-
-async def _reply(call: Call, handled: Awaitable[Any], send: Send) -> None:
-    reply = await handled
-    if isinstance(reply, Events):
-        reply.headers += call.headers
-        limit_s, abort = call.service.config.send_timeout_s, call.scope["state"][ABORT]
-        last = partial(_last_event, call)
-        await send_events(send, reply, last, limit_s=limit_s, abort=abort)
-        return
-    body = reply if isinstance(reply, Body) else Body(encode(reply))
-    if call.num_attempts > 1:
-        call.headers.append((ATTEMPTS, str(call.num_attempts).encode()))
-    await send_body(send, replace(body, headers=[*body.headers, *call.headers]))
-
-
-def _last_event(call: Call, error: Exception) -> bytes:
-    """The frame that ends a stream which fails."""
-    call.log.update(logged(error))
-    shown = public(error)
-    if shown is not error:
-        log.error("stream failed", exc_info=error, extra={"request_id": call.request_id})
-    event: bytes = call.scope["mlxinfer.form"].event(shown)
-    return event
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

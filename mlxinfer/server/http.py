@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -24,6 +24,7 @@ from ..errors import (
     OverloadedError,
     UnsupportedFieldError,
 )
+from .config import ServerConfig
 from .errors import HttpError
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ Scope = MutableMapping[str, Any]  # ASGI's: of one request
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 # -- bodies of requests -------------------------------------------------------------------------
@@ -49,14 +50,15 @@ class ClientGoneError(Exception):
     """The client disconnected before its request was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
     """Read the complete body.
 
     Raises:
-        HttpError: the body is longer than `max_bytes`, as declared or as received; or it is not
-            complete after `timeout_s`.
+        HttpError: the body is longer than the limit, as declared or as received; or it is not
+            complete in time.
         ClientGoneError: the client disconnected.
     """
+    max_bytes, timeout_s = config.max_body_bytes, config.body_timeout_s
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
@@ -270,54 +272,6 @@ def named(event: str, value: Any) -> bytes:
     return b"event: " + event.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"
 
 
-async def send_body(send: Send, reply: Body) -> None:
-    """Send a complete answer."""
-    headers = [
-        (b"content-type", reply.media_type),
-        (b"content-length", str(len(reply.content)).encode()),
-        NO_STORE,
-        *reply.headers,
-    ]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": reply.content, "more_body": False})
-
-
-async def send_events(
-    send: Send,
-    reply: Events,
-    last: Callable[[Exception], bytes],
-    *,
-    limit_s: float,
-    abort: Callable[[], None],
-) -> None:
-    """Send a stream.
-
-    Args:
-        send: of the connection.
-        reply: the stream.
-        last: gives the frame that ends a stream which fails.
-        limit_s: seconds that a message may wait for a client to take it.
-        abort: called then. It ends the connection without sending the data that waits; `send`
-            returns, and the client counts as disconnected.
-    """
-    loop = asyncio.get_running_loop()
-
-    async def put(body: bytes, *, more: bool = True) -> None:
-        timer = loop.call_later(limit_s, abort)
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        timer.cancel()
-
-    headers = [(b"content-type", reply.media_type), NO_STORE]
-    headers += [(b"x-accel-buffering", b"no"), *reply.headers]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    try:
-        async for frame in reply.frames:
-            await put(frame)
-    except Exception as error:  # the fault boundary of a stream: it ends by saying so
-        await put(last(error))
-    await put(b"", more=False)
-
-
 # -- errors -------------------------------------------------------------------------------------
 
 HIDDEN = "The server failed to answer this request. Its log says why, under the request id."
@@ -368,9 +322,8 @@ def logged(error: Exception) -> dict[str, object]:
     return {"error": type(error).__name__, "code": error.code, "param": param}
 
 
-def error_reply(error: Exception, form: ErrorForm) -> Body:
-    """The answer to a request that failed before its reply began."""
-    shown = public(error)
+def error_reply(shown: MlxinferError, form: ErrorForm) -> Body:
+    """The reply to a request that failed before its reply began."""
     reply = Body(form.body(shown), shown.status)
     if isinstance(shown, OverloadedError):
         reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
@@ -409,7 +362,6 @@ OPENAI = ErrorForm(
 # -- routes: the one place that says which access a request needs ---------------------------------
 
 Access = Literal["anyone", "key", "admin"]
-_PARAM = re.compile(r"\{(\w+)(:path)?\}")
 
 
 @dataclass(frozen=True)
@@ -442,58 +394,3 @@ class Route:
     def summary(self) -> str:
         """One line for the documentation."""
         return (self.handler.__doc__ or "").partition("\n")[0]
-
-
-class RouteTable:
-    """Finds the route of a request.
-
-    Args:
-        routes: no two of them with one method and path.
-    """
-
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self.routes = tuple(routes)
-        self._exact: dict[str, dict[str, Route]] = {}
-        self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
-        for route in self.routes:
-            methods = self._exact.setdefault(route.path, {})
-            if _PARAM.search(route.path):
-                methods = self._patterns.setdefault(_pattern(route.path), {})
-                del self._exact[route.path]
-            assert route.method not in methods, route.path
-            methods[route.method] = route
-
-    def find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
-        """The route of a request, and the values of its path's parameters.
-
-        Raises:
-            HttpError: nothing is served at this path, or for other methods only.
-        """
-        methods, params = self._methods(path)
-        if not methods:
-            raise HttpError("not_found", "Nothing is served at this path; /docs lists all paths.")
-        found = methods.get("GET" if method == "HEAD" else method)
-        if found is None:
-            raise HttpError("method_not_allowed", "This path is there, but not for this method.")
-        return found, params
-
-    def serves(self, path: str) -> bool:
-        """Whether the path is served for some method."""
-        return bool(self._methods(path)[0])
-
-    def _methods(self, path: str) -> tuple[dict[str, Route], dict[str, str]]:
-        if path in self._exact:
-            return self._exact[path], {}
-        for pattern, methods in self._patterns.items():
-            if found := pattern.fullmatch(path):
-                return methods, found.groupdict()
-        return {}, {}
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    """The expression of a path with parameters."""
-    parts = _PARAM.split(path)  # text, name, ":path" or None, text, …
-    found = re.escape(parts[0])
-    for name, slashes, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        found += f"(?P<{name}>{'.+' if slashes else '[^/]+'}){re.escape(text)}"
-    return re.compile(found)

@@ -18,9 +18,9 @@ from typing import Any
 import uvicorn
 
 from ..errors import DeviceLostError, InvalidRequestError
-from .app import ROUTES, build_app
+from .app import ROUTES, App
 from .config import ServerConfig
-from .http import App, Route
+from .http import AsgiApp, Route
 from .protocol import TimedProtocol
 from .service import ServerState
 
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         config = service.config
         super().__init__(
             uvicorn.Config(
-                traced(build_app(service, routes)),
+                traced(App(service, routes)),
                 http=TimedProtocol.with_limits(
                     header_timeout_s=config.header_timeout_s,
                     max_per_client=config.max_connections_per_client,
@@ -90,24 +90,19 @@ class Server(uvicorn.Server):
             DeviceLostError: the GPU takes no more work from this process.
         """
         try:
-            with self.service.problems.kept():
-                asyncio.run(self._serve_until_drained())
+            with self.service.problems.kept(), asyncio.Runner() as runner:
+                self._loop = runner.get_loop()
+                self._loop.set_exception_handler(LoopErrors())
+                runner.run(self.serve(sockets=self._listeners))
         finally:
             self.service.close()
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """Begin to drain, from any thread; further calls have no effect."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_draining)
-
-    async def _serve_until_drained(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(LoopErrors())
-        await self.serve(sockets=self._listeners)
-        if self._tending is not None:
-            self._tending.cancel()
-        if self._failure is not None:
-            raise self._failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; requests wait for models that are still loading."""
@@ -196,7 +191,7 @@ class LoopErrors:
             log.error("no file descriptor is left for a new connection; raise `ulimit -n`")
 
 
-def traced(app: App) -> App:
+def traced(app: AsgiApp) -> AsgiApp:
     """Add a span of OpenTelemetry for each request, where its environment names a collector.
 
     The variables are OpenTelemetry's: https://opentelemetry.io/docs/specs/otel/protocol/exporter/

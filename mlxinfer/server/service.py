@@ -19,7 +19,6 @@ from ..outputs import Result
 from ..session.answers import Answer
 from .config import ServerConfig
 from .errors import ShuttingDownError
-from .http import Scope
 from .log import RecentProblems
 from .metrics import EngineStats, RequestMetrics, ServerMetrics
 from .models import ModelRegistry, RegistryEntry
@@ -268,8 +267,6 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
-BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request after its body was read
-LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 # a name -> its entry, downloaded; reports (bytes done, bytes in all)
@@ -318,14 +315,6 @@ class ServerState:
         """Serve one more model; raises as `Models.add`."""
         self.models.add(entry)
         self.request_metrics.setdefault(entry.name, RequestMetrics())  # it may have been here
-
-    def workers_for(self, scope: Scope) -> Workers:
-        """Threads for the texts of a request: large bodies have their own, and wait for each other.
-
-        A million characters take about a second to encode, and no thread can be interrupted.
-        """
-        large = scope.get(BODY_BYTES, 0) > LARGE_BODY
-        return self.long_workers if large else self.workers
 
     async def metrics(self) -> ServerMetrics:
         """All numbers at this moment; a stuck engine is left out."""

@@ -559,7 +559,7 @@ def not_so_large(walk: Any) -> Any:
 
 
 READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
-    (CHAT, chats, ("constraint", "read_chat_tools")),
+    (CHAT, chats, ("constraint", "check_tools")),
     (COMPLETIONS, completions, ("constraint",)),
     (RESPONSES, responses, ("conversation", "read_tools")),
     (MESSAGES, anthropic, ("sampling_params", "openai_tools")),

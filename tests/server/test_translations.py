@@ -35,7 +35,7 @@ MODEL: Any = SimpleNamespace(
 
 def read_chat(**fields: Any) -> ChatInput:
     body = decode(json.dumps({"messages": HELLO, **fields}).encode(), chat.ChatRequest)
-    return chat.read(body, MODEL, tools.read_chat_tools(body.tools), TEMPLATE_KWARGS)
+    return chat.read(body, MODEL, tools.DeclaredTools(), TEMPLATE_KWARGS)
 
 
 def read_text(**fields: Any) -> TextInput:

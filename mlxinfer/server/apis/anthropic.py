@@ -453,7 +453,7 @@ async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
 async def count_tokens(call: Call, body: CountRequest) -> Plain:
     """Count the tokens of a conversation (Anthropic's API)."""
     model = await call.model(body.model)
-    return {"input_tokens": await call.count_tokens(model, lambda: read(body, []))}
+    return {"input_tokens": len(await call.encode(model, lambda: read(body, [])))}
 
 
 @dataclass(slots=True)

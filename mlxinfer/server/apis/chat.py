@@ -35,7 +35,6 @@ from .tools import (
     check_tools,
     custom_input,
     part_text,
-    read_chat_tools,
     report_skipped,
 )
 from .usage import (
@@ -347,10 +346,11 @@ def read(
     Args:
         body: of the request.
         model: gives values that the request leaves out.
-        tools: of the body.
+        tools: gets those of the body.
         allowed: names that chat_template_kwargs may hold.
     """
-    check_tools(None, body.tool_choice)
+    check_tools(body.tools, body.tool_choice)
+    tools.add_chat_tools(body.tools or ())
     choice = body.tool_choice
     if tools.declared or (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         choice = tools.choose(choice)
@@ -381,8 +381,7 @@ def read(
 async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
-    tools = await call.in_worker(read_chat_tools, body.tools)
-    allowed = call.service.config.template_kwargs
+    tools, allowed = DeclaredTools(), call.service.config.template_kwargs
     answers = await call.start(model, lambda: [read(body, model, tools, allowed)])
     report_skipped(call, tools.skipped)
     writer = ChatWriter(call, body, model, answers, tools.declared)
@@ -395,11 +394,8 @@ async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
     """Count the tokens of a conversation with its tools (llama.cpp's form)."""
     model = await call.model(body.model)
     allowed = call.service.config.template_kwargs
-
-    count = await call.count_tokens(
-        model, lambda: read(body, model, read_chat_tools(body.tools), allowed)
-    )
-    return {"object": "response.input_tokens", "input_tokens": count}
+    ids = await call.encode(model, lambda: read(body, model, DeclaredTools(), allowed))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @dataclass(slots=True)

@@ -30,10 +30,8 @@ from ..http import (
     Events,
     Plain,
     encode,
-    logged,
     named,
     openai_error,
-    public,
     refuse,
     same_field,
 )
@@ -224,7 +222,7 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
 
 async def _in_background(call: Call, body: ResponsesRequest) -> Plain | Events:
     """Begin an answer that goes on when its client has left. Errors until then are its client's."""
-    store, own = _store_of(call, "background"), Call(call.service, call.scope)
+    store, own = _store_of(call, "background"), call.again()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(own)
         writer = await _begin(own, body)
@@ -259,8 +257,8 @@ async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
     """Count the tokens of a conversation with its tools (the responses API)."""
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
-    count = await call.count_tokens(model, lambda: read(body, model, messages, tools))
-    return {"object": "response.input_tokens", "input_tokens": count}
+    ids = await call.encode(model, lambda: read(body, model, messages, tools))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
@@ -406,11 +404,7 @@ class ResponseWriter:
             response["store"] = False
 
     def _failed(self, error: Exception) -> bytes:
-        self.call.log.update(logged(error))
-        shown = public(error)
-        if shown is not error:
-            log.error("stream failed", exc_info=error, extra={"request_id": self.call.request_id})
-        shown_error = {"code": "server_error", "message": str(shown)}
+        shown_error = {"code": "server_error", "message": str(self.call.failure(error))}
         self.response |= {"status": "failed", "error": shown_error, "output": self.items.done}
         return self._frame("failed")
 

@@ -162,6 +162,14 @@ class DeclaredTools:
     def _shown(self, named: Plain) -> str:
         return shown_name(str(named.get("name")), named.get("namespace"))
 
+    def add_chat_tools(self, tools: Iterable[Plain]) -> None:
+        """Add the tools of a chat request; raises as `read_tools`. Functions are not looked at."""
+        for number, tool in enumerate(tools):
+            if tool.get("type") == "custom":
+                self.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
+            else:
+                self.functions.append(tool)
+
     def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
         """Add the tool at `path`, or skip it; raises as `read_tools`."""
         kind = tool.get("type")
@@ -247,18 +255,6 @@ def read_tools(tools: list[Plain] | None) -> DeclaredTools:
     found = DeclaredTools()
     for number, tool in enumerate(tools or ()):
         found.add(tool, f"tools[{number}]")
-    return found
-
-
-def read_chat_tools(tools: list[Plain] | None) -> DeclaredTools:
-    """The tools of a chat request; raises as `read_tools`, but for functions, which pass."""
-    check_tools(tools)
-    found = DeclaredTools()
-    for number, tool in enumerate(tools or ()):
-        if tool.get("type") == "custom":
-            found.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
-        else:
-            found.functions.append(tool)
     return found
 
 

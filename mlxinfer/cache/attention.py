@@ -33,26 +33,33 @@ def prepare(
     """
     if metadata.spans is not None and not group.window.sees_spans:
         metadata = replace(metadata, spans=None)
-    short: list[tuple[Ints, AttentionPart]] = []
+    short: list[AttentionPart] = []
+    rows: list[Ints] = []
+    found: Sequence[tuple[Ints, AttentionPart]]
     for segments in metadata.short:
         if _has_kernel(segments, metadata, layers):
-            short.append(kernel_part(segments, metadata, group))
+            found = [kernel_part(segments, metadata, group)]
         else:
-            short += gathered_parts(segments, metadata, group, layers)
+            found = gathered_parts(segments, metadata, group, layers)
+        for own, part in found:
+            rows.append(own)
+            short.append(part)
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None
     tiled = any(layer.tiles for layer in layers) if chunks else False
     if tiled and all(chunk.spans is None for chunk in chunks):
         tiles = tiled_part(reduce(Segments.joined, metadata.long), group)
-    return Prepared(metadata, group, place, short, chunks, tiles)
+    order = _order(rows, len(metadata.positions))
+    return Prepared(metadata, group, place, short, order, chunks, tiles)
 
 
 def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[PagedLayer]) -> bool:
     """Whether all layers have a kernel for short segments."""
     if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
         return False
-    ready = dict.fromkeys([layer.ready for layer in layers])  # few: layers of a kernel share it
-    answers = [is_ready(segments.width) for is_ready in ready]  # asks them all
-    return len(answers) > 0 and all(answers)
+    found = len(layers) > 0
+    for is_ready in {layer.ready for layer in layers}:  # few: layers of a kernel share it
+        found &= is_ready(segments.width)  # all of them are asked
+    return found
 
 
 class OnMetal:
@@ -155,7 +162,8 @@ class Prepared:
         metadata: of the step.
         group: of the layers.
         place: where tokens go in tails.
-        short: rows of each part of short segments in the flat list, and how they attend.
+        short: how the rows of short segments attend, part by part.
+        order: as of `_order`, of these rows.
         chunks: prefill chunks, which come last in the flat list.
         tiles: the same chunks through a kernel, for layers that have one.
     """
@@ -167,16 +175,16 @@ class Prepared:
         metadata: StepMetadata,
         group: PageGroup,
         place: TailPlace,
-        short: Sequence[tuple[Ints, AttentionPart]],
+        short: Sequence[AttentionPart],
+        order: mx.array | None,
         chunks: Sequence[Chunk],
         tiles: OnMetal | None = None,
     ) -> None:
         self.metadata, self.group, self.place = metadata, group, place
-        self.short = [part for _, part in short]
-        self.chunks = chunks
-        self._parts: list[AttentionPart] = [*self.short, *chunks]
-        self._tiled = self._parts if tiles is None else [*self.short, tiles]
-        self._order = _order([rows for rows, _ in short], len(metadata.positions))
+        self.short, self.chunks = short, chunks
+        self._parts: list[AttentionPart] = [*short, *chunks]
+        self._tiled = self._parts if tiles is None else [*short, tiles]
+        self._order = order
 
     @property
     def num_short(self) -> int:

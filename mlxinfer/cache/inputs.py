@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .disk.entry import Entry
 from .pages import PageTable
 
 Ints = NDArray[np.int32]
@@ -154,41 +155,29 @@ def ints(values: list[int]) -> Ints:
 
 
 class Move(NamedTuple):
-    """Tail tokens of one sequence to be written to pages: positions [start, stop)."""
+    """Tokens of one sequence, positions [start, stop), to be written to its pages.
 
-    tables: list[PageTable]  # where to, one per layer group
-    slot: int  # of the tail
-    start: int
-    stop: int
-
-
-class PartialCopy(NamedTuple):
-    """The first tokens of a shared page, to be copied into a sequence's own page and tail."""
+    They come from its tail, or they are the first tokens of a shared page: then they are written to
+    the tail, too.
+    """
 
     tables: list[PageTable]  # of the sequence, one per layer group
     slot: int  # of its tail
-    start: int  # position of the page's first token
-    stop: int  # one past the last position that is copied
-    pages: list[int | None]  # by group: the shared page; None: no later token sees any of it
+    start: int
+    stop: int
+    pages: tuple[int | None, ...] = ()  # by group: the shared page; None: no later token sees it
 
 
-class Spill(NamedTuple):
-    """An evicted page, to be read out before the step writes over it."""
-
-    group: int
-    page: int
-    key: bytes  # what it is stored under
-    parent: bytes
-    token_ids: tuple[int, ...]  # of this page alone
-
-
-class PageLoad(NamedTuple):
-    """Stored bytes to be written to a page."""
+class PageTransfer(NamedTuple):
+    """A page, or a snapshot of states, and the entry on disk that it goes to or comes from."""
 
     group: int
-    page: int
-    payload: memoryview
-    key: bytes = b""  # that it was stored under
+    page: int  # or the number of the snapshot
+    entry: Entry  # its payload is empty until the page was read out
+
+    def filled(self, payload: bytes | memoryview) -> Entry:
+        """The entry with a payload."""
+        return replace(self.entry, payload=memoryview(payload))
 
 
 @dataclass(slots=True)
@@ -200,9 +189,9 @@ class CacheWork:
     """
 
     seal: list[Move] = field(default_factory=list)
-    spill: list[Spill] = field(default_factory=list)
-    load: list[PageLoad] = field(default_factory=list)
-    copies: list[PartialCopy] = field(default_factory=list)
+    spill: list[PageTransfer] = field(default_factory=list)
+    load: list[PageTransfer] = field(default_factory=list)
+    copies: list[Move] = field(default_factory=list)
     save: list[tuple[int, int]] = field(default_factory=list)  # slot, snapshot of its state
     leave: list[int] = field(default_factory=list)  # slots that were given up
     resume: list[tuple[int, int]] = field(default_factory=list)  # snapshot, slot to go on from it
@@ -222,6 +211,8 @@ class CacheWork:
     @property
     def num_slots(self) -> int:
         """How many tails its copies need, and the pages that are sealed."""
+        if not (self.copies or self.seal):  # most steps
+            return 0
         slots = [copy.slot for copy in self.copies] + [move.slot for move in self.seal]
         return 1 + max(slots, default=-1)
 
@@ -237,7 +228,7 @@ def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints,
         None: nothing moves.
     """
     found: list[int] = []  # page, its first position, slot, from, to; for each page in turn
-    for tables, slot, start, stop in moves:
+    for tables, slot, start, stop, _ in moves:
         table = tables[group]
         for number in range(start // page_size, -(-stop // page_size)):
             page = table.page_at(number)

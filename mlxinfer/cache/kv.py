@@ -18,7 +18,8 @@ from ..errors import InsufficientMemoryError
 from ..memory import human_bytes, total_memory_bytes
 from ..metal_kernels.stored import Plane
 from .attention import prepare
-from .inputs import CacheWork, Spill, StepMetadata, seal_index
+from .disk.entry import Entry
+from .inputs import CacheWork, PageTransfer, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
 from .paged import GroupKey, PagedLayer, TailPlace, finish
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
@@ -53,6 +54,8 @@ class LayerGroup(PageGroup):
         cost: bytes of a page on the rank where they are most; this rank's until ranks agree.
         limit: pages that there may be, before any is reserved for something else.
         bytes_grown: copied while arrays grew.
+        num_pages: that the arrays have; 0: there are no arrays here.
+        num_slots: tails that there are.
     """
 
     layers: Sequence[PagedLayer] = ()
@@ -60,6 +63,8 @@ class LayerGroup(PageGroup):
     cost: int = 0
     limit: int = 0
     bytes_grown: int = 0
+    num_pages: int = 0
+    num_slots: int = 0
 
     def __post_init__(self) -> None:
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
@@ -70,9 +75,11 @@ class LayerGroup(PageGroup):
         """Make empty arrays; `at_once`: for all pages that there may be."""
         total = self.allocator.num_pages
         count = total if at_once else grown(min(FIRST_PAGES, total), self.allocator.extent, total)
+        self.num_slots = min(FIRST_SLOTS, self.max_slots) if self.layers else self.max_slots
         for layer in self.layers:
-            layer.allocate(self.page_size, count, min(FIRST_SLOTS, self.max_slots))
+            layer.allocate(self.page_size, count, self.num_slots)
         mx.eval([layer.arrays() for layer in self.layers])
+        self.num_pages = count if self.layers else 0
         self.allocator.num_present = self.num_pages or total
 
     @property
@@ -84,16 +91,6 @@ class LayerGroup(PageGroup):
     def planes(self) -> list[Plane]:
         """What the layers keep, in order."""
         return [plane for layer in self.layers for plane in layer.planes]
-
-    @property
-    def num_slots(self) -> int:
-        """Tails that there are."""
-        return self.layers[0].num_slots if self.layers else self.max_slots
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that the arrays have; 0: there are no arrays here."""
-        return self.layers[0].num_pages if self.layers else 0
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have."""
@@ -107,16 +104,20 @@ class LayerGroup(PageGroup):
             return
         if extent > pages:
             self.bytes_grown += pages * self.page_bytes
+            self.num_pages = grown(pages, extent, self.allocator.num_pages)
             for layer in self.layers:
-                layer.grow_pages(grown(pages, extent, self.allocator.num_pages))
+                layer.grow_pages(self.num_pages)
             self.allocator.num_present = self.num_pages
         if num_slots > slots:
             self.bytes_grown += slots * 2 * self.page_bytes
-            for layer in self.layers:
-                layer.resize_tails(min(max(2 * slots, num_slots), self.max_slots))
+            self._resize_tails(min(max(2 * slots, num_slots), self.max_slots))
         elif shrink and slots >= 4 * (fewest := 1 << max(num_slots - 1, 0).bit_length()):
-            for layer in self.layers:
-                layer.resize_tails(fewest)
+            self._resize_tails(fewest)
+
+    def _resize_tails(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        for layer in self.layers:
+            layer.resize_tails(num_slots)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -420,16 +421,14 @@ class KVCache:
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""
-        self.bytes_copied += sum(
-            group.num_slots * 2 * group.page_bytes for group in self.groups if group.layers
-        )
+        for group in self.groups:
+            if group.layers:
+                self.bytes_copied += group.num_slots * 2 * group.page_bytes
 
     # -- one step -------------------------------------------------------------------------------
 
-    def carry_out(
-        self, work: CacheWork, *, new_slots: Sequence[int] = ()
-    ) -> list[tuple[Spill, bytes]]:
-        """Do what must be done before a step; returns the payloads of the pages that are read out.
+    def carry_out(self, work: CacheWork, *, new_slots: Sequence[int] = ()) -> list[Entry]:
+        """Do what must be done before a step; returns the entries of the pages that are read out.
 
         Only behind a barrier where `work.writes_pages`.
 
@@ -444,21 +443,22 @@ class KVCache:
         spilled = self.read_out(work.spill) if work.spill else []
         for number, group in enumerate(self._all) if work.load else ():
             some = [load for load in work.load if load.group == number]
-            group.load([load.page for load in some], [load.payload for load in some])
+            group.load([load.page for load in some], [load.entry.payload for load in some])
         reused = [slot for slot in new_slots if slot in self._used_slots]
         self._used_slots.update(new_slots)
         for group in self._all:
             group.after_load(work, reused)
         return spilled
 
-    def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
-        """The payloads of pages and snapshots; only behind a barrier, after seals."""
-        spilled: list[tuple[Spill, bytes]] = []
+    def read_out(self, spills: Sequence[PageTransfer]) -> list[Entry]:
+        """The entries of pages and snapshots; only behind a barrier, after seals."""
+        entries: list[Entry] = []
         for number, group in enumerate(self._all):
             some = [spill for spill in spills if spill.group == number]
             payloads = group.read_out([spill.page for spill in some])
-            spilled += zip(some, payloads, strict=True)
-        return spilled
+            pairs = zip(some, payloads, strict=True)
+            entries += [spill.filled(payload) for spill, payload in pairs]
+        return entries
 
     def begin_step(self, metadata: StepMetadata) -> None:
         """Let the layers see a step, until the next one begins."""

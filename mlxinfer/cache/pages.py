@@ -188,7 +188,7 @@ class PageAllocator:
         self.num_present = num_pages
         self.extent = 0
         self.headroom = headroom
-        self._free = np.ones(num_pages, np.int8)  # by page id
+        self._free = np.ones(0, np.int8)  # by page id; pages beyond are free
 
     @property
     def num_held(self) -> int:
@@ -197,11 +197,10 @@ class PageAllocator:
 
     def resize(self, num_pages: int) -> None:
         """Set the number of pages; pages that go must be free."""
-        more = num_pages - self.num_pages
         assert self._free[num_pages:].all(), "pages that are to go are held"
-        self._free = np.concatenate([self._free[:num_pages], np.ones(max(more, 0), np.int8)])
+        self._free = self._free[:num_pages]
+        self.num_free += num_pages - self.num_pages
         self.num_pages = num_pages
-        self.num_free += more
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Take `count` pages, continuing the run that ends in page `after` while that is free.
@@ -244,8 +243,12 @@ class PageAllocator:
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` free pages, one after another, from page `start` on."""
         own = self._free[start : start + count]
-        stop = start + (len(own) if own.all() else int(own.argmin()))
-        own[: stop - start] = 0
+        stop = min(start + count, self.num_pages) if own.all() else start + int(own.argmin())
+        more = stop - len(self._free)
+        if more > 0:
+            grown = max(more, len(self._free))  # copying stays rare
+            self._free = np.append(self._free, np.ones(grown, np.int8))[: self.num_pages]
+        self._free[start:stop] = 0
         self.num_free -= stop - start
         if stop > start:
             self.extent = max(self.extent, stop)
@@ -257,10 +260,11 @@ class PageAllocator:
         Where there is none: the longest near run, if that is long enough; the lowest place with
         headroom anywhere; the longest run.
         """
-        free = np.zeros(self.num_pages + 2, np.int8)
-        free[1:-1] = self._free
-        edges = np.flatnonzero(free[1:] != free[:-1])
+        known = len(self._free)
+        free = np.append(self._free, np.int8(known < self.num_pages))  # and a page behind them
+        edges = np.flatnonzero(np.diff(free, prepend=np.int8(0), append=np.int8(0)))
         starts, stops = edges[::2], edges[1::2]  # of free runs
+        stops[stops > known] = self.num_pages  # the last one goes on
         places = starts + np.where(starts > 0, self.headroom, 0)
         roomy = places[places + count <= stops]
         if len(roomy) and roomy[0] + count <= self.num_present:

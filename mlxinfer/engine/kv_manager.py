@@ -7,7 +7,7 @@ written where a window would recycle them before. Only a partial page is copied.
 
 from collections.abc import Sequence as Seq
 
-from ..cache.inputs import CacheWork, Move, PartialCopy, Spill
+from ..cache.inputs import CacheWork, Move, PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
 from .batch import Sequence
@@ -41,7 +41,7 @@ class KVManager:
         self._recycling = [(g, group) for g, group in enumerate(groups) if group.recycles]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
-        self._copies: dict[Sequence, PartialCopy] = {}  # of sequences that no step has yet
+        self._copies: dict[Sequence, Move] = {}  # of sequences that no step has yet
         self._transfers = Transfers(store, groups) if store and reuse else None
         self.tree = PrefixTree(
             self.allocators,
@@ -88,7 +88,7 @@ class KVManager:
             extended = self._extend(sequence.tables[g], g, num_tokens)
             assert extended, "there was room"
         if point.cut_tokens:
-            self._copies[sequence] = PartialCopy(
+            self._copies[sequence] = Move(
                 sequence.tables, slot, sequence.num_sealed, point.num_tokens, point.cut_pages
             )
         if self._states is not None:
@@ -175,7 +175,7 @@ class KVManager:
         self._closing, self._copies = [], {}
         return work
 
-    def take_all(self) -> list[Spill]:
+    def take_all(self) -> list[PageTransfer]:
         """All that the tree has and the disk lacks, what was used last and parents first."""
         assert self._transfers is not None
         return self._transfers.all_of(self.tree)

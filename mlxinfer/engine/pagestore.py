@@ -8,11 +8,11 @@ ranks, each stores its part of a page under the same name; a page is there where
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.disk import DiskStats, DiskTier, Entry, chain_keys, namespace_key, page_key
-from ..cache.inputs import PageLoad, Spill
+from ..cache.disk import NOTHING_STORED, DiskTier, Entry, chain_keys, namespace_key, page_key
+from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import Node, PrefixTree, RestorePoint, Snapshot
 
@@ -66,7 +66,7 @@ class FollowerDisks:
         """Places that one of them lacks, or found broken, in order."""
         return []
 
-    def begin_save(self, spills: Seq[Spill], timeout_s: float) -> None:
+    def begin_save(self, spills: Seq[PageTransfer], timeout_s: float) -> None:
         """Let them store pages, and wait for the writes."""
 
     def end_save(self, timeout_s: float) -> bool:
@@ -130,7 +130,7 @@ class PageStore:
 
     def spills(
         self, node: Node, pages: Seq[int | None], snapshots: Iterable[Snapshot]
-    ) -> list[Spill]:
+    ) -> list[PageTransfer]:
         """The parts of a page to read out and store; none that the disk has already.
 
         Args:
@@ -151,15 +151,15 @@ class PageStore:
         for group, number in held:
             parent, key = entry_keys(before, group, node.tokens)
             if not self.tier.contains(key):
-                spills.append(Spill(group, number, key, parent, node.tokens))
+                spills.append(PageTransfer(group, number, Entry(key, parent, node.tokens)))
         return spills
 
-    def affordable(self, spills: Seq[Spill]) -> list[Spill]:
+    def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
         """As many of the last ones as may be held: of a path these are nearest to its beginning.
 
         At least one, however large.
         """
-        kept: list[Spill] = []
+        kept: list[PageTransfer] = []
         room = MAX_SPILL_BYTES
         for spill in reversed(spills):
             room -= self.page_bytes[spill.group]
@@ -168,15 +168,14 @@ class PageStore:
             kept.append(spill)
         return kept[::-1]
 
-    def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
-        """Queue payloads to be written."""
-        if self.tier is None:
-            return
-        for spill, payload in spilled:
-            self.tier.put(spill.key, spill.parent, spill.token_ids, payload)
+    def put(self, spilled: Iterable[Entry]) -> None:
+        """Queue entries to be written."""
+        if self.tier is not None:
+            for entry in spilled:
+                self.tier.put(entry)
 
     def save(
-        self, spills: Seq[Spill], read: Callable[[Seq[Spill]], list[tuple[Spill, bytes]]]
+        self, spills: Seq[PageTransfer], read: Callable[[Seq[PageTransfer]], list[Entry]]
     ) -> None:
         """Write as many as bytes and seconds allow, in their order, and wait for the writes."""
         if self.tier is None:
@@ -191,8 +190,8 @@ class PageStore:
             if not written:
                 return
 
-    def _chunks(self, spills: Seq[Spill]) -> Iterator[list[Spill]]:
-        chunk: list[Spill] = []
+    def _chunks(self, spills: Seq[PageTransfer]) -> Iterator[list[PageTransfer]]:
+        chunk: list[PageTransfer] = []
         room, total = SAVE_CHUNK_BYTES, self._max_bytes
         for spill in spills:
             room -= self.page_bytes[spill.group]
@@ -267,8 +266,8 @@ class PageStore:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers; a page of tokens is an entry for each layer group."""
-        found = DiskStats() if self.tier is None else self.tier.stats()
-        return {**asdict(found), "tokens_loaded": self.tokens_loaded}
+        found = NOTHING_STORED if self.tier is None else self.tier.stats()
+        return {**found, "tokens_loaded": self.tokens_loaded}
 
     def close(self) -> None:
         """Stop the writer; what it has not written within `SAVE_S` is lost."""
@@ -381,10 +380,12 @@ class Transfers:
         self._store = store
         self._groups = groups
         self._allocators = [group.allocator for group in groups]
-        self._spills: list[Spill] = []
-        self._loads: dict[tuple[int, int], PageLoad] = {}  # (group, page id) -> what is to go there
+        self._spills: list[PageTransfer] = []
+        self._loads: dict[
+            tuple[int, int], PageTransfer
+        ] = {}  # (group, page id) -> what is to go there
 
-    def take(self) -> tuple[list[Spill], list[PageLoad]]:
+    def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
         """Pages to be read out before the next step, and then those to be filled."""
         spills = self._store.affordable(self._spills)
         loads = list(self._loads.values())
@@ -408,7 +409,7 @@ class Transfers:
             if (spill.group, spill.page) not in unfilled
         ]
 
-    def all_of(self, tree: PrefixTree) -> list[Spill]:
+    def all_of(self, tree: PrefixTree) -> list[PageTransfer]:
         """All that the tree has and the disk lacks, what was used last and parents first."""
         for node in sorted(tree.nodes(), key=lambda node: (-node.tick, node.number)):
             self.note_evicted(node, node.pages, list(node.snapshots.values()))
@@ -458,7 +459,7 @@ class Transfers:
             read = found[group]
             for number, page in zip(read, numbers, strict=True):
                 entry = read[number]
-                self._loads[group, page] = PageLoad(group, page, entry.payload, entry.key)
+                self._loads[group, page] = PageTransfer(group, page, entry)
                 last = runs[-1] if runs else None
                 if last and last[0] == group and last[1] + len(last[2]) == number:
                     last[2].append(page)
@@ -492,4 +493,4 @@ class Transfers:
         snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
         if snapshot is not None:
             place = self._store.state_group, snapshot.number
-            self._loads[place] = PageLoad(*place, read.payload, read.key)
+            self._loads[place] = PageTransfer(*place, read)

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.disk import namespace_key
-from ..cache.inputs import CacheWork, Ints, Spill, StepMetadata
+from ..cache.disk import Entry, namespace_key
+from ..cache.inputs import CacheWork, Ints, StepMetadata
 from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
 from ..cache.paged import PagedLayer, finish
@@ -208,9 +208,7 @@ class Forward:
         self._taps = tuple(taps)
         self._link = link
 
-    def prepare(
-        self, step: StepInputs, in_flight: InFlight | None
-    ) -> tuple[bool, list[tuple[Spill, bytes]]]:
+    def prepare(self, step: StepInputs, in_flight: InFlight | None) -> tuple[bool, list[Entry]]:
         """Do what must be done to the cache before a step.
 
         Returns:
@@ -370,7 +368,7 @@ class Launched:
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
-    spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
+    spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
     goes_on: bool = False  # on other ranks behind this one, from which nothing comes back

@@ -8,8 +8,8 @@ and found it sound: one that a single rank lacks is computed again by all.
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..cache.disk import DiskTier, namespace_key
-from ..cache.inputs import Spill
+from ..cache.disk import DiskTier, Entry, namespace_key
+from ..cache.inputs import PageTransfer
 from ..engine.pagestore import FollowerDisks
 from . import messages
 
@@ -47,7 +47,7 @@ class OtherDisks(FollowerDisks):
             )
         return sorted(found)
 
-    def begin_save(self, spills: Sequence[Spill], timeout_s: float) -> None:
+    def begin_save(self, spills: Sequence[PageTransfer], timeout_s: float) -> None:
         """Let them store pages and wait for the writes; `end_save` must follow."""
         self._number += 1
         self._others.tell("save", self._number, list(spills), timeout_s)
@@ -108,11 +108,11 @@ class OwnDisk:
                 self.held[key] = memoryview(b"")
         return missing
 
-    def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
-        """Queue payloads to be written, of those that have any bytes."""
-        for spill, payload in spilled:
-            if payload and self._tier is not None:
-                self._tier.put(spill.key, spill.parent, spill.token_ids, payload)
+    def put(self, spilled: Iterable[Entry]) -> None:
+        """Queue entries to be written, of those that have any bytes."""
+        for entry in spilled:
+            if entry.payload and self._tier is not None:
+                self._tier.put(entry)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the writes; whether all ended in time."""

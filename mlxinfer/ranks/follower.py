@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from ..cache.inputs import Spill
+from ..cache.inputs import PageTransfer
 from ..cache.paged import finish
 from ..config import EngineConfig, KVOptions
 from ..engine.kernels import choose_on_this_machine
@@ -272,7 +272,7 @@ class Follower:
         page_bytes += [] if cache.state_group is None else [cache.state_group.num_bytes]
         self._say(messages.DiskDone(number, self._disk.fetch(places, page_bytes)))
 
-    def _save(self, number: int, spills: list[Spill], timeout_s: float) -> None:
+    def _save(self, number: int, spills: list[PageTransfer], timeout_s: float) -> None:
         """Store pages, and wait for the writes; `DiskDone` answers this order's number."""
         self._disk.put(self._running.cache.read_out(spills))
         self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))

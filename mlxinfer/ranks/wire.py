@@ -225,13 +225,13 @@ class StepReader:
 
 def _without_payloads(work: CacheWork) -> CacheWork:
     """The same work; what is loaded into pages, each rank has read itself."""
-    load = [one._replace(payload=memoryview(b"")) for one in work.load]
+    load = [one._replace(entry=one.filled(b"")) for one in work.load]
     return replace(work, load=load) if load else work
 
 
 def _work_of(row: Sequence[Any], held: Mapping[bytes, memoryview]) -> CacheWork:
     work = _of_row(CacheWork, row)
-    work.load = [one._replace(payload=held[one.key]) for one in work.load]
+    work.load = [one._replace(entry=one.filled(held[one.entry.key])) for one in work.load]
     return work
 
 

@@ -30,7 +30,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 def put(tier: DiskTier, token_ids: list[int], payload: bytes, parent: bytes = MODEL) -> bytes:
     key = page_key(parent, token_ids)
-    assert tier.put(key, parent, token_ids, payload)
+    assert tier.put(Entry(key, parent, tuple(token_ids), memoryview(payload)))
     return key
 
 
@@ -83,10 +83,7 @@ def test_a_key_stands_for_all_that_came_before() -> None:
 
 def test_what_was_put_comes_back_at_once_and_after_a_restart(tmp_path: Path) -> None:
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
-    payload = bytearray(b"payload")
-    key = page_key(MODEL, [1, 2])
-    tier.put(key, MODEL, [1, 2], memoryview(payload))
-    payload[:] = b"changed"
+    key = put(tier, [1, 2], b"payload")
     for _ in range(2):
         entry = tier.get(key)
         assert entry is not None
@@ -96,7 +93,7 @@ def test_what_was_put_comes_back_at_once_and_after_a_restart(tmp_path: Path) -> 
     tier.close()
     reopened = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
     assert bytes(reopened.get(key).payload) == b"payload"
-    assert reopened.stats().num_entries == 1
+    assert reopened.stats()["num_entries"] == 1
     other = DiskTier(str(tmp_path), namespace_key("another"), max_bytes=MEGABYTE)
     assert other.get(key) is None, "another namespace"
     for opened in (reopened, other):
@@ -132,8 +129,8 @@ def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
     put(reopened, [10, 10], bytes(1000))
     reopened.flush()
     assert [reopened.contains(key) for key in keys] == [True, False, False]
-    assert reopened.stats().num_bytes == 4 * size
-    assert (reopened.stats().num_entries, reopened.stats().evicted) == (4, 1)
+    assert reopened.stats()["num_bytes"] == 4 * size
+    assert (reopened.stats()["num_entries"], reopened.stats()["evicted"]) == (4, 1)
     reopened.close()
 
 
@@ -157,14 +154,18 @@ def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
     put(tier, [2], bytes(500))
     tier.close()
     assert tier.contains(small)
-    assert (tier.stats().num_entries, tier.stats().dropped, tier.stats().evicted) == (1, 1, 0)
+    assert (tier.stats()["num_entries"], tier.stats()["dropped"], tier.stats()["evicted"]) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
     for _ in range(3):
         put(tier, [1], b"x")
         tier.flush()
-    assert tier.stats().written == 1
+    assert tier.stats()["written"] == 1
 
 
 def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_damaged_file_is_a_miss_and_goes(tier: DiskTier, tmp_path: Path, damag
     path.write_bytes(whole[damage])
     assert tier.get(key) is None
     assert not path.exists()
-    assert (tier.stats().corrupt, tier.stats().misses) == (1, 1)
+    assert (tier.stats()["corrupt"], tier.stats()["misses"]) == (1, 1)
     put(tier, [1], b"payload")
     tier.flush()
     assert bytes(tier.get(key).payload) == b"payload"
@@ -256,7 +257,7 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
     assert files.failed
     if operation in ("create", "write", "fsync", "close", "rename"):
         assert found[new] is None
-        assert tier.stats().errors == 1
+        assert tier.stats()["errors"] == 1
     after = DiskTier(str(tmp_path), MODEL, max_bytes=400)
     assert all(path.suffix == ".kv" for path in files_in(tmp_path))
     put(after, [2], bytes(200))
@@ -278,7 +279,7 @@ def test_what_cannot_be_removed_does_not_block_others(tmp_path: Path) -> None:
     assert found is not None
     assert bytes(found.payload) == bytes(200)
     assert stuck.exists()
-    assert tier.stats().written == 29
+    assert tier.stats()["written"] == 29
     tier.close()
 
 
@@ -288,7 +289,7 @@ def test_a_root_that_is_no_folder_costs_misses(tmp_path: Path) -> None:
     key = put(tier, [1], b"x")
     tier.close()
     assert tier.get(key) is None
-    assert tier.stats().errors > 0
+    assert tier.stats()["errors"] > 0
 
 
 # -- several at once ----------------------------------------------------------------------------
@@ -308,15 +309,18 @@ class Slow(Files):
 def test_a_slow_disk_makes_no_request_wait(tmp_path: Path) -> None:
     files = Slow()
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_pending_bytes=3000, files=files)
-    taken = [tier.put(page_key(MODEL, [n]), MODEL, [n], bytes([n] * 900)) for n in range(6)]
+    entries = [
+        Entry(page_key(MODEL, [n]), MODEL, (n,), memoryview(bytes([n] * 900))) for n in range(6)
+    ]
+    taken = [tier.put(entry) for entry in entries]
     assert taken == [True, True, True, False, False, False]
     assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900), "not written yet"
     assert not tier.flush(0.01)
     files.go_on.set()
     tier.close()
-    assert (tier.stats().written, tier.stats().dropped) == (3, 3)
+    assert (tier.stats()["written"], tier.stats()["dropped"]) == (3, 3)
     assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900)
-    assert not tier.put(page_key(MODEL, [9]), MODEL, [9], b"")
+    assert not tier.put(Entry(page_key(MODEL, [9]), MODEL, (9,)))
     assert tier.flush()
 
 
@@ -342,7 +346,7 @@ def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
         thread.join()
     for tier in tiers:
         tier.close()
-        assert tier.stats().corrupt == 0
+        assert tier.stats()["corrupt"] == 0
     assert wrong == []
     assert all(path.suffix == ".kv" for path in files_in(tmp_path))
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 2 * 3000
@@ -350,11 +354,12 @@ def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
 
 WRITE_FOR_EVER = """
 import sys
-from mlxinfer.cache.disk import DiskTier, namespace_key, page_key
+from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 model = namespace_key("model", "bf16")
 tier = DiskTier(sys.argv[1], model, max_bytes=2**20)
 for n in range(10**9):
-    tier.put(page_key(model, [n]), model, [n], n.to_bytes(4, "little") * 5000)
+    payload = memoryview(n.to_bytes(4, "little") * 5000)
+    tier.put(Entry(page_key(model, [n]), model, (n,), payload))
     tier.flush()
     if n == 3:
         print("under way", flush=True)
@@ -377,4 +382,4 @@ def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
         (number,) = entry.token_ids
         assert bytes(entry.payload) == number.to_bytes(4, "little") * 5000
     tier.close()
-    assert tier.stats().corrupt == 0
+    assert tier.stats()["corrupt"] == 0

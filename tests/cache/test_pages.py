@@ -34,6 +34,15 @@ def test_fills_what_is_near_before_it_goes_further() -> None:
     assert allocator.allocate(8) == [3, 4, 5, 6, 7, 8, 9, 10]
 
 
+def test_pages_that_were_never_handed_out_cost_nothing() -> None:
+    allocator = PageAllocator(1 << 50, headroom=8)
+    assert allocator.allocate(3) + allocator.allocate(2) == [0, 1, 2, 11, 12]
+    allocator.release([1, 11, 12])
+    assert allocator.allocate(1 << 10) == list(range(11, 11 + (1 << 10)))
+    allocator.resize(1 << 40)
+    assert allocator.num_free == (1 << 40) - 2 - (1 << 10)
+
+
 @given(st.data())
 def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 40))

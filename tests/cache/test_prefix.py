@@ -67,7 +67,7 @@ def test_finds_whole_pages_and_part_of_the_next() -> None:
     match = tree.probe("", [*range(7), 99, 98, 97])
     assert match.num_tokens == 7
     assert match.tables()[0].pages == [0]
-    assert (match.cut_pages, match.cut_tokens) == ([1], 3)
+    assert (match.cut_pages, match.cut_tokens) == ((1,), 3)
     assert reused(tree, list(range(12))) == 10  # the partial leaf too
     assert reused(tree, list(range(10)), "adapter") == 0
     assert tree.tokens_reused == 0  # looking is not using

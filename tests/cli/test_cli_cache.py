@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.cache.disk import DiskTier, namespace_key, page_key
+from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 
 
 @pytest.fixture
@@ -18,7 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, count in (("one", 2), ("other", 1)):
         tier = DiskTier(str(root), namespace_key(name), max_bytes=1 << 20)
         for i in range(count):
-            tier.put(page_key(tier.namespace, [i]), tier.namespace, [i], bytes(1000))
+            key, payload = page_key(tier.namespace, [i]), memoryview(bytes(1000))
+            tier.put(Entry(key, tier.namespace, (i,), payload))
         tier.close()
     return root
 

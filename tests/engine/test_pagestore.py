@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxinfer.cache.disk import DiskTier, namespace_key
-from mlxinfer.cache.inputs import Spill
+from mlxinfer.cache.disk import DiskTier, Entry, namespace_key
+from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.cache.prefix import PrefixTree
 from mlxinfer.engine import pagestore
@@ -71,7 +71,7 @@ class Bench:
         tree.insert(None, IDS[: num_pages * PAGE], tables)
         return tree
 
-    def spills(self) -> list[Spill]:
+    def spills(self) -> list[PageTransfer]:
         """What the disk lacks of ten pages."""
         nodes = self.tree(10).nodes()
         return [s for node in nodes for s in self.store.spills(node, node.pages, ())]
@@ -80,8 +80,8 @@ class Bench:
         for node in self.tree(10).nodes():
             spills = self.store.spills(node, node.pages, ())
             assert [spill.group for spill in spills] == [FULL, WINDOWED]
-            self.store.put((s, bytes([node.number]) * PAGE_BYTES[s.group]) for s in spills)
-            self.keys |= {(node.number, s.group): s.key for s in spills}
+            self.store.put(s.filled(bytes([node.number]) * PAGE_BYTES[s.group]) for s in spills)
+            self.keys |= {(node.number, s.group): s.entry.key for s in spills}
         self.tier.flush()
 
     def lose(self, number: int, group: int) -> None:
@@ -120,7 +120,7 @@ def test_a_window_is_read_only_where_a_prompt_goes_on(bench: Bench) -> None:
 
 def test_one_page_is_not_looked_for(bench: Bench) -> None:
     assert numbers(bench.find(in_memory=9)) == []
-    assert bench.tier.stats().hits == 0
+    assert bench.tier.stats()["hits"] == 0
     assert numbers(bench.find(in_memory=8)) == [[8, 9], [8, 9]]
 
 
@@ -163,7 +163,7 @@ def test_pages_on_the_disk_are_not_spilled_again(bench: Bench) -> None:
 
 
 def test_of_too_much_the_last_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    spills = [Spill(g, i, b"", b"", ()) for i in range(3) for g in (FULL, WINDOWED)]
+    spills = [PageTransfer(g, i, Entry(b"", b"", ())) for i in range(3) for g in (FULL, WINDOWED)]
     assert bench.store.affordable(spills) == spills
     monkeypatch.setattr(pagestore, "MAX_SPILL_BYTES", 21)
     assert bench.store.affordable(spills) == spills[3:]
@@ -180,7 +180,7 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
     def read(chunk):  # type: ignore[no-untyped-def]
         asked.append(len(chunk))
         bench.clock.now += 4.0
-        return [(spill, bytes(PAGE_BYTES[spill.group])) for spill in chunk]
+        return [spill.filled(bytes(PAGE_BYTES[spill.group])) for spill in chunk]
 
     bench.store.save(spills, read)
     assert asked == [2, 2, 1], "14, 28 and 36 bytes; six more are too many"

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxinfer.cache.disk import Entry
 from mlxinfer.cache.inputs import (
     CacheWork,
     Move,
-    PageLoad,
-    PartialCopy,
+    PageTransfer,
     Segments,
-    Spill,
     StepMetadata,
     ints,
 )
@@ -119,9 +118,9 @@ def full_step() -> StepInputs:
         pending=ints([-1, 0, -1, -1]),
         work=CacheWork(
             seal=[Move(tables[0], 1, 0, 16)],
-            spill=[Spill(0, 5, b"key", b"parent", (1, 2))],
-            load=[PageLoad(0, 6, memoryview(b"read"), b"other")],
-            copies=[PartialCopy(tables[3], 2, 16, 20, [4, None])],
+            spill=[PageTransfer(0, 5, Entry(b"key", b"parent", (1, 2)))],
+            load=[PageTransfer(0, 6, Entry(b"other", b"key", (3,), memoryview(b"read")))],
+            copies=[Move(tables[3], 2, 16, 20, (4, None))],
             save=[(1, 2)],
             leave=[3],
             resume=[(4, 5)],
@@ -158,9 +157,9 @@ CHANGED: dict[type, dict[str, Any]] = {
     },
     CacheWork: {
         "seal": [Move([PageTable(PAGE, pages=[7])], 1, 0, 15)],
-        "spill": [Spill(0, 5, b"key", b"parent", (1, 3))],
-        "load": [PageLoad(0, 6, memoryview(b"read"), b"key")],
-        "copies": [PartialCopy([PageTable(PAGE, pages=[10])], 2, 16, 20, [5, None])],
+        "spill": [PageTransfer(0, 5, Entry(b"key", b"parent", (1, 3)))],
+        "load": [PageTransfer(0, 6, Entry(b"key", b"key", (3,), memoryview(b"read")))],
+        "copies": [Move([PageTable(PAGE, pages=[10])], 2, 16, 20, (5, None))],
         "save": [(1, 3)],
         "leave": [],
         "resume": [(4, 6)],

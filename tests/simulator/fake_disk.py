@@ -26,13 +26,11 @@ class FakeTier:
     def contains(self, key: bytes) -> bool:
         return key in self._entries
 
-    def put(self, key: bytes, parent: bytes, token_ids: Sequence[int], payload: bytes) -> bool:
+    def put(self, entry: Entry) -> bool:
         if self._fails():
             return False
-        before = self._entries.setdefault(
-            key, Entry(key, parent, tuple(token_ids), memoryview(payload))
-        )
-        assert before.payload == payload, "the same tokens, another content"
+        before = self._entries.setdefault(entry.key, entry)
+        assert before == entry, "the same tokens, another content"
         return True
 
     def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:

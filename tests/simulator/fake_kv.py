@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from simulator.fake_states import FakeStates
 from simulator.oracle import layer_groups
 
-from mlxinfer.cache.inputs import CacheWork, Move, PageLoad, PartialCopy, Spill
+from mlxinfer.cache.disk import Entry
+from mlxinfer.cache.inputs import CacheWork, Move, PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageTable
 from mlxinfer.engine.batch import Segment
 
@@ -75,7 +76,7 @@ class FakeKV:
             while len(tails) < num_slots:
                 tails.append([POISON] * (2 * self.page_size))
 
-    def poison_given_back(self, spills: Sequence[Spill]) -> None:
+    def poison_given_back(self, spills: Sequence[PageTransfer]) -> None:
         """Behind a barrier only spills read what was given back since the last one."""
         spilled = {(spill.group, spill.page) for spill in spills}
         for group, allocator in enumerate(self.allocators):
@@ -84,7 +85,7 @@ class FakeKV:
                     self._poison(group, page)
             allocator.given_back.clear()
 
-    def poison_pages(self, spills: Sequence[Spill]) -> None:
+    def poison_pages(self, spills: Sequence[PageTransfer]) -> None:
         """They were read out, and that was the last of them."""
         for spill in spills:
             self._poison(spill.group, spill.page)
@@ -99,7 +100,7 @@ class FakeKV:
         for tails in self.tails:
             tails[slot] = [POISON] * (2 * self.page_size)
 
-    def carry_out(self, work: CacheWork, admit: Callable[[], None]) -> list[tuple[Spill, bytes]]:
+    def carry_out(self, work: CacheWork, admit: Callable[[], None]) -> list[Entry]:
         """All that is done before a step; `admit` gives slots to their new owners."""
         self.seal(work.seal)
         if self.states is not None:
@@ -128,38 +129,38 @@ class FakeKV:
                         self._write(pool, slot, tail[position % ring])
         assert not targets or max(targets.values()) == 1, "two tails are moved to one page"
 
-    def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
+    def read_out(self, spills: Sequence[PageTransfer]) -> list[Entry]:
         """Evicted pages as bytes, one layer of their group after the other."""
         assert self.may_write_pages or not spills, "pages are read out while a step is in flight"
         size, spilled = self.page_size, []
         for spill in spills:
             if spill.group == len(self.windows):
                 assert self.states is not None
-                spilled.append((spill, self.states.read(spill.page)))
+                spilled.append(spill.filled(self.states.read(spill.page)))
                 continue
             values = array("q")
             for layer, g in enumerate(self.groups):
                 if g == spill.group:
                     start = spill.page * size
                     values.extend(self.read(layer, [(start, start + size)]))
-            spilled.append((spill, values.tobytes()))
+            spilled.append(spill.filled(values.tobytes()))
         return spilled
 
-    def fill(self, loads: Sequence[PageLoad]) -> None:
+    def fill(self, loads: Sequence[PageTransfer]) -> None:
         """Bytes to pages."""
         size = self.page_size
         for load in loads:
             if load.group == len(self.windows):
                 assert self.states is not None
-                self.states.load(load.page, load.payload)
+                self.states.load(load.page, load.entry.payload)
                 continue
-            values = iter(array("q", load.payload.tobytes()))
+            values = iter(array("q", load.entry.payload.tobytes()))
             for layer, g in enumerate(self.groups):
                 if g == load.group:
                     for slot in range(load.page * size, (load.page + 1) * size):
                         self._write(self.pools[layer], slot, next(values))
 
-    def restore(self, restores: Sequence[PartialCopy]) -> None:
+    def restore(self, restores: Sequence[Move]) -> None:
         """Beginnings of shared pages to a page and a tail of one's own; all read before written."""
         ring = 2 * self.page_size
         copies = []

@@ -12,7 +12,7 @@ from engine.spelled import segments_of
 from simulator.fake_kv import FakeKV
 from simulator.oracle import Rules, embed, key, mix, sample
 
-from mlxinfer.cache.inputs import Spill
+from mlxinfer.cache.disk import Entry
 from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment
 from mlxinfer.engine.batch import Sequence as EngineSequence
 
@@ -27,7 +27,7 @@ class Launched:
 
     batch: Batch
     tokens: list[int] = field(default_factory=list)
-    spilled: list[tuple[Spill, bytes]] = field(default_factory=list)
+    spilled: list[Entry] = field(default_factory=list)
     unsampled: list[tuple[Segment, int, int]] = field(default_factory=list)  # rows with a grammar
     rows: dict[EngineSequence, int] = field(default_factory=dict)  # of sequences that get a token
     fault: str | None = None

@@ -1,6 +1,14 @@
 """The disk tier of the prefix cache."""
 
 from .entry import Entry, Files, chain_keys, namespace_key, page_key
-from .tier import DiskStats, DiskTier
+from .tier import NOTHING_STORED, DiskTier
 
-__all__ = ["DiskStats", "DiskTier", "Entry", "Files", "chain_keys", "namespace_key", "page_key"]
+__all__ = [
+    "NOTHING_STORED",
+    "DiskTier",
+    "Entry",
+    "Files",
+    "chain_keys",
+    "namespace_key",
+    "page_key",
+]

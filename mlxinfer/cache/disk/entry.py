@@ -22,6 +22,7 @@ ID_BYTES = 8
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")
 _CHECKSUM_BYTES = 16
+NO_BYTES = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Entry:
     key: bytes
     parent: bytes
     token_ids: tuple[int, ...]
-    payload: memoryview  # (payload bytes,) read-only
+    payload: memoryview = NO_BYTES  # (payload bytes,) read-only
 
     @property
     def num_bytes(self) -> int:

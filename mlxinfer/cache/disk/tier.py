@@ -16,7 +16,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from .entry import KEY_BYTES, Entry, Files, decode, encode, page_key
 
@@ -27,19 +26,18 @@ _TEMP = re.compile(rf"{_HEX}\.[0-9a-f]+\.tmp")
 WRITES_PER_SCAN = 64  # how often to look for what other processes wrote
 
 
-@dataclass(slots=True)
-class DiskStats:
-    """Entries on disk, and counts since the store was opened."""
-
-    num_entries: int = 0  # of all namespaces
-    num_bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    written: int = 0
-    dropped: int = 0  # not written: the queue was full, or the entry larger than the budget
-    evicted: int = 0
-    corrupt: int = 0  # found broken, and removed
-    errors: int = 0  # of the file system; each was a miss, or an entry not written
+NOTHING_STORED = {
+    "num_entries": 0,  # of all namespaces
+    "num_bytes": 0,
+    "hits": 0,
+    "misses": 0,
+    "written": 0,
+    "dropped": 0,  # not written: the queue was full, or the entry larger than the budget
+    "evicted": 0,
+    "corrupt": 0,  # found broken, and removed
+    "errors": 0,  # of the file system; each was a miss, or an entry not written
+}
+"""Entries on disk, and counts since a tier was opened."""
 
 
 class DiskTier:
@@ -78,7 +76,7 @@ class DiskTier:
         self._lock = threading.Lock()  # of the next three
         self._sizes: OrderedDict[str, int] = OrderedDict()  # path -> bytes, longest unused first
         self._num_bytes = 0  # of all of them
-        self._stats = DiskStats()
+        self._counts = dict(NOTHING_STORED)
         self._num_until_scan = WRITES_PER_SCAN
         self._unsynced = False
         self._max_pending_bytes = max_pending_bytes
@@ -126,10 +124,11 @@ class DiskTier:
             return False
         return True
 
-    def stats(self) -> DiskStats:
-        """A copy of the counts."""
+    def stats(self) -> dict[str, int]:
+        """As of `NOTHING_STORED`."""
         with self._lock:
-            return replace(self._stats, num_entries=len(self._sizes), num_bytes=self._num_bytes)
+            now = {"num_entries": len(self._sizes), "num_bytes": self._num_bytes}
+            return {**self._counts, **now}
 
     def remove(self, key: bytes) -> None:
         """Remove the entry of a key, if it is on the disk."""
@@ -141,7 +140,7 @@ class DiskTier:
     def count_dropped(self) -> None:
         """An entry was not written for want of room or time."""
         with self._lock:
-            self._stats.dropped += 1
+            self._counts["dropped"] += 1
 
     def _read(self, key: bytes) -> Entry | None:
         path = self._path(key)
@@ -240,29 +239,20 @@ class DiskTier:
 
     # -- writing later --------------------------------------------------------------------------
 
-    def put(
-        self, key: bytes, parent: bytes, token_ids: Sequence[int], payload: bytes | memoryview
-    ) -> bool:
-        """Store a page soon. The payload is copied, unless it is bytes.
-
-        Args:
-            key: `page_key(parent, token_ids)`.
-            parent: key of the page before, or what the chain starts from.
-            token_ids: of this page alone.
-            payload: of any size and content.
+    def put(self, entry: Entry) -> bool:
+        """Store a page soon. The payload is not copied, and must not change.
 
         Returns:
             False: dropped, for too much waits already, or the tier was closed.
         """
-        assert key == page_key(parent, token_ids)
-        if self.contains(key):
+        assert entry.key == page_key(entry.parent, entry.token_ids)
+        if self.contains(entry.key):
             return True
-        entry = Entry(key, parent, tuple(token_ids), memoryview(bytes(payload)))
         with self._changed:
             waiting = self._num_pending_bytes + entry.num_bytes
             if not self._stopping and waiting <= self._max_pending_bytes:
                 self._num_pending_bytes = waiting
-                self._pending[key] = entry
+                self._pending[entry.key] = entry
                 self._start_writer()
                 self._changed.notify_all()
                 return True
@@ -366,4 +356,4 @@ class DiskTier:
     def _count(self, **counts: int) -> None:
         with self._lock:
             for name, count in counts.items():
-                setattr(self._stats, name, getattr(self._stats, name) + count)
+                self._counts[name] += count

@@ -197,9 +197,9 @@ class RestorePoint:
     page_size: int
 
     @property
-    def cut_pages(self) -> list[int | None]:
-        """By group: the page id to copy the first `cut_tokens` tokens from; [] without a cut."""
-        return list(self.cut.pages) if self.cut else []
+    def cut_pages(self) -> tuple[int | None, ...]:
+        """By group: the page id to copy the first `cut_tokens` tokens from; () without a cut."""
+        return tuple(self.cut.pages) if self.cut else ()
 
     def tables(self) -> list[PageTable]:
         """By group: a page table of the whole pages that are needed to go on."""

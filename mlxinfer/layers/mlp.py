@@ -71,9 +71,9 @@ class MLP:
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        form = self.form
-        if form is not None and x.dtype == form.gate.dtype and self.ready(x.shape[0]):
-            matrix = matrix_of(self.gate_up_proj)
+        form, ready = self.form, self.ready
+        if form is not None and ready is not never and x.dtype == form.gate.dtype:
+            matrix = matrix_of(self.gate_up_proj) if ready(x.shape[0]) else None
             if matrix is not None:
                 return self.down_proj(gate_up(x, matrix, form), residual)
         return self.down_proj(self.activation(self.gate_up_proj(x)), residual)

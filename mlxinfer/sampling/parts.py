@@ -58,7 +58,7 @@ class SamplerSlot:
 
 
 class Turn(NamedTuple):
-    """Which token each of R rows is to get."""
+    """Which token each of the R rows of a batch is to get."""
 
     counts: NDArray[np.int64]  # (R,) its index: how many tokens the answer has before it
     recent: mx.array | None  # (R, n) int32 newest tokens that no memory has yet, then -1
@@ -72,7 +72,8 @@ class SamplerPart(NamedTuple):
     among the recent ones, and whatever other rows are there.
     """
 
-    change: Callable[[mx.array, "PartRows", Turn], mx.array]  # logits (P, width) -> (P, width)
+    # Logits (P, width) -> (P, width); the turn is that of the whole batch.
+    change: Callable[[mx.array, "PartRows", Turn], mx.array]
     concerns: Callable[[SamplingParams], bool]  # whether a request needs it
     # Of a request: its slot, prompt and answer so far -> a memory.
     memory: Callable[[SamplerSlot, Sequence[int], Sequence[int]], Any] | None = None
@@ -104,10 +105,17 @@ class PartRows:
         places = self.device_places
         if places is None:
             return self.part.change(logits, self, turn)
-        recent = None if turn.recent is None else turn.recent[places]
-        own = Turn(turn.counts[self.places], recent)
-        logits[places] = self.part.change(logits[places], self, own)
+        logits[places] = self.part.change(logits[places], self, turn)
         return logits
+
+    def counts(self, turn: Turn) -> NDArray[np.int64]:
+        """(P,) of these rows."""
+        return turn.counts[self.places]
+
+    def recent(self, turn: Turn) -> mx.array | None:
+        """(P, n) of these rows."""
+        places, recent = self.device_places, turn.recent
+        return recent if recent is None or places is None else recent[places]
 
     @property
     def memories(self) -> list[Any]:
@@ -182,7 +190,8 @@ def _tokens(rows: PartRows, turn: Turn) -> mx.array:
     table = np.full((len(known), len(places)), -1, dtype=np.int32)
     table[places < lengths[:, None]] = np.concatenate(known)
     tokens = mx.array(table)
-    return tokens if turn.recent is None else mx.concatenate([tokens, turn.recent], axis=-1)
+    recent = rows.recent(turn)
+    return tokens if recent is None else mx.concatenate([tokens, recent], axis=-1)
 
 
 def _windows(rows: PartRows) -> mx.array:
@@ -216,7 +225,7 @@ class BiasTable(NamedTuple):
 def biases(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     """Add `logit_bias`, and forbid end tokens until the answer has `min_tokens`."""
     table = rows.once(_bias_table)
-    is_early = turn.counts[:, None] < table.min_tokens
+    is_early = rows.counts(turn)[:, None] < table.min_tokens
     added = np.where(is_early, table.early, table.later)
     if not added.any():
         return logits
@@ -328,7 +337,7 @@ def dry(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     llama.cpp (`dry_*`).
     """
     table = rows.once(_dry_table)
-    tokens, lengths = _repeated(rows.memories, table, turn.recent)
+    tokens, lengths = _repeated(rows.memories, table, rows.recent(turn))
     following, lengths = tokens[:, 1:], lengths[:, :-1]  # (P, N - 1)
     columns = mx.where(following >= 0, following, rows.spare)
     breaks = mx.take_along_axis(table.breakers, columns, axis=-1)
@@ -523,7 +532,7 @@ def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     likely = there & (weights >= rows.column("xtc_threshold") * total_weight(weights))
     least = mx.where(likely, weights, mx.inf).min(axis=-1, keepdims=True)
     streams = np.array([slot.stream for slot in rows.slots], dtype=np.uint64)
-    random = uniforms(streams ^ EXCLUDING, turn.counts)
+    random = uniforms(streams ^ EXCLUDING, rows.counts(turn))
     chance = np.array(rows.settings("xtc_probability"), dtype=np.float32)
     now = mx.array((random < chance)[:, None])
     return mx.where(there & ~(now & likely & (weights > least)), logits, -mx.inf)

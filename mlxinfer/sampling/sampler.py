@@ -8,6 +8,7 @@ kernel does the draw together with the parts marked `fused`, and the grammar's m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -210,7 +211,7 @@ class Sampler:
     def reset(self) -> None:
         """Forget all requests."""
         self._slots: dict[int, SamplerSlot] = {}
-        self._remembering: dict[int, SamplerSlot] = {}  # those with a memory
+        self._memories: dict[int, list[Any]] = {}  # by slot, where there are any
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}
 
     def add(
@@ -237,22 +238,22 @@ class Sampler:
         added = SamplerSlot(params, prompt_ids, output_ids, stop_ids, breakers)
         self._slots[slot] = added
         if added.memories:
-            self._remembering[slot] = added
+            self._memories[slot] = list(added.memories.values())
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
         """Forget the request of this slot."""
         self._slots.pop(slot, None)
-        self._remembering.pop(slot, None)
+        self._memories.pop(slot, None)
         self._plans.clear()
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
         """Add tokens (N,) to the memories of slots (N,), all different; slot -1: none."""
-        if not self._remembering:
+        if not self._memories:
             return
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            if slot in self._remembering:
-                for memory in self._remembering[slot].memories.values():
+            if slot in self._memories:
+                for memory in self._memories[slot]:
                     memory.append(token_id)
 
     def sample(

@@ -38,7 +38,8 @@ class TokenBuffer:
     @property
     def ids(self) -> Ints:
         """(N,) the tokens. Later tokens do not change an array that was read before."""
-        return self._room[self._stop - len(self) : self._stop]
+        start = 0 if self._last is None else max(self._stop - self._last, 0)
+        return self._room[start : self._stop]
 
     def append(self, token_id: int) -> None:
         """Add one token."""

@@ -220,12 +220,12 @@ class Attention(AttentionShape, Mixer):
             if self.qk_norm is not None and not self.norm_last:
                 qk = self.qk_norm(qk)
             if self.rope is not None:
-                qk = self.rope(qk, step.prepared(self.rope))
+                qk = self.rope(qk, step.prepared[self.rope])
             if self.qk_norm is not None and self.norm_last:
                 qk = self.qk_norm(qk)
             queries, keys = mx.split(qk, self.k_start, axis=1)
             if self.query_scale is not None:
-                queries = self.query_scale(queries, step.prepared(self.query_scale))
+                queries = self.query_scale(queries, step.prepared[self.query_scale])
             if self.v_norm is not None:
                 values = self.v_norm(values)
             outputs = cache.attend(queries, keys, values, self.softmax)
@@ -279,7 +279,7 @@ class SharedAttention:
         if self.q_norm is not None:
             queries = self.q_norm(queries)
         if source.rope is not None:
-            queries = source.rope(queries, step.prepared(source.rope))
+            queries = source.rope(queries, step.prepared[source.rope])
         outputs: mx.array = step.caches[source].attend_again(queries, source.softmax)
         return self.o_proj(outputs, residual)
 

@@ -137,13 +137,13 @@ class LatentAttention(Mixer):
             x.shape[0], self.num_heads, -1
         )  # (T, H, dn + dr)
         if self.query_scale is not None:
-            queries = self.query_scale(queries, step.prepared(self.query_scale))
+            queries = self.query_scale(queries, step.prepared[self.query_scale])
         q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)
         latent, k_rope = mx.split(self.kv_a_proj(x), [self.spec.latent_dim], axis=-1)
         k_rope = k_rope[:, None]
         if self.rope is not None:
             both = mx.concatenate([q_rope, k_rope], axis=1)
-            turned = self.rope(both, step.prepared(self.rope))
+            turned = self.rope(both, step.prepared[self.rope])
             q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
         if self.rope_scale is not None:
             q_rope = q_rope * self.rope_scale
@@ -212,7 +212,7 @@ class Indexer:
         """
         queries = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)  # (T, Hi, di)
         both = mx.concatenate([queries, self.k_norm(self.k_proj(x))[:, None]], axis=1)
-        turned = self.rope(both, step.prepared(self.rope))
+        turned = self.rope(both, step.prepared[self.rope])
         queries, keys = mx.split(turned, [self.num_heads], axis=1)
         return queries, self.weights_proj(x) * self.scale, keys[:, 0]
 

@@ -47,6 +47,17 @@ class Rope(Protocol):
         ...
 
 
+class PreparedRopes(dict[Rope, Any]):
+    """`rope.prepare` of the tokens of a step, computed when a layer first asks for that rope."""
+
+    def __init__(self, positions: mx.array, variants: Rows | None) -> None:
+        self._positions, self._variants = positions, variants
+
+    def __missing__(self, rope: Rope) -> Any:
+        found = self[rope] = rope.prepare(self._positions, self._variants)
+        return found
+
+
 class StepFeatures(NamedTuple):
     """Vectors that stand for the embeddings of some rows of a step, such as a picture's.
 
@@ -100,11 +111,12 @@ class Step:
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
+        prepared: of each rope what it needs, computed once for all of its layers.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
     """
 
     __slots__ = (
-        *("_prepared", "adapters", "caches", "features", "per_layer", "positions"),
+        *("adapters", "caches", "features", "per_layer", "positions", "prepared"),
         *("rope_variants", "taps", "token_types"),
     )
 
@@ -125,14 +137,7 @@ class Step:
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self.features: StepFeatures | None = None
-        self._prepared: dict[Rope, Any] = {}
-
-    def prepared(self, rope: Rope) -> Any:
-        """`rope.prepare` for this step's tokens, computed once for all layers of that rope."""
-        found = self._prepared.get(rope)
-        if found is None:
-            found = self._prepared[rope] = rope.prepare(self.positions, self.rope_variants)
-        return found
+        self.prepared = PreparedRopes(positions, rope_variants)
 
 
 Passed = tuple[mx.array, mx.array | None]

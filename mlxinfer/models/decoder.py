@@ -157,16 +157,17 @@ class Model:
         self.begin_adapters(step.adapters)
         taps = step.taps
         x, normed = self.enter(ids, step), None
-        for index in range(len(self.layers)):
-            x, normed = self.run_layer(index, x, normed, step)
+        for index, layer in enumerate(self.layers):
+            x, normed = layer(x, normed, step)
+            if taps is not None or step.features is not None:
+                x, normed = self.after_layer(index, x, normed, step)
         x = self.norm(x) if normed is None else normed
         if taps is not None:
             taps.put(FINAL, x)
         return x
 
-    def run_layer(self, index: int, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
-        """Layer `index`, and what pictures add to its output; see `Layer.__call__`."""
-        x, normed = self.layers[index](x, normed, step)
+    def after_layer(self, index: int, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
+        """The output of layer `index` with what pictures add to it; it is tapped, if wanted."""
         features = step.features
         if features is not None and index < len(features.deep):
             added = features.deep[index].astype(x.dtype)

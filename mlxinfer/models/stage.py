@@ -173,7 +173,8 @@ class StageModel:
             x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
         normed = None
         for index in self._layers[rank]:
-            x, normed = self.part.run_layer(index, x, normed, step)
+            x, normed = self.part.layers[index](x, normed, step)
+            x, normed = self.part.after_layer(index, x, normed, step)
             if taps is not None:
                 tapped += [x] if index in taps.layers and rank else []
         self._rows_are_back = taps is not None

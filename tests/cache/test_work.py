@@ -7,7 +7,7 @@ from cache.cache_layers import Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.inputs import ints, seal_index
+from mlxinfer.cache.inputs import Move, ints, seal_index
 from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.engine.batch import step_metadata
@@ -27,7 +27,7 @@ def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
         table.drop_before(data.draw(st.integers(0, num_pages - 1)))
         start = data.draw(st.integers(0, num_pages * PAGE - 1))
         stop = data.draw(st.integers(start + 1, min(start + 2 * PAGE, num_pages * PAGE)))
-        moves.append(([PageTable(PAGE), table], slot, start, stop))
+        moves.append(Move([PageTable(PAGE), table], slot, start, stop))
         for position in range(start, stop):
             page = table.page_at(position // PAGE)
             assert (page is None) == (kept <= position // PAGE < table.first)

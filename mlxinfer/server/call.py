@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
-from ..errors import InvalidRequestError, MlxinferError, OverloadedError
+from ..errors import InvalidRequestError, MlxinferError
 from ..session.answers import Answers, AnswerStep
 from ..session.inputs import Input
 from .errors import HttpError, ShuttingDownError
@@ -38,6 +38,7 @@ from .http import (
     public,
     read_body,
 )
+from .metrics import RequestMetrics
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .served import ServedModel
@@ -101,6 +102,7 @@ class Call:
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
         self.answers: list[tuple[Answers, Meter]] = []
         self._body_bytes = 0
+        self._metrics: RequestMetrics  # of its model
         self._kept = AsyncExitStack()
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -252,6 +254,7 @@ class Call:
         slot, adapter = self.service.models.resolve(name)
         use = self._kept.enter_async_context(self.service.models.use(slot))
         model = await self._interruptible(use)
+        self._metrics = self.service.request_metrics[slot.entry.name]
         if adapter is not None:
             slot.check_adapter(adapter)
             model = model.with_adapter(adapter)
@@ -272,7 +275,7 @@ class Call:
         """
         answers = await self.in_worker(self._prepared, model, await self._fetched(model, read))
         self._raise_interrupt()
-        meter = Meter(self._metrics_of(model), self.service.admission, answers.answers)
+        meter = Meter(self._metrics, self.service.admission, answers.answers)
         self.answers.append((answers, meter))
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=meter)
         meter.accept()
@@ -342,12 +345,8 @@ class Call:
         pooled = await self.in_worker(read)
         self._raise_interrupt()
         num_tokens = pooled.num_tokens
-        metrics, admission = self._metrics_of(model), self.service.admission
-        try:
-            admission.enter(1, num_tokens)
-        except OverloadedError:
-            metrics.num_rejected += 1
-            raise
+        metrics, admission = self._metrics, self.service.admission
+        admission.enter(1, num_tokens, metrics)
         self._kept.callback(admission.leave, num_tokens)
         self.log.update(prompt_tokens=num_tokens, rows=len(pooled.request.rows))
         with metrics.pooling(num_tokens):
@@ -385,9 +384,6 @@ class Call:
             frames = [frame for step in steps for frame in write(step)]
             if frames or not steps:
                 yield b"".join(frames) or keep_alive
-
-    def _metrics_of(self, model: ServedModel) -> Any:
-        return self.service.request_metrics[model.base]
 
     def _namespace(self, salt: str | None) -> str | None:
         """The namespace of the prefix cache: no key finds the prompts of another key.

@@ -2,10 +2,7 @@
 
 MlxinferError
 ├── HttpError                  by its code: see STATUSES
-├── NotStoredError             404  not_found             a stored response
-│   └── PreviousResponseError  404  previous_response_not_found
 ├── StoreError                 503  store_error           the file of stored responses
-├── ModelBusyError             409  model_busy
 └── OverloadedError
     ├── ShuttingDownError      503  shutting_down
     └── ModelLoadError         503  model_load_failed
@@ -16,9 +13,11 @@ from ..errors import MlxinferError, OverloadedError
 STATUSES = {
     "invalid_api_key": 401,  # no key, more than one, or a wrong one
     "forbidden": 403,  # a foreign Host or Origin, or a key that may not administer the server
-    "not_found": 404,  # nothing is served at this path
+    "not_found": 404,  # nothing is served at this path, or a response is not stored
+    "previous_response_not_found": 404,  # the response that a request follows is not stored
     "method_not_allowed": 405,  # the path exists, with another method
     "request_timeout": 408,  # the body did not arrive in time
+    "model_busy": 409,  # the model is in use, so it is not unloaded
     "request_too_large": 413,
     "unsupported_media_type": 415,  # the body is not declared as JSON
     "headers_too_large": 431,  # too many header lines, or too long ones
@@ -30,26 +29,9 @@ STATUSES = {
 class HttpError(MlxinferError):
     """A request is refused for one of the reasons of STATUSES, by its code."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.status = code, STATUSES[code]
-
-
-class NotStoredError(MlxinferError):
-    """The response that a request names is not stored, or not for its key."""
-
-    status = 404
-    code = "not_found"
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class PreviousResponseError(NotStoredError):
-    """The response that a request follows is not stored."""
-
-    code = "previous_response_not_found"
+        self.code, self.status, self.param = code, STATUSES[code], param
 
 
 class StoreError(MlxinferError):
@@ -69,10 +51,3 @@ class ModelLoadError(OverloadedError):
     """The model could not be loaded. The cause is logged, and hidden from clients."""
 
     code = "model_load_failed"
-
-
-class ModelBusyError(MlxinferError):
-    """The model is in use, so it is not unloaded."""
-
-    status = 409
-    code = "model_busy"

@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -270,6 +270,46 @@ def data(value: Any) -> bytes:
 def named(event: str, value: Any) -> bytes:
     """The frame of a named event, as Anthropic's messages and OpenAI's responses send it."""
     return b"event: " + event.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"
+
+
+def page_of(
+    items: Sequence[Plain],
+    query: Mapping[str, str],
+    most: int,
+    *,
+    after: str = "after",
+    before: str = "before",
+) -> Plain:
+    """A page of a list; its ids are cursors of the pages beside it.
+
+    Args:
+        items: with ids.
+        query: `limit`, and the id of an item that the page comes behind or ends before.
+        most: the highest limit.
+        after, before: names of the cursors.
+
+    Raises:
+        InvalidRequestError: an unknown item, both cursors, or an invalid limit.
+    """
+    text, ids = query.get("limit", "20"), [item.get("id") for item in items]
+    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    if not 1 <= limit <= most:
+        raise InvalidRequestError(f"limit is {text[:20]!r}; expected 1 to {most}.", param="limit")
+    cursors = [name for name in (after, before) if name in query]
+    for name in cursors:
+        if query[name] not in ids:
+            raise InvalidRequestError(f"{name}: {query[name][:100]!r} is not listed.", param=name)
+    if len(cursors) == 2:
+        raise InvalidRequestError(f"Send {after} or {before}, not both.", param=before)
+    first = ids.index(query[after]) + 1 if after in query else 0
+    rest = items[first : ids.index(query[before]) if before in query else None]
+    data = rest[-limit:] if before in query else rest[:limit]
+    return {
+        "data": data,
+        "has_more": len(rest) > limit,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
 
 
 # -- errors -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import asyncio
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,7 +29,7 @@ from ..errors import EngineClosedError
 from ..outputs import Result
 from .models import ModelRegistry, ModelSlot
 from .served import ServedModel
-from .workers import in_background
+from .workers import apart
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py)
 FIRST_TOKEN_S = (
@@ -205,7 +205,7 @@ class EngineStats:
         """
         pending = self._pending.get(model)
         if pending is None or pending.done():
-            pending = asyncio.wrap_future(in_background(model.session.stats, "mlxinfer-stats"))
+            pending = apart(model.session.stats, "mlxinfer-stats")
             pending.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._pending[model] = pending
         return await asyncio.shield(pending)
@@ -259,87 +259,81 @@ class ServerMetrics(Collector):
         for kind, source, table in FAMILIES:
             getter = attrgetter if source in ("requests", "slots") else itemgetter
             for name, (key, text) in table.items():
-                family: Any = kind(name, text, labels=MODEL)
-                for model, found in sources[source].items():
-                    family.add_metric([model], getter(key)(found))
-                yield family
+                rows = [((model,), getter(key)(found)) for model, found in sources[source].items()]
+                yield _family(kind, name, text, rows)
         yield from self._requests()
         yield from self._engines()
-        yield from self._models()
-        yield from self._speculation()
+        yield from self._process()
+        unloads = {(s.entry.name, reason): n for s in self.slots for reason, n in s.unloads.items()}
+        text = "By reason: idle, memory, asked, fault."
+        yield _family(C, "mlxinfer:model_unloads", text, unloads.items(), "reason")
+        yield _family(
+            C,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens, by their place among the proposals of a step.",
+            [
+                ((model, str(place)), count)
+                for model, stats in sources["speculation"].items()
+                for place, count in enumerate(stats["accepted_at"])
+            ],
+            "position",
+        )
 
     def _requests(self) -> Iterator[Metric]:
         by_model = self.request_metrics
         for key, (name, bounds, text) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=MODEL)
             for model, metrics in by_model.items():
-                pairs = zip(
-                    [*map(str, bounds), "+Inf"], accumulate(metrics.counts[key]), strict=True
-                )
-                histogram.add_metric([model], list(pairs), metrics.sums[key])
+                counts, names = accumulate(metrics.counts[key]), [*map(str, bounds), "+Inf"]
+                pairs = list(zip(names, counts, strict=True))
+                histogram.add_metric([model], pairs, metrics.sums[key])
             yield histogram
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended.", labels=[*MODEL, "finished_reason"]
-        )
-        for model, metrics in by_model.items():
-            for reason, count in metrics.finished.items():
-                ended.add_metric([model, reason], count)
-        yield ended
+        ended = {
+            (m, reason): n for m, each in by_model.items() for reason, n in each.finished.items()
+        }
+        text = "Requests that ended."
+        yield _family(C, "vllm:request_success", text, ended.items(), "finished_reason")
 
     def _engines(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=MODEL)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "In the queue.", labels=MODEL)
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", labels=MODEL
-        )
-        for model, metrics in self.request_metrics.items():
-            stats = self.engine_stats.get(model, {})
-            running.add_metric([model], stats.get("running", metrics.num_running))
-            waiting.add_metric([model], stats.get("waiting", metrics.num_waiting))
-            usage.add_metric([model], _usage(stats))
-        yield from (running, waiting, usage)
+        stats = {model: self.engine_stats.get(model, {}) for model in self.request_metrics}
+        for name, text in (("running", "In the batch."), ("waiting", "In the queue.")):
+            rows = [
+                ((model,), stats[model].get(name, getattr(metrics, f"num_{name}")))
+                for model, metrics in self.request_metrics.items()
+            ]
+            yield _family(G, f"vllm:num_requests_{name}", text, rows)
+        usage = [((model,), _usage(found)) for model, found in stats.items()]
+        yield _family(G, "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", usage)
         steps = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
         )
-        for model, stats in self.engine_stats.items():
-            steps.add_metric([model], [("+Inf", stats["steps"])], stats["tokens_computed"])
+        for model, found in self.engine_stats.items():
+            steps.add_metric([model], [("+Inf", found["steps"])], found["tokens_computed"])
         yield steps
+
+    def _process(self) -> Iterator[Metric]:
+        """Numbers of the whole process."""
         for name, (key, text) in MEMORY_GAUGES.items():
             values = [stats[key] for stats in self.engine_stats.values()]
-            yield GaugeMetricFamily(name, text, value=max(values, default=0))
-
-    def _models(self) -> Iterator[Metric]:
-        loaded = sum(slot.loaded for slot in self.slots)
-        held = sum(slot.held_bytes for slot in self.slots)
-        yield GaugeMetricFamily("mlxinfer:models_loaded", "Models in memory.", value=loaded)
-        yield GaugeMetricFamily("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
-        yield GaugeMetricFamily(
-            "mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes
-        )
-        unloads = CounterMetricFamily(
-            "mlxinfer:model_unloads",
-            "By reason: idle, memory, asked, fault.",
-            labels=[*MODEL, "reason"],
-        )
-        for slot in self.slots:
-            for reason, count in slot.unloads.items():
-                unloads.add_metric([slot.entry.name, reason], count)
-        yield unloads
-
-    def _speculation(self) -> Iterator[Metric]:
-        by_place = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens, by their place among the proposals of a step.",
-            labels=[*MODEL, "position"],
-        )
-        for model, stats in self._parts("speculation").items():
-            for place, count in enumerate(stats["accepted_at"]):
-                by_place.add_metric([model, str(place)], count)
-        yield by_place
+            yield G(name, text, value=max(values, default=0))
+        loaded, held = (sum(getattr(s, n) for s in self.slots) for n in ("loaded", "held_bytes"))
+        yield G("mlxinfer:models_loaded", "Models in memory.", value=loaded)
+        yield G("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
+        yield G("mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes)
 
     def _parts(self, name: str) -> dict[str, Mapping[str, Any]]:
         """One part of the stats of each engine that has it."""
         return {m: stats[name] for m, stats in self.engine_stats.items() if name in stats}
+
+
+def _family(
+    kind: Any, name: str, text: str, rows: Iterable[tuple[tuple[str, ...], Any]], *labels: str
+) -> Metric:
+    """A family with the values of `rows`, each with its model and further labels."""
+    family: Metric = kind(name, text, labels=[*MODEL, *labels])
+    for place, value in rows:
+        family.add_metric(place, value)  # type: ignore[attr-defined]  # of each kind
+    return family
 
 
 def _usage(stats: Mapping[str, Any]) -> float:

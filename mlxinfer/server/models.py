@@ -29,9 +29,9 @@ from ..errors import (
     OverloadedError,
 )
 from ..memory import KV_SHARE, human_bytes
-from .errors import ModelBusyError, ModelLoadError
+from .errors import HttpError, ModelLoadError
 from .served import ServedModel
-from .workers import in_background
+from .workers import apart, in_background
 
 FIRST_PAUSE_S = 10.0
 MAX_PAUSE_S = 600.0
@@ -366,7 +366,7 @@ class ModelRegistry:
 
         Raises:
             InvalidRequestError: it is pinned.
-            ModelBusyError: it still answered then, and goes on.
+            HttpError: it still answered then, and goes on.
         """
         slot = self.find(name)
         if slot.pinned:
@@ -382,9 +382,10 @@ class ModelRegistry:
         with _leaving(slot):
             async with self._changing:
                 if slot.users:
-                    raise ModelBusyError(
+                    raise HttpError(
+                        "model_busy",
                         f"The model {slot.entry.name} answers {slot.users} requests; wait for "
-                        "them, or give them some seconds with drain_s."
+                        "them, or give them some seconds with drain_s.",
                     )
                 if slot.loaded:
                     await self._put_out(slot, "asked")
@@ -431,7 +432,7 @@ class ModelRegistry:
 
         Raises:
             InvalidRequestError: it is pinned, the default, or the only one.
-            ModelBusyError: it still answered after `drain_s`, and stays.
+            HttpError: it still answered after `drain_s`, and stays.
         """
         slot = self.find(name)
         if slot is self._default or len(self._slots) == 1:
@@ -487,7 +488,7 @@ class ModelRegistry:
                 failed = slot.adapter_failures.pop(name, None) is not None
                 if slot.served is not None and not failed:
                     work = partial(slot.served.generator.unload_adapter, name)
-                    await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
+                    await apart(work, "mlxinfer-adapter")
                 return
         raise ModelNotFoundError(f"There is no adapter {name[:100]!r} here.")
 
@@ -523,7 +524,7 @@ class ModelRegistry:
             slot.opening = in_background(partial(slot.entry.load, room), "mlxinfer-load")
             served = await asyncio.wrap_future(slot.opening)
             slot.opening = None
-            slot.weights_bytes = served.info.weights_bytes
+            slot.weights_bytes = served.session.info.weights_bytes
             if slot.entry.kv_bytes is None:
                 slot.kv_bytes = max(room - slot.weights_bytes, 0)
             await self._make_room(slot, 0)
@@ -532,7 +533,7 @@ class ModelRegistry:
                 await self._give_own_adapter(slot, served, name, folder)
         except BaseException as error:  # the fault boundary of a load, also a cancelled one
             if served is not None:
-                await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
+                await apart(served.session.close, "mlxinfer-unload")
             slot.state = State.UNLOADED
             if not isinstance(error, Exception):
                 raise
@@ -561,8 +562,8 @@ class ModelRegistry:
 
     def _take_in(self, slot: ModelSlot, served: ServedModel) -> None:
         """Record that the model of a slot is loaded."""
-        slot.weights_bytes = served.info.weights_bytes
-        slot.max_context, slot.capabilities = served.max_context, served.capabilities
+        slot.weights_bytes = served.session.info.weights_bytes
+        slot.max_context, slot.capabilities = served.session.limits.max_context, served.capabilities
         slot.served = served
         slot.state = State.LOADED
         slot.used_s = self._clock()
@@ -576,14 +577,10 @@ class ModelRegistry:
         slot.num_failures += 1
         pause_s = slot.fail()
         if self.started:
-            known = isinstance(error, MlxinferError)
             extra = {"model": slot.entry.name, "failures": slot.failures_in_a_row}
-            log.error(
-                "model not loaded: %s",
-                error,
-                exc_info=not known,
-                extra={**extra, "pause_s": pause_s},
-            )
+            known = isinstance(error, MlxinferError)
+            extra["pause_s"] = pause_s
+            log.error("model not loaded: %s", error, exc_info=not known, extra=extra)
         return slot.not_loaded(pause_s)
 
     async def _make_room(self, slot: ModelSlot, num_bytes: int) -> None:
@@ -610,7 +607,7 @@ class ModelRegistry:
         """
         assert slot.idle
         assert slot.served is not None
-        closing = asyncio.wrap_future(in_background(slot.served.close, "mlxinfer-unload"))
+        closing = apart(slot.served.session.close, "mlxinfer-unload")
         slot.served, slot.state = None, State.UNLOADING
         slot.unloads[reason] = slot.unloads.get(reason, 0) + 1
         closing.add_done_callback(lambda done: _gone(slot, reason, done.exception()))
@@ -628,15 +625,15 @@ class ModelRegistry:
         """
         if isinstance(slot.failure, DeviceLostError):  # of its load
             raise slot.failure
-        if slot.served is None or not slot.served.closed:
+        if slot.served is None or not slot.served.session.closed:
             return
         try:
-            slot.served.require_open()
+            slot.served.session.require_open()
         except DeviceLostError:
             raise
         except EngineClosedError:
             pass
-        in_background(slot.served.close, "mlxinfer-unload")
+        in_background(slot.served.session.close, "mlxinfer-unload")
         slot.served, slot.state = None, State.UNLOADED
         slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
         pause_s = slot.fail()
@@ -653,7 +650,7 @@ def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":
 async def _give_adapter(served: ServedModel, name: str, folder: Path) -> None:
     """Load an adapter of a model beside its requests; raises as `Session.load_adapter`."""
     work = partial(served.generator.load_adapter, name, folder)
-    await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
+    await apart(work, "mlxinfer-adapter")
 
 
 @contextmanager
@@ -679,7 +676,7 @@ def _end(slot: ModelSlot) -> None:
         slot.entry.stop()
         served = slot.opening.result()
     if served is not None:
-        served.close()
+        served.session.close()
 
 
 # -- how memory is divided ----------------------------------------------------------------------

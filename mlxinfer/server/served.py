@@ -7,7 +7,6 @@ from typing import cast
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..session.engine_factory import ModelInfo
 from ..session.model_params import read_sampling
 from ..session.options import EngineOptions
 from ..session.pooling_session import PoolingSession, open_session
@@ -59,11 +58,6 @@ class ServedModel:
         return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
 
     @property
-    def base(self) -> str:
-        """The model's own name."""
-        return self.name if self.adapter is None else self.name.removesuffix(f":{self.adapter}")
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
         return self.session.tokenizer
@@ -94,33 +88,10 @@ class ServedModel:
         return cast(PoolingSession, self.session)
 
     @property
-    def info(self) -> ModelInfo:
-        """Sizes and kinds of the model."""
-        return self.session.info
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer."""
-        return self.session.limits.max_context
-
-    @property
     def capabilities(self) -> dict[str, bool]:
         """The abilities of the model that requests may use."""
         can = self.session.capabilities
         return {name: name in can for name in CAPABILITIES}
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called, or the engine ended after a fault."""
-        return self.session.closed
-
-    def require_open(self) -> None:
-        """Raise EngineClosedError, or what ended the engine, where `closed`."""
-        self.session.require_open()
-
-    def close(self) -> None:
-        """End what runs and free the memory."""
-        self.session.close()
 
 
 def read_defaults(folder: Path) -> SamplingParams:

@@ -50,8 +50,13 @@ class Admission:
         self._interval_s = 1.0  # between two requests that leave the queue, smoothed
         self._left_s = 0.0  # when the last one left
 
-    def enter(self, num_requests: int, num_tokens: int) -> None:
+    def enter(self, num_requests: int, num_tokens: int, metrics: RequestMetrics) -> None:
         """Count requests in.
+
+        Args:
+            num_requests: of one call.
+            num_tokens: of their prompts together.
+            metrics: of their model, which count a refusal.
 
         Raises:
             OverloadedError: the queue is full; the error says when to try again.
@@ -59,6 +64,7 @@ class Admission:
         tokens = self.num_waiting_tokens + num_tokens
         full = self.num_waiting + num_requests > self._max_waiting or tokens > self._max_tokens
         if full and self.num_waiting:
+            metrics.num_rejected += 1
             raise OverloadedError(
                 f"{self.num_waiting} requests with {self.num_waiting_tokens} prompt tokens wait "
                 "already; try again later.",
@@ -107,11 +113,7 @@ class Meter:
         self._num_prompt = [len(answer.request.prompt_ids) for answer in answers]
         self._last_token_s: list[float | None] = [None] * len(answers)
         self._counted_prompts: set[int] = set()  # identities: choices share their prompt's list
-        try:
-            admission.enter(len(answers), sum(self._num_prompt))
-        except OverloadedError:
-            metrics.num_rejected += 1
-            raise
+        admission.enter(len(answers), sum(self._num_prompt), metrics)
         self._open = set(range(len(answers)))
         self._queued = set(self._open)  # answers without a token
         self._accepted = False

@@ -16,8 +16,7 @@ T = TypeVar("T")
 def in_background(function: Callable[[], T], name: str) -> "Future[T]":
     """Call a function in a daemon thread of its own; returns a future of its result or error.
 
-    `asyncio.wrap_future` makes it awaitable. With `asyncio.to_thread` a stuck thread would keep the
-    process from ending.
+    With `asyncio.to_thread` a stuck thread would keep the process from ending.
     """
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # so it cannot be cancelled
@@ -32,6 +31,11 @@ def in_background(function: Callable[[], T], name: str) -> "Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
+
+
+def apart(function: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """The same as a future of the running event loop."""
+    return asyncio.wrap_future(in_background(function, name))
 
 
 class Workers:

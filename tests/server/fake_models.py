@@ -28,8 +28,10 @@ class FakeModel:
     adapters: list[str] = field(default_factory=list)
 
     @property
-    def generator(self) -> "FakeModel":
+    def session(self) -> "FakeModel":
         return self
+
+    generator = limits = session
 
     def load_adapter(self, name: str, _: Path) -> None:
         self.machine.loads.append(f"{self.name}:{name}")

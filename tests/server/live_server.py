@@ -51,7 +51,9 @@ def models_of(served: Sequence[ServedModel]) -> ModelRegistry:
         )
         for model in served
     ]
-    models = ModelRegistry(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
+    models = ModelRegistry(
+        entries, limit_bytes=sum(model.session.info.weights_bytes for model in served)
+    )
     for slot, model in zip(models.slots(), served, strict=True):
         models._take_in(slot, model)
     models.started = True

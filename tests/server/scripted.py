@@ -30,7 +30,7 @@ def teach(model: ServedModel, template: str) -> None:
     tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
     assert isinstance(model.session, Session)
     model.session.builder.close()
-    model.session.builder = RequestBuilder(tokenizer, model.info, "auto")
+    model.session.builder = RequestBuilder(tokenizer, model.session.info, "auto")
 
 
 class Script:

@@ -353,7 +353,9 @@ def test_a_model_is_shown(live: LiveServer) -> None:
     with anthropic_client(live) as models_client:
         model = models_client.models.retrieve("demo")
     assert model.created_at.timestamp() == 1
-    assert (model.max_input_tokens, model.max_tokens) == (live.model.max_context,) * 2
+    assert (model.max_input_tokens, model.max_tokens) == (
+        live.model.session.limits.max_context,
+    ) * 2
 
 
 def test_beta_clients_are_answered_too(models_client: anthropic.Anthropic) -> None:

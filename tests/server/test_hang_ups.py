@@ -16,6 +16,7 @@ from steps import hanging
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
+from mlxinfer.server.metrics import RequestMetrics
 from mlxinfer.server.served import read_defaults
 from mlxinfer.server.service import MAX_RETRY_S, MIN_RETRY_S, Admission
 
@@ -168,16 +169,16 @@ def test_waiting_requests_and_tokens_stay_within_bounds(
     arrivals: list[tuple[int, int, bool]], limit: int, token_limit: int
 ) -> None:
     """A call enters whole or not at all; only one that finds no other waiting may pass a bound."""
-    admission = Admission(limit, token_limit)
+    admission, metrics = Admission(limit, token_limit), RequestMetrics()
     inside: list[int] = []  # tokens of each that waits
     for count, tokens, leaves in arrivals:
         fits = len(inside) + count <= limit and sum(inside) + count * tokens <= token_limit
         if fits or not inside:
-            admission.enter(count, count * tokens)
+            admission.enter(count, count * tokens, metrics)
             inside += [tokens] * count
         else:
             with pytest.raises(OverloadedError) as caught:
-                admission.enter(count, count * tokens)
+                admission.enter(count, count * tokens, metrics)
             assert MIN_RETRY_S <= caught.value.retry_after_s <= MAX_RETRY_S
         if leaves and inside:
             admission.leave(inside.pop())

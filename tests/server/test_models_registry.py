@@ -16,7 +16,7 @@ from mlxinfer.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from mlxinfer.server.errors import ModelBusyError, ModelLoadError
+from mlxinfer.server.errors import HttpError, ModelLoadError
 from mlxinfer.server.models import FIRST_PAUSE_S, MAX_PAUSE_S, ModelRegistry, RegistryEntry, State
 
 
@@ -239,7 +239,7 @@ def test_explicit_unloads(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await models.unload("a")  # it is not there, as was wanted
         async with models.use(models.find("a")):
-            with pytest.raises(ModelBusyError):
+            with pytest.raises(HttpError):
                 await models.unload("a")
             going = asyncio.create_task(models.unload("a", 10.0))
             await until(lambda: models.find("a").leaving > 0)
@@ -259,7 +259,7 @@ def test_an_unload_that_waits_is_not_undone_by_another(models: ModelRegistry) ->
         async with models.use(models.find("a")):
             waiting = asyncio.create_task(models.unload("a", 10.0))
             await until(lambda: models.find("a").leaving > 0)
-            with pytest.raises(ModelBusyError):
+            with pytest.raises(HttpError):
                 await models.unload("a")
             with pytest.raises(OverloadedError, match="being unloaded"):
                 await touch(models, "a")

@@ -200,7 +200,7 @@ def spaced() -> Iterator[ScriptedServer]:
         tokenizer.template = ChatTemplate(PLAIN, variables={})
         model = server.model
         model.generator.builder.close()
-        info = replace(model.info, vocab_size=tokenizer.vocab_size)
+        info = replace(model.session.info, vocab_size=tokenizer.vocab_size)
         assert isinstance(model.session, Session)
         model.session.builder = RequestBuilder(tokenizer, info, "auto")
         server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)

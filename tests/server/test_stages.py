@@ -96,7 +96,7 @@ BEFORE = {  # the first token
     "render": Stage(ChatTemplate, "render", mentions),
     "tokenise": Stage(Tokenizer, "encode", mentions),
     "compile": Stage(GrammarCompiler, "compile", lambda *_: True),
-    "admit": Stage(Admission, "enter", lambda _, count, __: count == 2),
+    "admit": Stage(Admission, "enter", lambda _, count, *__: count == 2),
     "submit": Stage(Answers, "begin", lambda g, **_: of_two(g.answers)),
 }
 WITHIN = {

@@ -3,13 +3,12 @@
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
-from ...errors import InvalidRequestError
 from ..call import Call
-from ..http import Plain
+from ..http import Plain, page_of
 from ..models import ModelSlot
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
-DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page
+MAX_PAGE = 1000  # models
 
 
 async def list_models(call: Call) -> Plain:
@@ -19,7 +18,8 @@ async def list_models(call: Call) -> Plain:
         query = call.scope["query_string"].decode("ascii", "replace")
         stages = [v for k, v in parse_qsl(query) if k in ("lifecycle", "lifecycle[]")]
         shown = slots if not stages or "active" in stages else []
-        return _page([_anthropic_card(slot) for slot in shown], call.query)
+        cards = [_anthropic_card(slot) for slot in shown]
+        return page_of(cards, call.query, MAX_PAGE, after="after_id", before="before_id")
     cards = []
     for slot in slots:
         cards += [_card(slot), *(_adapter_card(slot, adapter) for adapter in slot.adapters)]
@@ -66,39 +66,3 @@ def _anthropic_card(slot: ModelSlot) -> Plain:
         "max_input_tokens": slot.max_context,  # of prompt and answer; null before its first load
         "max_tokens": slot.max_context,
     }
-
-
-def _page(cards: list[Plain], query: dict[str, str]) -> Plain:
-    """The page after `after_id` or before `before_id`, of at most `limit` models.
-
-    Raises:
-        InvalidRequestError: an unknown model, both cursors, or an invalid limit.
-    """
-    text = query.get("limit", str(DEFAULT_LIMIT))
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidRequestError(
-            f"limit is {text[:20]!r}; expected 1 to {MAX_LIMIT}.", param="limit"
-        )
-    after, before = query.get("after_id"), query.get("before_id")
-    if after is not None and before is not None:
-        raise InvalidRequestError("Send after_id or before_id, not both.", param="before_id")
-    if before is not None:
-        rest = cards[: _place(cards, before, "before_id")]
-        data = rest[-limit:]
-    else:
-        rest = cards if after is None else cards[_place(cards, after, "after_id") + 1 :]
-        data = rest[:limit]
-    return {  # its ids are cursors of the pages beside it
-        "data": data,
-        "has_more": len(rest) > limit,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
-
-
-def _place(cards: list[Plain], model_id: str, param: str) -> int:
-    for index, card in enumerate(cards):
-        if card["id"] == model_id:
-            return index
-    raise InvalidRequestError(f"{param}: there is no model {model_id[:100]!r}.", param=param)

@@ -22,7 +22,7 @@ from ..errors import HttpError
 from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decode, encode
 from ..models import ModelSlot
 from ..served import ServedModel
-from ..workers import in_background
+from ..workers import apart
 from .chat import Effort
 from .parts import base64_part, content_of, text_part
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
@@ -437,7 +437,7 @@ async def ollama_version(call: Call) -> dict[str, str]:
 async def show_details(call: Call, body: NamedModel) -> Plain:
     """Describe a model; loads it (Ollama's API)."""
     model = await call.model(slot_of(call, body.called).entry.name)
-    slot, info = slot_of(call, body.called), model.info
+    slot, info = slot_of(call, body.called), model.session.info
     able, template = model.capabilities, model.tokenizer.template
     named = {"completion": "completion", "tools": "tools", "thinking": "reasoning"}
     named |= {"embedding": "embeddings", "insert": "infill", "vision": "vision"}
@@ -449,7 +449,7 @@ async def show_details(call: Call, body: NamedModel) -> Plain:
         "details": _details(slot),
         "model_info": {
             "general.architecture": architecture,
-            f"{architecture}.context_length": model.max_context,
+            f"{architecture}.context_length": model.session.limits.max_context,
             f"{architecture}.block_count": info.num_layers,
             f"{architecture}.vocab_size": info.vocab_size,
             **({} if dim is None else {f"{architecture}.embedding_length": dim}),
@@ -484,7 +484,7 @@ async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
     assert fetch is not None
     seen = [(0, 0)]
     yield _line({"status": "pulling manifest"})
-    pending = asyncio.wrap_future(in_background(lambda: fetch(name, seen.append), "mlxinfer-pull"))
+    pending = apart(lambda: fetch(name, seen.append), "mlxinfer-pull")
     digest = _digest(name)
     while not pending.done():
         await asyncio.wait({pending}, timeout=POLL_S)
@@ -512,7 +512,7 @@ def _tag(slot: ModelSlot) -> Plain:
 
 def _details(slot: ModelSlot) -> Plain:
     """The known facts of a model: more once it is loaded."""
-    info = None if slot.served is None else slot.served.info
+    info = None if slot.served is None else slot.served.session.info
     family = "" if info is None else info.architecture
     return {
         "parent_model": "",

@@ -23,7 +23,7 @@ from ...errors import (
 from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput
 from ..call import Call
-from ..errors import NotStoredError, PreviousResponseError, StoreError
+from ..errors import HttpError, StoreError
 from ..http import (
     Body,
     ErrorForm,
@@ -32,6 +32,7 @@ from ..http import (
     encode,
     named,
     openai_error,
+    page_of,
     refuse,
     same_field,
 )
@@ -46,7 +47,6 @@ from .usage import logprob_of
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 WRAPPED = "reasoning.encrypted_content"  # the same
 MAX_PAGE = 100
-DEFAULT_PAGE = 20
 _SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty")  # that are echoed
 _TEXT_TYPES = {"assistant": "output_text"}  # of a part, by role
 log = logging.getLogger("mlxinfer.server")
@@ -268,10 +268,7 @@ def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], Decl
     """
     before: list[InputItem] = []
     if body.previous_response_id is not None:
-        try:
-            chain = _chain_of(call, body.previous_response_id)
-        except NotStoredError as error:
-            raise PreviousResponseError(str(error), param="previous_response_id") from None
+        chain = _chain_of(call, body.previous_response_id, "previous_response_not_found")
         items = [item for stored in chain for item in _items_of(stored)]
         before = msgspec.convert(items, list[InputItem])
     tools = read_tools(body.tools)
@@ -496,7 +493,7 @@ async def delete_response(call: Call) -> Plain:
     if running is not None:
         await running.cancel()
     if not await call.in_worker(store.delete, _owner(call), response_id):
-        raise NotStoredError(f"There is no stored response {response_id[:100]!r}.")
+        raise HttpError("not_found", f"There is no stored response {response_id[:100]!r}.")
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -505,7 +502,10 @@ async def input_items(call: Call) -> Plain:
     chain = await call.in_worker(_chain_of, call, call.path_params["id"])
     items = [item for stored in chain[:-1] for item in _items_of(stored)]
     items += msgspec.json.decode(chain[-1].input)
-    return _page(items, call.query)
+    if (order := call.query.get("order", "desc")) not in ("asc", "desc"):
+        raise InvalidRequestError("order is asc or desc.", param="order")
+    items = items[::-1] if order == "desc" else items
+    return {"object": "list", **page_of(items, call.query, MAX_PAGE)}
 
 
 def _owner(call: Call) -> str:
@@ -524,16 +524,17 @@ def _store_of(call: Call, param: str = "previous_response_id") -> ResponseStore:
     return store
 
 
-def _chain_of(call: Call, response_id: str) -> list[StoredResponse]:
+def _chain_of(call: Call, response_id: str, missing: str = "not_found") -> list[StoredResponse]:
     """A stored response and all before it, the first one first.
 
     Raises:
-        NotStoredError: it, or one before it, is not there.
+        HttpError: it, or one before it, is not there; `missing` is the code.
         UnsupportedFieldError: this server stores nothing.
     """
     found = _store_of(call).chain(_owner(call), response_id)
     if found is None:
-        raise NotStoredError(
+        raise HttpError(
+            missing,
             f"There is no stored response {response_id[:100]!r}, or one before it is gone: it was "
             "not stored, was deleted, or was the oldest.",
             param="previous_response_id",
@@ -561,26 +562,3 @@ def _listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str
             plain["status"] = "completed"
         found.append(plain)
     return found
-
-
-def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> Plain:
-    limit, order = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
-    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE:
-        raise InvalidRequestError(f"limit is a number from 1 to {MAX_PAGE}.", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("order is asc or desc.", param="order")
-    if order == "desc":
-        items = items[::-1]
-    if (after := query.get("after")) is not None:
-        ids = [item.get("id") for item in items]
-        if after not in ids:
-            raise InvalidRequestError("after names no item of this response.", param="after")
-        items = items[ids.index(after) + 1 :]
-    page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }

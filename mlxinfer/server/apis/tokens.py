@@ -54,7 +54,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     model = await call.model(body.model)
     ids = await _encode(call, model, body)
-    found = {"count": len(ids), "max_model_len": model.max_context, "tokens": ids}
+    found = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:
         return found
     return {**found, "token_strs": [model.tokenizer.id_to_piece(i) or "" for i in ids]}
@@ -65,7 +65,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> dict[str, Any]:
     model = await call.model(body.model)
 
     def text() -> str:
-        check_token_ids(body.tokens, model.info.vocab_size, param="tokens")
+        check_token_ids(body.tokens, model.session.info.vocab_size, param="tokens")
         return model.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     return {"prompt": await call.in_worker(text)}
@@ -78,7 +78,7 @@ async def tokenizer_info(call: Call) -> dict[str, Any]:
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
     if tokenizer.template is not None:
         info["chat_template"] = tokenizer.template.source_for(None)
-    return {**info, "model_max_length": model.max_context}
+    return {**info, "model_max_length": model.session.limits.max_context}
 
 
 async def _encode(call: Call, model: ServedModel, body: TokenizeRequest) -> list[int]:

@@ -34,6 +34,7 @@ Messages say what came, what was expected and what to do.
 import math
 import re
 import sys
+from typing import Self
 
 
 class MlxinferError(Exception):
@@ -53,6 +54,11 @@ class InvalidRequestError(MlxinferError, ValueError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    @classmethod
+    def of(cls, param: str, said: str) -> Self:
+        """The error of a field, with what is said of it behind its name."""
+        return cls(f"{param} {said}", param=param)
 
 
 class ContextLengthError(InvalidRequestError):

@@ -480,7 +480,7 @@ def deadline_s(given: bytes | None, configured: float | None) -> float | None:
         wanted = 0.0
     if not 0 < wanted < math.inf:
         name = TIMEOUT_HEADER.decode()
-        raise InvalidRequestError(f"{name} is a positive number of seconds.", param=name)
+        raise InvalidRequestError.of(name, "is a positive number of seconds.")
     return wanted if configured is None else min(wanted, configured)
 
 

@@ -71,9 +71,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise InvalidRequestError(f"port is {self.port}; expected 0 to 65535.", param="port")
+            raise InvalidRequestError.of("port", f"is {self.port}; expected 0 to 65535.")
         if not self.hosts:
-            raise InvalidRequestError("host names no address to listen on.", param="host")
+            raise InvalidRequestError.of("host", "names no address to listen on.")
         for host in self.allowed_hosts:
             if not _NAME.fullmatch(host.lower()):
                 raise InvalidRequestError(

@@ -173,7 +173,7 @@ def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
     if value is None or any(type(value) is type(n) and value == n for n in neutral):
         return
     usable = f" (only {neutral[0]!r} is)" if neutral else ""
-    raise UnsupportedFieldError(f"{name} is not supported here{usable}.", param=name)
+    raise UnsupportedFieldError.of(name, f"is not supported here{usable}.")
 
 
 def same_field(given: Mapping[str, T | None]) -> T | None:
@@ -188,8 +188,8 @@ def same_field(given: Mapping[str, T | None]) -> T | None:
     found = [(name, value) for name, value in given.items() if value is not None]
     for name, value in found[1:]:
         if value != found[0][1]:
-            raise InvalidRequestError(
-                f"{name} and {found[0][0]} are one field, and differ; send one.", param=name
+            raise InvalidRequestError.of(
+                name, f"and {found[0][0]} are one field, and differ; send one."
             )
     return found[0][1] if found else None
 
@@ -224,7 +224,7 @@ def wrong_field(message: str, place: str = "") -> InvalidRequestError:
     parts = [place, found.group(2) if found else "", missing.group(1) if missing else ""]
     path = ".".join(part for part in parts if part)
     if missing:
-        return InvalidRequestError(f"{path} is missing, and is required.", param=path)
+        return InvalidRequestError.of(path, "is missing, and is required.")
     text = _AT.sub("", message)
     return InvalidRequestError(f"{path}: {text}." if path else f"{text}.", param=path or None)
 
@@ -294,7 +294,7 @@ def page_of(
     text, ids = query.get("limit", "20"), [item.get("id") for item in items]
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     if not 1 <= limit <= most:
-        raise InvalidRequestError(f"limit is {text[:20]!r}; expected 1 to {most}.", param="limit")
+        raise InvalidRequestError.of("limit", f"is {text[:20]!r}; expected 1 to {most}.")
     cursors = [name for name in (after, before) if name in query]
     for name in cursors:
         if query[name] not in ids:

@@ -31,10 +31,10 @@ FetchPicture = Callable[[str, str], bytes]  # the URL and the field that errors 
 
 def refuse_urls(url: str, place: str) -> bytes:
     """Raise PictureError: this server fetches no pictures."""
-    raise PictureError(
-        f"{place} is an http URL, and this server fetches no pictures; send the picture itself as "
-        "a data: URL. It fetches where it is started with --fetch-images.",
-        param=place,
+    raise PictureError.of(
+        place,
+        "is an http URL, and this server fetches no pictures; send the picture itself as a data: "
+        "URL. It fetches where it is started with --fetch-images.",
     )
 
 

@@ -12,7 +12,7 @@ from text.text_data import KINDS, load_tokenizer
 
 from mlxinfer import LLM
 from mlxinfer.core import TokenLogprobs
-from mlxinfer.server.apis.usage import CompletionLogprobs, LogprobsWriter
+from mlxinfer.server.apis.usage import LogprobsWriter
 from mlxinfer.session import session
 from mlxinfer.session.session import Session
 from mlxinfer.text.fim import FimTokens
@@ -132,7 +132,7 @@ def test_a_default_answer_has_sixteen_tokens(server: LiveServer) -> None:
 SURE = TokenLogprobs(0.0, ())
 
 
-def written(kind: str, ids: list[int], offset: int = 0) -> CompletionLogprobs:
+def written(kind: str, ids: list[int], offset: int = 0) -> dict[str, Any]:
     writer = LogprobsWriter(load_tokenizer(kind), offset)
     for token_id in ids:
         writer.add(token_id, SURE)
@@ -145,13 +145,13 @@ def test_tokens_of_an_echoed_prompt_stand_where_they_are(kind: str, text: str) -
     tokenizer = load_tokenizer(kind)
     ids = tokenizer.encode(text)
     found = written(kind, ids)
-    ends = [*found.text_offset[1:], len(text)]
+    ends = [*found["text_offset"][1:], len(text)]
     for token_id, spelled, begin, end in zip(
-        ids, found.tokens, found.text_offset, ends, strict=True
+        ids, found["tokens"], found["text_offset"], ends, strict=True
     ):
         if token_id not in tokenizer.special_ids and not spelled.startswith("bytes:"):
             assert text[begin:end] == spelled[len(spelled) - (end - begin) :]
-    assert all(begin <= end for begin, end in zip(found.text_offset, ends, strict=True))
+    assert all(begin <= end for begin, end in zip(found["text_offset"], ends, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,9 +159,9 @@ def test_an_answer_goes_on_where_the_prompt_ends(kind: str) -> None:
     tokenizer = load_tokenizer(kind)
     ids = [i for i in tokenizer.encode(" sleeps") if i not in tokenizer.special_ids]
     found = written(kind, ids, offset=7)
-    assert found.text_offset[0] == 7
-    text = "The cat" + "".join(found.tokens)
-    assert found.text_offset[-1] + len(found.tokens[-1]) == len(text)
+    assert found["text_offset"][0] == 7
+    text = "The cat" + "".join(found["tokens"])
+    assert found["text_offset"][-1] + len(found["tokens"][-1]) == len(text)
 
 
 COMPLETIONS = "/v1/completions"

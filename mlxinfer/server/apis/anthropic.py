@@ -26,11 +26,11 @@ from ...outputs import (
 )
 from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import ChatInput
-from ...text import Content, around, joined
+from ...text import around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
-from .parts import base64_part, content_of, text_part, url_part
+from .parts import base64_part, read_content, text_part, url_part
 from .sampling import (
     MAX_STOPS,
     REFUSED_ELSEWHERE,
@@ -43,6 +43,7 @@ from .tools import (
     begun_object,
     check_text_type,
     check_tools,
+    function_call,
     not_text,
     part_text,
     report_skipped,
@@ -183,10 +184,9 @@ class MessagesRequest(CountRequest, kw_only=True):
         if self.thinking is not None and self.thinking.type == "enabled":
             budget = self.thinking.budget_tokens
             if budget is not None and budget >= self.max_tokens:  # some clients send none
-                raise InvalidRequestError(
-                    f"thinking.budget_tokens is {budget}; expected a number below max_tokens, "
-                    f"{self.max_tokens}.",
-                    param="thinking.budget_tokens",
+                raise InvalidRequestError.of(
+                    "thinking.budget_tokens",
+                    f"is {budget}; expected a number below max_tokens, {self.max_tokens}.",
                 )
 
 
@@ -257,7 +257,7 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
         UnsupportedFieldError: blocks that are neither text nor pictures.
     """
     if not body.messages:
-        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+        raise InvalidRequestError.of("messages", "is empty; send at least one.")
     found: list[Plain] = []
     if body.system:
         found.append({"role": "system", "content": _text(body.system, "system")})
@@ -308,9 +308,7 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> l
             skip(skipped, where, tool.type)
             continue
         if tool.name is None:
-            raise InvalidRequestError(
-                f"{where}.name is missing, and is required.", param=f"{where}.name"
-            )
+            raise InvalidRequestError.of(f"{where}.name", "is missing, and is required.")
         refuse(f"{where}.defer_loading", tool.defer_loading, (False,))
         refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
         function: Plain = {"name": tool.name, **DEFINED.get(tool.type or "", {})}
@@ -330,7 +328,7 @@ def _openai_choice(choice: ToolChoice | None) -> str | Plain:
     if choice.type != "tool":
         return {"any": "required"}.get(choice.type, choice.type)
     if choice.name is None:
-        raise InvalidRequestError("tool_choice.name is missing.", param="tool_choice.name")
+        raise InvalidRequestError.of("tool_choice.name", "is missing.")
     return {"type": "function", "function": {"name": choice.name}}
 
 
@@ -347,7 +345,7 @@ def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plai
         else:
             rest.append(block)
     if rest or not found:
-        found.append({"role": "user", "content": _content(rest, f"{path}.content")})
+        found.append({"role": "user", "content": read_content(rest, _part, f"{path}.content")})
     return found
 
 
@@ -377,24 +375,16 @@ def _earlier_answer(content: str | list[ContentBlock], path: str, skipped: list[
 def _earlier_call(block: ContentBlock, path: str) -> Plain:
     if block.name is None or block.id is None:
         raise InvalidRequestError(f"{path}: a tool_use has neither name nor id.", param=path)
-    function = {"name": block.name, "arguments": block.input or {}}
-    return {"id": block.id, "type": "function", "function": function}
+    return function_call(block.id, block.name, block.input or {})
 
 
 def _tool_result(block: ContentBlock, path: str) -> Plain:
     if block.tool_use_id is None:
-        raise InvalidRequestError(f"{path}.tool_use_id is missing.", param=f"{path}.tool_use_id")
-    content = _content(block.content or "", f"{path}.content")
+        raise InvalidRequestError.of(f"{path}.tool_use_id", "is missing.")
+    content = read_content(block.content or "", _part, f"{path}.content")
     if block.is_error:
         content = around(content, "Error: ")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-
-
-def _content(content: str | Sequence[ContentBlock], path: str) -> Content:
-    """Texts and pictures of a turn or of a tool's result."""
-    if isinstance(content, str):
-        return content
-    return content_of(_part(block, f"{path}[{i}]") for i, block in enumerate(content))
 
 
 def _part(block: ContentBlock, path: str) -> Plain:
@@ -404,9 +394,7 @@ def _part(block: ContentBlock, path: str) -> Plain:
     if source.type == "url":
         return url_part(source.url, None, f"{path}.source.url")
     if source.type != "base64" or source.data is None:
-        raise PictureError(
-            f"{path}.source is no picture in base64, and has no URL.", param=f"{path}.source"
-        )
+        raise PictureError.of(f"{path}.source", "is no picture in base64, and has no URL.")
     return base64_part(source.data, f"{path}.source.data")
 
 

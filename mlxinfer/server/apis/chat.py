@@ -16,7 +16,7 @@ from ...text import Content
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
-from .parts import ImageUrl, content_of, text_part, url_part
+from .parts import ImageUrl, read_content, text_part, url_part
 from .sampling import (
     REFUSED,
     UNLIMITED,
@@ -34,6 +34,7 @@ from .tools import (
     call_arguments,
     check_tools,
     custom_input,
+    function_call,
     part_text,
     report_skipped,
 )
@@ -170,16 +171,14 @@ class ChatRequest(ConstraintFields, kw_only=True):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         given: int | None = getattr(self, name)
         if given == 0:
-            raise InvalidRequestError(f"{name} is 0; expected 1 or more.", param=name)
+            raise InvalidRequestError.of(name, "is 0; expected 1 or more.")
         return None if given == UNLIMITED else given
 
     @property
     def num_logprobs(self) -> int | None:
         """How many of the most probable tokens are named beside each; None: none are scored."""
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError(
-                "top_logprobs goes with logprobs: true.", param="top_logprobs"
-            )
+            raise InvalidRequestError.of("top_logprobs", "goes with logprobs: true.")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -228,8 +227,8 @@ class ChatRequest(ConstraintFields, kw_only=True):
                 continue
             kwargs = self.chat_template_kwargs = dict(self.chat_template_kwargs or {})
             if kwargs.setdefault("enable_thinking", enabled) is not enabled:
-                raise InvalidRequestError(
-                    f"{name} contradicts another field that switches reasoning.", param=name
+                raise InvalidRequestError.of(
+                    name, "contradicts another field that switches reasoning."
                 )
 
 
@@ -251,9 +250,8 @@ def template_fields(fields: TemplateFields, allowed: frozenset[str]) -> dict[str
     kwargs = dict(fields.chat_template_kwargs or {})
     for name in kwargs:
         if name not in allowed:
-            raise UnsupportedFieldError(
-                f"chat_template_kwargs may hold {', '.join(sorted(allowed))}; not {name[:50]!r}.",
-                param="chat_template_kwargs",
+            raise UnsupportedFieldError.of(
+                "chat_template_kwargs", f"may hold {', '.join(sorted(allowed))}; not {name[:50]!r}."
             )
     check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
     return {
@@ -277,28 +275,25 @@ def template_messages(messages: Sequence[Message]) -> list[Plain]:
         UnsupportedFieldError: audio and other parts that are neither text nor pictures.
     """
     if not messages:
-        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+        raise InvalidRequestError.of("messages", "is empty; send at least one.")
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
-            raise UnsupportedFieldError(f"{path}.{name} is not supported.", param=f"{path}.{name}")
+            raise UnsupportedFieldError.of(f"{path}.{name}", "is not supported.")
     if message.role == "function":
         raise UnsupportedFieldError(
             f"{path}: the role function is not supported; use tool.", param=f"{path}.role"
         )
     content: Content | None = message.refusal
-    if isinstance(message.content, list):
-        parts = enumerate(message.content)
-        content = content_of(_part(part, f"{path}.content[{i}]") for i, part in parts)
-    elif message.content is not None:
-        content = message.content
+    if message.content is not None:
+        content = read_content(message.content, _part, f"{path}.content")
     if content is None and message.role == "tool":  # a tool that says nothing
         content = ""
     if content is None and message.role != "assistant":
-        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+        raise InvalidRequestError.of(f"{path}.content", "is missing.")
     if content is None and not message.tool_calls:
         content = ""
     plain: dict[str, Any] = {"role": message.role, "content": content}
@@ -327,15 +322,11 @@ def _part(part: MessagePart, path: str) -> Plain:
 
 def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
     if call.type == "custom" and call.custom is not None:
-        function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
-    elif call.type == "function" and call.function is not None:
+        return function_call(call.id, call.custom.name, {INPUT: call.custom.input})
+    if call.type == "function" and call.function is not None:
         arguments = call_arguments(call.function.arguments)
-        function = {"name": call.function.name, "arguments": arguments}
-    else:
-        raise InvalidRequestError(
-            f"{path}.{call.type} is missing, and is required.", param=f"{path}.{call.type}"
-        )
-    return {"id": call.id, "type": "function", "function": function}
+        return function_call(call.id, call.function.name, arguments)
+    raise InvalidRequestError.of(f"{path}.{call.type}", "is missing, and is required.")
 
 
 def read(
@@ -442,8 +433,7 @@ class ChatWriter:
         if call.name in self.declared:
             custom = {"name": call.name, "input": custom_input(call.arguments)}
             return {"id": call.id, "type": "custom", "custom": custom}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": call.id, "type": "function", "function": function}
+        return function_call(call.id, call.name, call.arguments)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
@@ -542,5 +532,4 @@ def _function_piece(piece: ToolCallDelta) -> Plain:
     """A delta of a function's call; only the first one has its id, type and name."""
     if piece.id is None or piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    return {"index": piece.index, **function_call(piece.id, piece.name, piece.arguments)}

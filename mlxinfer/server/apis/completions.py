@@ -18,7 +18,6 @@ from ..served import ServedModel
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .usage import (
     FINGERPRINT,
-    CompletionLogprobs,
     LogprobsWriter,
     progress_of,
     timings_of,
@@ -54,9 +53,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
         if self.suffix:
             refuse("echo", self.echo, (False,))
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequestError(
-                "max_tokens is 0; that goes with echo: true.", param="max_tokens"
-            )
+            raise InvalidRequestError.of("max_tokens", "is 0; that goes with echo: true.")
 
     @property
     def num_tokens(self) -> int | None:
@@ -78,7 +75,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
             f"{len(prompts)} prompts times n={count} are more than {MAX_ANSWERS}.", param="prompt"
         )
     if body.suffix and not all(isinstance(prompt, str) for prompt in prompts.values()):
-        raise InvalidRequestError("suffix goes with a prompt of texts.", param="suffix")
+        raise InvalidRequestError.of("suffix", "goes with a prompt of texts.")
     params = sampling_params(
         body, model, max_tokens=body.num_tokens, stop=body.stops, logprobs=body.logprobs
     )
@@ -114,16 +111,16 @@ def prompts_of(given: str | list[str | int | list[int]]) -> dict[str, str | list
     if given and all(type(item) is int for item in given):
         return {"prompt": given}  # type: ignore[dict-item]  # they are ids
     if not given or len(given) > MAX_PROMPTS:
-        raise InvalidRequestError(
-            f"prompt holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}.", param="prompt"
+        raise InvalidRequestError.of(
+            "prompt", f"holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}."
         )
     found: dict[str, str | list[int]] = {}
     for index, item in enumerate(given):
         if not isinstance(item, str | list):
-            raise InvalidRequestError(
-                "prompt mixes token ids with prompts; expected a text, a list of texts, a list of "
-                "ids, or a list of lists of ids.",
-                param="prompt",
+            raise InvalidRequestError.of(
+                "prompt",
+                "mixes token ids with prompts; expected a text, a list of texts, a list of ids, "
+                "or a list of lists of ids.",
             )
         found[f"prompt[{index}]"] = item
     return found
@@ -174,7 +171,7 @@ class ChoiceWriter:
         logprobs = self._logprobs.take() if self._logprobs else None
         ids = list(delta.token_ids) if body.return_token_ids and not self.silent else []
         found = []
-        if text or ids or (logprobs is not None and logprobs.tokens):
+        if text or ids or (logprobs is not None and logprobs["tokens"]):
             piece = _choice(text, index, logprobs=logprobs)
             found.append({**piece, "token_ids": ids} if ids else piece)
         if delta.result is not None:
@@ -267,10 +264,7 @@ def merged(pieces: Sequence[Plain]) -> Plain:
     scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     whole = None
     if scored:
-        whole = {
-            name: [entry for each in scored for entry in getattr(each, name)]
-            for name in CompletionLogprobs.__struct_fields__
-        }
+        whole = {name: [entry for each in scored for entry in each[name]] for name in scored[0]}
     ids = [i for piece in pieces for i in piece.get("token_ids", ())]
     last = {key: value for key, value in pieces[-1].items() if key != "token_ids"}
     text = "".join([piece["text"] for piece in pieces])

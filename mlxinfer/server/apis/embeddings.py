@@ -97,9 +97,8 @@ def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
     if tokens is None:
         return bool(flag)
     if tokens == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens is 0; expected a number of tokens, or -1.",
-            param="truncate_prompt_tokens",
+        raise InvalidRequestError.of(
+            "truncate_prompt_tokens", "is 0; expected a number of tokens, or -1."
         )
     return True if tokens == -1 else tokens
 
@@ -115,13 +114,12 @@ def read_input(given: Input) -> list[str | list[int]]:
     if given and all(type(item) is int for item in given):
         return [given]  # type: ignore[list-item]  # they are ids
     if not 0 < len(given) <= MAX_INPUTS:
-        raise InvalidRequestError(
-            f"input has {len(given)} texts; expected 1 to {MAX_INPUTS}.", param="input"
+        raise InvalidRequestError.of(
+            "input", f"has {len(given)} texts; expected 1 to {MAX_INPUTS}."
         )
     if any(type(item) is int for item in given):
-        raise InvalidRequestError(
-            "input mixes token ids with texts; expected texts, ids, or lists of ids.",
-            param="input",
+        raise InvalidRequestError.of(
+            "input", "mixes token ids with texts; expected texts, ids, or lists of ids."
         )
     return given  # type: ignore[return-value]  # checked
 
@@ -131,9 +129,8 @@ def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:
     if body.prompt_name is not None or body.input_type is None:
         return body.prompt_name
     if body.input_type not in INPUT_TYPES:
-        raise InvalidRequestError(
-            f"input_type is {body.input_type[:40]!r}; expected one of {', '.join(INPUT_TYPES)}.",
-            param="input_type",
+        raise InvalidRequestError.of(
+            "input_type", f"is {body.input_type[:40]!r}; expected one of {', '.join(INPUT_TYPES)}."
         )
     names = INPUT_TYPES[body.input_type]
     return next((name for name in names if name in session.pooling.prompts), None)
@@ -193,7 +190,7 @@ class ScoreRequest(RequestBody, kw_only=True):
 async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
     """Documents by how well they go with a query."""
     if body.documents is None:
-        raise InvalidRequestError("documents is missing, and is required.", param="documents")
+        raise InvalidRequestError.of("documents", "is missing, and is required.")
     model = await call.model(body.model)
     documents = _texts(body.documents)
     if not 0 < len(documents) <= MAX_PAIRS:

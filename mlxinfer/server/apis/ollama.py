@@ -26,7 +26,7 @@ from ..workers import apart
 from .chat import Effort
 from .parts import base64_part, content_of, text_part
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
-from .tools import begun_object, check_tools
+from .tools import begun_object, check_tools, function_call
 from .usage import logprob_of, logprobs_of
 
 API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
@@ -129,9 +129,9 @@ class GenerateAsk(AskFields, kw_only=True):
     def resolve(self) -> None:
         """Raise UnsupportedFieldError for pictures beside a text that is continued as it is."""
         if self.images and (self.raw or self.suffix):
-            raise UnsupportedFieldError(
-                "images go with a prompt that the chat template renders; leave out raw and suffix.",
-                param="images",
+            raise UnsupportedFieldError.of(
+                "images",
+                "go with a prompt that the chat template renders; leave out raw and suffix.",
             )
 
 
@@ -167,7 +167,7 @@ def _content(text: str, images: Sequence[str] | None, path: str) -> Content:
 def _message(turn: ChatTurn, path: str) -> Plain:
     """A message as templates read it."""
     if turn.content is None and turn.role != "assistant" and not turn.images:
-        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+        raise InvalidRequestError.of(f"{path}.content", "is missing.")
     content = _content(turn.content or "", turn.images, f"{path}.images")
     plain: Plain = {"role": turn.role, "content": content}
     if turn.thinking:
@@ -177,11 +177,7 @@ def _message(turn: ChatTurn, path: str) -> Plain:
         plain |= {"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {}
     if turn.tool_calls:
         plain["tool_calls"] = [
-            {
-                "id": each.id or f"call_{place}",
-                "type": "function",
-                "function": {"name": each.function.name, "arguments": each.function.arguments},
-            }
+            function_call(each.id or f"call_{place}", each.function.name, each.function.arguments)
             for place, each in enumerate(turn.tool_calls)
         ]
     return plain
@@ -468,7 +464,7 @@ async def pull(call: Call, body: NamedModel) -> Any:
         )
     name = body.called
     if not name:
-        raise InvalidRequestError("model is missing, and is required.", param="model")
+        raise InvalidRequestError.of("model", "is missing, and is required.")
     lines = _pulling(call, name)
     if body.stream is not False:
         return Events(lines, media_type=NDJSON)

@@ -4,7 +4,8 @@ A picture is translated here and loaded by the session. The call fetches those t
 URL (`Call.encode`, `Call.start`), where the server does so. No request can name a file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from ...images import from_base64, from_data_url
 from ...text import Content
 from ..http import Plain
 
+P = TypeVar("P")
 URLS = ("http://", "https://")
 
 
@@ -36,16 +38,14 @@ def url_part(url: str | None, detail: str | None, path: str) -> Plain:
         UnsupportedFieldError: a picture that was uploaded before.
     """
     if url is None:
-        raise UnsupportedFieldError(
-            f"{path} has no image_url; uploaded files are not kept here.", param=path
-        )
+        raise UnsupportedFieldError.of(path, "has no image_url; uploaded files are not kept here.")
     if url.startswith("data:"):
         return _image(from_data_url(url, place=path), path, detail)
     if not url.lower().startswith(URLS):
-        raise PictureError(
-            f"{path} is {shown(url)}; expected a URL that begins with data:image/png;base64, or "
-            "with https:.",
-            param=path,
+        raise PictureError.of(
+            path,
+            f"is {shown(url)}; expected a URL that begins with data:image/png;base64, or with "
+            "https:.",
         )
     return _image(url, path, detail)
 
@@ -57,6 +57,13 @@ def base64_part(data: str, path: str) -> Plain:
 
 def _image(source: bytes | str, path: str, detail: str | None = None) -> Plain:
     return {"type": "image", "image": source, "detail": detail, "place": path}
+
+
+def read_content(content: str | Sequence[P], read: Callable[[P, str], Plain], path: str) -> Content:
+    """The content of a message with a text, or with parts that `read` reads, each with its path."""
+    if isinstance(content, str):
+        return content
+    return content_of(read(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def content_of(parts: Iterable[Plain]) -> Content:

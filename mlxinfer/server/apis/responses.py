@@ -128,7 +128,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
             if name != LOGPROBS:
                 refuse("include", name, (WRAPPED,))
         if self.background and self.store is False:
-            raise InvalidRequestError("background goes with store: true.", param="background")
+            raise InvalidRequestError.of("background", "goes with store: true.")
 
     @property
     def items(self) -> list[InputItem]:
@@ -456,9 +456,7 @@ async def show_response(call: Call) -> Body | Events | Plain:
     response_id, streams = call.path_params["id"], call.query.get("stream") == "true"
     after = call.query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", after):
-        raise InvalidRequestError(
-            "starting_after is the number of an event.", param="starting_after"
-        )
+        raise InvalidRequestError.of("starting_after", "is the number of an event.")
     running = _store_of(call).running.get((_owner(call), response_id))
     if running is not None:
         return Events(running.follow(int(after) + 1)) if streams else running.response
@@ -469,7 +467,7 @@ async def show_response(call: Call) -> Body | Events | Plain:
     ended.end()
     ended.events = await call.in_worker(_store_of(call).events, response_id)
     if not ended.events:
-        raise UnsupportedFieldError("stream goes with background: true.", param="stream")
+        raise UnsupportedFieldError.of("stream", "goes with background: true.")
     return Events(ended.follow(int(after) + 1))
 
 
@@ -503,7 +501,7 @@ async def input_items(call: Call) -> Plain:
     items = [item for stored in chain[:-1] for item in _items_of(stored)]
     items += msgspec.json.decode(chain[-1].input)
     if (order := call.query.get("order", "desc")) not in ("asc", "desc"):
-        raise InvalidRequestError("order is asc or desc.", param="order")
+        raise InvalidRequestError.of("order", "is asc or desc.")
     items = items[::-1] if order == "desc" else items
     return {"object": "list", **page_of(items, call.query, MAX_PAGE)}
 

@@ -9,14 +9,14 @@ import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
-from ...text import Content
 from ..http import Plain, named
-from .parts import content_of, text_part, url_part
+from .parts import read_content, text_part, url_part
 from .tools import (
     INPUT,
     DeclaredTool,
     call_arguments,
     custom_input,
+    function_call,
     part_text,
     shown_file,
     shown_name,
@@ -90,9 +90,7 @@ def conversation(
         UnsupportedFieldError: an item or a part of a type that is not supported.
     """
     if not items and not before:
-        raise InvalidRequestError(
-            "input is missing or empty; send a text or an item.", param="input"
-        )
+        raise InvalidRequestError.of("input", "is missing or empty; send a text or an item.")
     found: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate([*before, *items], start=-len(before)):
         place = "previous_response_id" if number < 0 else f"input[{number}]"
@@ -101,7 +99,7 @@ def conversation(
         else:
             _add(found, item, place)
     if len(found) == bool(instructions):
-        raise InvalidRequestError("input has no item that can be used here.", param="input")
+        raise InvalidRequestError.of("input", "has no item that can be used here.")
     for message in found:
         message.setdefault("content", "")
     return found
@@ -110,8 +108,8 @@ def conversation(
 def _add(found: list[Plain], item: InputItem, path: str) -> None:
     if item.type == "message":
         if item.role is None or item.content is None:
-            raise InvalidRequestError(f"{path} has no role or no content.", param=path)
-        content = _content_of(item.content, f"{path}.content")
+            raise InvalidRequestError.of(path, "has no role or no content.")
+        content = read_content(item.content, _part, f"{path}.content")
         if item.role == "assistant":
             _turn(found, "content")["content"] = content
         else:
@@ -120,8 +118,8 @@ def _add(found: list[Plain], item: InputItem, path: str) -> None:
         _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None:
-            raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
-        content = _content_of(_output(item, path), f"{path}.output")
+            raise InvalidRequestError.of(path, "has no call_id or no output.")
+        content = read_content(_output(item, path), _part, f"{path}.output")
         found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
@@ -144,15 +142,14 @@ def _turn(found: list[Plain], key: str) -> Plain:
 
 def _call(item: InputItem, path: str) -> Plain:
     if item.call_id is None or item.name is None:
-        raise InvalidRequestError(f"{path} has no call_id or no name.", param=path)
+        raise InvalidRequestError.of(path, "has no call_id or no name.")
     custom = item.type == "custom_tool_call"
     given = item.input if custom else item.arguments
     if not isinstance(given, str | None):
         place = f"{path}.{'input' if custom else 'arguments'}"
-        raise InvalidRequestError(f"{place} is no text.", param=place)
+        raise InvalidRequestError.of(place, "is no text.")
     arguments: Plain | str = {INPUT: given or ""} if custom else call_arguments(given)
-    function = {"name": shown_name(item.name, item.namespace), "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+    return function_call(item.call_id, shown_name(item.name, item.namespace), arguments)
 
 
 def _output(item: InputItem, path: str) -> str | list[InputPart]:
@@ -175,12 +172,6 @@ def _thoughts(item: InputItem, path: str) -> str:
         raise InvalidRequestError(
             f"{path}.encrypted_content is not of this server; leave the item out.", param=path
         ) from None
-
-
-def _content_of(content: str | list[InputPart], path: str) -> Content:
-    if isinstance(content, str):
-        return content
-    return content_of(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def _text(content: str | list[InputPart], path: str) -> str:

@@ -163,9 +163,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     def resolve(self) -> None:
         """Raise InvalidRequestError for options of a stream without one."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options goes with stream: true.", param="stream_options"
-            )
+            raise InvalidRequestError.of("stream_options", "goes with stream: true.")
 
     @property
     def wants_timings(self) -> bool:
@@ -227,7 +225,7 @@ def _logit_bias(
     for number, (token, bias) in enumerate(given):
         if bias is True:
             place = f"logit_bias[{number}]"
-            raise InvalidRequestError(f"{place} is true; expected a number or false.", param=place)
+            raise InvalidRequestError.of(place, "is true; expected a number or false.")
         if isinstance(token, str):
             ids = model.tokenizer.encode(token, add_special_tokens=False, parse_special=True)
         else:
@@ -247,9 +245,8 @@ def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> No
     except RecursionError:
         raise InvalidRequestError(too_deep, param=param) from None
     if size > MAX_BYTES:
-        raise InvalidRequestError(
-            f"{param} has {size} bytes of JSON; at most {MAX_BYTES} are accepted. Send less of it.",
-            param=param,
+        raise InvalidRequestError.of(
+            param, f"has {size} bytes of JSON; at most {MAX_BYTES} are accepted. Send less of it."
         )
     stack = [(value, 1)]
     while stack:
@@ -297,10 +294,10 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
     """
     for name in ("grammar", "ebnf"):
         if getattr(fields, name) not in (None, ""):
-            raise UnsupportedFieldError(
-                f"{name} is in GBNF or EBNF, which are not read here; send a Lark grammar as "
+            raise UnsupportedFieldError.of(
+                name,
+                "is in GBNF or EBNF, which are not read here; send a Lark grammar as "
                 "structured_outputs.grammar.",
-                param=name,
             )
     given = {name: getattr(fields, name) for name in _READERS}
     found = {
@@ -329,7 +326,7 @@ def _schema(value: Any, *, place: str) -> GrammarSpec:
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            raise InvalidRequestError(f"{place} is no JSON.", param=place) from None
+            raise InvalidRequestError.of(place, "is no JSON.") from None
     return spec.json_schema(value, place=place)
 
 
@@ -343,17 +340,16 @@ def ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
 def _structured(value: Any, *, place: str) -> GrammarSpec | None:
     """vLLM's structured_outputs: one of a few keys."""
     if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"{place} is no object.", param=place)
+        raise InvalidRequestError.of(place, "is no object.")
     given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
     for key in given:
         if key not in _STRUCTURED and key != "json_object":
-            raise UnsupportedFieldError(
-                f"{place}.{str(key)[:50]} is not supported; there are json_object, "
-                f"{', '.join(_STRUCTURED)}.",
-                param=f"{place}.{str(key)[:50]}",
+            raise UnsupportedFieldError.of(
+                f"{place}.{str(key)[:50]}",
+                f"is not supported; there are json_object, {', '.join(_STRUCTURED)}.",
             )
     if len(given) != 1:
-        raise InvalidRequestError(f"{place} holds {len(given)} constraints, not one.", param=place)
+        raise InvalidRequestError.of(place, f"holds {len(given)} constraints, not one.")
     ((key, inner),) = given.items()
     if key == "json_object":
         return spec.json_object(place=f"{place}.json_object")

@@ -54,6 +54,12 @@ def call_arguments(text: str | None) -> dict[str, Any] | str:
         return text or ""
 
 
+def function_call(id: str | None, name: str, arguments: Any) -> Plain:
+    """A call in OpenAI's form, which chat templates read too."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": id, "type": "function", "function": function}
+
+
 def begun_object(text: str) -> dict[str, Any]:
     """A JSON object that may be cut off: its whole members, and a string that was begun."""
     closers: list[str] = []
@@ -135,26 +141,25 @@ class DeclaredTools:
             return {"type": "function", "function": {"name": self._shown(choice)}}
         if kind == "allowed_tools":
             return self._allow(choice)
-        raise UnsupportedFieldError(
-            f"tool_choice demands a tool of type {str(kind)[:50]!r}, which is not callable here.",
-            param="tool_choice",
+        raise UnsupportedFieldError.of(
+            "tool_choice", f"demands a tool of type {str(kind)[:50]!r}, which is not callable here."
         )
 
     def _allow(self, choice: Plain) -> str:
         """Leave only the tools that a choice allows; returns its mode."""
         tools, mode = choice.get("tools"), choice.get("mode", "auto")
         if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
-            raise InvalidRequestError(
-                'tool_choice of type allowed_tools: expected tools, and mode "auto" or "required".',
-                param="tool_choice",
+            raise InvalidRequestError.of(
+                "tool_choice",
+                'of type allowed_tools: expected tools, and mode "auto" or "required".',
             )
         each = [tool for tool in tools if isinstance(tool, dict)]
         named = [{**tool, **(tool.get(str(tool.get("type"))) or {})} for tool in each]
         names = {self._shown(tool) for tool in named if tool.get("type") in ("function", "custom")}
         known = {function["function"].get("name") for function in self.functions}
         for name in sorted(names - known):
-            raise InvalidRequestError(
-                f"tool_choice allows {name[:100]!r}, which is none of tools.", param="tool_choice"
+            raise InvalidRequestError.of(
+                "tool_choice", f"allows {name[:100]!r}, which is none of tools."
             )
         self.functions = [f for f in self.functions if f["function"].get("name") in names]
         return mode if self.functions else "none"
@@ -176,7 +181,7 @@ class DeclaredTools:
         if kind == "namespace" and namespace is None:
             name, inner = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not isinstance(inner, list):
-                raise InvalidRequestError(f"{path} has no name or no tools.", param=path)
+                raise InvalidRequestError.of(path, "has no name or no tools.")
             for number, each in enumerate(inner):
                 if not isinstance(each, dict):
                     raise InvalidRequestError(f"{path}.tools[{number}] is no object.", param=path)
@@ -184,7 +189,7 @@ class DeclaredTools:
         elif kind in ("function", "custom"):
             self._add_callable(tool, path, namespace)
         elif kind is None:
-            raise InvalidRequestError(f"{path}.type is missing.", param=f"{path}.type")
+            raise InvalidRequestError.of(f"{path}.type", "is missing.")
         else:
             skip(self.skipped, path, kind)
 
@@ -203,24 +208,21 @@ class DeclaredTools:
         """A custom tool as a function with one text, constrained by the tool's grammar."""
         given: Mapping[str, Any] = tool.get("format") or {"type": "text"}
         if not isinstance(given, Mapping):
-            raise InvalidRequestError(f"{path}.format is no object.", param=f"{path}.format")
+            raise InvalidRequestError.of(f"{path}.format", "is no object.")
         text: Plain = {"type": "string", "description": "The whole input of the tool, as text."}
         description, strict = tool.get("description"), False
         if given.get("type") == "grammar":
             definition = given.get("definition")
             if not isinstance(definition, str):
-                raise InvalidRequestError(
-                    f"{path}.format.definition is missing.", param=f"{path}.format.definition"
-                )
+                raise InvalidRequestError.of(f"{path}.format.definition", "is missing.")
             text["description"] += f" It follows this grammar:\n{definition}"
             pattern = self._pattern(given.get("syntax"), definition, path)
             if pattern is not None:
                 text["pattern"], strict = pattern, True
         elif given.get("type") != "text":
-            raise UnsupportedFieldError(
-                f"{path}.format is of type {str(given.get('type'))[:50]!r}; expected text or "
-                "grammar.",
-                param=f"{path}.format",
+            raise UnsupportedFieldError.of(
+                f"{path}.format",
+                f"is of type {str(given.get('type'))[:50]!r}; expected text or grammar.",
             )
         function: Plain = {
             "name": tool.get("name"),
@@ -237,9 +239,8 @@ class DeclaredTools:
         if syntax == "regex":
             return f"^(?:{definition})$"
         if syntax != "lark":
-            raise UnsupportedFieldError(
-                f"{path}.format.syntax is {str(syntax)[:50]!r}; expected lark or regex.",
-                param=f"{path}.format.syntax",
+            raise UnsupportedFieldError.of(
+                f"{path}.format.syntax", f"is {str(syntax)[:50]!r}; expected lark or regex."
             )
         skip(self.skipped, f"{path}.format", "grammar")
         return None
@@ -262,7 +263,7 @@ def _flat(tool: Plain, path: str) -> Plain:
     """A custom tool of a chat request in the form of the responses API."""
     custom = tool.get("custom")
     if not isinstance(custom, dict):
-        raise InvalidRequestError(f"{path}.custom is no object.", param=f"{path}.custom")
+        raise InvalidRequestError.of(f"{path}.custom", "is no object.")
     form = custom.get("format")
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         form = {**form["grammar"], "type": form.get("type")}
@@ -299,7 +300,7 @@ def part_text(kind: str, text: str | None, path: str, kinds: Container[str] = TE
     if kind not in kinds:
         raise not_text(kind, path)
     if text is None:
-        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+        raise InvalidRequestError.of(f"{path}.text", "is missing.")
     return text
 
 
@@ -329,15 +330,14 @@ def text_of_file(data: str, path: str) -> str:
     try:
         return base64.b64decode(content, validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError):
-        raise InvalidRequestError(f"{path} is no base64 of a text in UTF-8.", param=path) from None
+        raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
 
 
 def check_text_type(kind: str, path: str) -> None:
     """Raise UnsupportedFieldError for a media type that is no text."""
     if not _PLAIN.fullmatch(kind.lower()):
-        raise UnsupportedFieldError(
-            f"{path} is a file of type {kind[:50]!r}; text files are read, such as text/plain.",
-            param=path,
+        raise UnsupportedFieldError.of(
+            path, f"is a file of type {kind[:50]!r}; text files are read, such as text/plain."
         )
 
 

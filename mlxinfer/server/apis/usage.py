@@ -2,8 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
-
-import msgspec
+from typing import Any
 
 from ... import __version__
 from ...core import FinishReason, TokenLogprobs
@@ -13,6 +12,7 @@ from ...text import Detokenizer, Tokenizer
 from ..http import Plain
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
+LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST = -9999.0  # JSON has no -Infinity
 
 
@@ -106,21 +106,11 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
 
 
-class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Parallel lists with one entry a token. A prompt's first token has no log-probability.
-
-    The end token of an answer has an entry, so that there is one for every generated token, which
-    evaluation harnesses rely on.
-    """
-
-    text_offset: list[int] = []
-    token_logprobs: list[float | None] = []
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] = []
-
-
 class LogprobsWriter:
-    """Writes the entries of one choice, at once or in chunks.
+    """Writes parallel lists with an entry for each token of one choice, at once or in chunks.
+
+    A prompt's first token has no log-probability. The end token of an answer has an entry, so that
+    there is one for every generated token, which evaluation harnesses rely on.
 
     Args:
         tokenizer: of the model.
@@ -131,21 +121,21 @@ class LogprobsWriter:
         self._tokenizer = tokenizer
         self._offset = offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._lists = CompletionLogprobs()
+        self._lists: dict[str, list[Any]] = {name: [] for name in LISTS}
 
     def add(self, token_id: int, found: TokenLogprobs | None) -> None:
         """Add one token; `found` is None for the first one of a prompt."""
         lists = self._lists
-        lists.tokens.append(self._spelled(token_id))
-        lists.text_offset.append(self._offset)
-        lists.token_logprobs.append(None if found is None else _finite(found.logprob))
-        lists.top_logprobs.append(None if found is None else self._top(token_id, found))
+        lists["text_offset"].append(self._offset)
+        lists["token_logprobs"].append(None if found is None else _finite(found.logprob))
+        lists["tokens"].append(self._spelled(token_id))
+        lists["top_logprobs"].append(None if found is None else self._top(token_id, found))
         if token_id not in self._tokenizer.special_ids:  # those are not in the text
             self._offset += self._num_characters(token_id)
 
-    def take(self) -> CompletionLogprobs:
+    def take(self) -> Plain:
         """The entries added since the last call."""
-        lists, self._lists = self._lists, CompletionLogprobs()
+        lists, self._lists = self._lists, {name: [] for name in LISTS}
         return lists
 
     def _num_characters(self, token_id: int) -> int:

@@ -133,8 +133,8 @@ class Jobs:
         elif action == "cancel":
             self._interrupt(job, JobState.CANCELLED)
         else:
-            raise InvalidRequestError(
-                f"action is {action[:40]!r}; expected pause, resume or cancel.", param="action"
+            raise InvalidRequestError.of(
+                "action", f"is {action[:40]!r}; expected pause, resume or cancel."
             )
         return job
 

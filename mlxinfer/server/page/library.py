@@ -134,13 +134,12 @@ class LibraryRoutes:
         """Start a conversion of a model on this disk."""
         out = self._library.converted / body.name
         if not _NAME.fullmatch(body.name) or ".." in body.name:
-            raise InvalidRequestError(
-                "name is letters, digits, dots, dashes and underscores.", param="name"
+            raise InvalidRequestError.of(
+                "name", "is letters, digits, dots, dashes and underscores."
             )
         if body.recipe not in RECIPES:
-            raise InvalidRequestError(
-                f"recipe is {body.recipe[:40]!r}; expected one of {', '.join(RECIPES)}.",
-                param="recipe",
+            raise InvalidRequestError.of(
+                "recipe", f"is {body.recipe[:40]!r}; expected one of {', '.join(RECIPES)}."
             )
         if out.exists():
             raise InvalidRequestError(f"There is a conversion {body.name} already.", param="name")

@@ -182,7 +182,7 @@ def _number(query: dict[str, str], name: str, most: float | None) -> float | Non
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise InvalidRequestError(f"{name} is a positive number.", param=name)
+        raise InvalidRequestError.of(name, "is a positive number.")
     return value if most is None else min(value, most)
 
 
@@ -237,7 +237,7 @@ class PageRoutes:
         try:
             data = base64.b64decode(body.data, validate=True)
         except binascii.Error:
-            raise InvalidRequestError("data is not base64.", param="data") from None
+            raise InvalidRequestError.of("data", "is not base64.") from None
         text = await self._workers.run(pdf_text, body.name[:200], data)
         return {"name": body.name, "text": text}
 

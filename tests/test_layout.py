@@ -84,7 +84,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "models": {"errors", "served", "workers"},
     "metrics": {"models", "served", "workers"},
     "service": SERVER_MODELS,
-    "guard": {"config", "errors", "http", "protocol"},
+    "guard": {"config", "errors", "http", "keys", "protocol"},
     "pictures": {"workers"},
     "call": SERVER_MODELS | {"pictures", "protocol", "service"},
     "apis": SERVER_MODELS | {"call"},

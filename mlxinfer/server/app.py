@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Set
 
-from . import ops
+from . import guard, ops
 from .apis import (
     anthropic,
     chat,
@@ -19,15 +19,6 @@ from .apis.ollama import OLLAMA
 from .apis.responses import RESPONSES
 from .call import CLIENT_GONE, Call
 from .errors import HttpError
-from .guard import (
-    check_host,
-    check_media_type,
-    check_sizes,
-    cors_headers,
-    framing_problem,
-    is_open_metrics,
-    split_target,
-)
 from .http import OPENAI, ClientGoneError, ErrorForm, Receive, Route, Scope, Send
 from .openapi import documentation
 from .page import files
@@ -126,12 +117,12 @@ class App:
         """Answer one request and write its line of the access log."""
         if scope["type"] != "http":
             return
-        split_target(scope)
+        guard.split_target(scope)
         scope["path"] = self._canonical(scope["path"])
         form = form_of(scope["path"], {name for name, _ in scope["headers"]})
         call = Call(self._service, scope, send, form)
         try:
-            if problem := framing_problem(scope, self._service.config):
+            if problem := guard.framing_problem(scope, self._service.config):
                 call.headers.append((b"connection", b"close"))
                 raise problem
             if not await self._answer_preflight(call):
@@ -149,8 +140,8 @@ class App:
         asked = call.header(b"access-control-request-method") is not None
         if scope["method"] != "OPTIONS" or not asked:
             return False
-        check_host(scope, config)
-        call.headers += cors_headers(scope, config)
+        guard.check_host(scope, config)
+        call.headers += guard.cors_headers(scope, config)
         await call.send({"type": "http.response.start", "status": 204, "headers": _PREFLIGHT})
         await call.send({"type": "http.response.body", "body": b""})
         return True
@@ -162,24 +153,24 @@ class App:
             HttpError: the request is refused, or nothing is served at its path.
         """
         scope, config = call.scope, self._service.config
-        check_sizes(scope, config)
-        check_host(scope, config)
+        guard.check_sizes(scope, config)
+        guard.check_host(scope, config)
         methods, call.path_params = self._methods(scope["path"])
         route = methods.get("GET" if scope["method"] == "HEAD" else scope["method"])
         access = "key" if route is None else route.access
-        if scope["path"] == METRICS and is_open_metrics(scope, config):
+        if scope["path"] == METRICS and guard.is_open_metrics(scope, config):
             access = "anyone"
         if access != "anyone":
             call.set_key(config.keys.name_of(scope["headers"]))
         if access == "admin":
             call.require_admin()
         if scope["method"] == "POST":
-            check_media_type(scope["headers"])
+            guard.check_media_type(scope["headers"])
         if not methods:
             raise HttpError("not_found", "Nothing is served at this path; /docs lists all paths.")
         if route is None:
             raise HttpError("method_not_allowed", "This path is there, but not for this method.")
-        call.headers += cors_headers(scope, config)
+        call.headers += guard.cors_headers(scope, config)
         return route
 
     def _methods(self, path: str) -> tuple[dict[str, Route], dict[str, str]]:

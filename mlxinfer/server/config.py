@@ -24,8 +24,12 @@ APP_ORIGINS = {
     "firefox-extensions": ("moz-extension://*",),
     "safari-extensions": ("safari-web-extension://*",),
 }
-_NAME = re.compile(HOST_NAME)
-_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{HOST_NAME}(?::\d{{1,5}})?/?")
+_ORIGIN = rf"[a-z][a-z0-9+.-]*://{HOST_NAME}(?::\d{{1,5}})?/?"
+_FORMS = (  # of the values of an option, and words for them
+    ("allowed-host", HOST_NAME, "a name or address alone, such as 'chat.example'"),
+    ("--allowed-origin", _ORIGIN, "scheme, name and port if any, such as 'https://chat.example'"),
+    ("--allowed-app", "|".join(APP_ORIGINS), f"one of {', '.join(APP_ORIGINS)}"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,26 +78,13 @@ class ServerConfig:
             raise InvalidRequestError.of("port", f"is {self.port}; expected 0 to 65535.")
         if not self.hosts:
             raise InvalidRequestError.of("host", "names no address to listen on.")
-        for host in self.allowed_hosts:
-            if not _NAME.fullmatch(host.lower()):
-                raise InvalidRequestError(
-                    f"allowed-host is {host!r}; expected a name or address alone, "
-                    "such as 'chat.example'.",
-                    param="allowed_hosts",
-                )
-        for origin in self.allowed_origins:
-            if not _ORIGIN.fullmatch(origin.lower()):
-                raise InvalidRequestError(
-                    f"--allowed-origin is {origin!r}; expected scheme, name and port if there is "
-                    "one, such as 'https://chat.example'.",
-                    param="allowed_origins",
-                )
-        for app in self.allowed_apps:
-            if app not in APP_ORIGINS:
-                raise InvalidRequestError(
-                    f"--allowed-app is {app!r}; expected one of {', '.join(APP_ORIGINS)}.",
-                    param="allowed_apps",
-                )
+        for option, form, expected in _FORMS:
+            name = option.strip("-").replace("-", "_") + "s"
+            for value in getattr(self, name):
+                if not re.fullmatch(form, value, re.IGNORECASE):
+                    raise InvalidRequestError(
+                        f"{option} is {value!r}; expected {expected}.", param=name
+                    )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequestError("--tls-cert and --tls-key go together.", param="tls_cert")
         if not (self.loopback or self.keys or self.insecure):
@@ -113,7 +104,7 @@ class ServerConfig:
     @property
     def origins(self) -> frozenset[str]:
         """Allowed origins in lower case, those of named apps included; `scheme://*` is any host."""
-        apps = [origin for app in self.allowed_apps for origin in APP_ORIGINS[app]]
+        apps = [origin for app in self.allowed_apps for origin in APP_ORIGINS[app.lower()]]
         return frozenset(origin.lower().rstrip("/") for origin in (*self.allowed_origins, *apps))
 
     @property

@@ -16,6 +16,7 @@ from ..errors import InvalidRequestError, MlxinferError, OverloadedError
 from .config import HOST_NAME, ServerConfig, is_loopback
 from .errors import HttpError
 from .http import Headers, Scope
+from .keys import values_of
 from .protocol import CONNECTIONS
 
 JSON = b"application/json"
@@ -92,7 +93,7 @@ def check_media_type(headers: Headers) -> None:
 
 def check_host(scope: Scope, config: ServerConfig) -> None:
     """Raise HttpError for a foreign or malformed Host, or a foreign Origin."""
-    host = only_header(scope, b"host") or ""
+    host = _value(scope, b"host") or ""
     name = _HOST.fullmatch(host.lower())
     if name is None or not _is_ours(name.group(1), config):
         raise HttpError(
@@ -100,7 +101,7 @@ def check_host(scope: Scope, config: ServerConfig) -> None:
             "The Host header is missing, or not a name of this server; allowed-host in the "
             "config file adds one.",
         )
-    origin = only_header(scope, b"origin")
+    origin = _value(scope, b"origin")
     own = (f"http://{host.lower()}", f"https://{host.lower()}")
     if origin is not None and origin.lower() not in own and not _is_allowed(origin, config):
         raise HttpError(
@@ -112,7 +113,7 @@ def check_host(scope: Scope, config: ServerConfig) -> None:
 
 def cors_headers(scope: Scope, config: ServerConfig) -> Headers:
     """CORS headers of an answer to a page of an allowed origin."""
-    origin = only_header(scope, b"origin")
+    origin = _value(scope, b"origin")
     if origin is None or not _is_allowed(origin, config):
         return []
     return [
@@ -122,11 +123,9 @@ def cors_headers(scope: Scope, config: ServerConfig) -> Headers:
     ]
 
 
-def only_header(scope: Scope, name: bytes) -> str | None:
-    """The value of a header that may be sent once; raises HttpError where it is sent twice."""
-    values = [value for key, value in scope["headers"] if key == name]
-    if len(values) > 1:
-        raise HttpError("forbidden", f"The header {name.decode()} was sent {len(values)} times.")
+def _value(scope: Scope, name: bytes) -> str | None:
+    """The value of a header; raises HttpError where it was sent twice."""
+    values = values_of(scope["headers"], name, "forbidden")
     return values[0].decode("latin-1") if values else None
 
 

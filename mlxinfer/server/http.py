@@ -429,8 +429,3 @@ class Route:
         """The struct of the request's body; None: no body is read."""
         parameters = list(inspect.signature(self.handler).parameters.values())
         return parameters[1].annotation if len(parameters) > 1 else None
-
-    @property
-    def summary(self) -> str:
-        """One line for the documentation."""
-        return (self.handler.__doc__ or "").partition("\n")[0]

@@ -142,7 +142,7 @@ class ApiKeys:
         """
         if not self.digests:
             return None
-        given = {*_bearer(headers), *_values(headers, b"x-api-key")}
+        given = {*_bearer(headers), *values_of(headers, b"x-api-key")}
         if not given:
             raise HttpError(
                 "invalid_api_key",
@@ -197,18 +197,17 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _values(headers: Headers, name: bytes) -> list[bytes]:
+def values_of(headers: Headers, name: bytes, code: str = "invalid_api_key") -> list[bytes]:
+    """The value of a header, if it was sent; raises HttpError where it was sent twice."""
     values = [value for key, value in headers if key == name]
     if len(values) > 1:
-        raise HttpError(
-            "invalid_api_key", f"The header {name.decode()} was sent {len(values)} times."
-        )
+        raise HttpError(code, f"The header {name.decode()} was sent {len(values)} times.")
     return values
 
 
 def _bearer(headers: Headers) -> list[bytes]:
     keys = []
-    for value in _values(headers, b"authorization"):
+    for value in values_of(headers, b"authorization"):
         scheme, _, key = value.partition(b" ")
         if scheme.lower() != b"bearer":
             raise HttpError("invalid_api_key", "The authorization header is not `Bearer KEY`.")

@@ -77,7 +77,7 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": {}}}
     operation: dict[str, Any] = {
-        "summary": route.summary,
+        "summary": (route.handler.__doc__ or "").partition("\n")[0],
         "responses": {
             "200": {"description": "Done.", "content": contents},
             "default": {"description": "An error, with a message, a type and a code."},

@@ -114,10 +114,8 @@ class Meter:
         self._last_token_s: list[float | None] = [None] * len(answers)
         self._counted_prompts: set[int] = set()  # identities: choices share their prompt's list
         admission.enter(len(answers), sum(self._num_prompt), metrics)
-        self._open = set(range(len(answers)))
-        self._queued = set(self._open)  # answers without a token
-        self._accepted = False
-        metrics.num_waiting += len(answers)
+        self._queued = set(range(len(answers)))  # answers without a token
+        self._open: set[int] = set()  # answers that the engine has, and that have not ended
 
     @property
     def num_queued(self) -> int:
@@ -125,8 +123,9 @@ class Meter:
         return len(self._queued)
 
     def accept(self) -> None:
-        """The engine has taken the requests; before that, `close` takes the count back."""
-        self._accepted = True
+        """The engine has taken the requests; before that, they count in the queue alone."""
+        self._open = set(self._queued)
+        self._metrics.num_waiting += len(self._open)
 
     def record(self, index: int, event: TokenEvent) -> None:
         """Count the token of an event, if it has one."""
@@ -169,9 +168,6 @@ class Meter:
 
     def close(self) -> None:
         """Count the answers that have not ended as aborted, and leave the queue."""
-        if not self._accepted:
-            self._metrics.num_waiting -= len(self._open)
-            self._open.clear()
         for index in list(self._open):
             self.end(index, "abort", None)
         for index in list(self._queued):

@@ -62,13 +62,11 @@ class Workers:
         if self._pending >= self._max_pending:
             raise OverloadedError("Too many prompts wait to be encoded; try again soon.")
         self._pending += 1
-        future = self._pool.submit(_guarded, partial(function, *args, **kwargs))
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: _call_soon(loop, self._done))
-        return await asyncio.wrap_future(future)
-
-    def _done(self) -> None:
-        self._pending -= 1
+        try:
+            work = self._pool.submit(_guarded, partial(function, *args, **kwargs))
+            return await asyncio.wrap_future(work)
+        finally:
+            self._pending -= 1
 
     def close(self) -> None:
         """Cancel the functions that wait; those that run end by themselves."""
@@ -86,8 +84,3 @@ def _guarded(work: Callable[[], T]) -> T:
         raise
     except BaseException as panic:  # the fault boundary of a thread
         raise PanicError(f"{type(panic).__name__}: {panic}") from panic
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)

@@ -462,7 +462,7 @@ class MessageWriter:
             for step in steps:
                 parts += step.delta.parts
         content = self.blocks(merged(parts), self._result.tool_calls)
-        return self._message(content, usage_of_result(self._result), **self._ending())
+        return self._message(content, self._usage, **self._ending())
 
     def _message(
         self,
@@ -507,12 +507,11 @@ class MessageWriter:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the events of the message: its start, its blocks, its end."""
-        begun = self._message([], _usage(len(self._answer.request.prompt_ids), 0, 0))
+        begun = self._message([], usage_of(len(self._answer.request.prompt_ids)))
         yield named("message_start", {"type": "message_start", "message": begun}) + PING
         async for frames in self._call.frames(self._answers, self.step_frames, PING):
             yield frames
-        usage = usage_of_result(self._result)
-        last = {"type": "message_delta", "delta": self._ending(), "usage": usage}
+        last = {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
         stop = named("message_stop", {"type": "message_stop"})
         yield b"".join(self.close()) + named("message_delta", last) + stop
 
@@ -572,6 +571,11 @@ class MessageWriter:
         assert self._answer.result is not None
         return self._answer.result
 
+    @property
+    def _usage(self) -> Plain:
+        result = self._result
+        return usage_of(result.prompt_tokens, result.cached_tokens, len(result.token_ids))
+
     def _ending(self) -> dict[str, Any]:
         """Why the answer ended, which is logged too."""
         clipped = (self._answer.request.params.max_tokens or 0) < self._body.max_tokens
@@ -581,16 +585,10 @@ class MessageWriter:
         return {"stop_reason": reason, "stop_sequence": match}
 
 
-def usage_of_result(result: Result) -> Plain:
-    """The token counts of a finished answer."""
-    fresh = result.prompt_tokens - result.cached_tokens
-    return _usage(fresh, len(result.token_ids), result.cached_tokens)
-
-
-def _usage(fresh: int, answer: int, cached: int) -> Plain:
+def usage_of(prompt: int, cached: int = 0, answer: int = 0) -> Plain:
     """Token counts; input_tokens are those not read from the cache."""
     return {
-        "input_tokens": fresh,
+        "input_tokens": prompt - cached,
         "output_tokens": answer,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,

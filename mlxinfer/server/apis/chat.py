@@ -65,25 +65,19 @@ class MessagePart(msgspec.Struct, kw_only=True):
     image_url: ImageUrl | str | None = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a call; its arguments are JSON in a string."""
+class CalledTool(msgspec.Struct, kw_only=True):
+    """The function of a call, with JSON as arguments, or its custom tool, with an input."""
 
     name: str
     arguments: str = "{}"
-
-
-class CustomCall(msgspec.Struct, kw_only=True):
-    """The custom tool of a call; its input is plain text."""
-
-    name: str
     input: str = ""
 
 
 class EarlierCall(msgspec.Struct, kw_only=True):
     """A call in an earlier answer of the assistant."""
 
-    function: FunctionCall | None = None
-    custom: CustomCall | None = None
+    function: CalledTool | None = None
+    custom: CalledTool | None = None
     id: str | None = None
     type: Literal["function", "custom"] = "function"
 

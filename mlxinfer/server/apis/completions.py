@@ -15,6 +15,7 @@ from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
 from ..served import ServedModel
+from .parts import Prompts, texts_of
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .usage import (
     FINGERPRINT,
@@ -42,7 +43,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, **_NO_REASONING}
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # the text after the gap that the model fills
@@ -68,7 +69,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
     Raises:
         InvalidRequestError: a mixture of texts and ids, or too many answers.
     """
-    prompts = prompts_of(body.prompt)
+    prompts = texts_of(body.prompt, "prompt", MAX_PROMPTS)
     count = body.n or 1
     if len(prompts) * count > MAX_ANSWERS:
         raise InvalidRequestError(
@@ -95,35 +96,6 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
         )
         for place, prompt in prompts.items()
     ]
-
-
-def prompts_of(given: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
-    """The prompts of a text, a list of texts, a list of token ids, or a list of such lists.
-
-    Returns:
-        The place of each prompt in the request, and the prompt.
-
-    Raises:
-        InvalidRequestError: a mixture, or too many prompts.
-    """
-    if isinstance(given, str):
-        return {"prompt": given}
-    if given and all(type(item) is int for item in given):
-        return {"prompt": given}  # type: ignore[dict-item]  # they are ids
-    if not given or len(given) > MAX_PROMPTS:
-        raise InvalidRequestError.of(
-            "prompt", f"holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}."
-        )
-    found: dict[str, str | list[int]] = {}
-    for index, item in enumerate(given):
-        if not isinstance(item, str | list):
-            raise InvalidRequestError.of(
-                "prompt",
-                "mixes token ids with prompts; expected a text, a list of texts, a list of ids, "
-                "or a list of lists of ids.",
-            )
-        found[f"prompt[{index}]"] = item
-    return found
 
 
 async def complete(call: Call, body: CompletionRequest) -> Plain | Events:

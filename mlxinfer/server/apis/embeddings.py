@@ -17,6 +17,7 @@ from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import RequestBody
 from ..served import ServedModel
+from .parts import Prompts, texts_of
 
 MAX_INPUTS = 2048  # of one request: OpenAI's bound
 # Words of Cohere, Voyage and NVIDIA for what a text is, and the model's prompts that they mean.
@@ -30,7 +31,6 @@ INPUT_TYPES = {
     "clustering": ("clustering", "Clustering"),
 }
 Truncate = Annotated[int, Meta(ge=-1)]  # tokens; -1: what the model reads
-Input = str | list[str | int | list[int]]
 
 
 class EmbeddingRequest(RequestBody, kw_only=True):
@@ -44,7 +44,7 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     }
 
     model: str | None = None
-    input: Input
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: str | None = None
@@ -65,7 +65,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     """The vectors of texts."""
     model = await call.model(body.model)
     given = EmbedInput(
-        texts=read_input(body.input),
+        texts=list(texts_of(body.input, "input", MAX_INPUTS).values()),
         prompt_name=_prompt_name(model.pooler, body),
         prompt=body.prompt,
         dimensions=body.dimensions,
@@ -101,27 +101,6 @@ def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
             "truncate_prompt_tokens", "is 0; expected a number of tokens, or -1."
         )
     return True if tokens == -1 else tokens
-
-
-def read_input(given: Input) -> list[str | list[int]]:
-    """One text, several, one list of token ids, or several.
-
-    Raises:
-        InvalidRequestError: nothing, too many, or a mixture of ids and texts.
-    """
-    if isinstance(given, str):
-        return [given]
-    if given and all(type(item) is int for item in given):
-        return [given]  # type: ignore[list-item]  # they are ids
-    if not 0 < len(given) <= MAX_INPUTS:
-        raise InvalidRequestError.of(
-            "input", f"has {len(given)} texts; expected 1 to {MAX_INPUTS}."
-        )
-    if any(type(item) is int for item in given):
-        raise InvalidRequestError.of(
-            "input", "mixes token ids with texts; expected texts, ids, or lists of ids."
-        )
-    return given  # type: ignore[return-value]  # checked
 
 
 def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:

@@ -9,13 +9,34 @@ from typing import TypeVar
 
 import msgspec
 
-from ...errors import PictureError, UnsupportedFieldError, shown
+from ...errors import InvalidRequestError, PictureError, UnsupportedFieldError, shown
 from ...images import from_base64, from_data_url
 from ...text import Content
 from ..http import Plain
 
 P = TypeVar("P")
+Prompts = str | list[str | int | list[int]]  # one, several, one as token ids, or several of these
 URLS = ("http://", "https://")
+
+
+def texts_of(given: Prompts, name: str, most: int) -> dict[str, str | list[int]]:
+    """The texts of a field, each with its place in the request.
+
+    Raises:
+        InvalidRequestError: there is none, there are more than `most`, or ids are mixed with texts.
+    """
+    if isinstance(given, str) or (given and all(type(item) is int for item in given)):
+        return {name: given}  # type: ignore[dict-item]  # a text, or ids
+    if not 0 < len(given) <= most:
+        raise InvalidRequestError.of(name, f"holds {len(given)} texts; expected 1 to {most}.")
+    found: dict[str, str | list[int]] = {}
+    for index, item in enumerate(given):
+        if isinstance(item, int):
+            raise InvalidRequestError.of(
+                name, "mixes token ids with texts; expected texts, ids, or lists of ids."
+            )
+        found[f"{name}[{index}]"] = item
+    return found
 
 
 class ImageUrl(msgspec.Struct, kw_only=True, omit_defaults=True):

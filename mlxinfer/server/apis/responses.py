@@ -457,7 +457,7 @@ async def show_response(call: Call) -> Body | Events | Plain:
     after = call.query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", after):
         raise InvalidRequestError.of("starting_after", "is the number of an event.")
-    running = _store_of(call).running.get((_owner(call), response_id))
+    running = _running(call, response_id)
     if running is not None:
         return Events(running.follow(int(after) + 1)) if streams else running.response
     chain = await call.in_worker(_chain_of, call, response_id)
@@ -474,7 +474,7 @@ async def show_response(call: Call) -> Body | Events | Plain:
 async def cancel_response(call: Call) -> Body | Plain:
     """End a response that runs in the background; what it has said is kept."""
     response_id = call.path_params["id"]
-    running = _store_of(call).running.get((_owner(call), response_id))
+    running = _running(call, response_id)
     if running is not None:
         await running.cancel()
         return running.response
@@ -487,7 +487,7 @@ async def cancel_response(call: Call) -> Body | Plain:
 async def delete_response(call: Call) -> Plain:
     """Forget a stored response; one that runs in the background ends."""
     store, response_id = _store_of(call), call.path_params["id"]
-    running = store.running.get((_owner(call), response_id))
+    running = _running(call, response_id)
     if running is not None:
         await running.cancel()
     if not await call.in_worker(store.delete, _owner(call), response_id):
@@ -520,6 +520,10 @@ def _store_of(call: Call, param: str = "previous_response_id") -> ResponseStore:
             param=param,
         )
     return store
+
+
+def _running(call: Call, response_id: str) -> RunningResponse | None:
+    return _store_of(call).running.get((_owner(call), response_id))
 
 
 def _chain_of(call: Call, response_id: str, missing: str = "not_found") -> list[StoredResponse]:

@@ -289,7 +289,7 @@ class Call:
 
         def ids(read: Read) -> list[int]:
             (given,) = [self._checked(model, each) for each in read()]
-            return model.generator.encode(given, bounded=False).ids
+            return model.session.encode(given, bounded=False).ids
 
         return await self.in_worker(ids, await self._fetched(model, alone))
 
@@ -326,7 +326,7 @@ class Call:
             )
             for each in read()
         ]
-        return model.generator.start(*inputs)
+        return model.session.start(*inputs)
 
     async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
         """The tokens that a model read, and its vectors or scores.

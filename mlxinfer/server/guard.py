@@ -131,7 +131,9 @@ def _value(scope: Scope, name: bytes) -> str | None:
 
 def _is_ours(name: str, config: ServerConfig) -> bool:
     """Whether the server answers to a host name or address, in lower case."""
-    if name in (*LOCAL, *map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)):
+    if name in LOCAL:
+        return True
+    if name in (*map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)):
         return True
     if config.loopback:
         return False

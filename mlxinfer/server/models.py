@@ -487,7 +487,7 @@ class ModelRegistry:
                 del slot.adapters[name]
                 failed = slot.adapter_failures.pop(name, None) is not None
                 if slot.served is not None and not failed:
-                    work = partial(slot.served.generator.unload_adapter, name)
+                    work = partial(slot.served.session.unload_adapter, name)
                     await apart(work, "mlxinfer-adapter")
                 return
         raise ModelNotFoundError(f"There is no adapter {name[:100]!r} here.")
@@ -649,7 +649,7 @@ def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":
 
 async def _give_adapter(served: ServedModel, name: str, folder: Path) -> None:
     """Load an adapter of a model beside its requests; raises as `Session.load_adapter`."""
-    work = partial(served.generator.load_adapter, name, folder)
+    work = partial(served.session.load_adapter, name, folder)
     await apart(work, "mlxinfer-adapter")
 
 

@@ -25,11 +25,12 @@ class ServedModel:
     Attributes:
         defaults: sampling values for fields that a request leaves out: those of the model's
             generation_config.json, or else OpenAI's, such as temperature 1.
+        session: of a model for vectors or scores it is a PoolingSession, which refuses the rest.
         adapter: that requests by this name use.
     """
 
     name: str
-    session: Session | PoolingSession
+    session: Session
     defaults: SamplingParams
     created_s: int  # seconds since 1970
     adapter: str | None = None
@@ -50,7 +51,7 @@ class ServedModel:
         Raises as Session, and CheckpointError as `read_defaults`.
         """
         defaults = read_defaults(folder)
-        session = open_session(name, folder, options, tool_format, watch)
+        session = cast(Session, open_session(name, folder, options, tool_format, watch))
         return cls(name=name, session=session, defaults=defaults, created_s=created_s)
 
     def with_adapter(self, adapter: str) -> "ServedModel":
@@ -61,20 +62,6 @@ class ServedModel:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
         return self.session.tokenizer
-
-    @property
-    def generator(self) -> Session:
-        """The session of a model that generates text; raises InvalidRequestError for another."""
-        can = self.session.capabilities
-        if "rerank" in can:
-            kind, paths = "a reranker", "/v1/rerank and /v1/score"
-            if "embeddings" in can:
-                kind, paths = "an embedding model", "/v1/embeddings"
-            raise InvalidRequestError(
-                f"{self.name} is {kind} and generates no text; it answers at {paths}.",
-                param="model",
-            )
-        return cast(Session, self.session)
 
     @property
     def pooler(self) -> PoolingSession:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from ..core import TokenEvent
 from ..errors import EngineClosedError, MlxinferError, OverloadedError
@@ -271,16 +271,6 @@ ENDING_S = 2.0  # that interrupted calls get to say so
 Fetch = Callable[[str, Callable[[tuple[int, int]], None]], RegistryEntry]
 
 
-class Running(Protocol):
-    """A request that is being answered: a Call."""
-
-    def interrupt(self, error: Exception) -> None:
-        """End it with `error`, in whatever state it is."""
-
-    def state(self) -> dict[str, Any] | None:
-        """The request for the dashboard; None: nothing is generated yet."""
-
-
 @dataclass(slots=True, eq=False)
 class ServerState:
     """Models, limits and running calls. Lives on one event loop."""
@@ -291,7 +281,7 @@ class ServerState:
     fetch: Fetch | None = None  # None: requests download no models
     draining: bool = False
     hurried: bool = False
-    calls: set[Running] = field(default_factory=set)  # that generate, or are about to
+    calls: set[Any] = field(default_factory=set)  # each a Call: they generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)

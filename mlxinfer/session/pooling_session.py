@@ -83,10 +83,14 @@ class PoolingSession(LocalSession):
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: only models that generate text have the method."""
-        kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
+        kind, methods = "a reranker", "rerank(query, documents), score(a, b)"
         if self.embeds:
-            kind, methods = "an embedding model", "embed(texts), rerank or score"
-        raise InvalidRequestError(f"{self.info.name} is {kind} and gives no text; call {methods}.")
+            kind, methods = "an embedding model", "embed(texts), /v1/embeddings, rerank, score"
+        raise InvalidRequestError(
+            f"{self.info.name} is {kind} and gives no text; ask it for {methods}, /v1/rerank or "
+            "/v1/score.",
+            param="model",
+        )
 
     @property
     def limits(self) -> PoolingLimits:

@@ -31,7 +31,7 @@ class FakeModel:
     def session(self) -> "FakeModel":
         return self
 
-    generator = limits = session
+    limits = session
 
     def load_adapter(self, name: str, _: Path) -> None:
         self.machine.loads.append(f"{self.name}:{name}")

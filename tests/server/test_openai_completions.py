@@ -183,7 +183,7 @@ def with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
 def coder() -> Iterator[ScriptedServer]:
     """A scripted model with tokens for filling in the middle."""
     with ScriptedServer() as server:
-        builder = server.model.generator.builder
+        builder = server.model.session.builder
         builder.tokenizer = with_marks(builder.tokenizer, MARKS)
         yield server
 

@@ -23,7 +23,7 @@ def test_texts_of_a_bias_and_of_dry_are_encoded_off_the_event_loop(
     scripted: ScriptedServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary is looked through for each new breaker, which takes long."""
-    builder = scripted.model.generator.builder
+    builder = scripted.model.session.builder
     real, threads = builder.tokenizer.ids_with, []
 
     def ids_with(text: str) -> frozenset[int]:
@@ -199,7 +199,7 @@ def spaced() -> Iterator[ScriptedServer]:
         tokenizer = load_tokenizer("sentencepiece")
         tokenizer.template = ChatTemplate(PLAIN, variables={})
         model = server.model
-        model.generator.builder.close()
+        model.session.builder.close()
         info = replace(model.session.info, vocab_size=tokenizer.vocab_size)
         assert isinstance(model.session, Session)
         model.session.builder = RequestBuilder(tokenizer, info, "auto")

@@ -36,6 +36,7 @@ from .tools import (
     custom_input,
     function_call,
     part_text,
+    read_chat_tools,
     report_skipped,
 )
 from .usage import (
@@ -270,10 +271,11 @@ def template_messages(messages: Sequence[Message]) -> list[Plain]:
     """
     if not messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [template_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
 
 
-def _plain(message: Message, path: str) -> dict[str, Any]:
+def template_message(message: Message, path: str) -> Plain:
+    """One message; raises as `template_messages`."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise UnsupportedFieldError.of(f"{path}.{name}", "is not supported.")
@@ -290,13 +292,13 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         raise InvalidRequestError.of(f"{path}.content", "is missing.")
     if content is None and not message.tool_calls:
         content = ""
-    plain: dict[str, Any] = {"role": message.role, "content": content}
+    plain: Plain = {"role": message.role, "content": content}
     optional = {
         "name": message.name,
         "reasoning_content": message.reasoning_content or message.reasoning,
         "tool_call_id": message.tool_call_id,
     }
-    plain.update({key: value for key, value in optional.items() if value is not None})
+    plain |= {key: value for key, value in optional.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = [
             _earlier_call(call, f"{path}.tool_calls[{index}]")
@@ -335,7 +337,7 @@ def read(
         allowed: names that chat_template_kwargs may hold.
     """
     check_tools(body.tools, body.tool_choice)
-    tools.add_chat_tools(body.tools or ())
+    read_chat_tools(body.tools, tools)
     choice = body.tool_choice
     if tools.declared or (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         choice = tools.choose(choice)

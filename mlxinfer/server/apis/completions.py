@@ -125,7 +125,7 @@ class ChoiceWriter:
         self._logprobs: LogprobsWriter | None = None
         text, half = "", ""
         if body.echo or body.logprobs is not None:
-            text, half = model.generator.text_of(answer.prompt)
+            text, half = model.session.text_of(answer.prompt)
         if body.echo:
             self._echo = text + half if self.silent else text
         if body.logprobs is not None:

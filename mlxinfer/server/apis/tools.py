@@ -167,14 +167,6 @@ class DeclaredTools:
     def _shown(self, named: Plain) -> str:
         return shown_name(str(named.get("name")), named.get("namespace"))
 
-    def add_chat_tools(self, tools: Iterable[Plain]) -> None:
-        """Add the tools of a chat request; raises as `read_tools`. Functions are not looked at."""
-        for number, tool in enumerate(tools):
-            if tool.get("type") == "custom":
-                self.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
-            else:
-                self.functions.append(tool)
-
     def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
         """Add the tool at `path`, or skip it; raises as `read_tools`."""
         kind = tool.get("type")
@@ -257,6 +249,15 @@ def read_tools(tools: list[Plain] | None) -> DeclaredTools:
     for number, tool in enumerate(tools or ()):
         found.add(tool, f"tools[{number}]")
     return found
+
+
+def read_chat_tools(tools: list[Plain] | None, found: DeclaredTools) -> None:
+    """Add the tools of a chat request to `found`; as `read_tools`, but functions pass unread."""
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") == "custom":
+            found.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
+        else:
+            found.functions.append(tool)
 
 
 def _flat(tool: Plain, path: str) -> Plain:

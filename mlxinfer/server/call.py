@@ -13,8 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
+from ..core import TokenEvent
 from ..errors import InvalidRequestError, MlxinferError
-from ..session.answers import Answers, AnswerStep
+from ..outputs import Result
+from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import Input
 from .errors import HttpError, ShuttingDownError
 from .http import (
@@ -42,7 +44,7 @@ from .metrics import RequestMetrics
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .served import ServedModel
-from .service import Meter, ServerState
+from .service import ServerState
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors
@@ -83,7 +85,7 @@ class Call:
         headers: of every reply to it.
         path_params: values of the parameters in the path of its route.
         status: of the reply, once it has begun.
-        answers: that it has begun, each group with its meter.
+        answers: that it has begun; it watches them (`session.answers.AnswerWatcher`).
     """
 
     def __init__(self, service: ServerState, scope: Scope, send: Send, form: ErrorForm) -> None:
@@ -100,7 +102,11 @@ class Call:
         self.status: int | None = None
         shown_id = self.request_id.encode()
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
-        self.answers: list[tuple[Answers, Meter]] = []
+        self.answers: Answers | None = None
+        self._queued: dict[int, int] = {}  # answers without a token -> tokens of the prompt
+        self._open: set[int] = set()  # answers that the engine has, and that have not ended
+        self._token_s: dict[int, float] = {}  # answers -> when the last token came
+        self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
         self._kept = AsyncExitStack()
@@ -275,11 +281,21 @@ class Call:
         """
         answers = await self.in_worker(self._prepared, model, await self._fetched(model, read))
         self._raise_interrupt()
-        meter = Meter(self._metrics, self.service.admission, answers.answers)
-        self.answers.append((answers, meter))
-        answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=meter)
-        meter.accept()
+        self.begin(answers)
         return answers
+
+    def begin(self, answers: Answers) -> None:
+        """Let the answers wait for the engine, and count them from now on.
+
+        Raises:
+            OverloadedError: too many wait.
+        """
+        prompts = [len(answer.request.prompt_ids) for answer in answers.answers]
+        self.service.admission.enter(len(prompts), sum(prompts), self._metrics)
+        self.answers, self._queued = answers, dict(enumerate(prompts))
+        answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self)
+        self._open = set(self._queued)
+        self._metrics.num_waiting += len(prompts)
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
@@ -395,6 +411,63 @@ class Call:
             return salt
         return f"key {self.key}" if salt is None else f"key {self.key} {salt}"
 
+    # -- its answers, counted in the queue and in the metrics: each is ended once ----------------
+
+    def record(self, index: int, event: TokenEvent) -> None:
+        """Count the token of an event, if it has one."""
+        if event.prompt_tokens:
+            return
+        self._leave_queue(index)
+        if event.token_id is None:
+            return
+        metrics, now_s, before_s = self._metrics, time.monotonic(), self._token_s.get(index)
+        self._token_s[index] = now_s
+        metrics.generation_tokens += 1
+        if before_s is not None:
+            metrics.observe(inter_token_s=now_s - before_s)
+            return
+        request = self._answer(index).request
+        metrics.num_waiting -= 1
+        metrics.num_running += 1
+        if id(request.prompt_ids) not in self._counted:
+            self._counted.add(id(request.prompt_ids))
+            metrics.prompt_tokens += len(request.prompt_ids)
+            metrics.cached_tokens += event.cached_tokens
+        metrics.observe(first_token_s=now_s - request.arrived_s)
+
+    def end(self, index: int, reason: str, result: Result | None) -> None:
+        """Count the end of an answer, with its result where it is complete."""
+        if index not in self._open:
+            return
+        self._open.discard(index)
+        if index in self._token_s:
+            self._metrics.num_running -= 1
+        else:
+            self._metrics.num_waiting -= 1
+        self._metrics.finish(reason, result)
+        max_tokens = self._answer(index).request.params.max_tokens
+        if max_tokens is not None:
+            self._metrics.observe(max_tokens=max_tokens)
+        if not self._open and self.answers is not None:
+            longest = max(answer.num_tokens for answer in self.answers.answers)
+            self._metrics.observe(choices=len(self.answers.answers), longest_tokens=longest)
+
+    def close(self) -> None:
+        """Count the answers that have not ended as aborted, and leave the queue."""
+        for index in list(self._open):
+            self.end(index, "abort", None)
+        for index in list(self._queued):
+            self._leave_queue(index)
+
+    def _answer(self, index: int) -> Answer:
+        assert self.answers is not None
+        return self.answers.answers[index]
+
+    def _leave_queue(self, index: int) -> None:
+        num_tokens = self._queued.pop(index, None)
+        if num_tokens is not None:
+            self.service.admission.leave(num_tokens)
+
     # -- its end --------------------------------------------------------------------------------
 
     async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
@@ -413,30 +486,29 @@ class Call:
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""
         self._error = self._error or error
-        for answers, _ in self.answers:
-            answers.interrupt(error)
+        if self.answers is not None:
+            self.answers.interrupt(error)
         if self._working is not None:
             self._working.cancel()
 
     @property
     def num_attempts(self) -> int:
         """Requests that the slowest answer took; more than 1 where one broke its schema."""
-        return max([1, *(answers.num_attempts for answers, _ in self.answers)])
+        return 1 if self.answers is None else self.answers.num_attempts
 
     def state(self) -> dict[str, Any] | None:
         """The call for the dashboard, without text of it; None: nothing is generated yet."""
-        if not self.answers:
+        if self.answers is None:
             return None
-        each = [answer for answers, _ in self.answers for answer in answers.answers]
+        each = self.answers.answers
         limits = [answer.request.params.max_tokens for answer in each]
-        queued = sum(meter.num_queued for _, meter in self.answers)
         return {
             "id": self.id,
             "path": self.scope["path"],
             "key": self.key,
             "model": self.log["model"],
             "answers": len(each),
-            "waiting": queued == len(each),
+            "waiting": len(self._queued) == len(each),
             "prompt_tokens": len(each[0].request.prompt_ids),
             "answer_tokens": sum(answer.num_tokens for answer in each),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
@@ -457,9 +529,8 @@ class Call:
     async def __aexit__(self, *_: object) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        for answers, meter in self.answers:
-            answers.close()
-            meter.close()
+        if self.answers is not None:
+            self.answers.close()
         if self.num_attempts > 1:
             self.log["attempts"] = self.num_attempts
         await self._kept.aclose()

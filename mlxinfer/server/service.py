@@ -8,15 +8,12 @@ engine has to generate one token; a working one has to finish steps.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..core import TokenEvent
 from ..errors import EngineClosedError, MlxinferError, OverloadedError
-from ..outputs import Result
-from ..session.answers import Answer
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
@@ -89,94 +86,6 @@ class Admission:
     def retry_after_s(self) -> float:
         """Seconds after which about a quarter of the queue should have gone."""
         return min(max(self._interval_s * self.num_waiting / 4, MIN_RETRY_S), MAX_RETRY_S)
-
-
-class Meter:
-    """Counts the answers of one call: in the queue, and in their model's metrics.
-
-    It watches the answers (`session.answers.AnswerWatcher`). Every answer is ended exactly once, by
-    `end` or by `close`.
-
-    Args:
-        metrics: of the model.
-        admission: where the answers queue.
-        answers: not begun yet.
-
-    Raises:
-        OverloadedError: the queue is full.
-    """
-
-    def __init__(
-        self, metrics: RequestMetrics, admission: Admission, answers: Sequence[Answer]
-    ) -> None:
-        self._metrics, self._admission, self._answers = metrics, admission, answers
-        self._num_prompt = [len(answer.request.prompt_ids) for answer in answers]
-        self._last_token_s: list[float | None] = [None] * len(answers)
-        self._counted_prompts: set[int] = set()  # identities: choices share their prompt's list
-        admission.enter(len(answers), sum(self._num_prompt), metrics)
-        self._queued = set(range(len(answers)))  # answers without a token
-        self._open: set[int] = set()  # answers that the engine has, and that have not ended
-
-    @property
-    def num_queued(self) -> int:
-        """Answers without a token: queued, or with a prompt that is still read."""
-        return len(self._queued)
-
-    def accept(self) -> None:
-        """The engine has taken the requests; before that, they count in the queue alone."""
-        self._open = set(self._queued)
-        self._metrics.num_waiting += len(self._open)
-
-    def record(self, index: int, event: TokenEvent) -> None:
-        """Count the token of an event, if it has one."""
-        if event.prompt_tokens:
-            return
-        self._leave_queue(index)
-        if event.token_id is None:
-            return
-        metrics, now_s, before_s = self._metrics, time.monotonic(), self._last_token_s[index]
-        self._last_token_s[index] = now_s
-        metrics.generation_tokens += 1
-        if before_s is not None:
-            metrics.observe(inter_token_s=now_s - before_s)
-            return
-        request = self._answers[index].request
-        metrics.num_waiting -= 1
-        metrics.num_running += 1
-        if id(request.prompt_ids) not in self._counted_prompts:
-            self._counted_prompts.add(id(request.prompt_ids))
-            metrics.prompt_tokens += len(request.prompt_ids)
-            metrics.cached_tokens += event.cached_tokens
-        metrics.observe(first_token_s=now_s - request.arrived_s)
-
-    def end(self, index: int, reason: str, result: Result | None) -> None:
-        """Count the end of an answer, with its result where it is complete."""
-        if index not in self._open:
-            return
-        self._open.discard(index)
-        if self._last_token_s[index] is None:
-            self._metrics.num_waiting -= 1
-        else:
-            self._metrics.num_running -= 1
-        self._metrics.finish(reason, result)
-        max_tokens = self._answers[index].request.params.max_tokens
-        if max_tokens is not None:
-            self._metrics.observe(max_tokens=max_tokens)
-        if not self._open:
-            longest = max(answer.num_tokens for answer in self._answers)
-            self._metrics.observe(choices=len(self._answers), longest_tokens=longest)
-
-    def close(self) -> None:
-        """Count the answers that have not ended as aborted, and leave the queue."""
-        for index in list(self._open):
-            self.end(index, "abort", None)
-        for index in list(self._queued):
-            self._leave_queue(index)
-
-    def _leave_queue(self, index: int) -> None:
-        if index in self._queued:
-            self._queued.discard(index)
-            self._admission.leave(self._num_prompt[index])
 
 
 PROGRESS_STEPS = 3  # two steps may be in flight at the first look: the third was launched after it

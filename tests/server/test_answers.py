@@ -12,7 +12,8 @@ from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.loop import failed_event
 from mlxinfer.errors import RequestFailedError
-from mlxinfer.server.service import Meter
+from mlxinfer.server.call import Call
+from mlxinfer.server.http import OPENAI
 from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.session.inputs import TextInput
 
@@ -46,13 +47,12 @@ class Listening:
 
     async def _hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
         service = self.server.service
-        metrics = service.request_metrics[self.server.model.name]
         running = Answers(self.engine, answers, owner=None)
-        meter = Meter(metrics, service.admission, answers)
+        call = Call(service, {"headers": []}, Any, OPENAI)
+        call._metrics = service.request_metrics[self.server.model.name]
         texts = [""] * len(answers)
         try:
-            running.begin(keep_alive_s=10, watcher=meter)
-            meter.accept()
+            call.begin(running)
             for event in events:
                 running.receive(event)
             async for steps in running:

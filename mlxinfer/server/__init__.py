@@ -3,9 +3,10 @@
 The path of one request:
 
     protocol.py          bytes to ASGI (uvicorn's, with limits on slow headers and tiny chunks)
-    guard.py             request id, access log, Host, Origin, key, sizes; errors become replies
-    app.py http.py       the table of routes: path, handler and the access that it needs
-    call.py              reads the body, runs the handler, sends its reply, cancels on disconnect
+    app.py               the table of routes: path, handler and the access that it needs
+    guard.py             checks before a body is read: Host, Origin, sizes, media type; keys.py: key
+    call.py              reads the body, runs the handler, sends its reply, cancels on disconnect;
+                         errors become replies, and each request a line of the log
     apis/chat.py …       body -> ChatInput, steps -> frames, results -> body
     ../session/          the conversation behind every API
     models.py served.py  models by name: loaded on request, within a memory budget, unloaded

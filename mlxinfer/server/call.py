@@ -279,7 +279,8 @@ class Call:
             OverloadedError: too many wait.
             the error of an interrupt.
         """
-        answers = await self.in_worker(self._prepared, model, await self._fetched(model, read))
+        read = await self._fetched(model, read)
+        answers = await self.in_worker(lambda: model.session.start(*self._inputs(model, read)))
         self._raise_interrupt()
         self.begin(answers)
         return answers
@@ -299,15 +300,13 @@ class Call:
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
+        inputs = await self._fetched(model, lambda: [read()])
 
-        def alone() -> list[Input]:
-            return [read()]
-
-        def ids(read: Read) -> list[int]:
-            (given,) = [self._checked(model, each) for each in read()]
+        def ids() -> list[int]:
+            (given,) = self._inputs(model, inputs)
             return model.session.encode(given, bounded=False).ids
 
-        return await self.in_worker(ids, await self._fetched(model, alone))
+        return await self.in_worker(ids)
 
     async def _fetched(self, model: ServedModel, read: Read) -> Read:
         """`read` with pictures in place of URLs, where the server fetches them for this model."""
@@ -328,21 +327,21 @@ class Call:
             given = await self._interruptible(work)
         return lambda: given
 
-    def _checked(self, model: ServedModel, given: Input) -> Input:
-        """The input; raises PictureError for URLs. A model of text refuses pictures itself."""
-        return given.fetched(refuse_urls) if "vision" in model.session.capabilities else given
+    def _inputs(self, model: ServedModel, read: Read) -> list[Input]:
+        """The inputs for the model; raises PictureError for URLs that are left in them.
 
-    def _prepared(self, model: ServedModel, read: Read) -> Answers:
-        inputs = [
+        A model of text refuses pictures itself.
+        """
+        sees = "vision" in model.session.capabilities
+        return [
             replace(
-                self._checked(model, each),
+                each.fetched(refuse_urls) if sees else each,
                 owner=self.key,
                 adapter=model.adapter,
                 cache_salt=self._namespace(each.cache_salt),
             )
             for each in read()
         ]
-        return model.session.start(*inputs)
 
     async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
         """The tokens that a model read, and its vectors or scores.

@@ -556,9 +556,7 @@ class ModelRegistry:
             if not self.started:
                 raise
             slot.adapter_failures[name] = error
-            extra = {"model": slot.entry.name, "adapter": name}
-            known = isinstance(error, MlxinferError)
-            log.error("adapter not loaded: %s", error, exc_info=not known, extra=extra)
+            _log_failure("adapter", error, model=slot.entry.name, adapter=name)
 
     def _take_in(self, slot: ModelSlot, served: ServedModel) -> None:
         """Record that the model of a slot is loaded."""
@@ -577,10 +575,8 @@ class ModelRegistry:
         slot.num_failures += 1
         pause_s = slot.fail()
         if self.started:
-            extra = {"model": slot.entry.name, "failures": slot.failures_in_a_row}
-            known = isinstance(error, MlxinferError)
-            extra["pause_s"] = pause_s
-            log.error("model not loaded: %s", error, exc_info=not known, extra=extra)
+            failures = slot.failures_in_a_row
+            _log_failure("model", error, model=slot.entry.name, failures=failures, pause_s=pause_s)
         return slot.not_loaded(pause_s)
 
     async def _make_room(self, slot: ModelSlot, num_bytes: int) -> None:
@@ -638,6 +634,12 @@ class ModelRegistry:
         slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
         pause_s = slot.fail()
         log.error("model ended by itself", extra={"model": slot.entry.name, "pause_s": pause_s})
+
+
+def _log_failure(what: str, error: Exception, **extra: object) -> None:
+    """Log that something was not loaded; with a traceback where the error is not one of ours."""
+    known = isinstance(error, MlxinferError)
+    log.error("%s not loaded: %s", what, error, exc_info=not known, extra=extra)
 
 
 def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":

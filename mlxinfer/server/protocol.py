@@ -55,28 +55,17 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
     """uvicorn's HTTP/1.1 protocol, which also closes connections if their headers do not arrive.
 
     Reading goes on while a request is answered: otherwise a client that pipelines and hangs up
-    would not be noticed. The number of connections is limited by the guard; its answer is in the
-    style of the API.
+    would not be noticed. The number of connections is limited by guard.py; the answer is in
+    the style of the API.
     """
 
-    header_timeout_s = 30.0
-    max_per_client = 1 << 30
-    max_open = 1 << 30
+    header_timeout_s = 30.0  # until headers are complete
+    max_per_client = 1 << 30  # connections of one address; its oldest idle ones are closed
+    max_open = 1 << 30  # connections of all; further ones are closed at once, without an answer
     conn: ChunkLimitedConnection
     _buffer = bytearray()
     _header_timer: asyncio.TimerHandle | None = None
     _opened_s = 0.0  # event-loop time
-
-    @classmethod
-    def with_limits(cls, **limits: float) -> "type[TimedProtocol]":
-        """The protocol with these limits.
-
-        Args:
-            header_timeout_s: seconds until headers are complete.
-            max_per_client: connections of one address; its oldest idle ones are closed.
-            max_open: connections of all; further ones are closed at once, without an answer.
-        """
-        return type("TimedProtocol", (cls,), limits)
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""

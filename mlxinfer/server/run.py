@@ -49,14 +49,15 @@ class Server(uvicorn.Server):
         routes: Iterable[Route] = ROUTES,
     ) -> None:
         config = service.config
+        limits = {
+            "header_timeout_s": config.header_timeout_s,
+            "max_per_client": config.max_connections_per_client,
+            "max_open": max_open_connections(),
+        }
         super().__init__(
             uvicorn.Config(
                 traced(App(service, routes)),
-                http=TimedProtocol.with_limits(
-                    header_timeout_s=config.header_timeout_s,
-                    max_per_client=config.max_connections_per_client,
-                    max_open=max_open_connections(),
-                ),
+                http=type("LimitedProtocol", (TimedProtocol,), limits),
                 loop="asyncio",
                 ws="none",
                 lifespan="off",

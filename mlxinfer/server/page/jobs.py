@@ -36,6 +36,9 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
 
+INTERRUPTS = {"pause": JobState.PAUSED, "cancel": JobState.CANCELLED}
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One download or conversion.
@@ -128,10 +131,8 @@ class Jobs:
         if action == "resume":
             if job.state is JobState.PAUSED and job.process is None:
                 self._run(job, job.again)
-        elif action == "pause":
-            self._interrupt(job, JobState.PAUSED)
-        elif action == "cancel":
-            self._interrupt(job, JobState.CANCELLED)
+        elif action in INTERRUPTS:
+            self._interrupt(job, INTERRUPTS[action])
         else:
             raise InvalidRequestError.of(
                 "action", f"is {action[:40]!r}; expected pause, resume or cancel."

@@ -92,8 +92,7 @@ class LibraryRoutes:
     async def models(self, call: Call) -> Plain:
         """The models on this disk: bundled, downloaded, converted."""
         added = self._added()
-        served = {slot.entry.source for slot in call.service.models.slots()}
-        served |= set(call.service.models.names())
+        served = _served(call)
         found = await self._workers.run(self._local)
         for model in found:
             model["served"] = model["name"] in served
@@ -185,8 +184,7 @@ class LibraryRoutes:
     async def remove(self, call: Call) -> Plain:
         """Delete a model from this disk; one that is served stays."""
         name = call.path_params["name"]
-        served = {name for slot in call.service.models.slots() for name in (slot.entry.source,)}
-        if name in served or name in call.service.models.names():
+        if name in _served(call):
             raise InvalidRequestError(f"{name} is served by this server, and so it stays.")
         freed = await self._workers.run(self._remove, name)
         return {"model": name, "freed_bytes": freed}
@@ -260,6 +258,15 @@ class LibraryRoutes:
                 shutil.rmtree(folder)
                 return size
         return hub.remove(str(parse_repo_name(name)))
+
+
+def _served(call: Call) -> set[str]:
+    """Names and sources of the models that are served."""
+    return {
+        name
+        for slot in call.service.models.slots()
+        for name in (slot.entry.name, slot.entry.source)
+    }
 
 
 def _converted(folder: Path) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _number(query: dict[str, str], name: str, most: float | None) -> float | Non
 
 
 def _owner(call: Call) -> str:
-    """The owner of the request's key; the guard has checked it and noted its name."""
+    """The owner of the request's key; the call has its name."""
     digests = dict(call.service.config.keys.digests)
     return owner_of(None if call.key is None else digests[call.key])
 

@@ -377,16 +377,6 @@ class Call:
         workers = service.long_workers if large else service.workers
         return await workers.run(function, *args, **kwargs)
 
-    def note_usage(self, answers: Answers, *reasons: str) -> None:
-        """Say in the log how many tokens were read and answered, and why the answers ended."""
-        usage = answers.usage
-        self.log.update(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            answer_tokens=usage.answer_tokens,
-            finish_reason=",".join(sorted(set(reasons))),
-        )
-
     async def frames(
         self,
         answers: Answers,
@@ -530,6 +520,14 @@ class Call:
             self._deadline.cancel()
         if self.answers is not None:
             self.answers.close()
+            self.close()
+            results, usage = [each.result for each in self.answers.answers], self.answers.usage
+            self.log.update(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                answer_tokens=usage.answer_tokens,
+                finish_reason=",".join(sorted({str(r.finish_reason) for r in results if r})),
+            )
         if self.num_attempts > 1:
             self.log["attempts"] = self.num_attempts
         await self._kept.aclose()

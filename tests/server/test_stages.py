@@ -105,7 +105,7 @@ WITHIN = {
         "_push_text",
         lambda answer, _: answer.request.params.presence_penalty == 0.5,
     ),
-    "count": Stage(call_module.Call, "note_usage", lambda _, a, *__: of_two(a.answers)),
+    "name the end": Stage(chat_module, "finish_reason", lambda r: r.text.startswith("[")),
 }
 SENDING = {
     "send": Stage(call_module, "encode", lambda body: of_two(body.get("choices", ()))),

@@ -577,11 +577,10 @@ class MessageWriter:
         return usage_of(result.prompt_tokens, result.cached_tokens, len(result.token_ids))
 
     def _ending(self) -> dict[str, Any]:
-        """Why the answer ended, which is logged too."""
+        """Why the answer ended."""
         clipped = (self._answer.request.params.max_tokens or 0) < self._body.max_tokens
         match = self._answer.stop_match
         reason = stop_reason(self._result, stopped=match is not None, clipped=clipped)
-        self._call.note_usage(self._answers, reason)
         return {"stop_reason": reason, "stop_sequence": match}
 
 

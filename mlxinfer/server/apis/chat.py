@@ -402,7 +402,6 @@ class ChatWriter:
     def whole(self, results: Sequence[Result]) -> Plain:
         """The answer to a request without `stream`."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        self.call.note_usage(self.answers, *(choice["finish_reason"] for choice in choices))
         timings = {"timings": choices[0]["timings"]} if self.body.wants_timings else {}
         usage = usage_of(self.answers)
         return self._object("chat.completion", choices, usage=usage, **timings)
@@ -438,9 +437,6 @@ class ChatWriter:
         yield b"".join(self._frame(_choice(i, delta=role)) for i in range(count))
         async for frames in self.call.frames(self.answers, self.step_frames):
             yield frames
-        results = [answer.result for answer in self.answers.answers]
-        reasons = [finish_reason(result) for result in results if result is not None]
-        self.call.note_usage(self.answers, *reasons)
         if self.body.wants_usage:
             yield data(self._object(CHUNK, [], usage=usage_of(self.answers)))
         yield DONE

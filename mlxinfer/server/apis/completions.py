@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
-from ...outputs import Result
 from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import TextInput
 from ..call import Call
@@ -218,11 +217,6 @@ class CompletionWriter:
         }
 
     def _usage(self) -> Plain:
-        """The token counts, which are logged too."""
-        results = [answer.result for answer in self._answers.answers]
-        self._call.note_usage(
-            self._answers, *(str(result.finish_reason) for result in results if result)
-        )
         return usage_of(self._answers, left_out=sum(writer.silent for writer in self._writers))
 
 
@@ -297,28 +291,27 @@ async def infill(call: Call, body: InfillRequest) -> Plain | Events:
     model = await call.model(body.model)
     answers = await call.start(model, lambda: [read_infill(body, model)])
 
-    def last(result: Result, text: str) -> Plain:
-        call.note_usage(answers, str(result.finish_reason))
-        return _infill_end(result, text, model.name, answers.answers[0].stop_match)
-
     def write(step: AnswerStep) -> Iterator[bytes]:
         text, result = step.delta.text, step.delta.result
         piece = {"content": text, "stop": False}
         if step.progress is not None:
             yield data({**piece, "prompt_progress": progress_of(answers, step)})
         elif result is not None:
-            yield data(last(result, text))
+            yield data(_infill_end(answers, text, model.name))
         elif text:
             yield data(piece)
 
     if body.stream:
         return Events(call.frames(answers, write))
     (result,) = await answers.aresults()
-    return last(result, "" if body.max_tokens == 0 else result.text)
+    return _infill_end(answers, "" if body.max_tokens == 0 else result.text, model.name)
 
 
-def _infill_end(result: Result, text: str, model: str, word: str | None) -> Plain:
+def _infill_end(answers: Answers, text: str, model: str) -> Plain:
     """The code at the cursor, or the last piece of it."""
+    (answer,) = answers.answers
+    result, word = answer.result, answer.stop_match
+    assert result is not None
     limit = result.finish_reason is FinishReason.LENGTH
     return {
         "content": text,

@@ -297,7 +297,6 @@ class SaidWriter:
     def _ending(self, result: Result) -> Plain:
         """Fields of the last piece: counts, and durations in nanoseconds."""
         timing, load = result.timing, int(1e9 * self._load_s)
-        self._call.note_usage(self._answers, str(result.finish_reason))
         return {
             "done": True,
             "done_reason": str(result.finish_reason),

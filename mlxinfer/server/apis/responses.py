@@ -362,7 +362,6 @@ class ResponseWriter:
     def _end(self) -> None:
         """Complete the response."""
         status, counts = self._status, self.answers.usage
-        self.call.note_usage(self.answers, status)
         cut_off = status == "incomplete"
         usage: Plain = {
             "input_tokens": counts.prompt_tokens,

@@ -62,29 +62,23 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size, more = 0, True
     try:
         async with asyncio.timeout(timeout_s):
-            return await _collect(receive, max_bytes)
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
     except TimeoutError:
         raise HttpError(
             "request_timeout", f"The body did not arrive within {timeout_s:g} seconds."
         ) from None
-
-
-async def _collect(receive: Receive, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    return b"".join(parts)
 
 
 def _too_large(max_bytes: int) -> HttpError:

@@ -18,6 +18,7 @@ from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.session.inputs import TextInput
 
 PROMPT = [5, 6, 7]
+NOTHING: Any = None
 
 
 class Listening:
@@ -48,7 +49,7 @@ class Listening:
     async def _hear(self, answers: list[Answer], events: Seq[TokenEvent]) -> list[str]:
         service = self.server.service
         running = Answers(self.engine, answers, owner=None)
-        call = Call(service, {"headers": []}, Any, OPENAI)
+        call = Call(service, {"headers": []}, NOTHING, OPENAI)
         call._metrics = service.request_metrics[self.server.model.name]
         texts = [""] * len(answers)
         try:

@@ -97,7 +97,7 @@ class Scene:
         async with self.models.use(self.models.find(name)) as model:
             for _ in range(turns):
                 await asyncio.sleep(0.0003)
-                if model.closed or self.models.find(name).served is not model:
+                if model.session.closed or self.models.find(name).served is not model:
                     self.wrong.append(f"{name} went while it was used")
 
     def look(self) -> None:

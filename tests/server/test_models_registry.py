@@ -122,7 +122,7 @@ def test_models_in_use_stay_and_none_is_unloaded_in_vain(
             assert states(models) == "LLUU"
             await touch(models, "c")
             assert states(models) == "LULU"
-            assert not served.closed
+            assert not served.session.closed
         await touch(models, "big")
         assert states(models) == "UUUL"
 

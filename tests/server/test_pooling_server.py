@@ -67,7 +67,7 @@ def scores_of(session: PoolingSession, first: Any, second: Any) -> Any:
 
 def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:
     """The session behind a name."""
-    session = served.by_name[name]
+    session: Any = served.by_name[name]
     assert isinstance(session, PoolingSession)
     return session
 

@@ -11,7 +11,6 @@ from ...errors import InvalidRequestError
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import RequestBody, refuse
-from ..served import ServedModel
 from .chat import Effort, Message, template_fields, template_messages
 from .tools import check_tools
 
@@ -50,10 +49,23 @@ class DetokenizeRequest(RequestBody, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=1_000_000)]
 
 
+def read(body: TokenizeRequest, allowed: frozenset[str]) -> ChatInput:
+    """The conversation of a request. Takes a while."""
+    check_tools(body.tools)
+    fields = template_fields(body, allowed)
+    return ChatInput(messages=template_messages(body.messages or ()), tools=body.tools, **fields)
+
+
 async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     model = await call.model(body.model)
-    ids = await _encode(call, model, body)
+    if body.messages is None:
+        refuse("tools", body.tools, ([],))
+        special = body.add_special_tokens is not False
+        encode = partial(model.tokenizer.encode, add_special_tokens=special, parse_special=True)
+        ids = await call.in_worker(encode, body.prompt or "")
+    else:
+        ids = await call.encode(model, partial(read, body, call.service.config.template_kwargs))
     found = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:
         return found
@@ -79,19 +91,3 @@ async def tokenizer_info(call: Call) -> dict[str, Any]:
     if tokenizer.template is not None:
         info["chat_template"] = tokenizer.template.source_for(None)
     return {**info, "model_max_length": model.session.limits.max_context}
-
-
-async def _encode(call: Call, model: ServedModel, body: TokenizeRequest) -> list[int]:
-    messages, text = body.messages, body.prompt or ""
-    if messages is None:
-        refuse("tools", body.tools, ([],))
-        special = body.add_special_tokens is not False
-        encode = partial(model.tokenizer.encode, add_special_tokens=special, parse_special=True)
-        return await call.in_worker(encode, text)
-
-    def read() -> ChatInput:
-        check_tools(body.tools)
-        fields = template_fields(body, call.service.config.template_kwargs)
-        return ChatInput(messages=template_messages(messages), tools=body.tools, **fields)
-
-    return await call.encode(model, read)

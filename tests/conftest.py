@@ -25,9 +25,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from mlxinfer import hub  # noqa: E402
+
 settings.register_profile(
     "default",
-    max_examples=int(os.environ.get("MLXINFER_EXAMPLES", "40")),  # where a test states no number
+    max_examples=int(os.environ.get("MLXINFER_EXAMPLES", "20")),
     derandomize="HYPOTHESIS_SEED" not in os.environ,
     deadline=None,
     print_blob=True,
@@ -56,6 +58,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`demo` is the smaller of the bundled models, in this process: it answers sooner."""
+    for name in hub.cache.BUNDLED:
+        (tmp_path / name).symlink_to(hub.resolve("demo-draft"))
+    for module in (hub, hub.cache):
+        monkeypatch.setattr(module, "ASSETS", tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ class Victim:
     """An LLM and the calls that are interrupted."""
 
     def __init__(self) -> None:
-        self.llm = LLM("demo", max_batch=8)
+        self.llm = LLM("demo-draft", max_batch=8)
         self.expected = self.llm.generate("A page", SHORT).token_ids
         self.calls: dict[str, Callable[[], object]] = {
             "stats": lambda: self.llm.stats(),
@@ -52,7 +52,7 @@ class Victim:
             "agenerate": lambda: asyncio.run(self.llm.agenerate([5], SHORT)),
             "achat": lambda: asyncio.run(self.llm.achat(QUESTION, SHORT)),
             "close": lambda: self.llm.close(),
-            "open": lambda: LLM("demo", max_batch=8),
+            "open": lambda: LLM("demo-draft", max_batch=8),
         }
         for name, call in self.calls.items():  # what they import is there from now on
             if name not in ("close", "open"):
@@ -73,7 +73,7 @@ class Victim:
         """All that was asked for has ended, and what is asked now is answered rightly."""
         if name == "close":
             self.llm.close()
-            self.llm = LLM("demo", max_batch=8)
+            self.llm = LLM("demo-draft", max_batch=8)
         gc.collect(0)
         until_s = time.monotonic() + 10
         while (stats := self.llm.stats())["running"] or stats["waiting"]:

@@ -201,7 +201,7 @@ def distance(a: str, b: str) -> int:
     return row[-1]
 
 
-@pytest.mark.slow  # writes all that is trained on
+@pytest.mark.ci  # writes all that is trained on
 def test_training_asks_no_held_out_question_nor_one_that_is_nearly_the_same() -> None:
     """Compares words and, for questions of 20 letters or more, letters: 4 in 100 may differ."""
     rng = Random(5)

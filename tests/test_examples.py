@@ -10,6 +10,7 @@ SLOW = ("few_shot",)
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 
+@pytest.mark.usefixtures("small_demo")
 @pytest.mark.parametrize(
     "example",
     [
@@ -21,7 +22,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
                 pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install ray"),
             ]
             if path.stem.startswith("ray")
-            else [pytest.mark.slow] * (path.stem in SLOW),
+            else [pytest.mark.ci] * (path.stem in SLOW),
         )
         for path in EXAMPLES
     ],

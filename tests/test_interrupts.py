@@ -84,7 +84,7 @@ ASKED: dict[str, Callable[[LLM], object]] = {
 
 @pytest.mark.parametrize("call", ASKED)
 def test_an_answer_that_close_cuts_off_is_an_error(call: str) -> None:
-    llm = LLM("demo")
+    llm = LLM("demo-draft")
 
     def close_when_it_runs() -> None:
         while not llm.stats()["running"]:

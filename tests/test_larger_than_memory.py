@@ -208,7 +208,7 @@ def test_adapters_of_experts_are_refused() -> None:
         Harness(model, adapters={"first": folders(case)["first"]})
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_bench_counts() -> None:
     found = run(small=True, runs=1, disk=None, cpu_time=False).data["settings"]
     half, quarter = found["half"], found["quarter"]

@@ -1,4 +1,4 @@
-"""The public contract, on the bundled demo model."""
+"""The public contract, on the small one of the bundled models."""
 
 import _thread
 import asyncio
@@ -30,7 +30,7 @@ QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", max_batch=8) as made:
+    with LLM("demo-draft", max_batch=8) as made:
         yield made
         assert made.stats()["kv_bytes_held"] == 0
 
@@ -105,10 +105,10 @@ def test_a_pinned_conversation_is_a_prefix_hit(llm: LLM) -> None:
     assert len(llm.generate("A", SamplingParams(max_tokens=1)).token_ids) == 1
 
 
-@pytest.mark.slow  # long prompts on MLX's CPU backend
+@pytest.mark.ci
 def test_pinned_pages_are_evicted_only_when_running_requests_hold_all_others() -> None:
     few = SamplingParams(max_tokens=4, ignore_eos=True)
-    with LLM("demo", num_pages=24) as llm:
+    with LLM("demo-draft", num_pages=24) as llm:
         pinned = list(range(5, 105))
         assert llm.pin(pinned) == 96
         for first in range(3, 13):  # each leaves pages behind, of which the oldest go
@@ -247,11 +247,11 @@ def test_chats_are_sampled_as_the_model_wants_and_texts_are_continued_greedily(l
 
 
 def test_how_chats_are_sampled_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with LLM("demo", progress=True) as made:
+    with LLM("demo-draft", progress=True) as made:
         capsys.readouterr()
         for _ in range(2):
             made.chat("Hello", max_tokens=1)
-    assert capsys.readouterr().err == "demo answers with its own temperature 0.3, top_p 0.9\n"
+    assert capsys.readouterr().err == "demo-draft answers with its own temperature 0.3, top_p 0.9\n"
 
 
 def test_chat_refuses_options_that_it_would_ignore(llm: LLM) -> None:
@@ -260,7 +260,7 @@ def test_chat_refuses_options_that_it_would_ignore(llm: LLM) -> None:
         with pytest.raises(TypeError, match=r"takes no 'max_token'. Did you mean 'max_tokens'"):
             call(QUESTION, **misspelt)
     with pytest.raises(TypeError, match=r"LLM\(\) takes no 'kv_bit'. Did you mean 'kv_bits'"):
-        LLM("demo", kv_bit=8)  # type: ignore[call-arg]
+        LLM("demo-draft", kv_bit=8)  # type: ignore[call-arg]
     with pytest.raises(mlxinfer.InvalidRequestError, match="parallel_tool_calls is 'no'"):
         llm.chat(QUESTION, parallel_tool_calls="no")  # type: ignore[arg-type]
     with pytest.raises(mlxinfer.InvalidRequestError, match="reads no 'enable_thinking'"):
@@ -317,7 +317,7 @@ def test_too_long_prompts(llm: LLM) -> None:
     long = [5] * llm.model_info.max_context
     with pytest.raises(mlxinfer.ContextLengthError, match=f"{len(long)} tokens"):
         llm.generate(long)
-    with LLM("demo", num_pages=4, max_context=100) as small:
+    with LLM("demo-draft", num_pages=4, max_context=100) as small:
         with pytest.raises(mlxinfer.InsufficientMemoryError):
             small.generate([5] * 64)
         with pytest.raises(mlxinfer.ContextLengthError, match="length is 100 tokens"):
@@ -352,13 +352,13 @@ def test_too_long_prompts(llm: LLM) -> None:
 )
 def test_bad_arguments(arguments: dict[str, object]) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError, match="|".join(arguments)):
-        LLM("demo", **arguments)  # type: ignore[arg-type]
+        LLM("demo-draft", **arguments)  # type: ignore[arg-type]
 
 
 def test_unknown_and_broken_models(tmp_path: Path) -> None:
     with pytest.raises(mlxinfer.ModelNotFoundError):
         LLM(str(tmp_path / "nowhere"))
-    demo = Path(mlxinfer.__file__).parent / "assets" / "demo"
+    demo = Path(mlxinfer.__file__).parent / "assets" / "demo-draft"
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in demo.iterdir():
@@ -374,7 +374,7 @@ def test_unknown_and_broken_models(tmp_path: Path) -> None:
 
 
 def test_closing(llm: LLM) -> None:
-    other = LLM("demo")
+    other = LLM("demo-draft")
     assert "demo" in repr(other)
     stream = other.stream("A", SamplingParams(max_tokens=None, ignore_eos=True))
     next(stream)
@@ -392,7 +392,7 @@ def test_closing(llm: LLM) -> None:
 
 
 def test_a_collected_llm_is_closed() -> None:
-    made = LLM("demo")
+    made = LLM("demo-draft")
     thread = made._session.engine._thread
     gone = weakref.ref(made)
     del made
@@ -404,20 +404,20 @@ def test_a_collected_llm_is_closed() -> None:
 
 def test_a_stream_keeps_its_llm_alive() -> None:
     def answered() -> Iterator[str]:
-        llm = LLM("demo")
+        llm = LLM("demo-draft")
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         return (delta.text for delta in llm.stream("A page", params))
 
     text = "".join(answered())
     gc.collect()
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         assert llm.generate("A page", params).text == text
 
 
-@pytest.mark.slow  # long prompts on MLX's CPU backend
+@pytest.mark.ci
 def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM("demo", prefix_cache=False, prefill_chunk=256) as llm:
+    with LLM("demo-draft", prefix_cache=False, prefill_chunk=256) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
             llm.pin("A page")
         runner = llm._session.engine._loop.runner
@@ -439,7 +439,7 @@ def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_stream_raises_where_closing_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM("demo")
+    llm = LLM("demo-draft")
     stream = llm.stream("A page", SamplingParams(max_tokens=2000, ignore_eos=True))
     next(stream)
 

@@ -10,7 +10,7 @@ import pytest
 import mlxinfer
 from mlxinfer import LLM, InvalidRequestError, SamplingParams
 
-DEMO = Path(mlxinfer.__file__).parent / "assets" / "demo"
+DEMO = Path(mlxinfer.__file__).parent / "assets" / "demo-draft"
 SYSTEM = {"role": "system", "content": "You are a helpful assistant who answers briefly. " * 12}
 FEW = SamplingParams(max_tokens=8)
 
@@ -19,7 +19,7 @@ def ask(folder: Path | None, question: str, **arguments: Any) -> tuple[Any, dict
     """The result of one question in an LLM of its own, and its counters."""
     if folder is not None:
         arguments |= {"disk_cache": "50MB", "disk_cache_dir": folder}
-    with LLM("demo", num_pages=64, **arguments) as llm:
+    with LLM("demo-draft", num_pages=64, **arguments) as llm:
         result = llm.chat([SYSTEM, {"role": "user", "content": question}], FEW)
         return result, llm.stats()
 
@@ -40,7 +40,7 @@ def test_a_restart_reuses_the_prompt(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequestError, match=r"cannot lie in .*file/kv: Not a dir") as caught:
-        LLM("demo", disk_cache="1MB", disk_cache_dir=tmp_path / "file" / "kv")
+        LLM("demo-draft", disk_cache="1MB", disk_cache_dir=tmp_path / "file" / "kv")
     assert caught.value.param == "disk_cache_dir"
 
 

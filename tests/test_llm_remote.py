@@ -49,7 +49,7 @@ def llm(server: LiveServer) -> LLM:
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[LLM]:
-    with LLM("demo") as made:
+    with LLM("demo-draft") as made:
         yield made
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveSer
     with pytest.raises(InvalidRequestError, match=r"kv_bits: the engine at .* was set up"):
         LLM(server.url, api_key=KEY, kv_bits=8)
     with pytest.raises(InvalidRequestError, match="api_key and served_model go with the address"):
-        LLM("demo", api_key=KEY)
+        LLM("demo-draft", api_key=KEY)
 
 
 def test_it_says_what_it_is(server: LiveServer) -> None:

@@ -29,7 +29,7 @@ CALLED = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         yield llm
 
 
@@ -51,7 +51,7 @@ def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
         {"anyOf": [{"type": "string"}, {"type": "object", "additionalProperties": False}]},
     ],
 )
-@pytest.mark.slow  # long prompts on MLX's CPU backend
+@pytest.mark.ci
 def test_forced_arguments_are_an_object_whether_or_not_the_schema_says_so(
     knowing: LLM, parameters: dict[str, object]
 ) -> None:
@@ -134,4 +134,4 @@ def test_wrong_tools(knowing: LLM) -> None:
         with pytest.raises(InvalidRequestError, match="expected a list of tools"):
             knowing.chat(HI, SHORT, tools=tools)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="tool_format"):
-        LLM("demo", tool_format="morse")
+        LLM("demo-draft", tool_format="morse")

@@ -47,6 +47,7 @@ def test_the_programs_of_the_readme_run_as_cells_of_one_interpreter() -> None:
     assert '"name": ' in form
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_the_program_of_the_tools_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
     [code] = blocks(DOCS["tools.md"], "python")
     exec(code, {"__name__": "__main__"})
@@ -55,6 +56,7 @@ def test_the_program_of_the_tools_page_runs(capfd: pytest.CaptureFixture[str]) -
     assert out.startswith(("get_weather Oslo\n", "get_weather Rome\n"))
 
 
+@pytest.mark.usefixtures("small_demo")
 def test_the_programs_of_the_programs_page_run(capfd: pytest.CaptureFixture[str]) -> None:
     code = "\n".join(blocks(DOCS["programs.md"], "python"))
     exec(code, {"__name__": "__main__"})

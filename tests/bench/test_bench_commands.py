@@ -42,7 +42,7 @@ def measured(*arguments: str) -> Any:
     return json.loads(bench(*arguments, "--json"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ALONE)
 def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
     if name == "serve" and sys.platform != "linux":
@@ -63,7 +63,7 @@ def test_wrong_numbers_are_wrong_usage() -> None:
     assert "1,8,64" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_embed_measures_a_model(tmp_path: Path) -> None:
     folder = pooling_folder(tmp_path / "model", "bert")
     found = measured("embed", "--model", str(folder), "--texts", "9", "--runs", "2")
@@ -72,7 +72,7 @@ def test_embed_measures_a_model(tmp_path: Path) -> None:
     assert "sentence-transformers" not in found
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quality_of_the_demo_model() -> None:
     found = measured("kv", "--small", "--skip-peer")["quality"]["formats"]
     plain, eight, mixed, four, _ = found.values()
@@ -139,7 +139,7 @@ def test_prefix_beside_mlx_lm() -> None:
     assert ours["computed"] == theirs["computed"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
     code = (
         "import resource as r\n"

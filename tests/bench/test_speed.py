@@ -34,7 +34,7 @@ def test_a_cell_is_made_of_medians_over_runs() -> None:
         first = float(len(asked))  # 1, 2, 3 seconds
         return [[first + i for i in range(enough)] for _ in prompts]
 
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         cell = speed.measure(token_times, llm.tokenizer, 12, 2, tokens=5, runs=3)
     assert cell.prompt_tokens_per_s == pytest.approx(2 * 12 / 2.0)
     assert (cell.first_token_s, cell.generation_tokens_per_s) == (2.0, 2.0)
@@ -43,7 +43,7 @@ def test_a_cell_is_made_of_medians_over_runs() -> None:
     assert len({tuple(ids[:8]) for ids in prompts}) == 6, "a shared prefix would be reused"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path: Path) -> None:
     arguments = ["bench", "--contexts", "24,8", "--batches", "1,3", "--tokens", "4", "--skip-peer"]
     first = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
@@ -56,7 +56,11 @@ def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path
     assert all(min(cell.values()) > 0 for cell in cells["mlxinfer"])
 
     report = speed.run(
-        lambda: LLM("demo"), contexts=[8], tokens=4, peer=False, before=speed.read_saved(saved)
+        lambda: LLM("demo-draft"),
+        contexts=[8],
+        tokens=4,
+        peer=False,
+        before=speed.read_saved(saved),
     )
     check(report)
     [own, beside] = report.tables
@@ -66,13 +70,13 @@ def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path
 
 @pytest.mark.slow
 def test_a_report_beside_mlx_lm() -> None:
-    report = speed.run(lambda: LLM("demo"), contexts=[16], batches=[1, 2], tokens=4)
+    report = speed.run(lambda: LLM("demo-draft"), contexts=[16], batches=[1, 2], tokens=4)
     check(report)
     assert [table.title for table in report.tables][1].startswith("Beside mlx-lm")
     assert set(report.data["cells"]) == {speed.OURS, speed.PEER}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +90,7 @@ def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
         raise UnsupportedModelError("mlx-lm does not load it")
 
     monkeypatch.setattr(speed, "PeerGeneration", refused)
-    report = speed.run(lambda: LLM("demo"), contexts=[8], tokens=2)
+    report = speed.run(lambda: LLM("demo-draft"), contexts=[8], tokens=2)
     assert [table.note.endswith("mlx-lm does not load it") for table in report.tables] == [True]
     assert report.data["not_compared"] == "mlx-lm does not load it"
     assert set(report.data["cells"]) == {speed.OURS}
@@ -94,9 +98,9 @@ def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"the model takes [\d,]+\."):
-        speed.run(lambda: LLM("demo"), contexts=[1 << 20], peer=False)
+        speed.run(lambda: LLM("demo-draft"), contexts=[1 << 20], peer=False)
     with pytest.raises(InvalidRequestError, match="at least 2"):
-        speed.run(lambda: LLM("demo"), tokens=1, peer=False)
+        speed.run(lambda: LLM("demo-draft"), tokens=1, peer=False)
     (tmp_path / "other.json").write_text('{"cells": {"mlxinfer": [{"context": 1}]}}')
     with pytest.raises(InvalidRequestError, match="no report of `mlxinfer bench`"):
         speed.read_saved(tmp_path / "other.json")
@@ -104,10 +108,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         speed.read_saved(tmp_path / "missing.json")
 
 
-@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_requests_that_the_kv_cache_does_not_hold_together_are_left_out() -> None:
     report = speed.run(
-        lambda: LLM("demo", num_pages=100), contexts=[8, 1000], batches=[1, 2], tokens=2, peer=False
+        lambda: LLM("demo-draft", num_pages=100),
+        contexts=[8, 1000],
+        batches=[1, 2],
+        tokens=2,
+        peer=False,
     )
     assert [row[0] for row in report.tables[0].rows] == ["8 x 1", "8 x 2", "1,000 x 1"]
     assert report.data["left_out"] == "The KV cache has no room for 1,000 x 2."

@@ -70,7 +70,7 @@ def test_answers_and_errors_go_to_their_files_and_a_second_run_goes_on(tmp_path:
     assert answers_in(output).keys() == {"row 1", "row 2", "row 3"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """Killed or interrupted at random moments: no line is answered twice, and none is lost."""
     seed = random.randrange(10**6)

@@ -80,10 +80,9 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        ("--dry-run", "--calibration", "none"),
         ("--dry-run",),
         ("--fast",),
-        pytest.param(("--calibration", "none", "--check", "tensors"), marks=pytest.mark.slow),
+        pytest.param(("--calibration", "none", "--check", "tensors"), marks=pytest.mark.ci),
     ],
 )
 def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -97,7 +96,12 @@ def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--target-bpw", "5"), ("--learn", "0.02")], ids=["plain", "target", "learn"]
+    "options",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("--target-bpw", "5"), id="target", marks=pytest.mark.ci),
+        pytest.param(("--learn", "0.02"), id="learn", marks=pytest.mark.ci),
+    ],
 )
 def test_calibration_keeps_to_a_limit(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Divergences of all probes at once would take a gigabyte: 32,000 tokens, 62 units."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.convert.affine import CUTS, by_extremes, error_of, extremes, search
@@ -111,7 +111,6 @@ def test_constant_rows(form, value: float) -> None:
     assert error.largest == pytest.approx(np.abs(found - values).max(), rel=1e-5, abs=1e-12)
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.floats(-65504, 65504, width=32), min_size=32, max_size=32), st.sampled_from(BITS)
 )

@@ -27,7 +27,7 @@ LIKE_THEM = (
 CASES = [
     *((case, "8bit-g32") for case in EXPERTS),
     ("gpt_oss-v4", "mxfp4"),
-    *(pytest.param(case, "8bit-g32", marks=pytest.mark.slow) for case in LIKE_THEM),
+    *(pytest.param(case, "8bit-g32", marks=pytest.mark.ci) for case in LIKE_THEM),
 ]
 
 

@@ -247,7 +247,7 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
         engine.stats()
 
 
-@pytest.mark.parametrize("times", range(20))
+@pytest.mark.parametrize("times", [0, 1, 3, 8, 19])
 def test_a_request_submitted_while_the_engine_closes_is_answered(times: int) -> None:
     engine = Engine(
         generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40), None))

@@ -37,21 +37,21 @@ def ideal_bytes(harness: Harness) -> int:
 
 
 def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
-    """One request of 5k tokens and seven of 100: within 5 % of the ideal, and no padded row."""
+    """One request of 3k tokens and three of 100: within 5 % of the ideal, and no padded row."""
     model = tiny_model("qwen3-v4")
     harness = Harness(model, prefill_chunk=512, max_context=10_000, num_pages=600)
-    for seed, length in enumerate([5000] + [100] * 7):
+    for seed, length in enumerate([3000] + [100] * 3):
         harness.add(str(seed), prompt(length, seed), SamplingParams(max_tokens=40))
     while any(not s.decodes for s in harness.loop.scheduler.queues.unfinished()):
         harness.turn()
     harness.turn(5)
-    assert len(harness.loop.scheduler.queues.running) == 8
+    assert len(harness.loop.scheduler.queues.running) == 4
     assert held_bytes(harness) <= 1.05 * ideal_bytes(harness)
     counters = harness.loop.scheduler.counters
-    assert counters.prompt_tokens_computed == 5700
+    assert counters.prompt_tokens_computed == 3300
     sampled = counters.tokens_computed - counters.prompt_tokens_computed
     harness.drain()
-    assert counters.tokens_computed == 5700 + 8 * 39, "padding, or something computed twice"
+    assert counters.tokens_computed == 3300 + 4 * 39, "padding, or something computed twice"
     assert sampled > 0
 
 
@@ -98,7 +98,7 @@ def places(harness: Harness) -> list[int]:
     return found
 
 
-def moves(harness: Harness, turns: int = 200) -> int:
+def moves(harness: Harness, turns: int = 60) -> int:
     """Looks after a turn that found a page array elsewhere, while requests come and go.
 
     Before some turns MLX is busy with pages. A look waits for that, so not every turn has one.
@@ -128,19 +128,18 @@ def moves(harness: Harness, turns: int = 200) -> int:
     [
         ("qwen3-v4", {}),
         ("qwen3-v4", {"kv": KVOptions(bits=(8, 8))}),
-        ("qwen3-v4", {"kv": KVOptions(bits=(4, 4))}),
         ("gemma3_text-v4", {}),
         ("deepseek_v3-v4", {}),
         ("qwen3-v4", {"num_pages": 30, "max_batch": 4}),
     ],
-    ids=["plain", "8 bits", "4 bits", "windows", "latent", "preempted"],
+    ids=["plain", "8 bits", "windows", "latent", "preempted"],
 )
 def test_no_page_array_moves(case: str, changes: dict[str, Any]) -> None:
     """mlx-lm's overlap copies its cache every step; here a step in flight costs copies of tails."""
     harness = Harness(tiny_model(case), **{"num_pages": 4000, **changes})
-    assert moves(harness) == 0
+    assert moves(harness, turns=200 if "max_batch" in changes else 60) == 0
     scheduler, copied = harness.loop.scheduler, harness.loop.cache.bytes_copied
-    assert scheduler.counters.pages_sealed > 20, "no barriers in between"
+    assert scheduler.counters.pages_sealed > 5, "no barriers in between"
     assert copied > 0, "no step was in flight"
     assert (scheduler.counters.preemptions > 0) == ("max_batch" in changes)
 
@@ -153,7 +152,7 @@ def test_no_page_array_moves_with_adapters_and_guesses() -> None:
     guesses = Speculation([NgramProposer()], FixedDepth(3), max_depth=3, method="ngram")
     harness = Harness(model, proposer=guesses, **sizes)
     assert moves(harness) == 0
-    assert guesses.stats()["drafted"] > 50
+    assert guesses.stats()["drafted"] > 20
 
 
 def test_a_held_view_moves_a_page_array() -> None:

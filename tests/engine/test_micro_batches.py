@@ -22,19 +22,20 @@ class Always(Oracle):
 
 def params_of(i: int) -> SamplingParams:
     """Some greedy, some drawn, some with a penalty on what was said."""
-    drawn = SamplingParams(max_tokens=30, temperature=0.8, seed=i)
+    drawn = SamplingParams(max_tokens=20, temperature=0.8, seed=i)
     return [
-        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=20),
         drawn,
-        SamplingParams(max_tokens=30, repetition_penalty=1.3),
+        SamplingParams(max_tokens=20, repetition_penalty=1.3),
     ][i % 3]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("leaves", [False, True], ids=["all stay", "some leave"])
+@pytest.mark.parametrize(
+    ("num_stages", "leaves"), [(2, False), (4, True)], ids=["all stay", "some leave"]
+)
 def test_steps_with_proposals_take_turns_and_give_the_tokens_of_one_rank(
-    leaves: bool, num_stages: int, case: str
+    num_stages: int, leaves: bool, case: str
 ) -> None:
     """Also where neighbours finish or are preempted while proposals are verified."""
     model, rng = tiny_model(case, quantized=True), random.Random(f"{num_stages} {case}")

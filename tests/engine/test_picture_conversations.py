@@ -88,10 +88,8 @@ def turns(name: str) -> Iterator[Turn]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_turns_are_answered_one_after_the_other(name: str, whole: bool) -> None:
-    model, processor = seeing(name)
-    harness, cached = Harness(model, prefill_chunk=256 if whole else shortest(processor)), {}
+def test_turns_are_answered_one_after_the_other(name: str) -> None:
+    harness, cached = Harness(seeing(name)[0], prefill_chunk=256), {}
     for turn, ids, pictures, answer in turns(name):
         harness.add(turn, ids, ANSWER, pictures=pictures)
         outcome = harness.drain()[turn]

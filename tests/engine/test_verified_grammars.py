@@ -20,7 +20,7 @@ PARAMS = SamplingParams(max_tokens=120)
 
 @pytest.fixture(scope="module")
 def model():  # type: ignore[no-untyped-def]
-    return load(hub.resolve("demo"))
+    return load(hub.resolve("demo-draft"))
 
 
 def run(model, schema_seed: int, proposer: Proposer | None) -> tuple[Outcome, Harness]:  # type: ignore[no-untyped-def]

@@ -22,7 +22,7 @@ NEIGHBOURS = ("What is a KV cache?", "Hello", "List three colors", "A page")
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", max_batch=28) as made:
+    with LLM("demo-draft", max_batch=28) as made:
         yield made
 
 
@@ -91,7 +91,7 @@ def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
         llm.generate(p, q, response_format=f).token_ids
         for p, q, f in zip(prompts, params, formats, strict=True)
     ]
-    with LLM("demo", max_batch=3, num_pages=6) as tight:
+    with LLM("demo-draft", max_batch=3, num_pages=6) as tight:
         results = tight.generate(prompts, params, response_format=formats)
         assert tight.stats()["preemptions"] > 0
     assert [r.token_ids for r in results] == alone

@@ -24,7 +24,7 @@ ASK = [{"role": "user", "content": "Give me JSON for a user named Grace aged 47"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", max_batch=8) as made:
+    with LLM("demo-draft", max_batch=8) as made:
         yield made
 
 

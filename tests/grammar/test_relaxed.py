@@ -160,7 +160,7 @@ def test_no_document_is_fetched_and_no_pattern_hangs() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM("demo") as made:
+    with LLM("demo-draft") as made:
         yield made
 
 

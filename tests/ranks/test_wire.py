@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import Entry
@@ -61,7 +61,6 @@ def step_of(tables: list[list[PageTable]], segments: Segments | None, start: int
 
 
 @given(data=st.data())
-@settings(max_examples=60)
 def test_the_other_side_has_the_same_step(data: st.DataObject) -> None:
     writer, reader = StepWriter(), StepReader(PAGE)
     tables = [[PageTable(PAGE, kept) for kept in (0, 2)] for _ in range(3)]

@@ -77,7 +77,7 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
 
 
 class LiveServer:
-    """The demo model behind a real socket, with `routes_served`.
+    """The small one of the bundled models behind a real socket, under the name `demo`.
 
     Args:
         engine: arguments of EngineOptions.
@@ -96,7 +96,7 @@ class LiveServer:
         **config: Any,
     ) -> None:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
-        model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        model = ServedModel.open("demo", hub.resolve("demo-draft"), options, created_s=1)
         self.model = in_no_hurry(model)
         self.listen(models_of([self.model]), send_buffer, store, **config)
 

@@ -16,7 +16,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
-    tensors = dense_tensors(hub.resolve("demo"))
+    tensors = dense_tensors(hub.resolve("demo-draft"))
     for seed, name in enumerate(("pirate", "poet")):
         write_peft(root / name, draw(tensors, seed, strength=1.5))
     return root
@@ -44,7 +44,7 @@ def test_an_adapter_is_a_model_of_its_own_name(server: LiveServer, folder: Path)
     assert server.get("/v1/models/demo:poet").json()["parent"] == "demo"
     answers = {name: text(server, f"demo:{name}") for name in ("pirate", "poet")}
     assert len({plain, *answers.values()}) == 3
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         for name, found in answers.items():
             llm.load_adapter(name, folder / name)
             greedy: Any = {"max_tokens": 8, "temperature": 0}

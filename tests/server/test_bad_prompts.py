@@ -171,7 +171,7 @@ def test_endless_texts_are_refused_at_once(live: LiveServer, path: str, body: An
     assert "more than" in error["message"] or "tokens" in error["message"] or path == TOKENIZE
 
 
-@pytest.mark.slow  # long prompts on MLX's CPU backend
+@pytest.mark.ci
 def test_a_text_that_just_fits_is_not_refused(live: LiveServer) -> None:
     """Many characters a token: what only looks too long is encoded, and fits."""
     dense = "assistant " * 2000

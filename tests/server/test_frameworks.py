@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from scripted import ScriptedServer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.filterwarnings("ignore"),  # of their own code
 ]
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from live_server import CHAT, LiveServer
 from scripted import ScriptedServer
@@ -44,13 +44,11 @@ def requests_of(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(names), values, max_size=3)
 
 
-@settings(max_examples=60)
 @given(fields=requests_of(ChatRequest))
 def test_chat_answers_anything(live: LiveServer, fields: dict[str, Any]) -> None:
     check(live, CHAT, {**FINE, "messages": messages, **fields})
 
 
-@settings(max_examples=40)
 @given(fields=requests_of(CompletionRequest))
 def test_completions_answer_anything(live: LiveServer, fields: dict[str, Any]) -> None:
     check(live, "/v1/completions", {**FINE, "prompt": "Hello", **fields})
@@ -115,7 +113,6 @@ def fields(*names: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(names), things, max_size=2)
 
 
-@settings(max_examples=25)
 @given(given_=fields("tools", "tool_choice", "parallel_tool_calls", "messages"), items=things)
 def test_chat_with_tools_answers_anything(
     scripted: ScriptedServer, given_: dict[str, Any], items: Any
@@ -124,7 +121,6 @@ def test_chat_with_tools_answers_anything(
     check_said(scripted, CHAT, {"messages": messages, "tools": [FRAMED], **given_})
 
 
-@settings(max_examples=25)
 @given(
     given_=fields("tools", "tool_choice", "system", "thinking", "output_config", "messages"),
     content=things,
@@ -139,7 +135,6 @@ def test_messages_answer_anything(
     check_said(scripted, path, body)
 
 
-@settings(max_examples=25)
 @given(
     given_=fields("tools", "tool_choice", "text", "reasoning", "include", "metadata", "input"),
     items=things,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_models import MB, Machine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError, MlxinferError
@@ -114,7 +114,6 @@ class Scene:
         assert all(slot.unloads == {} for slot in pinned)
 
 
-@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=4, max_size=4),
     spare=st.integers(0, 20),

@@ -65,7 +65,7 @@ def test_echoed_logprobs_are_those_of_the_model(server: LiveServer) -> None:
     ids = ids_of(server, TEXT)
     answer = server.post(PATH, ask(ids, echo=True, logprobs=2, max_tokens=1)).json()
     found = answer["choices"][0]["logprobs"]
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         logits = llm.logits(ids).astype(np.float64)
     scores = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert found["token_logprobs"][0] is None
@@ -172,7 +172,7 @@ def with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
     """The same tokenizer with more control tokens."""
     from mlxinfer import hub
 
-    backend = load_backend(hub.resolve("demo"))
+    backend = load_backend(hub.resolve("demo-draft"))
     backend.add_special_tokens(marks)
     made = Tokenizer(backend)
     made.template = tokenizer.template
@@ -271,7 +271,6 @@ def test_a_model_without_such_tokens_says_so(live: LiveServer) -> None:
         assert "filling in the middle" in answer.json()["error"]["message"]
 
 
-@pytest.mark.slow  # long prompts on MLX's CPU backend
 def test_what_was_typed_since_is_all_that_is_computed(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ class PoolingServer(LiveServer):
             "embedder": pooling_folder(folder / "embedder", "bert"),
             "reranker": pooling_folder(folder / "reranker", "bert-scores"),
             "judge": pooling_folder(folder / "judge", "xlm-roberta-scores"),
-            "demo": hub.resolve("demo"),
+            "demo": hub.resolve("demo-draft"),
         }
         served = [
             ServedModel.open(name, path, options, created_s=1) for name, path in folders.items()

@@ -114,7 +114,7 @@ def hits(url: str, topic: str) -> tuple[float, int]:
     return stayed / CONVERSATIONS / (TURNS - 1), cached
 
 
-@pytest.mark.slow  # three processes; .ci/run runs it
+@pytest.mark.ci  # three processes
 @pytest.mark.skipif(SMG is None, reason="needs smg: pip install smg")
 def test_two_servers_behind_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams pass, keys hold, conversations stay where their prefix is, a death is survived."""

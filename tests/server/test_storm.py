@@ -92,7 +92,7 @@ def leavers(count: int) -> Iterator[Plan]:
     return (draw_leaver(rng) for _ in range(count))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_some_disconnects_leave_nothing(stormy: LiveServer) -> None:
     found = survive(stormy, leavers(8))
     assert found[None] > 4

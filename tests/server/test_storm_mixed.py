@@ -37,7 +37,7 @@ class MixedServer(LiveServer):
     def __init__(self, folder: Path) -> None:
         small = EngineOptions(max_memory="32MB", max_batch=8)
         folders = {
-            "demo": hub.resolve("demo"),
+            "demo": hub.resolve("demo-draft"),
             "embedder": pooling_folder(folder / "embedder", "bert"),
             "reranker": pooling_folder(folder / "reranker", "bert-scores"),
         }
@@ -46,7 +46,7 @@ class MixedServer(LiveServer):
             for name, path in folders.items()
         ]
         self.model = served[0]
-        tensors = dense_tensors(hub.resolve("demo"))
+        tensors = dense_tensors(hub.resolve("demo-draft"))
         for seed, name in enumerate(ADAPTERS):
             write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
         self.listen(

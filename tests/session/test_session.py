@@ -20,7 +20,7 @@ DRAWN = SamplingParams(max_tokens=12, temperature=3.0, seed=2**63 - 1)
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    with LLM("demo") as llm:
+    with LLM("demo-draft") as llm:
         assert isinstance(llm._session, Session)
         yield llm._session
 
@@ -134,7 +134,7 @@ def test_limits_are_values_and_handed_over_again_after_a_restart(
         monkeypatch.setattr(Loop, "turn", turn)
         raise RuntimeError("the bookkeeping is wrong")
 
-    with LLM("demo", num_pages=40, max_context=300) as llm:
+    with LLM("demo-draft", num_pages=40, max_context=300) as llm:
         session: Any = llm._session
         before = session.limits
         assert hash(before) is not None, "frozen, down to its parts"

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from speculation.machines import (
     DEPTH,
@@ -122,7 +122,6 @@ def test_a_machine_that_becomes_slow_with_many_rows_is_noticed() -> None:
     slope=st.floats(0.0, 1.2),
     cost=st.floats(0, 0.4),
 )
-@settings(max_examples=25)
 def test_no_other_depths_promise_more_than_those_chosen(
     chances: list[list[float]], slope: float, cost: float
 ) -> None:

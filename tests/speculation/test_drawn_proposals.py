@@ -40,7 +40,7 @@ def params(seed: int) -> SamplingParams:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.slow)
+        pytest.param(kind, marks=pytest.mark.ci)
         for kind in ("eagle", "draft", "qwen3_5_text-v4", "glm4_moe_lite-v4")
     ],
 )

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_data import KINDS, load_tokenizer, read_data, read_template
 
@@ -75,7 +75,6 @@ def test_a_variable_of_the_template_may_have_any_name(tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
 def test_user_text_cannot_spell_a_control_token(kind, texts):
     tokenizer = load_tokenizer(kind, "chatml_plain")
@@ -87,7 +86,6 @@ def test_user_text_cannot_spell_a_control_token(kind, texts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
 @given(texts=st.lists(contents, min_size=1, max_size=4))
 def test_user_text_cannot_assemble_a_control_token(kind, texts):
     """A template may write strings of the user side by side: half a token each is no token."""
@@ -181,7 +179,6 @@ def rounds_tokenizer():
 ROUNDS_TOKENIZER = rounds_tokenizer()  # one for all examples: tables are made for each
 
 
-@settings(max_examples=120)
 @given(turns=st.lists(turns, min_size=1, max_size=4))
 def test_templates_decide_as_for_plain_text(turns):
     tokenizer = ROUNDS_TOKENIZER

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
@@ -70,7 +70,6 @@ def joined(detokenizer, ids):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=25)
 @given(
     ids=st.lists(st.integers(0, len(PIECES) + 1) | st.sampled_from([9, 10, 11]), max_size=12),
     skip=st.booleans(),
@@ -124,7 +123,6 @@ def test_an_answer_that_goes_on_with_the_prompt_keeps_its_space():
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
     answer=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces, read_template, tokenizer_with
 
@@ -64,7 +64,6 @@ words = st.sampled_from(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
 @given(
     text=st.lists(words, max_size=14).map("".join),
     cuts=st.lists(st.integers(0, 1000), max_size=6),
@@ -230,7 +229,6 @@ parts = st.sampled_from([*MARKS, "analysis", "final", " to=f", "commentary", "a"
 
 
 @pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])
-@settings(max_examples=60)
 @given(
     text=st.lists(parts | words, max_size=12).map("".join),
     cuts=st.lists(st.integers(0, 1000), max_size=8),

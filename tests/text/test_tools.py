@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_data import pieces
 from tool_samples import FORMATS, TOOLS, WRITERS
@@ -72,7 +72,6 @@ cut_places = st.lists(st.integers(0, 1000), max_size=8)
 
 
 @every_writer
-@settings(max_examples=15)
 @given(calls=some_calls, cuts=cut_places)
 def test_any_call_in_any_pieces(name, writer, calls, cuts):
     text = writer(calls)
@@ -93,7 +92,6 @@ def fragments(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=25)
 @given(data=st.data(), cuts=cut_places)
 def test_whatever_comes_nothing_is_lost(name, data, cuts):
     text = data.draw(st.lists(fragments(name), max_size=10).map("".join))

@@ -190,8 +190,9 @@ def test_gemma_keeps_to_types_and_bounds(name, schema, right, wrong):
 
 
 @every_format
-@pytest.mark.parametrize("function", ["ns/tool", "mcp:search", "a.b-c"])
-@pytest.mark.parametrize("key", ["user-id", "x.y", "$top", "@type", "a:b"])
+@pytest.mark.parametrize(
+    ("function", "key"), [("ns/tool", "user-id"), ("mcp:search", "x.y"), ("a.b-c", "$a@b:c")]
+)
 def test_what_is_forced_is_read_as_a_call(name, writer, function, key):
     """Whatever tools and parameters are called."""
     schema = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_data import KINDS, load_tokenizer, pieces, tokenizer_with
 from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, harmony
@@ -75,7 +75,6 @@ def test_marks_that_are_control_tokens(special, name, writer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
 @given(
     bits=st.lists(
         st.sampled_from([CALL, CALL[:40], "<think>", "</think>", "é", "🙂", " ", "ST", "OP", "a"]),

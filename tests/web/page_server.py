@@ -183,7 +183,7 @@ class SeeingPageServer(LiveServer):
         self.routes_served = (*ROUTES, *self.routes.routes())
         options, seeing = EngineOptions(max_batch=2), seeing_folder(folder / "tiny-see")
         self.model = ServedModel.open("tiny-see", seeing, options, created_s=1)
-        blind = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
+        blind = ServedModel.open("demo", hub.resolve("demo-draft"), options, created_s=1)
         self.listen(models_of([self.model, blind]), **config)
 
     def __exit__(self, *error: object) -> None:

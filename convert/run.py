@@ -49,14 +49,12 @@ from .sidefiles import (
     write_side_files,
 )
 from .verify import Progress
+from .workplace import Workplace, check_target, working
 from .write import (
     Journal,
     TensorWriter,
-    Workplace,
-    check_target,
     checked_entries,
     little_cached,
-    working,
     write_shard,
     written_entries,
 )

@@ -1,28 +1,21 @@
-"""Writes a plan into a folder, so that a kill at any moment loses little: what is written, what is
-known of it, and what is still to be done.
+"""Writes the files of a plan, and a journal of what is done.
 
-    OUT.partial/lock           held while a process works here
-    OUT.partial/journal.jsonl  what is done: tensors and files that are synced to the disk
-    OUT.partial/model/         renamed to OUT at the end
+A kill at any moment loses little: the journal names the tensors and files that are on the disk. Its
+first line identifies the conversion. A kill may leave an incomplete last line, which is dropped.
 
-OUT exists only when it is complete. Nothing else in OUT.partial is ever deleted. The first line of
-the journal identifies the conversion; an incomplete last line, left by a kill, is dropped.
-
-Tensors are read, quantised and written a block of rows at a time. One thread reads (MLX is used by
-it alone) and writes; the others quantise with numpy. Memory is bounded by the size of a block and
-the number of threads, not by the size of a tensor. A finished file is compared with the source.
+Tensors are read, quantised and written a block of rows at a time. One thread reads and writes, and
+MLX is used by it alone; the other threads quantise with numpy. So memory depends on the size of a
+block and the number of threads, not on the size of a tensor. A finished file is compared with the
+source.
 """
 
-import errno
-import fcntl
 import json
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
@@ -35,11 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, ConversionError, shown
-from ..memory import human_bytes
 from .arrange import ArrangedSource, OutputTensor
 from .arrays import Floats, as_numpy, dtype_name, narrow, widen
 from .calibration.feedback import Feedbacks, Statistics
-from .files import ShardFile, damaged, sync_folder
+from .files import ShardFile, damaged
 from .plan import CACHED_BYTES, ConversionPlan, MemoryBudget, PlannedTensor
 from .quantise import (
     ErrorFeedback,
@@ -54,214 +46,6 @@ from .verify import Progress, as_kept, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
-
-SPARE_BYTES = 64 << 20  # left free on the disk
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_MADE = ("model", "measured.json", "learned", "short.logits", "long.logits")
-_OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
-_MARKS = tuple(
-    name for name in _OURS if not name.startswith("model")
-)  # "model" alone proves nothing
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """The folders of one conversion."""
-
-    out: Path
-
-    @property
-    def root(self) -> Path:
-        """Beside the output, so that moving it is one rename.
-
-        Raises:
-            ConversionError: the output has no name.
-        """
-        if not self.out.name:
-            raise ConversionError(
-                f"{str(self.out)!r} has no name; name a folder that is not there."
-            )
-        return self.out.with_name(self.out.name + ".partial")
-
-    @property
-    def model(self) -> Path:
-        """Becomes the output folder."""
-        return self.root / "model"
-
-    @property
-    def journal(self) -> Path:
-        """Of what is done."""
-        return self.root / "journal.jsonl"
-
-    @property
-    def measured(self) -> Path:
-        """The formats that follow from measuring."""
-        return self.root / "measured.json"
-
-    @property
-    def learned(self) -> Path:
-        """A file for each layer with learned scales."""
-        return self.root / "learned"
-
-    @property
-    def references(self) -> tuple[Path, Path]:
-        """Logits of the source, of short and of long contexts."""
-        return self.root / "short.logits", self.root / "long.logits"
-
-    def publish(self) -> None:
-        """Make the finished folder the output."""
-        if self.out.exists():
-            raise ConversionError(f"{self.out} came to be while it was being converted to.")
-        sync_folder(self.model)
-        os.rename(self.model, self.out)
-        sync_folder(self.out.parent)
-        self.tidy_up()
-
-    def tidy_up(self) -> None:
-        """Delete the files of a conversion; the folder stays if it holds others."""
-        for name in _OURS:
-            _delete(self.root / name)
-        with suppress(OSError):  # not empty, or another process has made its lock
-            self.root.rmdir()
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def check_place(place: Workplace, source: Path | None) -> None:
-    """Check that `place` may be used: its contents are deleted in the end.
-
-    Raises:
-        ConversionError: it is the source, inside it or around it, of another program, or no folder.
-    """
-    if source is not None:
-        _check_apart(place, source)
-    kind = "link" if place.root.is_symlink() else "file"
-    if place.root.is_symlink() or (place.root.exists() and not place.root.is_dir()):
-        raise ConversionError(
-            f"{place.root}, where this conversion would work, is a {kind}; expected a folder or "
-            "nothing. Move it or choose another name for the output; nothing was changed."
-        )
-    there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
-    if there and not any(name in _MARKS for name in there):
-        raise ConversionError(
-            f"{place.root}, where this conversion would work, is there and not of mlxinfer: it "
-            f"holds {shown(min(there))}. Move it or choose another name for the output; nothing "
-            "was changed."
-        )
-
-
-def _check_apart(place: Workplace, source: Path) -> None:
-    root, theirs = place.root.resolve(), source.resolve()
-    if root.is_relative_to(theirs) or theirs.is_relative_to(root):
-        where = "is" if root == theirs else "is inside" if root in theirs.parents else "holds"
-        raise ConversionError(
-            f"The source {source} {where} {place.root}, the folder that this conversion would work "
-            "in and delete; choose another name for the output. Nothing was changed."
-        )
-
-
-def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> None:
-    """Check that the output and the working folder can be written.
-
-    Raises:
-        ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
-            no room for `needed_bytes`.
-    """
-    out = place.out
-    if source is not None and out.resolve().is_relative_to(source.resolve()):
-        raise ConversionError(
-            f"{out} is {'' if out.resolve() == source.resolve() else 'inside '}the source; choose "
-            "a folder elsewhere."
-        )
-    check_place(place, source)
-    if out.exists() or out.is_symlink():
-        raise ConversionError(
-            f"{out} exists already. Delete it or choose another name; nothing was changed."
-        )
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
-    free = shutil.disk_usage(parent).free
-    if needed_bytes + SPARE_BYTES > free:
-        raise ConversionError(
-            f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} are to "
-            f"stay free, but the disk has {human_bytes(free)} free. Make room or choose another "
-            "disk."
-        )
-
-
-@contextmanager
-def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
-    """Hold the workplace, made if need be.
-
-    Raises:
-        ConversionError: another process is there, an interrupted conversion is there and neither
-            `resume` nor `restart` was asked for, or the disk is full or read-only.
-    """
-    with disk_failures(place):
-        interrupted = place.journal.exists()
-        place.root.mkdir(exist_ok=True)
-        lock = os.open(place.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(lock, place)
-        except ConversionError:
-            os.close(lock)
-            raise
-        try:
-            if interrupted and not (resume or restart):
-                raise ConversionError(
-                    f"{place.root} holds an unfinished conversion: --resume goes on with it, "
-                    "--restart begins anew."
-                )
-            if restart or not interrupted:
-                _clear(place)
-            place.model.mkdir(exist_ok=True)
-            yield
-        finally:
-            os.close(lock)
-            if not place.journal.exists():  # nothing was begun
-                place.tidy_up()
-
-
-@contextmanager
-def disk_failures(place: Workplace) -> Iterator[None]:
-    """Turn what a disk refuses into a ConversionError; other OSErrors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise ConversionError(
-                f"The disk is full; what is written is kept in {place.root}. Make room, then run "
-                "the same command with --resume."
-            ) from error
-        if error.errno in _READ_ONLY:
-            raise ConversionError(
-                f"{place.out.absolute().parent} cannot be written ({error.strerror})."
-            ) from error
-        raise
-
-
-def _lock(lock: int, place: Workplace) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConversionError(
-            f"Another process is converting to {place.out}; wait for it, or choose another name."
-        ) from None
-
-
-def _clear(place: Workplace) -> None:
-    """Delete what an earlier conversion left, except the lock that this process holds."""
-    for name in _OURS:
-        if name != "lock":
-            _delete(place.root / name)
-
 
 VERSION = 3  # of the journal; another mlxinfer may plan otherwise
 

@@ -16,7 +16,7 @@ from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
-from mlxinfer.convert.write import Workplace, working
+from mlxinfer.convert.workplace import Workplace, working
 from mlxinfer.errors import (
     CheckpointError,
     ConversionError,
@@ -113,7 +113,7 @@ def test_no_room_is_seen_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
-        "mlxinfer.convert.write.shutil.disk_usage", lambda _: usage._replace(free=1000)
+        "mlxinfer.convert.workplace.shutil.disk_usage", lambda _: usage._replace(free=1000)
     )
     with pytest.raises(ConversionError, match=r"needs .* kB more, and .*disk has 1\.0 kB free"):
         convert(source, tmp_path / "out")

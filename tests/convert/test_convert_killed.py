@@ -14,7 +14,8 @@ from convert_cases import contents, convert, write_source
 from killed_convert import SHARD_BYTES
 
 from mlxinfer.convert.files import ShardFile
-from mlxinfer.convert.write import Journal, Workplace
+from mlxinfer.convert.workplace import Workplace
+from mlxinfer.convert.write import Journal
 from mlxinfer.errors import ConversionError
 
 SCRIPT = str(Path(__file__).parent / "killed_convert.py")

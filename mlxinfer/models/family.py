@@ -23,7 +23,7 @@ from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from ..metal_kernels.heads import HeadsForm
-from .config import ModelConfig, read_layer_types, read_rope
+from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .jsonfields import Fields
 from .language import arrays
@@ -56,6 +56,10 @@ class Family:
         transposed_experts: stacks of experts on the hub have inputs before outputs.
         alternating_experts: in packed stacks of experts, rows of gate and up alternate.
         axes_in_turn: with M-RoPE the axes of pairs take turns, whether the config says so or not.
+        scaled_embeddings: they are multiplied by the root of the hidden size, as those of the first
+            Transformer.
+        windows: layers may have windows, as the config says.
+        attention_biases: attention has biases where the config says so; False: it has none.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
@@ -69,6 +73,9 @@ class Family:
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     axes_in_turn: ClassVar[bool] = False
+    scaled_embeddings: ClassVar[bool] = False
+    windows: ClassVar[bool] = True
+    attention_biases: ClassVar[bool] = True
     interleaved: ClassVar[bool] = False
     folded: ClassVar[tuple[str, ...]] = ()
     dense_matrices: ClassVar[tuple[str, ...]] = ()
@@ -89,7 +96,7 @@ class Family:
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """FULL or SLIDING for each layer; see `read_layer_types`."""
-        return read_layer_types(fields, num_layers)
+        return read_layer_types(fields, num_layers) if cls.windows else [FULL] * num_layers
 
     @classmethod
     def rope_specs(
@@ -121,7 +128,7 @@ class Family:
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         """Whether the projections to Q, K and V have biases, and whether the output's has one."""
-        stated = fields.boolean("attention_bias", default=False)
+        stated = cls.attention_biases and fields.boolean("attention_bias", default=False)
         return stated, stated
 
     @classmethod
@@ -212,7 +219,7 @@ class Family:
     @property
     def embed_scale(self) -> float | None:
         """Multiplies the embeddings; None: 1."""
-        return None
+        return float(self.config.hidden_size**0.5) if self.scaled_embeddings else None
 
     def entry(self) -> Entry | None:
         """The part between embeddings and layers; None: there is none."""

@@ -15,7 +15,7 @@ from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import MLP, FeedForward
 from ...layers.step import Layer
-from ..config import FULL, ModelConfig
+from ..config import ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -54,11 +54,7 @@ class FalconH1(Family):
         "ssm_multipliers": [1.0] * 5,
     }
     final_norm = "model.final_layernorm"
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
+    windows = False
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -30,63 +30,8 @@ def sees_pictures(config: Fields) -> bool:
     return config.get("vision_config") is not None
 
 
-class Gemma3(Family):
-    """Sandwich norms, QK-norm, norm weights stored less one, and scaled embeddings."""
-
-    defaults: ClassVar = {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "tie_word_embeddings": True,
-    }
-    fits_float16 = False
-    head_norms = True
-    norm_offset = 1.0
-    bidirectional = True  # EmbeddingGemma
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        """The text_config of a multimodal model, where features of a picture see each other."""
-        fields = language_fields(config, "gemma3")
-        return Fields({**fields.values, SPANS: sees_pictures(config)}, fields.where)
-
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        """A window counts the tokens of both sides where tokens see both."""
-        if not config.bidirectional:
-            spans = config.fields.boolean(SPANS)
-            return replace(config, sees_spans=(spans,) * config.num_layers)
-        halves = tuple(None if window is None else window // 2 + 1 for window in config.windows)
-        return replace(config, windows=halves)
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
-
-    @property
-    def embed_scale(self) -> float:
-        """As the embeddings of the original Transformer."""
-        return float(self.config.hidden_size**0.5)
-
-    def layer(self, index: int) -> Layer:
-        """Norms before and after both blocks."""
-        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        blocks = self.mixer(index), self.mlp(index)
-        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
-
-
 class Gemma2(Family):
-    """As Gemma 3, but without QK-norm, with a soft cap on the scores of attention."""
+    """Sandwich norms, norm weights stored less one, scaled embeddings, and a soft cap on scores."""
 
     defaults: ClassVar = {
         "vocab_size": 256_000,
@@ -105,14 +50,49 @@ class Gemma2(Family):
     fits_float16 = False
     soft_caps = True
     norm_offset = 1.0
-
-    @property
-    def embed_scale(self) -> float:
-        """As the embeddings of the original Transformer."""
-        return float(self.config.hidden_size**0.5)
+    scaled_embeddings = True
 
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
+
+
+class Gemma3(Gemma2):
+    """As Gemma 2, with QK-norm in place of the soft cap."""
+
+    defaults: ClassVar = {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+    soft_caps = False
+    head_norms = True
+    bidirectional = True  # EmbeddingGemma
+    attention_biases = False
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The text_config of a multimodal model, where features of a picture see each other."""
+        fields = language_fields(config, "gemma3")
+        return Fields({**fields.values, SPANS: sees_pictures(config)}, fields.where)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """A window counts the tokens of both sides where tokens see both."""
+        if not config.bidirectional:
+            spans = config.fields.boolean(SPANS)
+            return replace(config, sees_spans=(spans,) * config.num_layers)
+        halves = tuple(None if window is None else window // 2 + 1 for window in config.windows)
+        return replace(config, windows=halves)

@@ -230,6 +230,7 @@ class Gemma3n(Family):
         "tie_word_embeddings": True,
     }
     fits_float16 = False
+    scaled_embeddings = True
     head_norms = True
     norms_values = True
 
@@ -264,11 +265,6 @@ class Gemma3n(Family):
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         """All streams of a token, and the arrays that Gemma 4 passes on."""
         return between_stages(config, num_streams=config.fields.integer("altup_num_inputs"))
-
-    @property
-    def embed_scale(self) -> float:
-        """As the embeddings of the original Transformer."""
-        return float(self.config.hidden_size**0.5)
 
     @property
     def num_streams(self) -> int:

@@ -157,8 +157,10 @@ class Gemma4(Family):
     outer_type: ClassVar = "gemma4"  # of the multimodal model
     bidirectional_default: ClassVar[str | None] = None  # "vision": features see each other
     fits_float16 = False
+    scaled_embeddings = True
     head_norms = True
     norms_values = True
+    attention_biases = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -193,11 +195,6 @@ class Gemma4(Family):
         )
 
     @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
-
-    @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Heads of each layer."""
         fields = config.fields
@@ -230,11 +227,6 @@ class Gemma4(Family):
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         """Hidden states, and for the E models per-layer inputs and shared keys."""
         return between_stages(config)
-
-    @property
-    def embed_scale(self) -> float:
-        """As the embeddings of the original Transformer."""
-        return float(self.config.hidden_size**0.5)
 
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks, and a scalar."""

@@ -81,6 +81,7 @@ class GraniteHybrid(Granite):
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
     }
+    windows = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -89,11 +90,6 @@ class GraniteHybrid(Granite):
         if stated != 0:
             return config
         return Fields({**config.values, "num_local_experts": None}, config.where)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
 
     @classmethod
     def rope_specs(

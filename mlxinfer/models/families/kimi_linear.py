@@ -63,6 +63,7 @@ class KimiLinear(DeepseekV3):
         "linear_conv_kernel_dim": 4,
         "rope_interleave": False,  # nothing turns
     }
+    windows = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -86,11 +87,6 @@ class KimiLinear(DeepseekV3):
     ) -> tuple[RopeSpec | None, ...]:
         """None."""
         return (None,) * len(layer_types)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -43,6 +43,8 @@ class Lfm2(Family):
     output_proj = "out_proj"
     qk_norms = ("q_layernorm", "k_layernorm")
     final_norm = "model.embedding_norm"
+    attention_biases = False
+    windows = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -56,16 +58,6 @@ class Lfm2(Family):
             ours: config.values[own] for own, ours in names.items() if config.get(own) is not None
         }
         return Fields({**config.values, **renamed}, config.where)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -138,17 +130,13 @@ class Lfm3(Lfm2):
     }
     output_proj = "o_proj"
     qk_norms = ("q_norm", "k_norm")
+    attention_biases = True
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """As stated; a convolution counts as one that sees everything."""
         kinds = _lfm3_kinds(fields, num_layers)
         return [SLIDING if kind == SLIDING else FULL for kind in kinds]
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """As stated."""
-        return Family.biases(fields)
 
     @classmethod
     def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:

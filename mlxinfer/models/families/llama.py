@@ -35,26 +35,19 @@ class Llama(Family):
     transformers and mlx-lm turn whole heads of this architecture, whatever the config says.
     """
 
+    windows = False
+
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """Without the part of heads that turns."""
         return whole_heads(config)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """Every layer sees everything."""
-        return [FULL] * num_layers
 
 
 class Mistral(Family):
     """Mistral, and Ministral 8B of 2024: windows where the config states them, never a bias."""
 
     defaults: ClassVar = {"sliding_window": 4096, "num_key_value_heads": 8}
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
+    attention_biases = False
 
 
 class Cwm(Mistral):
@@ -93,11 +86,7 @@ class Arcee(Family):
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
     }
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
+    windows = False
 
     def mlp(self, index: int) -> FeedForward:
         """up_proj and down_proj."""
@@ -140,11 +129,7 @@ class HunYuanDense(Family):
     head_norms = True
     norm_last = True
     qk_norms = ("query_layernorm", "key_layernorm")
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
+    windows = False
 
 
 class HunYuanMoE(HunYuanDense):
@@ -223,11 +208,7 @@ class Phi3(Family):
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
     }
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
+    attention_biases = False
 
     def qkv(self, index: int) -> Projection:
         """As stored."""

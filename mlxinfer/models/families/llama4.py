@@ -51,6 +51,7 @@ class Llama4(Family):
     interleaved = True
     norm_last = True
     transposed_experts = True
+    windows = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -60,11 +61,6 @@ class Llama4(Family):
             return config
         rest = {key: value for key, value in config.values.items() if key not in sizes}
         return Fields({**rest, "moe_layers": []}, config.where)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window that slides."""
-        return [FULL] * num_layers
 
     @classmethod
     def rope_specs(

@@ -33,11 +33,7 @@ class Mixtral(Family):
         "rope_theta": 1_000_000.0,
         "max_position_embeddings": 131_072,
     }
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
+    attention_biases = False
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -62,11 +58,7 @@ class MiniMaxM2(Family):
         "rope_theta": 5_000_000.0,
         "max_position_embeddings": 196_608,
     }
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
+    attention_biases = False
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:

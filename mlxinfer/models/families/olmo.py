@@ -64,11 +64,7 @@ class Exaone4(PostNormFamily):
         "sliding_window_pattern": 4,
     }
     head_norms = True
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """None."""
-        return False, False
+    attention_biases = False
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

@@ -48,15 +48,11 @@ class Qwen3Next(Family):
     }
     head_norms = True
     axes_in_turn = True  # in Qwen 3.5
+    windows = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         self.norm_offset = 0.0 if self._of_mlx() else 1.0
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
-        return [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -95,11 +95,11 @@ APP_PACKAGES = ("toga", "toga_cocoa", "toga_qt", "rubicon", "PySide6", "qasync")
 
 
 @click.command()
-@click.option("--background", is_flag=True, help="Open no window at the start, as at login.")
+@click.option("--background", is_flag=True, help="Open no window at the start.")
 def app(background: bool) -> None:
     """Open the menubar app, or show its window if it runs already.
 
-    It shows what a server does, starts one when asked to, and holds the chat a hotkey away.
+    The app shows what a server does, and can start one. A hotkey opens the chat.
     """
     from ..app import main
 
@@ -116,7 +116,7 @@ def app(background: bool) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["zsh", "bash", "fish"]))
 def completion(shell: str) -> None:
-    """Print a script that completes names in SHELL.
+    """Print a script that lets SHELL complete commands.
 
     \b
     mlxinfer completion zsh > "${fpath[1]}/_mlxinfer"

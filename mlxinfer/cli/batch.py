@@ -47,7 +47,7 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
     "errors_path",
     type=_FILE,
     metavar="FILE",
-    help="Where requests that failed go.  [default: OUT.errors.jsonl]",
+    help="File for requests that failed.  [default: OUT.errors.jsonl]",
 )
 @click.option(
     "-m",
@@ -88,12 +88,13 @@ def command(
     models: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """BatchAnswer the requests of a file into another.
+    """Answer the requests of a file in bulk.
 
-    A line is a request as OpenAI's batches have it: {"custom_id": ..., "method": "POST", "url":
-    "/v1/chat/completions", "body": ...}. The url may also be /v1/completions, /v1/responses,
-    /v1/embeddings, /v1/rerank or /v1/score. Run the same command again after an interruption: it
-    skips the requests that have an answer. Delete the file of errors to try those again.
+    Each line is a request in the format of OpenAI's batches: {"custom_id": ..., "method": "POST",
+    "url": "/v1/chat/completions", "body": ...}. The url may also be /v1/completions,
+    /v1/responses, /v1/embeddings, /v1/rerank or /v1/score. After an interruption, run the same
+    command again: it skips requests that have an answer. To try failed requests again, delete the
+    file of errors.
     """
     from ..server.config import ServerConfig
     from ..server.service import ServerState
@@ -339,7 +340,7 @@ async def _answer_all(
     answers: AnswerFiles,
     on_done: Callable[[], None],
 ) -> None:
-    """BatchAnswer all requests, AT_ONCE of them at a time, through the routes of a server.
+    """Answer all requests, AT_ONCE of them at a time, through the routes of a server.
 
     Args:
         model: loaded first, so that a fault of it is raised at once; None: there are several.

@@ -80,7 +80,7 @@ def lengths(flag: str, default: str, help: str) -> Option:
 
 
 markdown_option = click.option(
-    "--markdown", "as_markdown", is_flag=True, help="Tables in Markdown, for a README."
+    "--markdown", "as_markdown", is_flag=True, help="Write the tables in Markdown."
 )
 
 
@@ -89,17 +89,17 @@ markdown_option = click.option(
 @counts("--contexts", None, "Prompt lengths in tokens.  [default: 512,2048,8192]")
 @counts("--batches", "1,4", "Requests at once.")
 @number("--tokens", 128, "Tokens of each answer.", least=2)
-@number("--runs", 1, "Measurements of each; the median counts.")
+@number("--runs", 1, "Number of measurements; the median is shown.")
 @click.option(
     "--peer/--skip-peer",
     default=None,
-    help="Also mlx-lm on the same prompts.  [default: where it is installed]",
+    help="Also measure mlx-lm on the same prompts.  [default: if it is installed]",
 )
 @click.option(
     "--compare",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A report that --json wrote, to compare with.",
+    help="Compare with a report that --json wrote.",
 )
 @engine_options(without=["disk_cache"])  # what was computed before would not be measured
 @markdown_option
@@ -117,8 +117,8 @@ def command(
 ) -> None:
     """Measure how fast a model is on this machine.
 
-    Prompt and generated tokens a second, time to the first token and peak memory, over context
-    lengths and numbers of requests at once.
+    Shows prompt tokens and generated tokens per second, time to the first token, and peak memory,
+    for several context lengths and numbers of requests at once.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -146,10 +146,12 @@ def command(
     "--url",
     default="http://127.0.0.1:8080/v1",
     show_default=True,
-    help="Of any server with OpenAI's chat API.",
+    help="Address of the server.",
 )
-@click.option("-m", "--model", help="Its name there.  [default: the first that the server lists]")
-@number("--requests", 64, "How many in all.")
+@click.option(
+    "-m", "--model", help="Name of the model at the server.  [default: the first that it lists]"
+)
+@number("--requests", 64, "Number of requests.")
 @number("--concurrency", None, "Requests in flight, at most.  [default: 8; with --rate: all]")
 @click.option(
     "--rate",
@@ -157,17 +159,19 @@ def command(
     metavar="R",
     help="Requests a second, at random times (Poisson).  [default: as fast as they are answered]",
 )
-@lengths("--prompt-tokens", "256", "Length of prompts, about; a range draws evenly.")
-@lengths("--answer-tokens", "128", "Longest answer; a range draws evenly.")
+@lengths(
+    "--prompt-tokens", "256", "Length of prompts, about; lengths are drawn evenly from a range."
+)
+@lengths("--answer-tokens", "128", "Longest answer; lengths are drawn evenly from a range.")
 @click.option("--ignore-eos", is_flag=True, help="Ask for answers of full length.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="Of all requests.",
+    help="Temperature of all requests.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths and times.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -181,9 +185,9 @@ def command(
 def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
     """Put a server under load.
 
-    Any server with OpenAI's API. Reports requests and tokens a second, percentiles of the time to
-    the first token and between tokens, and errors. The key is MLXINFER_API_KEY. The exit status is
-    1 if a request failed.
+    It may be any server with OpenAI's API. Shows requests and tokens per second, percentiles of the
+    time to the first token and between tokens, and errors. MLXINFER_API_KEY is the server's key.
+    The exit status is 1 if a request failed.
     """
     from ..bench.load import ServerLoad, run
 

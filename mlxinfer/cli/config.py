@@ -17,13 +17,13 @@ from ._output import emit_json, table
 def command() -> None:
     """Settings of `mlxinfer serve`.
 
-    The strongest first: command line, MLXINFER_SERVE_* variables, config file, defaults.
+    The command line counts most, then MLXINFER_SERVE_* variables, the config file, and defaults.
     """
 
 
 @command.command()
 def path() -> None:
-    """Print the config file's path, or where it is looked for."""
+    """Print the path of the config file, or the places that are searched."""
     found = find_config_file()
     if found is not None:
         click.echo(found)
@@ -33,7 +33,7 @@ def path() -> None:
 
 
 TEMPLATE = """\
-# Settings of `mlxinfer serve`; `mlxinfer config show --origin` says what holds and why.
+# Settings of `mlxinfer serve`. `mlxinfer config show --origin` shows each value and its origin.
 
 [serve]
 # port = 8080
@@ -51,9 +51,9 @@ source = "demo"          # bundled; or a folder, or org/name of the Hugging Face
 
 
 @command.command()
-@click.option("--force", is_flag=True, help="Replace the file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(force: bool) -> None:
-    """Write a config file to begin with, its options explained."""
+    """Write a first config file with comments."""
     named = os.environ.get(VARIABLE)
     place = Path(named).expanduser() if named else standard_places()[0]
     if place.exists() and not force:
@@ -68,12 +68,12 @@ def init(force: bool) -> None:
     "--config",
     "config_path",
     type=click.Path(exists=True, dir_okay=False),
-    help="Config file, instead of the one that counts.",
+    help="Read this config file instead.",
 )
-@click.option("--origin", is_flag=True, help="Also who said so.")
+@click.option("--origin", is_flag=True, help="Also show where each value comes from.")
 @json_option
 def show(config_path: str | None, origin: bool, as_json: bool) -> None:
-    """Print what `mlxinfer serve` would run with. Keys are not shown."""
+    """Print the settings that `mlxinfer serve` would use. Keys are not shown."""
     ctx = serve_context([] if config_path is None else ["--config", config_path])
     rows, config = shown_values(ctx), config_of(ctx)
     if as_json:

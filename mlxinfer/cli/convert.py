@@ -41,30 +41,30 @@ OPTIONS = (
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
                  help="Type of tensors that are not quantised.  [default: as in the source]"),
     click.option("--quantize-tower", type=click.Choice(BITS), metavar="BITS",
-                 help="Bits of the part that sees pictures, such as 8.  [default: as it is]"),
+                 help="Bits of the part that sees pictures, such as 8.  [default: not quantised]"),
     click.option("--keep-format", is_flag=True,
-                 help="Tensors that the source has quantised stay so, or close to it; --recipe is "
-                 "for the rest.  [default then: keep]"),
+                 help="Keep the formats of tensors that are quantised already, or take the next "
+                 "better one; --recipe is for the others.  [default with it: keep]"),
     click.option("--target-bpw", type=click.FloatRange(1, 32, min_open=True), metavar="X",
-                 help="Most bits per weight. Each tensor gets the format that loses least, as "
-                 "measured."),
+                 help="Bits per weight, at most. Each tensor gets the format that loses least by "
+                 "measurement."),
     click.option("--target-size", type=Size(), metavar="SIZE",
-                 help="The same as a size, such as 4GB."),
+                 help="Size of the result, at most, such as 4GB; works as --target-bpw does."),
     click.option("--learn", type=ABOVE_ZERO, metavar="MINUTES",
                  help="Minutes to fit scales and biases afterwards, layer by layer."),
     click.option("--calibration", metavar="FILE",
-                 help="Text by which the importance of weights is measured; 'none': all count the "
-                 "same.  [default: a bundled text]"),
+                 help="Text that shows which weights matter most; 'none' treats all alike.  "
+                 "[default: a bundled text]"),
     click.option("--check", type=click.Choice(["full", "tensors", "none"]),
                  help="Compare tensors, or also logits (full), with the source.  [default: full]"),
     click.option("--fast", is_flag=True,
                  help="Choose scales as mlx-lm does, and leave out calibration, checks and the "
                  "figure."),
     click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER",
-                 help="Folder with a tokenizer to take instead of the source's own."),
+                 help="Folder with the tokenizer to use instead of the source's."),
     click.option("--max-memory", type=Size(), metavar="SIZE",
-                 help="Memory that the conversion may take, such as 2GB.  [default: as much as "
-                 "helps]"),
+                 help="Memory that the conversion may take, such as 2GB.  [default: as much as is "
+                 "useful]"),
     click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE",
                  help="Largest size of one file of weights."),
     click.option("--split-experts", is_flag=True,
@@ -283,11 +283,11 @@ def show_report(report: "ConversionReport", out: str) -> None:
 @convert_options
 @json_option
 def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
-    """Convert a checkpoint to MLX: quantised, and checked.
+    """Convert a checkpoint to a quantised MLX folder, and check the result.
 
-    SOURCE is a folder, a .gguf file, org/name of the hub, or demo. The folder OUT appears when
-    it is complete; until then the work is in OUT.partial, and --resume goes on with it after an
-    interruption. The exit status is 1 where a check fails.
+    SOURCE is a folder, a .gguf file, org/name of the hub, or demo. OUT appears when it is complete.
+    Until then the work is in OUT.partial; after an interruption, --resume continues it. The exit
+    status is 1 if a check fails.
     """
     check_usage(given)
     require_mlx()

@@ -28,14 +28,14 @@ from ._output import confirm, counted, emit_json, human_count, note, table, when
     "folders",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     multiple=True,
-    help="Look there too; repeatable. MLXINFER_MODELS names such folders for good.",
+    help="Another folder to search; repeatable. MLXINFER_MODELS names folders to search always.",
 )
 @json_option
 def list_command(folders: tuple[Path, ...], as_json: bool) -> None:
     """List the models on this disk.
 
-    Those of LM Studio, Ollama and other folders are found too. A model of another program is used
-    by its path; one in the GGUF format is converted first.
+    Models of LM Studio, Ollama and other folders are listed too; use them by their paths. A GGUF
+    file has to be converted first.
     """
     found = [*hub.list_models(), *hub.models_elsewhere(list(folders))]
     models, files = ([m for m in found if m.gguf is gguf] for gguf in (False, True))
@@ -92,13 +92,12 @@ def _state(model: hub.LocalModel) -> str:
 
 @click.command()
 @click.argument("name", shell_complete=complete_models)
-@click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
+@click.option("--dry-run", is_flag=True, help="Show what would be downloaded, and whether it fits.")
 @json_option
 def pull(name: str, dry_run: bool, as_json: bool) -> None:
     """Download a model from the Hugging Face hub.
 
-    NAME is org/name or org/name@revision.
-    An interrupted download goes on where it stopped.
+    NAME is org/name or org/name@revision. An interrupted download continues where it stopped.
     """
     if dry_run:
         _plan(name, as_json=as_json)
@@ -233,25 +232,25 @@ def suggestions() -> list[Suggestion]:
 
 
 @click.command()
-@click.option("--for", "task", type=click.Choice(TASKS), help="What it shall be good for.")
+@click.option("--for", "task", type=click.Choice(TASKS), help="What the model should be good at.")
 @click.option(
     "--memory",
     type=Size(),
     metavar="SIZE",
-    help="Of the machine, such as 32GB.  [default: this one]",
+    help="Memory of the machine, such as 32GB.  [default: this machine's]",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
     default=8192,
     show_default=True,
-    help="Tokens of a conversation for which there must be room.",
+    help="Tokens of one conversation that must fit.",
 )
 @json_option
 def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -> None:
-    """Say which models fit this machine.
+    """List models that fit this machine.
 
-    The largest come first. Sizes are counted from the cards of the models; nothing is downloaded.
+    The largest come first. Sizes come from a table; nothing is downloaded.
     """
     from ..fit import models_limit_bytes
 
@@ -311,16 +310,16 @@ _dir_option = click.option(
 
 @click.group()
 def cache() -> None:
-    """Show or clear what --disk-cache keeps."""
+    """Show or delete what --disk-cache keeps."""
 
 
 @cache.command()
 @_dir_option
 @json_option
 def info(folder: Path, as_json: bool) -> None:
-    """Show what the cache takes.
+    """Show how much disk the cache takes.
 
-    A namespace is one model in one KV format.
+    A namespace is one model with one KV format.
     """
     spaces = [(space.name, len(files), _bytes(files)) for space, files in _spaces(folder)]
     total = sum(size for *_, size in spaces)
@@ -340,7 +339,7 @@ def info(folder: Path, as_json: bool) -> None:
 @yes_option
 @json_option
 def clear(folder: Path, yes: bool, as_json: bool) -> None:
-    """Delete the cache, of all models. What runs meanwhile computes again what it misses."""
+    """Delete the cache of all models. Servers that are running keep working."""
     confirm(f"Delete the KV pages in {folder}?", yes)
     freed = 0
     for space, files in _spaces(folder):

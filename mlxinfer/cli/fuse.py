@@ -15,9 +15,9 @@ from .convert import show_report
 @click.argument("model")
 @click.argument("adapter")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--dequantize", is_flag=True, help="Store every matrix as numbers, none as codes.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option("--restart", is_flag=True, help="Throw away what an interrupted run has left.")
+@click.option("--dequantize", is_flag=True, help="Do not quantise the merged matrices again.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--restart", is_flag=True, help="Delete an interrupted run and begin again.")
 @json_option
 def command(
     model: str,
@@ -30,9 +30,9 @@ def command(
 ) -> None:
     """Merge ADAPTER into MODEL and write the result to OUT.
 
-    MODEL is a folder, a .gguf file, org/name of the hub, or demo; ADAPTER a folder of PEFT's or of
-    mlx-lm's. Quantised matrices are merged as numbers and quantised again in their own format. The
-    weights go through memory one tensor at a time, and each is read back and compared.
+    MODEL is a folder, a .gguf file, org/name of the hub, or demo. ADAPTER is a folder of PEFT or of
+    mlx-lm. Quantised matrices are dequantised, merged, and quantised again to the same format. One
+    tensor is in memory at a time. Each is read back and compared.
     """
     require_mlx()
     from ..convert.fuse import fused

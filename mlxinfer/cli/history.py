@@ -28,13 +28,19 @@ SHORT_ID = 8  # characters that `list` shows
 def command() -> None:
     """Conversations of the page and of `mlxinfer chat`.
 
-    ID is the beginning of a conversation's id, or `last`. With MLXINFER_API_KEY set they are those
-    of that key, as at the server.
+    ID is the beginning of a conversation's id, or `last`. If MLXINFER_API_KEY is set, you see the
+    conversations of that key.
     """
 
 
 @command.command(name="list")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1), help="At most.")
+@click.option(
+    "--limit",
+    default=20,
+    show_default=True,
+    type=click.IntRange(1),
+    help="How many to list, at most.",
+)
 @json_option
 def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""
@@ -52,7 +58,9 @@ def list_command(limit: int, as_json: bool) -> None:
 
 @command.command()
 @click.argument("id", default="last")
-@click.option("--all", "everything", is_flag=True, help="All conversations, with all branches.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Print all conversations, with all branches."
+)
 @json_option
 def show(id: str, everything: bool, as_json: bool) -> None:
     """Print a conversation, or all of them, as Markdown or JSON."""
@@ -74,7 +82,7 @@ def show(id: str, everything: bool, as_json: bool) -> None:
 @click.argument("words", nargs=-1, required=True)
 @json_option
 def search(words: tuple[str, ...], as_json: bool) -> None:
-    """Print the messages that hold all of the WORDS."""
+    """Print the messages that contain all of the WORDS."""
     with closing(open_history()) as history:
         found = history.search(owner(), " ".join(words))
     if as_json:
@@ -94,7 +102,7 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
 
 @command.command()
 @click.argument("ids", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All conversations.")
+@click.option("--all", "everything", is_flag=True, help="Delete all conversations.")
 @yes_option
 def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
     """Delete conversations for good."""

@@ -21,7 +21,7 @@ UNLOAD_S = 120.0  # beside the time to drain
 url_option = click.option(
     "--url",
     metavar="URL",
-    help="Of the server.  [default: as `mlxinfer serve` is set up: config file, MLXINFER_SERVE_*]",
+    help="Address of the server.  [default: the one at which `mlxinfer serve` would listen]",
 )
 
 
@@ -129,9 +129,9 @@ def duration(seconds: float | None) -> str:
 @url_option
 @json_option
 def load(name: str, url: str | None, as_json: bool) -> None:
-    """Let a running server load its model NAME.
+    """Let a running server load the model NAME.
 
-    Waits until it is there. A model that could not be loaded before is tried again.
+    The command waits until the model is loaded. If loading failed before, it is tried again.
     """
     reply = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
     if as_json:
@@ -151,14 +151,14 @@ def load(name: str, url: str | None, as_json: bool) -> None:
     default=0.0,
     show_default=True,
     type=click.FloatRange(0, 3600),
-    help="Seconds that its requests get to end; it stays if they do not.",
+    help="Seconds to wait for running requests. If some still run, the model stays.",
 )
 @url_option
 @json_option
 def unload(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
-    """Let a running server unload its model NAME.
+    """Let a running server unload the model NAME.
 
-    One that answers requests stays.
+    A model that is answering requests stays loaded.
     """
     body = {"model": name, "drain_s": drain_s}
     reply = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
@@ -219,7 +219,7 @@ TOOLS: dict[str, tuple[Callable[[str, str, str], Started], str]] = {
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("tool", type=click.Choice(list(TOOLS)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "--model", metavar="MODEL", help="Of the server.  [default: its first]")
+@click.option("-m", "--model", metavar="MODEL", help="Model of the server.  [default: its first]")
 @url_option
 @click.option("--print", "only_print", is_flag=True, help="Print the command; start nothing.")
 def launch(

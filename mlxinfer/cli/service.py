@@ -97,7 +97,7 @@ def parse_status(text: str) -> dict[str, str]:
 
 
 _kind_option = click.option(
-    "--daemon/--agent", help="Of the machine, or of this user.  [default: agent]"
+    "--daemon/--agent", help="Service of the machine, or of this user.  [default: agent]"
 )
 
 
@@ -108,17 +108,18 @@ def command() -> None:
 
 @command.command()
 @_kind_option
-@click.option("--user", help="Whose rights a daemon has.  [default: who called sudo]")
-@click.option("--print", "as_text", is_flag=True, help="Write the property list, change nothing.")
+@click.option("--user", help="User that a daemon runs as.  [default: the user who called sudo]")
+@click.option("--print", "as_text", is_flag=True, help="Print the property list; change nothing.")
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 def install(
     daemon: bool, user: str | None, as_text: bool, serve_arguments: tuple[str, ...]
 ) -> None:
-    """Start the server now, at every login, and when it dies.
+    """Start the server now, at every login, and again if it crashes.
 
-    With --daemon at every start of the machine instead. What comes after `--` goes to `mlxinfer
-    serve`; the config file counts as well. Of the environment it keeps MLXINFER_API_KEY, the
-    secret of ranks, and where models and the config file are; --print shows them.
+    With --daemon it starts with the machine instead. Arguments after `--` go to `mlxinfer serve`,
+    and the config file is read as usual. The service keeps these variables of your environment:
+    MLXINFER_API_KEY, the secret of ranks, and those that say where models and the config file are.
+    --print shows them.
     """
     from .config import serve_context
 
@@ -137,7 +138,7 @@ def install(
 @command.command()
 @_kind_option
 def uninstall(daemon: bool) -> None:
-    """Stop the server and forget the service."""
+    """Stop the server and remove the service."""
     _require_launchd()
     service = _service(daemon, None, ())
     if not service.plist_path.exists():
@@ -151,9 +152,9 @@ def uninstall(daemon: bool) -> None:
 @_kind_option
 @json_option
 def status(daemon: bool, as_json: bool) -> None:
-    """Tell whether the service is installed and runs.
+    """Show whether the service is installed and running.
 
-    The exit status is 1 where it does not run.
+    The exit status is 1 if it is not running.
     """
     _require_launchd()
     service = _service(daemon, None, ())

@@ -42,8 +42,10 @@ OF_WEIGHTS = {
 
 @click.command()
 @click.argument("name", default="demo", shell_complete=complete_models)
-@click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
-@click.option("--on", metavar="MAC", help='On another machine, such as "M4 Max 64GB".')
+@click.option("--context", type=click.IntRange(min=1), help="Also show the memory for N tokens.")
+@click.option(
+    "--on", metavar="MAC", help='Also show how it would run on another Mac, such as "M4 Max 64GB".'
+)
 @json_option
 def command(name: str, context: int | None, on: str | None, as_json: bool) -> None:
     """Show a model's architecture, size and memory needs."""

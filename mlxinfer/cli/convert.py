@@ -283,7 +283,7 @@ def show_report(report: "ConversionReport", out: str) -> None:
 @convert_options
 @json_option
 def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
-    """Convert a checkpoint to a quantised MLX folder, and check the result.
+    """Quantise a checkpoint for MLX, and check the result.
 
     SOURCE is a folder, a .gguf file, org/name of the hub, or demo. OUT appears when it is complete.
     Until then the work is in OUT.partial; after an interruption, --resume continues it. The exit

@@ -89,6 +89,7 @@ class PartRows:
     device_places: mx.array | None  # (P,) int32 the same; None: all rows, in order
     slots: list[SamplerSlot]  # (P,) one for each row
     spare: int  # a column that stands for no token; its logit is -inf
+    memories: list[Any]  # (P,) what the part keeps of each request; none for parts without
     _made: dict[object, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -98,7 +99,9 @@ class PartRows:
         """The rows at these places, at least one, of a batch of `slots`."""
         array = np.array(places)
         device_places = None if len(places) == len(slots) else mx.array(array.astype(np.int32))
-        return PartRows(part, array, device_places, [slots[place] for place in places], spare)
+        own = [slots[place] for place in places]
+        memories = [] if part.memory is None else [slot.memories[part] for slot in own]
+        return PartRows(part, array, device_places, own, spare, memories)
 
     def apply(self, logits: mx.array, turn: Turn) -> mx.array:
         """Logits (R, width) of the whole batch with these rows changed."""
@@ -116,11 +119,6 @@ class PartRows:
         """(P, n) of these rows."""
         places, recent = self.device_places, turn.recent
         return recent if recent is None or places is None else recent[places]
-
-    @property
-    def memories(self) -> list[Any]:
-        """(P,) what the part keeps of each request."""
-        return [slot.memories[self.part] for slot in self.slots]
 
     def settings(self, name: str) -> list[Any]:
         """(P,) the setting of this name of each row."""
@@ -185,10 +183,9 @@ def occurrences(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 def _tokens(rows: PartRows, turn: Turn) -> mx.array:
     """(P, N + n) the tokens in each memory, then the recent ones; -1 where there is none."""
     known = [memory.ids for memory in rows.memories]
-    lengths = np.array([len(ids) for ids in known])
-    places = np.arange(max(1, lengths.max()))
-    table = np.full((len(known), len(places)), -1, dtype=np.int32)
-    table[places < lengths[:, None]] = np.concatenate(known)
+    table = np.full((len(known), max(1, *map(len, known))), -1, dtype=np.int32)
+    for row, ids in enumerate(known):
+        table[row, : len(ids)] = ids
     tokens = mx.array(table)
     recent = rows.recent(turn)
     return tokens if recent is None else mx.concatenate([tokens, recent], axis=-1)

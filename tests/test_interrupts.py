@@ -16,6 +16,8 @@ from mlxinfer import LLM, EngineClosedError, InvalidRequestError, SamplingParams
 from mlxinfer.grammar import spec
 from mlxinfer.grammar.compiler import CheckProcess
 
+pytestmark = pytest.mark.ci
+
 PROGRAM = Path(__file__).with_name("interrupting.py")
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of optional parts are not skipped
 SAVED = "MLXINFER_NOTEBOOK_HTML"  # environment variable: a file for the notebook as HTML
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = (
     ".ci",

@@ -15,6 +15,8 @@ from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError, start_of
 from mlxinfer.app.settings import Settings
 
+pytestmark = pytest.mark.ci
+
 DEADLINE_S = 60
 
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from page_driver import missing
 from page_server import PageServer
 
 from mlxinfer.server.page.jobs import Job, JobState
+
+pytestmark = pytest.mark.ci
 
 INSTALL = (
     "apt-get install libegl1 libgl1 libxkbcommon0 libdbus-1-3 libfontconfig1 fonts-dejavu-core, "

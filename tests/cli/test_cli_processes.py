@@ -13,6 +13,8 @@ from typing import Self
 import pytest
 from tiny_folder import write_tiny_folder
 
+pytestmark = pytest.mark.ci
+
 COMMAND = [sys.executable, "-m", "mlxinfer.cli"]
 ANNOUNCING = [sys.executable, str(Path(__file__).parent / "announcing.py")]
 FOREVER = "50000"

@@ -12,6 +12,8 @@ import pytest
 from standin import StandIn
 from standin_fixtures import WEIGHTS
 
+pytestmark = pytest.mark.ci
+
 MLXINFER = [sys.executable, "-m", "mlxinfer.cli"]
 PULL = [*MLXINFER, "pull", "org/tiny"]
 RUN = [*MLXINFER, "run", "-m", "org/tiny", "hello"]

@@ -1,7 +1,5 @@
 """The scheduler alone, no model and no arrays: pages, slots and queues balance."""
 
-from dataclasses import replace
-
 import pytest
 from cache.prefix_invariants import check
 from engine.spelled import segments_of
@@ -106,41 +104,6 @@ def test_chunks_end_at_page_boundaries() -> None:
             assert ends_prompt or segment.stop % PAGE == 0
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_sequences_know_of_every_step_that_was_launched_or_read(ahead: bool) -> None:
-    scheduler = build(pages=64)
-    sequences = [scheduler.queues.add(request(name, 3, 90), max_output=90) for name in "ab"]
-    previous = None
-    for number in range(1, 60):
-        batch = scheduler.next_batch()
-        assert batch is not None
-        done = previous if ahead else batch
-        if done is not None:
-            scheduler.commit(done, [number] * len(done.sampling))
-        previous = batch
-        assert scheduler.queues.running == sequences
-        for sequence in sequences:
-            assert sequence.num_computed == 2 + number  # the first step: the prompt
-            assert sequence.num_pending == ahead
-            assert sequence.token_ids[3:] == list(range(1 + ahead, number + 1))
-    assert scheduler.counters.tokens_sampled == 2 * (59 - ahead)
-    scheduler.queues.finish(sequences[0])
-    assert len(sequences[0].token_ids) == len(sequences[1].token_ids) == 3 + 59 - ahead
-
-
-def test_the_end_token_of_another_request_ends_nothing() -> None:
-    scheduler = build(pages=64)
-    stops = replace(request("a", 3, 90), stop_ids=frozenset({99}))
-    first = scheduler.queues.add(stops, max_output=90)
-    second = scheduler.queues.add(request("b", 3, 90), max_output=90)
-    for number in range(20):
-        batch = scheduler.next_batch()
-        assert batch is not None
-        tokens = {first: number, second: 99 if number == 5 else 100 + number}
-        scheduler.commit(batch, [tokens[s] for s in batch.sampling.sequences])
-        assert [s.token_ids[-1] for s in (first, second)] == list(tokens.values())
-
-
 def test_tails_are_sealed_all_at_once() -> None:
     scheduler = build(pages=64)
     for name in "ab":
@@ -176,21 +139,6 @@ def test_preemption_before_the_first_step_seals_no_tail() -> None:
     scheduler.kv_manager.take_work()
     scheduler.queues.preempt(sequence)
     assert scheduler.kv_manager.take_work().seal == [], "its tail holds what another sequence wrote"
-    assert_only_cached(scheduler)
-
-
-def test_a_token_in_flight_survives_preemption() -> None:
-    scheduler = build(pages=6, max_batch=2)
-    sequences = [scheduler.queues.add(request(n, 8, 12), max_output=12) for n in ("old", "young")]
-    previous, token = None, 0
-    while not scheduler.queues.idle:  # launched one ahead, as the engine does
-        batch = scheduler.next_batch()
-        if previous is not None:
-            token += 1
-            scheduler.commit(previous, [token] * len(previous.sampling))
-        previous = batch
-    assert all(len(s.token_ids) == 20 for s in sequences)
-    assert sequences[1].num_preempted >= 1
     assert_only_cached(scheduler)
 
 
@@ -242,21 +190,6 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
     for _ in range(50):
         step(scheduler)
     assert compared == 29
-
-
-def test_tokens_after_the_end_are_discarded_and_not_counted() -> None:
-    scheduler = build()
-    stopping = Request("a", [1, 2], SamplingParams(max_tokens=9), stop_ids=frozenset({99}))
-    sequence = scheduler.queues.add(stopping, max_output=9)
-    first = scheduler.next_batch()
-    second = scheduler.next_batch()  # launched before the first is read
-    assert first is not None
-    assert second is not None
-    assert scheduler.commit(first, [99]) == CommitResult(finished={0: FinishReason.STOP})
-    assert scheduler.commit(second, [5]) == CommitResult(discarded=[0], released=[0])
-    assert sequence.token_ids == [1, 2, 99]
-    assert scheduler.counters.tokens_sampled == 1
-    assert scheduler.queues.idle
 
 
 def test_min_tokens_delays_the_end_token() -> None:

@@ -13,7 +13,7 @@ from metal_cpu.mlx_kernels import (
     steel_attention,
 )
 
-pytestmark = requires_compiler
+pytestmark = [requires_compiler, pytest.mark.ci]
 TOLERANCES = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # of values around 1
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 

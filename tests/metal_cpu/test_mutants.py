@@ -10,7 +10,7 @@ from metal_cpu import KernelStopped, MetalCPU, requires_compiler
 from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, Example, turned_expected
 from metal_cpu.mutants import BARRIER, MUTANTS, Mutant
 
-pytestmark = requires_compiler
+pytestmark = [requires_compiler, pytest.mark.ci]
 
 
 def row_sums_expected() -> mx.array:

@@ -6,7 +6,7 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.examples import Example
 
-pytestmark = requires_compiler
+pytestmark = [requires_compiler, pytest.mark.ci]
 
 TOGETHER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 ALL = "threadgroup_barrier(mem_flags::mem_threadgroup);"

@@ -1,12 +1,13 @@
 """A seed is an order of threads: the same seed gives the same run, and orders differ."""
 
 import mlx.core as mx
+import pytest
 
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.examples import ROW_SUMS, Example
 from metal_cpu.mutants import BARRIER
 
-pytestmark = requires_compiler
+pytestmark = [requires_compiler, pytest.mark.ci]
 
 ORDER = Example(  # each thread notes how many came before it
     text="// the body does it all",

@@ -45,7 +45,7 @@ class Saying(FakeGrammar):
 
 
 def test_a_text_repeated_with_one_change_takes_less_than_a_quarter_of_the_steps() -> None:
-    folder = hub.resolve("demo")
+    folder = hub.resolve("demo-draft")
     tokenizer = Tokenizer.from_folder(folder)
     text = HELD_OUT.read_text()[:800]
     place = text.index(" ", 400)

@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_data import pieces
 from tool_samples import FORMATS, TOOLS, WRITERS
@@ -16,6 +16,7 @@ from mlxinfer.text.tools.cores import NamedCore
 from mlxinfer.text.tools.template_format import CallSyntax, TemplateFormat
 
 BOX = Toolbox.of(TOOLS)
+few = settings(max_examples=settings.default.max_examples // 3)  # of each of many formats
 every_writer = pytest.mark.parametrize(("name", "writer"), WRITERS.items(), ids=WRITERS)
 
 
@@ -72,6 +73,7 @@ cut_places = st.lists(st.integers(0, 1000), max_size=8)
 
 
 @every_writer
+@few
 @given(calls=some_calls, cuts=cut_places)
 def test_any_call_in_any_pieces(name, writer, calls, cuts):
     text = writer(calls)
@@ -92,6 +94,7 @@ def fragments(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@few
 @given(data=st.data(), cuts=cut_places)
 def test_whatever_comes_nothing_is_lost(name, data, cuts):
     text = data.draw(st.lists(fragments(name), max_size=10).map("".join))

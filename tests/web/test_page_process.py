@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 from page_driver import PageDriver
 from page_server import LivePageServer
 
 from mlxinfer.history import History
+
+pytestmark = pytest.mark.ci
 
 SECRET = "a very private question"
 

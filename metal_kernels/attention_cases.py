@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from .attention_plan import (
     AttentionPlan,
@@ -23,12 +24,15 @@ from .paged_attention import paged_attention_gathered, paged_attention_on_metal
 from .stored import FORMATS, PLAIN, KVFormat, Plane
 from .variants import Case, Form, Kind, Variant
 
+Drawn = NDArray[np.float32]
+
 PAGE = 16
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
 QUERIES, TIMED_QUERIES = 40, 2_048  # of a chunk of a prompt
 LOADS = ((1, 512), (8, 512), (1, 16_384), (8, 4_096))
 PREFILL_LOADS = ((1, 2_048), (1, 6_144))
+LOUD = 264.0  # its square is beyond float16, and it has few enough bits for bfloat16
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
 KEY_DIM, LATENT_DIM = 576, 512  # of vectors of a latent cache, and of their values
 
@@ -109,7 +113,13 @@ def in_one_vector(whole: Plane, key_dim: int, value_dim: int) -> tuple[Plane, Pl
 
 
 def build_scene(
-    form: AttentionForm, starts: Ints, kv_heads: int, queries: int, *, shuffled: bool
+    form: AttentionForm,
+    starts: Ints,
+    kv_heads: int,
+    queries: int,
+    *,
+    shuffled: bool,
+    loud: bool = False,
 ) -> Scene:
     """Random sequences, always the same.
 
@@ -119,6 +129,7 @@ def build_scene(
         kv_heads: one where keys and values are one latent vector.
         queries: of each.
         shuffled: pages lie anywhere; else each sequence's lie in order, one after the other.
+        loud: all queries see the first token alone, with a score beyond those of float16.
     """
     rng = np.random.default_rng(0)
     dtype, key_dim = form.dtype, form.key_dim
@@ -130,13 +141,15 @@ def build_scene(
     tables = np.split(pages, np.cumsum(counts)[:-1])
     num_tokens = max(len(pages), 1) * PAGE
 
-    def plane(dim: int, fmt: KVFormat) -> Plane:
+    def plane(dim: int, fmt: KVFormat, *, loud: bool = False) -> Plane:
         shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
-        vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
-        pages, tails = (stored(v, fmt, dtype) for v in vectors)
+        drawn = [rng.uniform(-1, 1, shape).astype(np.float32) for shape in shapes]
+        if loud:
+            _make_loud(*drawn, tables)
+        pages, tails = (stored(mx.array(vectors), fmt, dtype) for vectors in drawn)
         return Plane(fmt, pages, tails, dim, kv_heads)
 
-    keys = plane(form.joint_dim or key_dim, form.key_format)
+    keys = plane(form.joint_dim or key_dim, form.key_format, loud=loud)
     if form.joint_dim:
         keys, values = in_one_vector(keys, key_dim, form.value_dim)
     else:
@@ -144,15 +157,27 @@ def build_scene(
         if key_dim == form.value_dim and form.key_format == form.value_format:
             keys, values = in_shared_tails(keys, values)
     shape = (len(starts) * queries, kv_heads * form.group, key_dim)
-    drawn = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
-    return Scene(drawn, keys, values, starts, sealed, tables)
+    drawn = rng.uniform(-1, 1, shape).astype(np.float32)
+    if loud:
+        drawn[..., :-1], drawn[..., -1] = 0, LOUD
+    return Scene(mx.array(drawn).astype(dtype), keys, values, starts, sealed, tables)
+
+
+def _make_loud(pages: Drawn, tails: Drawn, tables: list[Ints]) -> None:
+    """Of all keys the first of each sequence alone has a last number, and it is large."""
+    pages[..., -1] = tails[..., -1] = 0
+    for table, tail in zip(tables, tails, strict=True):
+        if len(table):
+            pages[:, table[0] * PAGE, -1] = LOUD
+        else:
+            tail[:, 0, -1] = LOUD
 
 
 def _case(variant: Variant) -> Case:
-    """Whole sequences in one pass; windows and sinks in two, behind a soft cap."""
+    """Whole sequences in one pass; windows and sinks in two, behind a soft cap; large scores."""
     heads = 1 if variant.kind == MLA else 2
-    starts = STARTS[:2] if variant.kind == PREFILL else STARTS
-    scene = _scene(variant, np.array(starts, np.int32), heads)
+    starts = np.array(STARTS[:2] if variant.kind == PREFILL else STARTS, np.int32)
+    scene, loud = (_scene(variant, starts, heads, loud=loud) for loud in (False, True))
     plans = [_plan(variant, scene), _plan(variant, scene, window=24, sinks=4)]
     rounding = ROUNDING[str(variant["dtype"])]
     # What the engine makes of it; log-sum-exps are of up to 8.
@@ -163,9 +188,11 @@ def _case(variant: Variant) -> Case:
             _attend(variant, scene, plan, on_metal=on_metal, soft_cap=cap)
             for plan, cap in zip(plans, (None, 20.0), strict=True)
         ]
-        return [array for arrays in found for array in arrays]
+        large = _attend(variant, loud, plans[0], on_metal=on_metal)[0]
+        return [*[array for arrays in found for array in arrays], large]
 
-    return Case(partial(outputs, True), partial(outputs, False), tolerances * len(plans))
+    tolerances = (*tolerances * len(plans), rounding)
+    return Case(partial(outputs, True), partial(outputs, False), tolerances)
 
 
 def _timed(variant: Variant, sequences: int, context: int) -> Case:
@@ -183,14 +210,21 @@ def _timed(variant: Variant, sequences: int, context: int) -> Case:
 
 
 def _scene(
-    variant: Variant, starts: Any, heads: int, *, queries: int = QUERIES, shuffled: bool = True
+    variant: Variant,
+    starts: Any,
+    heads: int,
+    *,
+    queries: int = QUERIES,
+    shuffled: bool = True,
+    loud: bool = False,
 ) -> Scene:
     """Sequences with their first queries at `starts`; a prompt's chunk lies in whole pages."""
     form: AttentionForm = variant.form
+    how = {"shuffled": shuffled, "loud": loud}
     if variant.kind != PREFILL:
-        return build_scene(form, starts, heads, form.queries, shuffled=shuffled)
+        return build_scene(form, starts, heads, form.queries, **how)
     sealed = -(-(starts + queries) // PAGE) * PAGE
-    return replace(build_scene(form, sealed, heads, queries, shuffled=shuffled), starts=starts)
+    return replace(build_scene(form, sealed, heads, queries, **how), starts=starts)
 
 
 def _plan(

@@ -14,6 +14,7 @@ from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 CASE_PAGE = 16
+LARGE = 300
 FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
 
 
@@ -89,8 +90,10 @@ def _heads(variant: Variant) -> Heads:
 
 def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
     """The projection of `count` tokens and their positions."""
-    rng = np.random.default_rng(count)
-    qkv = rng.uniform(-2, 2, (count, variant.form.width)).astype(np.float32)
+    rng, form = np.random.default_rng(count), variant.form
+    qkv = rng.uniform(-2, 2, (count, form.width)).astype(np.float32)
+    if form.norm:  # sums of squares that float16 does not have
+        qkv[0, : (form.num_heads + form.num_kv_heads) * form.head_dim] *= LARGE
     positions = rng.integers(0, 4_000, count).astype(np.int32)
     return mx.array(qkv).astype(variant.dtype), mx.array(positions)
 

@@ -18,7 +18,8 @@ CACHE_SHARE = 16
 # share of memory is above the 16-bit numbers of one of 32 layers that fill the memory. Temporary
 # arrays are held until their command buffer ends, so the limit stays a limit.
 BUFFER_SHARE = 64
-BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"
+# The number of operations is another limit, and stays MLX's own: see docs/options.md.
+BUFFER_VARIABLE, OPERATIONS_VARIABLE = "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER"
 # Beside what models may take: the arrays of a step, and freed buffers.
 SPARE_SHARE, MIN_SPARE = 1 / 16, 1 << 30
 
@@ -46,6 +47,14 @@ def require_mlx() -> None:
 def command_buffer_mb(memory_bytes: int) -> int:
     """The limit of a Metal command buffer on a machine with so much memory, in Mi elements."""
     return max(memory_bytes // BUFFER_SHARE >> 20, 50)
+
+
+def command_buffer_limits() -> str:
+    """The limits of a Metal command buffer: the environment's, else MLX's for any chip."""
+    elements, operations = (
+        os.environ.get(name, "40 to 50") for name in (BUFFER_VARIABLE, OPERATIONS_VARIABLE)
+    )
+    return f"{elements} Mi elements, {operations} operations"
 
 
 @cache

@@ -11,6 +11,7 @@ from mlxinfer.backend import (
     _first_memory_limit,
     _limit_cache,
     advice,
+    command_buffer_limits,
     command_buffer_mb,
     limit_memory,
     require_mlx,
@@ -113,6 +114,7 @@ def test_command_buffers_on_a_mac_take_a_layer_of_the_kv_cache(
     _limit_cache.cache_clear()
     require_mlx()
     assert os.environ[BUFFER_VARIABLE] == found
+    assert command_buffer_limits() == f"{found} Mi elements, 40 to 50 operations"
     assert command_buffer_mb(1 << 30) == 50
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .. import hub
-from ..backend import BUFFER_VARIABLE
+from ..backend import command_buffer_limits
 from ..bench.report import describe_machine
 from ..bench.speed import has_room, measure, prompts, token_times
 from ..engine.kernels import KERNELS_VARIABLE
@@ -131,7 +131,7 @@ def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
 
     Raises:
         InvalidRequestError: a file cannot be written.
-        ModelNotFoundError, DownloadError: of the model.
+        ModelNotFoundError, DownloadError, CheckpointError: of the model.
     """
     if path.suffix != ".json":
         raise InvalidRequestError(f"{path} is no name of a report: it must end with .json.")
@@ -146,7 +146,9 @@ def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> 
         for each in extent.models
     }
     if model is not None:
-        found = fetch(model)  # a wrong name ends the command now
+        found = fetch(model)  # a wrong name or folder ends the command now
+        if (problem := summarise(found).problem) is not None:
+            raise problem
         sources = {model: (lambda: found, extent.models[0].contexts)}
     speeds = {
         f"speed of {name}": partial(speed_part, find, contexts, extent)
@@ -224,7 +226,7 @@ def machine_part(checks: Sequence[Data]) -> Data:
         "ok": all(check["status"] != "fail" for check in checks),
         "checks": list(checks),
         "device": dict(mx.device_info()),
-        "command_buffer": os.environ.get(BUFFER_VARIABLE),
+        "command_buffer": command_buffer_limits(),
         "memory_bytes": total_memory_bytes(),
         "system": platform.platform(),
     }

@@ -38,7 +38,7 @@ def _machine(name: str, data: Data) -> list[Table]:
         for check in data["checks"]
     ]
     device = "; ".join(f"{key}: {value}" for key, value in data["device"].items())
-    note = f"{data['system']}. {device}. Mi elements of a command buffer: {data['command_buffer']}."
+    note = f"{data['system']}. {device}. Command buffers: {data['command_buffer']}."
     return [Table("Machine", ["check", "result", "found", "advice"], rows, note)]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__, hub
-from ..backend import BUFFER_VARIABLE, require_mlx
+from ..backend import command_buffer_limits, require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes, total_memory_bytes
 from ._options import complete_models, json_option
@@ -81,8 +81,8 @@ def metal() -> Check:
     import mlx.core as mx
 
     if mx.metal.is_available():
-        buffers = f"command buffers of {os.environ.get(BUFFER_VARIABLE, 'some')} Mi elements"
-        return Check("metal", OK, f"{mx.device_info().get('device_name', 'GPU')}, {buffers}")
+        chip = mx.device_info().get("device_name", "GPU")
+        return Check("metal", OK, f"{chip}, command buffers of {command_buffer_limits()}")
     if MACOS:
         return Check("metal", FAIL, "not available", "use a Mac with Apple silicon, not a VM")
     return Check("metal", WARN, "not available: everything runs on the CPU, slowly")
@@ -281,6 +281,8 @@ def command(kernels: bool, path: Path | None, model: str | None, as_json: bool) 
     """Check this machine and this installation. Exits with 1 where something fails."""
     if model is not None and path is None:
         raise click.UsageError("--model goes with --report.", click.get_current_context())
+    if kernels and path is not None:
+        raise click.UsageError("--report has --kernels in it.", click.get_current_context())
     if path is not None:
         healthy = _report(path, model, as_json)
     else:

@@ -101,6 +101,14 @@ CLAIMS = {
         ),
     ),
     "memory": Claim("KV cache bytes copied by steps, wasted and moved.", (small, peer)),
+    "soak": Claim(
+        "Memory of a process while mixed requests come. Without mlx-lm.",
+        (
+            model_option,
+            plain("--minutes", "How long.", type=float, default=20.0, show_default=True),
+            number("--clients", 12, "Requests at once."),
+        ),
+    ),
     "dispatches": Claim(
         "Operations that a GPU is handed for one token, counted in the traced graph.",
         (peer,),

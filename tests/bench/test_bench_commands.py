@@ -23,6 +23,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "memory": "--small --skip-peer",
     "prefix": "--small --skip-peer",
     "serve": "--small --skip-peer",
+    "soak": "--minutes 0.1 --clients 3",
     "speculate": "--small --skip-peer",
     "start": "--runs 1 --skip-peer",
     "streams": "--small --runs 1 --skip-peer",

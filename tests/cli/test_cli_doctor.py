@@ -3,10 +3,12 @@
 import json
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from fake_llm import FakeLLM
 from standin import StandIn
 
+from mlxinfer.backend import BUFFER_VARIABLE, OPERATIONS_VARIABLE
 from mlxinfer.cli import doctor
 from mlxinfer.cli.doctor import FAIL, OK, WARN, Check, examine, judge_gpu_memory, recommended_mb
 
@@ -52,6 +54,18 @@ def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
         found = check()
         assert found.detail
         assert found.status in (OK, WARN, FAIL)
+
+
+def test_a_gpu_is_named_with_the_limits_of_its_command_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M9"})
+    monkeypatch.setenv(OPERATIONS_VARIABLE, "20")
+    monkeypatch.delenv(BUFFER_VARIABLE, raising=False)
+    found = doctor.metal()
+    assert found.status == OK
+    assert found.detail == "Apple M9, command buffers of 40 to 50 Mi elements, 20 operations"
 
 
 def test_generation_needs_tokens(fake: FakeLLM) -> None:

@@ -127,7 +127,13 @@ def test_files_and_models_that_are_wrong_are_named_at_once(outcome: Any, tmp_pat
         assert name in seen.err
     seen = outcome("doctor", "--report", str(tmp_path / "out.json"), "-m", "./nowhere")
     assert (seen.code, "nowhere" in seen.err) == (1, True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    seen = outcome("doctor", "--report", str(tmp_path / "out.json"), "-m", str(empty))
+    assert (seen.code, "config.json" in seen.err) == (1, True)
+    empty.rmdir()
     assert "goes with --report" in outcome("doctor", "-m", "demo").err
+    assert "has --kernels" in outcome("doctor", "--kernels", "--report", "out.json").err
     assert not list(tmp_path.iterdir())
 
 

@@ -3,11 +3,12 @@ alone, in the plain run of the same KV format; with an adapter, those of the mod
 is merged into.
 
 Draws a model (attention, latent attention, recurrent layers), sampling settings, end tokens and
-grammars, stored bits, window and sinks, prefix cache, room for snapshots of states, disk, chunk
-size, batch size, pool size, forced preemption, cancels, restarts, adapters, proposals that steps
-verify, micro-batches of pipeline stages, and pictures: features in place of embeddings, spans that
-see each other, rope positions of three axes, little room for features. Models are quantised: MLX's
-CPU kernels then compute each row by itself, so that even bits do not depend on the batch.
+grammars, stored bits, window and sinks, page size, prefix cache, room for snapshots of states,
+disk, chunk size, batch size, pool size, forced preemption, cancels, restarts, adapters, proposals
+that steps verify, micro-batches of pipeline stages, and pictures: features in place of embeddings,
+spans that see each other, rope positions of three axes, little room for features. Models are
+quantised: MLX's CPU kernels then compute each row by itself, so that even bits do not depend on the
+batch.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 
@@ -363,10 +364,12 @@ def test_everything_at_once(data: st.DataObject) -> None:
     some = programs(adapters, sight, exact=options.bits == (None, None))
     runs = [data.draw(some) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     longest = max(asked.length for run in runs for asked in run)
+    page_size = data.draw(st.sampled_from([PAGE, PAGE, 2 * PAGE]))
     changes = {
         "kv": options,
-        "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
-        "prefill_chunk": data.draw(st.sampled_from([16, 32, 64, 128])),
+        "page_size": page_size,
+        "num_pages": -(-longest // page_size) + data.draw(st.sampled_from([0, 1, 3, 60])),
+        "prefill_chunk": page_size * data.draw(st.sampled_from([1, 2, 4, 8])),
         "prefill_slice_s": data.draw(st.sampled_from([None, 0.002])),
         "max_batch": data.draw(st.sampled_from([1, 2, 3, 4, 5, 16])),
         "launch_ahead": data.draw(st.booleans()),

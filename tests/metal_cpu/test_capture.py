@@ -137,6 +137,29 @@ def test_inputs_lie_as_unaligned_as_slices_may() -> None:
     assert slices.reports[0].kinds() == {"misaligned"}
 
 
+def test_threadgroup_memory_lies_as_unaligned_as_its_type_may() -> None:
+    example = Example(
+        text="// nothing before the body",
+        body="threadgroup float wide[8]; uint i = thread_position_in_grid.x; wide[i] = x[i];"
+        "threadgroup_barrier(mem_flags::mem_threadgroup);"
+        "out[i] = ((threadgroup float2*)wide)[i / 2].x;",
+        inputs={"x": mx.arange(8).astype(mx.float32)},
+        grid=(8, 1, 1),
+        threadgroup=(8, 1, 1),
+        output_shape=(8,),
+    )
+    example.run(machine := MetalCPU())
+    assert machine.reports[0].kinds() == {"misaligned"}
+    enough = MetalCPU(
+        replace={
+            "threadgroup float wide[8]": "threadgroup float4 made[2]; "
+            "threadgroup float* wide = (threadgroup float*)made"
+        }
+    )
+    example.run(enough)
+    enough.assert_clean()
+
+
 @pytest.mark.parametrize("verb", ["load", "store"])
 def test_a_misaligned_vector_is_a_fault_and_not_the_end_of_the_process(verb: str) -> None:
     """x86-64 ends a process that moves 16 bytes to or from an address that is no multiple of 16."""

@@ -119,6 +119,7 @@ EDITS = [
     Edit("cast without a space", body="y[i] += *reinterpret_cast<const float*>(x);"),
     Edit("store to what is constant", body="x[0] = 1.0f;"),
     Edit("float that becomes a bfloat", body="bfloat b = v; y[i] += float(b);"),
+    Edit("float that becomes a constant bfloat", body="const bfloat b = v; y[i] += float(b);"),
     Edit("device pointer for threadgroup memory", body="threadgroup float* q = y; y[i] += q[0];"),
     Edit("simd_sum of 64 bits", body="y[i] += float(simd_sum(ulong(i)));"),
     Edit(
@@ -164,6 +165,7 @@ EDITS = [
     ),
     Edit("function word as a name", body="float fragment = 1; y[i] += fragment;"),
     Edit("address space as a name", body="float ray_data = 1; y[i] += ray_data;"),
+    Edit("another address space as a name", body="float object_data = 1; y[i] += object_data;"),
     Edit(
         "member function that does not say where its object is",
         "struct S { float a; float at() const { return a; } };",

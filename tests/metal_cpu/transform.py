@@ -153,7 +153,7 @@ def _declaration(kind: str, variable: Pieces, *, lint: bool) -> str:
     return (
         f"typedef {kind} {alias}{dims}; static char msl_{name}_tag; {alias}& {name} = "
         f"*({alias}*)msl_threadgroup_variable("
-        f'&msl_{name}_tag, sizeof({alias}), "{name}", msl::Site::here());'
+        f'&msl_{name}_tag, sizeof({alias}), alignof({alias}), "{name}", msl::Site::here());'
     )
 
 

@@ -343,3 +343,38 @@ def test_a_mutant_fails_its_self_check() -> None:
     assert examine(BITMASK, MetalCPU(replace=wrong)).status == WRONG
     assert examine(BITMASK, MetalCPU(replace={"uint id": "uin id"})).status == FAILED
     assert selfcheck.examine(BITMASK, MetalCPU()).status == OK
+
+
+OVERFLOWS = {  # what is held in float16 for a moment: kind, text, mutant
+    "score": (
+        "paged_attention",
+        "if (soft_cap == 0.0f) return score * scale;",
+        "if (soft_cap == 0.0f) return float(half(score)) * scale;",
+    ),
+    "score of a prompt": (
+        "prefill_attention",
+        "if (soft_cap == 0.0f) return score * scale;",
+        "if (soft_cap == 0.0f) return float(half(score)) * scale;",
+    ),
+    "score of a latent": ("mla_attention", "? score * scale", "? float(half(score)) * scale"),
+    "sum of squares": (
+        "kv_write",
+        "squares += x[i] * x[i];",
+        "squares = float(half(squares + x[i] * x[i]));",
+    ),
+}
+
+
+@requires_compiler
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_self_checks_reach_what_float16_does_not_hold(name: str) -> None:
+    kind, text, mutant = OVERFLOWS[name]
+    sound = MetalCPU(checked=False)
+    unsound = MetalCPU(checked=False, replace={text: mutant})
+
+    def mutated(launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+        return (unsound if text in launch.kernel.header else sound)(launch, inputs)
+
+    sample = KINDS[kind].samples[0]
+    assert examine(sample, sound).status == OK
+    assert examine(sample, mutated).status == WRONG

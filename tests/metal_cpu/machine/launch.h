@@ -112,7 +112,9 @@ extern "C" {
 
 using namespace machine;
 
-void* msl_threadgroup_variable(const void* tag, size_t size, const char* name, Site at) {
+// It lies at a multiple of what its type asks for, and of no more.
+void* msl_threadgroup_variable(
+    const void* tag, size_t size, size_t alignment, const char* name, Site at) {
   for (unsigned i = 0; i < m.num_variables; i++) {
     if (m.variables[i].tag == tag) {
       return m.variables[i].address;
@@ -130,7 +132,8 @@ void* msl_threadgroup_variable(const void* tag, size_t size, const char* name, S
     stop();
   }
   Variable& v = m.variables[m.num_variables++];
-  v = {tag, name, size, m.dispatch->arena + offset + kRedZone * m.num_variables};
+  size_t unaligned = alignment < 16 ? alignment : 0;
+  v = {tag, name, size, m.dispatch->arena + offset + kRedZone * m.num_variables + unaligned};
   memset(v.address, 0xff, size);
   watch_variable(v);
   return v.address;

@@ -40,7 +40,8 @@ void msl_threadgroup_barrier(int memory, msl::Site);
 void msl_simdgroup_barrier(int memory, msl::Site);
 
 // Memory of a threadgroup variable; the first thread that comes allots it.
-void* msl_threadgroup_variable(const void* tag, size_t size, const char* name, msl::Site);
+void* msl_threadgroup_variable(
+    const void* tag, size_t size, size_t alignment, const char* name, msl::Site);
 
 // A lane asks for the value of one that does not take part.
 void msl_bad_lane(const char* operation, int lane, msl::Site);

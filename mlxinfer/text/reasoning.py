@@ -7,12 +7,13 @@ message that the answer continues. The text stream, and grammars, start from tha
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import tokenizers
 
+from .reader import SPACE, Malformed, Parse, TextReader
 from .samples import PLAIN, THOUGHT, samples_of
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
@@ -22,67 +23,42 @@ HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 _ASSISTANT = "<|start|>assistant"
+_NO_MARK = re.compile("[^<]+")
 
 
-class MarkScanner:
-    """Splits arriving text at marks such as `</think>`; holds back what may become a mark.
-
-    The mark that begins first wins; of two at the same position, the longer.
-    """
-
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = sorted(marks, key=len, reverse=True)
-        self._first = re.compile("[" + re.escape("".join({m[0] for m in marks})) + "]")
-        self._held = ""
-
-    def push(self, text: str) -> list[tuple[str, bool]]:
-        """Return (text, is a mark) in order, as far as it is certain."""
-        text = self._held + text
-        parts: list[tuple[str, bool]] = []
-        start = position = 0
-        while candidate := self._first.search(text, position):
-            position = candidate.start()
-            mark = self._mark_at(text, position)
-            if mark is None:
-                position += 1
-                continue
-            if len(mark) > len(text) - position:  # the text ends within it
-                break
-            parts += [(text[start:position], False), (mark, True)]
-            start = position = position + len(mark)
-        else:
-            position = len(text)
-        self._held = text[position:]
-        parts.append((text[start:position], False))
-        return [part for part in parts if part[0]]
-
-    def finish(self) -> str:
-        """Return what was held back, which is no mark."""
-        held, self._held = self._held, ""
-        return held
-
-    def _mark_at(self, text: str, position: int) -> str | None:
-        """Return the longest mark at this position, or one that the end of the text cuts off."""
-        rest = len(text) - position
-        for mark in self._marks:
-            if text.startswith(mark[:rest], position):
-                return mark
-        return None
-
-
-class Splitter(Protocol):
+class Splitter(ABC):
     """Takes text and gives (reasoning, visible text), however the text is divided into pushes."""
+
+    def __init__(self) -> None:
+        self._reader = TextReader()
+        self._thought: list[str] = []  # found since the last push
+        self._shown: list[str] = []
+        self._steps = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, visible text) that is certain now."""
-        ...
+        self._reader.feed(text)
+        return self._advance()
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back."""
-        ...
+        """Return what was held back; an incomplete mark is text."""
+        self._reader.close()
+        return self._advance()
+
+    def _advance(self) -> tuple[str, str]:
+        next(self._steps, None)
+        self._reader.commit()
+        found = "".join(self._thought), "".join(self._shown)
+        self._thought.clear()
+        self._shown.clear()
+        return found
+
+    @abstractmethod
+    def _read(self) -> Parse[None]:
+        """Read the text to its end; add its parts to `_thought` and `_shown`."""
 
 
-class TagSplitter:
+class TagSplitter(Splitter):
     """Splits off the reasoning between a start and an end tag at the beginning of the answer.
 
     White space around the reasoning, and before the answer after it, is dropped. Later tags are
@@ -91,81 +67,83 @@ class TagSplitter:
     Args:
         start: the tag before the reasoning.
         end: the tag after it.
+        answer: tags around the answer, such as `<response>` and `</response>`. They are dropped
+            where the answer begins with the first of them, with the white space at them.
         opened: the prompt ends after the start tag.
         continued: the prompt ends within the reasoning, so that a space after it belongs to it.
     """
 
     def __init__(
-        self, start: str, end: str, *, opened: bool = False, continued: bool = False
+        self,
+        start: str,
+        end: str,
+        answer: tuple[str, str] = ("", ""),
+        *,
+        opened: bool = False,
+        continued: bool = False,
     ) -> None:
-        self._start = start
-        self._scanner = MarkScanner((end,))
-        self._head: str | None = ""  # the answer's beginning, None once it is decided
-        self._thinking = opened
-        # nothing but space so far, of the reasoning or of the answer after it
-        self._bare = opened and not continued
-        self._space: list[str] = []  # trailing space of the reasoning
+        super().__init__()
+        self._start, self._end, self._answer = start, end, answer
+        self._opened, self._continued = opened, continued
+        self._space = ""  # before the answer, as long as a tag may follow
 
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        if self._head is not None:
-            text = self._begin(self._head + text)
-        return self._split(text)
+    def _read(self) -> Parse[None]:
+        reader, (begin, end) = self._reader, self._answer
+        begins = yield from self._begins(self._start)  # some models write a tag that is there
+        if begins or self._opened:
+            space, self._space = self._space, ""
+            if begins or not self._continued:
+                space = ""
+                yield from reader.space()
+            yield from self._between(self._end, self._thought, space)
+        if begin and (yield from self._begins(begin)):
+            yield from reader.space()
+            is_wrapped = yield from self._between(end, self._shown)
+            if is_wrapped and (yield from reader.more()):
+                self._shown.append("\n")
+        self._shown.append(self._space)
+        yield from reader.rest(self._shown.append)
 
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back: an incomplete tag is text."""
-        reasoning, shown = self._split(self._head or "")
-        self._head = None
-        if self._thinking:
-            reasoning += self._reasoning(self._scanner.finish())
-        return reasoning, shown
+    def _begins(self, tag: str) -> Parse[bool]:
+        """Read a tag with white space before it, if it comes next."""
+        while len(self._space) <= MAX_LEADING_SPACE:
+            piece = yield from self._reader.run(SPACE)
+            self._space += piece
+            if not piece and (yield from self._reader.accept(tag)):
+                self._space = ""
+                return True
+            if not piece:
+                break
+        return False
 
-    def _begin(self, head: str) -> str:
-        """Decide whether the answer begins with the start tag; return the text after it."""
-        body = head.lstrip()
-        near = len(head) - len(body) <= MAX_LEADING_SPACE
-        if near and len(body) < len(self._start) and self._start.startswith(body):
-            self._head = head
-            return ""
-        self._head = None
-        if near and body.startswith(self._start):
-            self._thinking = self._bare = True
-            return body[len(self._start) :]
-        return head
+    def _between(self, end: str, found: list[str], begin: str = "") -> Parse[bool]:
+        """Read up to a tag, and the white space around the tag; return whether text was found.
 
-    def _split(self, text: str) -> tuple[str, str]:
-        reasoning = shown = ""
-        if not self._thinking:
-            return "", self._answer(text)
-        for part, is_mark in self._scanner.push(text):
-            if not self._thinking:
-                shown += self._answer(part)
-            elif is_mark:
-                self._thinking, self._bare = False, True
-            else:
-                reasoning += self._reasoning(part)
-        if not self._thinking:
-            shown += self._answer(self._scanner.finish())
-        return reasoning, shown
+        `begin` is white space before the text that belongs to the text.
+        """
+        space = [begin]  # at the end of the text so far
+        is_text = False
 
-    def _reasoning(self, text: str) -> str:
-        text = text.lstrip() if self._bare else text
-        body = text.rstrip()
-        if not body:
-            self._space.append(text)
-            return ""
-        self._bare = False
-        space = "".join(self._space)
-        self._space = [text[len(body) :]]
-        return space + body
+        def add(piece: str) -> None:
+            nonlocal is_text
+            body = piece.rstrip()
+            if body:
+                found.extend([*space, body])
+                space.clear()
+                is_text = True
+            space.append(piece[len(body) :])
 
-    def _answer(self, text: str) -> str:
-        text = text.lstrip() if self._bare else text
-        self._bare = self._bare and not text
-        return text
+        try:
+            yield from self._reader.pass_until((end,), add)
+        except Malformed:  # the answer ended before the tag
+            yield from self._reader.rest(add)
+            return is_text
+        self._reader.take(len(end))
+        yield from self._reader.space()
+        return is_text
 
 
-class HarmonySplitter:
+class HarmonySplitter(Splitter):
     """Splits channels: analysis is reasoning; final, and commentary to the user, is the answer.
 
     A message to a tool goes into the text with its header and marks, beginning with <|start|> (even
@@ -174,33 +152,23 @@ class HarmonySplitter:
     """
 
     def __init__(self) -> None:
-        self._scanner = MarkScanner((*HARMONY, *HARMONY_ENDS))
+        super().__init__()
         self._header: list[str] | None = []  # between messages: what stands before <|message|>
         self._seen_mark = False
         self._is_header = False  # after a mark, or where the text begins with a recipient
         self._channel = "final"
 
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        return self._take(self._scanner.push(text))
-
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back: half a mark is text."""
-        reasoning, shown = self._take([(self._scanner.finish(), False)])
-        if not self._seen_mark and self._header:
-            shown += "".join(self._header)
-        self._header = None
-        return reasoning, shown
-
-    def _take(self, parts: list[tuple[str, bool]]) -> tuple[str, str]:
-        reasoning = shown = ""
-        for part, is_mark in parts:
-            out = self._mark(part) if is_mark else self._text(part)
-            if self._channel == "analysis":
-                reasoning += out
+    def _read(self) -> Parse[None]:
+        reader = self._reader
+        while (yield from reader.more()):
+            mark = yield from reader.accept(*HARMONY, *HARMONY_ENDS)
+            if mark is not None:
+                said = self._mark(mark)
             else:
-                shown += out
-        return reasoning, shown
+                said = self._text((yield from reader.run(_NO_MARK)) or reader.take())
+            (self._thought if self._channel == "analysis" else self._shown).append(said)
+        if not self._seen_mark and self._header:
+            self._shown += self._header
 
     def _text(self, text: str) -> str:
         if self._header is None:
@@ -238,40 +206,6 @@ class HarmonySplitter:
         return f"<|start|>{header}<|message|>" if self._channel == "tool" else ""
 
 
-class UnwrappedAnswer:
-    """Removes the marks around the answer, such as `<response>` and `</response>`.
-
-    They are dropped where the answer begins with the first of them, with the white space at them.
-
-    Args:
-        splitter: divides reasoning and answer.
-        begin: the mark before the answer.
-        end: the mark after it.
-    """
-
-    def __init__(self, splitter: Splitter, begin: str, end: str) -> None:
-        self._splitter, self._marks = splitter, TagSplitter(begin, end)
-        self._is_wrapped = self._is_past = False  # within the marks was text; so was behind them
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
-        reasoning, shown = self._splitter.push(text)
-        return reasoning, self._joined(*self._marks.push(shown))
-
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back."""
-        reasoning, shown = self._splitter.finish()
-        shown = self._joined(*self._marks.push(shown))
-        return reasoning, shown + self._joined(*self._marks.finish())
-
-    def _joined(self, inner: str, after: str) -> str:
-        """Return the text within the marks, and a new line before the text behind them."""
-        self._is_wrapped = self._is_wrapped or bool(inner)
-        gap = "\n" if after and self._is_wrapped and not self._is_past else ""
-        self._is_past = self._is_past or bool(after)
-        return inner + gap + after
-
-
 def channel_of(header: str) -> str:
     """Return "analysis", "tool" or "final" for a message with this header."""
     if " to=" in f" {header}":
@@ -304,8 +238,9 @@ class ReasoningFormat:
         if not self.harmony:
             opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
             continued = opened and bool(thought.strip())
-            tags = TagSplitter(self.start, self.end, opened=opened, continued=continued)
-            return UnwrappedAnswer(tags, *self.answer) if self.answer[0] else tags
+            return TagSplitter(
+                self.start, self.end, self.answer, opened=opened, continued=continued
+            )
         harmony = HarmonySplitter()
         if prefix.startswith(_ASSISTANT):
             harmony.push(prefix.removeprefix(_ASSISTANT))

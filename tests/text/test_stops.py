@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from text_data import pieces
 
 from mlxinfer.text import StopMatcher
-from mlxinfer.text.reasoning import MarkScanner
 
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
@@ -53,34 +52,6 @@ def test_a_match_does_not_count_while_it_is_disabled():
     matcher.push("b")
     assert matcher.matched == "ab"
     assert matcher.push("more") == ""
-
-
-@given(
-    text=st.text("<a/>b", max_size=40),
-    marks=st.lists(st.text("<a/>", min_size=1, max_size=5), min_size=1, max_size=4),
-    cuts=cuts,
-)
-def test_marks_are_found_for_any_pieces(text, marks, cuts):
-    def scan(parts):
-        scanner = MarkScanner(marks)
-        found = [part for piece in parts for part in scanner.push(piece)]
-        found.append((scanner.finish(), False))
-        merged = [["", False]]
-        for part, is_mark in found:
-            if is_mark or merged[-1][1]:
-                merged.append([part, is_mark])
-            else:
-                merged[-1][0] += part
-        return [tuple(part) for part in merged if part[0]]
-
-    whole = scan([text])
-    assert scan("".join(part) for part in pieces(list(text), cuts)) == whole
-    assert "".join(part for part, _ in whole) == text
-    held_back = max(map(len, marks)) - 1
-    for part, is_mark in whole:
-        assert is_mark == (part in marks) or not is_mark
-        if not is_mark:
-            assert not any(mark in part[: len(part) - held_back] for mark in marks)
 
 
 @pytest.mark.parametrize("stops", [[], ["never" * 3]])

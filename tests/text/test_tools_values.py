@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.text.tools.reader import Malformed, TextReader
+from mlxinfer.text.reader import Malformed, TextReader
 from mlxinfer.text.tools.schema import Toolbox, json_of
 from mlxinfer.text.tools.values import copy_value, python_to_json
 

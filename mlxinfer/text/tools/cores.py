@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import InvalidRequestError
+from ..reader import MAX_WORD, Malformed, Parse, TextReader, compiled
 from .format import CallWriter
 from .lark import Lark, value_rule
 from .marks import (
@@ -24,7 +25,6 @@ from .marks import (
     skip_text,
     words_of,
 )
-from .reader import MAX_WORD, Malformed, Parse, TextReader, compiled
 from .schema import Tool, Toolbox, json_of, standalone_schema
 from .values import copy_literal, copy_value, read_string, read_value, within_quotes
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ...outputs import CallStatus, Part, TextPart, ToolCallDelta, merged
+from ..reader import Malformed, Parse, TextReader, compiled
 from .lark import Lark
-from .reader import Malformed, Parse, TextReader, compiled
 from .schema import Toolbox
 
 

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 
+from ..reader import Malformed, Parse, TextReader, compiled
 from .format import CallWriter, ToolFormat
 from .lark import Lark
-from .reader import Malformed, Parse, TextReader, compiled
 from .schema import Tool, Toolbox, enum_values, standalone_schema
 from .values import MAX_DEPTH, MAX_KEY, Emit, copy_items, within_quotes
 

@@ -9,6 +9,7 @@ is for templates that ask for it and write no calls, as those of several fine-tu
 import re
 
 from ...errors import InvalidRequestError, TemplateError
+from ..reader import Malformed, Parse, TextReader
 from ..template import ChatTemplate
 from ..tokenizer import Tokenizer
 from .cores import (
@@ -24,7 +25,6 @@ from .gemma import FUNCTION_GEMMA, GEMMA4
 from .infer import template_format, written_calls
 from .lark import Lark
 from .marks import COUNT
-from .reader import Malformed, Parse, TextReader
 from .schema import Toolbox
 from .template_format import CallSyntax, TemplateFormat
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from ..reader import Parse, TextReader
 from .lark import Lark
-from .reader import Parse, TextReader
 
 COUNT = "\0count\0"  # a number that counts calls, within a text
 ID = "\0id\0"  # the id of a call, within a text

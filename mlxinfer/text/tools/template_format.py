@@ -5,11 +5,11 @@ import secrets
 import string
 from dataclasses import dataclass
 
+from ..reader import Parse, TextReader
 from .cores import CallCore, ObjectCore
 from .format import CallWriter, ToolFormat
 from .lark import Lark
 from .marks import exact_text, expect_text, first_word, literals_of, skip_text, words_of
-from .reader import Parse, TextReader
 from .schema import Toolbox
 
 _ID_CHARS = string.ascii_letters + string.digits

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 
-from .reader import Malformed, Parse, TextReader
+from ..reader import Malformed, Parse, TextReader
 
 Emit = Callable[[str], object]
 

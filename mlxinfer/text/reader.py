@@ -14,7 +14,8 @@ T = TypeVar("T")
 Parse = Generator[None, None, T]
 
 MAX_WORD = 256  # characters of a name, a key or a number
-_SPACE = re.compile(r"\s+")
+SPACE = re.compile(r"\s+")
+_ALL = re.compile(".+", re.DOTALL)
 
 
 class Malformed(Exception):
@@ -112,7 +113,7 @@ class TextReader:
 
     def space(self) -> Parse[None]:
         """Read white space, if there is any."""
-        while (yield from self.run(_SPACE)):
+        while (yield from self.run(SPACE)):
             pass
 
     def ahead(self, marks: Sequence[str]) -> Parse[str | None]:
@@ -176,6 +177,11 @@ class TextReader:
             size += len(piece)
             if limit is not None and size > limit:
                 raise Malformed(f"more than {limit} characters before {marks[0]}")
+
+    def rest(self, emit: Callable[[str], object]) -> Parse[None]:
+        """Read all that follows, and pass it on as it arrives."""
+        while piece := (yield from self.run(_ALL)):
+            emit(piece)
 
 
 @cache

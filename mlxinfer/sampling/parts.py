@@ -1,9 +1,8 @@
 """The parts of sampling: penalties and biases that change single logits, and cuts that drop tokens.
 
-A part is a function from logits to logits, for all of its rows at once: P rows, padded to `width`
-columns. `PARTS` lists the parts. A cut gives -inf to the tokens that are not kept, and
-draws none. Every cut but the quantile of typical sampling is a threshold on a value, so equal
-values stay or go together, and the result does not depend on the order in which a sort puts ties.
+A part is a function from logits to logits. It changes all of its P rows at once, padded to `width`
+columns. `PARTS` lists the parts. A cut gives -inf to tokens that are not kept. All cuts but typical
+sampling compare values with a threshold: equal values stay or go together, whatever their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ class SamplerSlot:
 
     Attributes:
         parts: that it needs.
-        memories: the tokens of the request, of each part that needs them, as it needs them. A
-            memory has `append(token_id)`.
+        memories: the request's tokens as each part needs them; each has `append(token_id)`.
     """
 
     __slots__ = ("breakers", "memories", "params", "parts", "stop_ids", "stream")
@@ -128,15 +126,13 @@ class PartRows:
         """(P, 1) float32 the setting of this name of each row."""
         if name not in self._made:
             self._made[name] = mx.array(self.settings(name), mx.float32)[:, None]
-        column: mx.array = self._made[name]
-        return column
+        return self._made[name]
 
     def once(self, make: Callable[["PartRows"], T]) -> T:
         """The result of a function of these rows, which is called once for each plan."""
         if make not in self._made:
             self._made[make] = make(self)
-        made: T = self._made[make]
-        return made
+        return self._made[make]
 
 
 TINY = 1e-30  # in place of values above 0 that would be 0 in float32
@@ -592,16 +588,15 @@ def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.arr
     return bits, above
 
 
-def _has_top_p(params: SamplingParams) -> bool:
-    return float(np.float32(params.top_p)) < 1  # 1 - 1e-12 is 1, and so off
-
-
 # In the order of their work. A new sampler is a function and a row here.
 CUTS = (
     SamplerPart(top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
     SamplerPart(typical, lambda p: p.typical_p < 1 and not p.greedy),
     SamplerPart(top_k, lambda p: p.top_k > 0 and not p.greedy, fused=True),
-    SamplerPart(top_p, lambda p: _has_top_p(p) and not (p.top_k or p.greedy), fused=True),
+    # 1 - 1e-12 is 1 in float32, and so off
+    SamplerPart(
+        top_p, lambda p: bool(np.float32(p.top_p) < 1) and not (p.top_k or p.greedy), fused=True
+    ),
     SamplerPart(min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
     SamplerPart(xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
 )

@@ -48,7 +48,7 @@ class FlatSchema:
 def flatten(root: Schema) -> FlatSchema:
     """Return the members that a schema allows, those included that it only requires."""
     found = FlatSchema()
-    for place, alternative in _places(root):
+    for place, alternative in _places(root, root):
         for name, schema in _mapping(place.get("properties")).items():
             found.add(name, schema, alternative=alternative)
         if not alternative:
@@ -61,9 +61,9 @@ def flatten(root: Schema) -> FlatSchema:
     return found
 
 
-def _places(root: Schema) -> Iterator[tuple[Schema, bool]]:
-    """Yield the schemas that `root` is composed of, and whether each is an alternative."""
-    waiting: list[tuple[object, bool]] = [(root, False)]
+def _places(schema: object, root: Schema) -> Iterator[tuple[Schema, bool]]:
+    """Yield the schemas that a schema is composed of, and whether each is an alternative."""
+    waiting: list[tuple[object, bool]] = [(schema, False)]
     seen: set[int] = set()
     while waiting and len(seen) < MAX_PLACES:
         place, alternative = waiting.pop(0)
@@ -203,7 +203,8 @@ class Tool:
     def types_of(self, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter may have; none where the schema has no type."""
         schema = self.properties.get(parameter, self._flat.others)
-        return frozenset(_types(schema, self.parameters))
+        places = _places(schema, self.parameters)
+        return frozenset(kind for place, _ in places for kind in _own_types(place))
 
 
 class Toolbox:
@@ -278,23 +279,6 @@ def _parse(tool: object, place: int) -> Tool:
     if "type" not in parameters and "$ref" not in parameters:  # else a forced call could be a text
         parameters = {"type": "object", **parameters}
     return replace(tool, parameters=parameters)
-
-
-def _types(schema: object, root: Schema) -> Iterator[str]:
-    """Yield the types that a schema and its alternatives name."""
-    waiting = [schema]
-    for _ in range(MAX_PLACES):
-        if not waiting:
-            return
-        place = waiting.pop()
-        if not isinstance(place, Mapping):
-            continue
-        yield from _own_types(place)
-        for choice in ("anyOf", "oneOf", "allOf"):
-            waiting += as_list(place.get(choice))[:MAX_PLACES]
-        reference = place.get("$ref")
-        if isinstance(reference, str):
-            waiting.append(resolve(reference, root))
 
 
 def _own_types(schema: Schema) -> Iterator[str]:

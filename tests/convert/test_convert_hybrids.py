@@ -15,6 +15,8 @@ from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
 from mlxinfer.models.heads import load_prediction_head
 
+pytestmark = pytest.mark.ci
+
 CASES = (
     "qwen3_next-v4",
     "qwen3_5_text-v4",

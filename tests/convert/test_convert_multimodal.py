@@ -14,6 +14,8 @@ from mlxinfer.convert import run
 from mlxinfer.errors import ConversionError
 from mlxinfer.models.towers.loading import TOWERS
 
+pytestmark = pytest.mark.ci
+
 ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}
 SPELLED = {"rope_theta": None, "partial_rotary_factor": None, "rope_parameters": ROPE}
 CASES = {  # model_type -> that of the text, a case, changes of its config

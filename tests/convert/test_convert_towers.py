@@ -16,6 +16,8 @@ from mlxinfer.layers.linear import QuantizedLinear
 from mlxinfer.models import load
 from mlxinfer.models.language import reachable
 
+pytestmark = pytest.mark.ci
+
 BY_MLX_LM = ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_5_vl-flat", "qwen2_vl"]
 
 

@@ -40,6 +40,7 @@ EIGHT, FOUR, ROTATING, ENDS = (
     KVOptions(bits=(8, 8), plain_ends=True),  # layers of one group are stored differently
 )
 
+CI = pytest.mark.ci
 SLOW = pytest.mark.slow  # what other cases have, too, if not all of it together
 
 
@@ -84,13 +85,13 @@ def choose_all(seen: set[str]) -> Chooser:
     ("case", "kv", "bits"),
     [
         ("qwen3-v4", KVOptions(), 4),  # the one without attention of prompts in a kernel
-        ("qwen3-v4", FOUR, 8),
+        pytest.param("qwen3-v4", FOUR, 8, marks=CI),
         ("qwen3-v4", ENDS, None),
         pytest.param("llama-v4", ROTATING, None, marks=SLOW),  # the default run preempts it
         pytest.param("gemma2-v4", KVOptions(), None, marks=SLOW),
         pytest.param("gemma3_text-v4", EIGHT, None, marks=SLOW),
-        ("gpt_oss-v4", KVOptions(), None),
-        ("qwen3_5_text-v4", EIGHT, None),
+        pytest.param("gpt_oss-v4", KVOptions(), None, marks=CI),
+        pytest.param("qwen3_5_text-v4", EIGHT, None, marks=CI),
         ("qwen3_moe-v4", EIGHT, 8),
     ],
 )

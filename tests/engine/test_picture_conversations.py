@@ -30,6 +30,8 @@ from mlxinfer.images import ImageProcessor, Picture, PlacedPicture, image_proces
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
+pytestmark = pytest.mark.ci
+
 ANSWER = SamplingParams(
     max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -1e9)
 )

@@ -97,8 +97,9 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, None)])
-@pytest.mark.parametrize(("group", "dim"), [(8, 128), (2, 256), (16, 64)])
+@pytest.mark.parametrize(
+    ("group", "dim", "bits"), [(8, 128, (8, 8)), (2, 256, (4, 4)), (16, 64, (8, None))]
+)
 def test_rows_to_verify_are_computed_as_rows_to_decode(
     group: int, dim: int, bits: tuple[int, int | None]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_large_vocabulary_is_read_three_times() -> None:
         ("simd_sum(uint(x >> 44));", "0u;"),
     ],
 )
+@pytest.mark.ci
 def test_mistakes_are_noticed(right: str, wrong: str) -> None:
     case = SAMPLE.case(SAMPLE.samples[0])
     with running_on(MetalCPU(checked=False, replace={right: wrong})):

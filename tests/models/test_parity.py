@@ -71,7 +71,7 @@ def test_chunked_and_stepped_logits_equal_the_reference(case):
     assert_parity(mx.concatenate(parts), reference)
 
 
-@pytest.mark.parametrize("name", cases(FIRST))
+@pytest.mark.parametrize("name", cases([*FIRST][::2]))
 def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -31,6 +31,8 @@ from mlxinfer.models.weights.share import SPLITTABLE
 from mlxinfer.ranks import messages
 from mlxinfer.ranks.adapters import POLL_S, OtherAdapters, OwnAdapters
 
+pytestmark = pytest.mark.ci
+
 SOME = [
     "qwen2-v5",
     "qwen3-v4",

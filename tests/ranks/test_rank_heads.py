@@ -25,6 +25,8 @@ from mlxinfer.ranks.group import RankGroup
 from mlxinfer.speculation.options import SpeculationOptions
 from mlxinfer.speculation.sources import open_speculation
 
+pytestmark = pytest.mark.ci
+
 GREEDY = SamplingParams(max_tokens=10)
 DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=11)
 HEADS = ("mtp", "mtp latent", "eagle", "dflash")

@@ -83,6 +83,7 @@ LONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.ci
 def test_a_second_signal_ends_streams_with_an_error(process: Process) -> None:
     with post(url_in(process), LONG) as answer:
         answer.readline()
@@ -103,6 +104,7 @@ def run(*options: str) -> tuple[int, str]:
     return process.returncode, said
 
 
+@pytest.mark.ci
 def test_a_taken_port_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, said = run("--port", str(taken.getsockname()[1]))
@@ -122,6 +124,7 @@ def states(url: str) -> dict[str, str]:
         return {model["id"]: model["state"] for model in json.load(answer)["data"]}
 
 
+@pytest.mark.ci
 def test_the_models_of_a_config_file(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
@@ -149,6 +152,7 @@ def test_the_models_of_a_config_file(tmp_path: Path) -> None:
     assert messages.count("model loaded") == 1
 
 
+@pytest.mark.ci
 def test_a_broken_model_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(hub.resolve("demo-draft"), folder)
@@ -187,6 +191,7 @@ main()
 """
 
 
+@pytest.mark.ci
 def test_a_server_whose_gpu_takes_no_more_work_starts_again(tmp_path: Path) -> None:
     mark = tmp_path / "ignored"
     command = [sys.executable, "-c", IGNORES_WORK, str(mark), "serve", "--port", "0"]

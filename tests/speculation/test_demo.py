@@ -19,6 +19,8 @@ from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
 from tests.bench.speculate import PROMPTS, answers_of
 
+pytestmark = pytest.mark.ci
+
 HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
 
 

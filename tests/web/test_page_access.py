@@ -7,6 +7,8 @@ from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
+pytestmark = pytest.mark.ci
+
 MARKDOWN = """# T
 
 Text with [a link](https://a.example), `code` and $x$.

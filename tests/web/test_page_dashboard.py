@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lazy_server import MB, LazyServer
 from page_driver import PageDriver
 from page_server import PageServer, routes_of
 
 from mlxinfer.server.app import ROUTES
+
+pytestmark = pytest.mark.ci
 
 
 class LazyPage(LazyServer):

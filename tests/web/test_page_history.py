@@ -3,11 +3,14 @@
 import time
 from typing import Any
 
+import pytest
 from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
 from mlxinfer.history import History, StoredMessage
+
+pytestmark = pytest.mark.ci
 
 
 def history_of(server: PageServer) -> History:

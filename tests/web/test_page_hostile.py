@@ -5,6 +5,8 @@ import json
 import pytest
 from page_driver import PageDriver
 
+pytestmark = pytest.mark.ci
+
 HOSTILE = [
     "<script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",

@@ -13,6 +13,8 @@ from standin import Repo, StandIn
 
 from mlxinfer import hub
 
+pytestmark = pytest.mark.ci
+
 DEMO = {file.name: file.read_bytes() for file in hub.resolve("demo").iterdir() if file.is_file()}
 HUGE = {
     **{"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},

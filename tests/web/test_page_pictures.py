@@ -13,6 +13,8 @@ from page_server import SeeingPageServer
 from PIL import Image
 from test_page_access import overflow, violations
 
+pytestmark = pytest.mark.ci
+
 THUMBS = ".attached img"
 SENT = ".bubble .pictures img"
 GIVE = """([kind, name, data]) => {

@@ -324,7 +324,8 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """The next step; None where nothing can be computed now."""
         queues = self.queues
-        if self.kv_manager.settle(queues.running):
+        replaced = self.kv_manager.settle(queues.running)
+        if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
             self._steady = []
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions

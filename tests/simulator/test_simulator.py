@@ -84,6 +84,11 @@ def test_random_programs_with_pictures_share_what_was_computed_of_equal_ones() -
     assert NUM_SEEDS < 30 or (seen > 40 and cached > 10)
 
 
+def test_a_sequence_that_is_admitted_again_while_nothing_runs_has_new_tables() -> None:
+    """It decodes at once, since all of it is cached, and no step lies between: a seed has that."""
+    run(81043, sees=True, num_stages=2)
+
+
 def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
     """Every step is of rows that are in none in flight; with proposals and with states, too."""
     most = verified = 0

@@ -1,8 +1,8 @@
-"""The state that all requests of a server share: models, the queue, threads for texts. No API.
+"""The state that all requests of a server share: models, threads, readiness. No API.
 
-Admission bounds the queue. Readiness is proved by a token or by finished steps, never by a flag: a
-process that lives while its engine hangs is the failure that a load balancer cannot see. An idle
-engine has to generate one token; a working one has to finish steps.
+Readiness is proved by a token or by finished steps, never by a flag: a process that lives while its
+engine hangs is the failure that a load balancer cannot see. An idle engine has to generate one
+token; a working one has to finish steps.
 """
 
 import asyncio
@@ -13,80 +13,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..errors import EngineClosedError, MlxinferError, OverloadedError
+from ..errors import EngineClosedError, MlxinferError
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
-from .metrics import EngineStats, RequestMetrics, ServerMetrics
+from .metrics import Admission, EngineStats, RequestMetrics, ServerMetrics
 from .models import ModelRegistry, RegistryEntry
 from .served import ServedModel
 from .store import ResponseStore
 from .workers import Workers
-
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-SMOOTHING = 0.2  # weight of the newest interval between two first tokens
-
-
-class Admission:
-    """A bound on waiting requests and on the tokens of their prompts.
-
-    A request waits from the time it is handed to the engine until its first token. The engine
-    itself would queue without end.
-
-    Args:
-        max_waiting: requests without a token.
-        max_waiting_tokens: of their prompts together; a single longer one is let in when nothing
-            else waits.
-    """
-
-    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
-        self._max_waiting = max_waiting
-        self._max_tokens = max_waiting_tokens
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
-        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
-        self._left_s = 0.0  # when the last one left
-
-    def enter(self, num_requests: int, num_tokens: int, metrics: RequestMetrics) -> None:
-        """Count requests in.
-
-        Args:
-            num_requests: of one call.
-            num_tokens: of their prompts together.
-            metrics: of their model, which count a refusal.
-
-        Raises:
-            OverloadedError: the queue is full; the error says when to try again.
-        """
-        tokens = self.num_waiting_tokens + num_tokens
-        full = self.num_waiting + num_requests > self._max_waiting or tokens > self._max_tokens
-        if full and self.num_waiting:
-            metrics.num_rejected += 1
-            raise OverloadedError(
-                f"{self.num_waiting} requests with {self.num_waiting_tokens} prompt tokens wait "
-                "already; try again later.",
-                retry_after_s=self.retry_after_s,
-            )
-        if not self.num_waiting:
-            self._left_s = time.monotonic()
-        self.num_waiting += num_requests
-        self.num_waiting_tokens = tokens
-
-    def leave(self, num_tokens: int) -> None:
-        """Count one request out: it has a token, or it ended."""
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= num_tokens
-        assert self.num_waiting >= 0
-        assert self.num_waiting_tokens >= 0
-        now = time.monotonic()
-        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
-        self._left_s = now
-
-    @property
-    def retry_after_s(self) -> float:
-        """Seconds after which about a quarter of the queue should have gone."""
-        return min(max(self._interval_s * self.num_waiting / 4, MIN_RETRY_S), MAX_RETRY_S)
-
 
 PROGRESS_STEPS = 3  # two steps may be in flight at the first look: the third was launched after it
 POLL_S = 0.02

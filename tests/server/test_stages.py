@@ -25,7 +25,7 @@ from mlxinfer.sampling.sampler import Sampler
 from mlxinfer.server import call as call_module
 from mlxinfer.server.apis import chat as chat_module
 from mlxinfer.server.http import HIDDEN
-from mlxinfer.server.service import Admission
+from mlxinfer.server.metrics import Admission
 from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.text import ChatTemplate, Tokenizer
 

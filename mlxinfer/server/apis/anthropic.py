@@ -30,7 +30,6 @@ from ...text import around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
-from .parts import base64_part, read_content, text_part, url_part
 from .sampling import (
     MAX_STOPS,
     REFUSED_ELSEWHERE,
@@ -40,16 +39,20 @@ from .sampling import (
     sampling_params,
 )
 from .tools import (
+    base64_part,
     begun_object,
     check_text_type,
     check_tools,
     function_call,
     not_text,
     part_text,
+    read_content,
     report_skipped,
     shown_file,
     skip,
     text_of_file,
+    text_part,
+    url_part,
 )
 
 PING = named("ping", {"type": "ping"})

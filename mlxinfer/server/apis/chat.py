@@ -16,7 +16,6 @@ from ...text import Content
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
-from .parts import ImageUrl, read_content, text_part, url_part
 from .sampling import (
     REFUSED,
     UNLIMITED,
@@ -31,13 +30,17 @@ from .tools import (
     INPUT,
     DeclaredTool,
     DeclaredTools,
+    ImageUrl,
     call_arguments,
     check_tools,
     custom_input,
     function_call,
     part_text,
     read_chat_tools,
+    read_content,
     report_skipped,
+    text_part,
+    url_part,
 )
 from .usage import (
     FINGERPRINT,

@@ -14,8 +14,8 @@ from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
 from ..served import ServedModel
-from .parts import Prompts, texts_of
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
+from .tools import Prompts, texts_of
 from .usage import (
     FINGERPRINT,
     LogprobsWriter,

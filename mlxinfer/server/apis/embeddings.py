@@ -17,7 +17,7 @@ from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import RequestBody
 from ..served import ServedModel
-from .parts import Prompts, texts_of
+from .tools import Prompts, texts_of
 
 MAX_INPUTS = 2048  # of one request: OpenAI's bound
 # Words of Cohere, Voyage and NVIDIA for what a text is, and the model's prompts that they mean.

@@ -24,9 +24,8 @@ from ..models import ModelSlot
 from ..served import ServedModel
 from ..workers import apart
 from .chat import Effort
-from .parts import base64_part, content_of, text_part
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
-from .tools import begun_object, check_tools, function_call
+from .tools import base64_part, begun_object, check_tools, content_of, function_call, text_part
 from .usage import logprob_of, logprobs_of
 
 API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest

@@ -10,7 +10,6 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import Plain, named
-from .parts import read_content, text_part, url_part
 from .tools import (
     INPUT,
     DeclaredTool,
@@ -18,10 +17,13 @@ from .tools import (
     custom_input,
     function_call,
     part_text,
+    read_content,
     shown_file,
     shown_name,
     skip,
     text_of_file,
+    text_part,
+    url_part,
 )
 
 HOSTED_ITEMS = frozenset(  # of tools that are skipped

@@ -9,7 +9,6 @@ come from `tests/models/tiny.py`, by name. Checked on the way: our table of tens
 transformers would publish for this config, and no router is close to a tie.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,8 +20,8 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.torch_models import Shapes, loaded, read_config, record, saved_shapes  # noqa: E402
 from models.cases import CASES  # noqa: E402
-from models.names import shortened  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
 from models.shapes import TENSORS, recorded_case, shapes  # noqa: E402
 
@@ -52,53 +51,22 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def hub_model(config: dict) -> torch.nn.Module:
     """transformers' model of this config with these weights, through a folder as on the hub."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        read = transformers.AutoConfig.from_pretrained(folder)
-        kind = BY_NAME.get(config["model_type"], transformers.AutoModelForCausalLM)
-        fresh = (
-            kind._from_config(read) if config["model_type"] in BY_NAME else kind.from_config(read)
-        )
-        check_names(fresh, config, folder)
-        tensors = tiny_tensors(config)
-        save({name: torch.tensor(value) for name, value in tensors.items()}, folder)
-        model, info = kind.from_pretrained(
-            folder,
-            config=read,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    return model.eval()
+    kind = BY_NAME.get(config["model_type"], transformers.AutoModelForCausalLM)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        read = read_config(config, folder)
+        own_class = config["model_type"] in BY_NAME
+        fresh = kind._from_config(read) if own_class else kind.from_config(read)
+        check_names(saved_shapes(fresh, folder), config)
+        return loaded(kind, read, tiny_tensors(config), folder)
 
 
-def save(tensors: dict[str, torch.Tensor], folder: str) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-
-def check_names(model: torch.nn.Module, config: dict, folder: str) -> None:
+def check_names(saved: Shapes, config: dict) -> None:
     """Our names and shapes are those that transformers saves."""
-    from safetensors import safe_open
-
-    model.save_pretrained(Path(folder) / "saved")
-    with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
-        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if name := recorded_case(config):
-        record(name, saved)
+        record(TENSORS, name, saved)
     ours = shapes(config)
     assert saved == ours, {k: (saved.get(k), ours.get(k)) for k in saved.keys() ^ ours.keys()}
-
-
-def record(name: str, saved: dict[str, tuple[int, ...]]) -> None:
-    """Note a case's tensors in `tensors.json`, which stands for our own table of them."""
-    tables = json.loads(TENSORS.read_text()) if TENSORS.exists() else {}
-    tables[name] = shortened(saved)
-    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
-    TENSORS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def router_gap(

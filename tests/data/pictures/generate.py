@@ -8,7 +8,6 @@ Weights and pixels come from `tests/models/picture_cases.py`, by name. A file ho
 all tiles (N, hidden), one after the other, and the logits (T, vocab) of the prompt.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +19,7 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from models.names import shortened  # noqa: E402
+from data.torch_models import loaded, read_config, record, saved_shapes  # noqa: E402
 from models.picture_cases import (  # noqa: E402
     ALL_PICTURE_CASES,
     DATA,
@@ -37,41 +36,13 @@ TENSORS = DATA / "tensors.json"
 def hub_model(name: str) -> torch.nn.Module:
     """transformers' model of a case, through a folder as on the hub."""
     kind = transformers.AutoModelForImageTextToText
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(ALL_PICTURE_CASES[name].config))
-        read = transformers.AutoConfig.from_pretrained(folder)
-        record(name, kind.from_config(read), folder)
-        tensors = {key: torch.tensor(value) for key, value in picture_tensors(name).items()}
-        save(tensors, folder)
-        model, info = kind.from_pretrained(
-            folder,
-            config=read,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            output_loading_info=True,
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        read = read_config(ALL_PICTURE_CASES[name].config, folder)
+        record(
+            TENSORS, name, saved_shapes(kind.from_config(read), folder, save_original_format=False)
         )
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    return model.eval()
-
-
-def save(tensors: dict[str, torch.Tensor], folder: str) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-
-def record(name: str, model: torch.nn.Module, folder: str) -> None:
-    """Note the tensors that transformers saves of a case in `tensors.json`."""
-    from safetensors import safe_open
-
-    model.save_pretrained(Path(folder) / "saved", save_original_format=False)
-    with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
-        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    tables = json.loads(TENSORS.read_text()) if TENSORS.exists() else {}
-    tables[name] = shortened(saved)
-    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
-    TENSORS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        return loaded(kind, read, picture_tensors(name), folder)
 
 
 def channels_last(patches: np.ndarray) -> np.ndarray:

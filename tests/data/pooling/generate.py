@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize, Pooling
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.torch_models import loaded, read_config, record, saved_shapes  # noqa: E402
 from models.names import shortened  # noqa: E402
 from pooling.cases import CASES, LENGTHS, dense_weights, tensors  # noqa: E402
 
@@ -44,45 +44,16 @@ def minilm() -> None:
     np.savez_compressed(HERE / "minilm.npz", vectors=vectors.astype(np.float32))
 
 
-def loaded(name: str) -> torch.nn.Module:
+def hub_model(name: str) -> torch.nn.Module:
     """transformers' model of a case with weights by name, through a folder as on the hub."""
     config = CASES[name]["config"]
     kind = getattr(transformers, config["architectures"][0])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        (path / "config.json").write_text(json.dumps(config))
-        read = transformers.AutoConfig.from_pretrained(folder)
-        kind._from_config(read).save_pretrained(path / "saved")
-        from safetensors import safe_open
-
-        with safe_open(path / "saved" / "model.safetensors", "pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        record(name, shapes)
-        made = tensors(name, {name: shortened(shapes)})
-        save_file(
-            {key: torch.tensor(value) for key, value in made.items()},
-            path / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        model, info = kind.from_pretrained(
-            folder,
-            config=read,
-            attn_implementation="eager",
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    return model.eval()
-
-
-def record(name: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Note a case's tensors in tensors.json."""
-    path = HERE / "tensors.json"
-    table = json.loads(path.read_text()) if path.exists() else {}
-    table[name] = shortened(shapes)
-    lines = [f"{json.dumps(key)}: {json.dumps(table[key])}" for key in sorted(table)]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        read = read_config(config, folder)
+        shapes = saved_shapes(kind._from_config(read), folder)
+        record(HERE / "tensors.json", name, shapes)
+        return loaded(kind, read, tensors(name, {name: shortened(shapes)}), folder)
 
 
 def result(
@@ -121,7 +92,7 @@ def result(
 
 def tiny(name: str) -> None:
     """Rows of ids, token types where a model has several, and what comes of them."""
-    model, rng = loaded(name), np.random.default_rng(7)
+    model, rng = hub_model(name), np.random.default_rng(7)
     config = CASES[name]["config"]
     paired = config.get("type_vocab_size", 1) > 1
     rows, types, results = [], [], []

@@ -1,0 +1,55 @@
+"""Tiny models of transformers, through folders as on the hub, for what writes references.
+
+Needs torch and transformers, which nothing else here does.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from models.names import shortened
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_config(config: dict[str, Any], folder: Path) -> Any:
+    """transformers' own reading of a config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def saved_shapes(fresh: torch.nn.Module, folder: Path, **how: Any) -> Shapes:
+    """Shapes by the names that transformers saves tensors under."""
+    fresh.save_pretrained(folder / "saved", **how)
+    with safe_open(folder / "saved" / "model.safetensors", "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def loaded(kind: Any, read: Any, tensors: Mapping[str, np.ndarray], folder: Path) -> Any:
+    """The model of this config with exactly these tensors, in float32 with eager attention."""
+    arrays = {name: torch.tensor(value) for name, value in tensors.items()}
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = kind.from_pretrained(
+        folder,
+        config=read,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    return model.eval()
+
+
+def record(path: Path, name: str, saved: Shapes) -> None:
+    """Note the tensors of a case in a file of tables, which stands for our own."""
+    tables = json.loads(path.read_text()) if path.exists() else {}
+    tables[name] = shortened(saved)
+    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

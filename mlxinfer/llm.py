@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A language model and the engine that runs it, or the server that has it.
+    """A language model and the engine that runs it, or a model of a server.
 
     Args:
         model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id. Or the
-            address of a server, such as "http://studio.local:8080": the model and its engine are
-            then the server's, and options of an engine are refused.
-        progress: whether bars show downloads, loading and batches; None: in a notebook and where
-            stderr is a terminal.
-        api_key: for a server; None: the environment variable MLXINFER_API_KEY.
+            address of a server, such as "http://studio.local:8080". Then the server runs the model,
+            and options of the engine are refused.
+        progress: show bars of downloads, loading and batches; None: in notebooks, and if stderr is
+            a terminal.
+        api_key: key for a server; None: the environment variable MLXINFER_API_KEY.
         served_model: name of one of the server's models; None: its first.
-        tool_format: the form of the model's tool calls, such as "hermes"; "auto": it is read off
-            the chat template and the tokens.
-        options: of the engine, see below.
+        tool_format: the form of the model's tool calls, such as "hermes"; "auto": found by the chat
+            template and the tokens.
+        options: options of the engine, see below.
 
     Attributes:
         last: the result of the last `show`.
@@ -61,11 +61,10 @@ class LLM:
     Raises:
         ModelError: the model was not found, is broken, or is not supported.
         BackendMissingError: MLX does not run here.
-        InvalidRequestError: an argument is out of range, or a server's to choose.
+        InvalidRequestError: an argument is out of range, or the server decides it.
         ServerError: no server answers at the address, or it refused.
-        RanksFailedError: other ranks did not come, or have failed before.
-        EngineClosedError: this process was a rank other than 0. It computed for rank 0, which has
-            ended now.
+        RanksFailedError: other ranks did not connect, or have failed.
+        EngineClosedError: this process was a rank other than 0, and rank 0 has ended.
     """
 
     def __init__(
@@ -132,17 +131,18 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         **sampling: Any,
     ) -> Any:
-        """Continue one prompt or many, all in one batch; greedily, if nothing else is said.
+        """Continue one prompt or many, in one batch. The default is greedy decoding.
+
+        `params`, `response_format` and `adapter` are one value for all prompts, or a list.
 
         Args:
             prompts: a text or a flat list of token ids (one prompt), or a list of these.
-            params: for all, or a list with one for each.
-            response_format: what the answers must look like, for all, or a list with one for each:
+            params: how to choose tokens.
+            response_format: the form that answers must have:
                 {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
                 {"type": "regex", "regex": ...}, {"type": "choice", "choice": [...]} or
-                {"type": "grammar", "grammar": ...} (Lark, as llguidance has it).
-            adapter: name of a loaded adapter (`load_adapter`), for all, or a list with one for
-                each; None: the model itself.
+                {"type": "grammar", "grammar": ...} (Lark, in llguidance's dialect).
+            adapter: name of a loaded adapter (`load_adapter`); None: the model itself.
             sampling: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Returns:
@@ -205,34 +205,33 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[ChatArguments],
     ) -> Result:
-        """Answer a conversation, rendered by the model's own chat template.
+        """Answer a conversation. The model's own chat template renders it.
 
         Args:
-            messages: dicts with "role" and "content"; answers may have "tool_calls", and messages
-                of the role "tool" their results. A text is one message of the user. A content may
-                be a list of {"type": "text", "text": ...} and {"type": "image", "image": ...} with
-                a path, bytes, a PIL image or an array, where the model sees; and of {"type":
-                "video", "video": ...} with a path or bytes, or {"type": "video", "frames": [...],
-                "fps": ...}.
-            params: how to choose tokens. None: `chat_params`, the model's own values.
-            tools: what the model may call: {"type": "function", "function": {"name": ...,
+            messages: dicts with "role" and "content". Answers may have "tool_calls", and messages
+                of the role "tool" have results. A text is one message of the user. A content may be
+                a list of parts: {"type": "text", "text": ...}, and for models that see {"type":
+                "image", "image": path, bytes, PIL image or array}, {"type": "video", "video": path
+                or bytes} and {"type": "video", "frames": [...], "fps": ...}.
+            params: how to choose tokens; None: `chat_params`, the model's own values.
+            tools: the tools that the model may call: {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
                 text.
             tool_choice: "auto" (the default), "none", "required", or {"type": "function",
                 "function": {"name": ...}}; the last two make the model call.
             parallel_tool_calls: whether an answer may have several calls; the default.
-            response_format: what the answer must look like, as of `generate`.
+            response_format: the form that the answer must have, as of `generate`.
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
-            images: pictures before the text of the user's last message.
-            videos: behind these, videos: each a path or the bytes of a file (with the extra
-                `video`), or a list of frames, two of which are a second.
+            images: pictures, which stand before the text of the user's last message.
+            videos: videos, which stand after the pictures. Each is a path or the bytes of a file
+                (needs the extra `video`), or a list of frames, two a second.
             options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Raises:
-            PictureError: a picture is broken, too large, or not there.
-            UnsupportedFieldError: there are pictures, and the model reads text only.
+            PictureError: a picture is broken, too large, or missing.
+            UnsupportedFieldError: there are pictures, and the model reads only text.
             TemplateError: the model has no chat template, or it refused these messages.
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
@@ -272,10 +271,10 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[ChatArguments],
     ) -> None:
-        """Answer a conversation before the reader's eyes; arguments as of `chat`.
+        """Answer a conversation and show the answer as it comes; arguments as of `chat`.
 
-        A notebook shows the pictures and a card that grows, a terminal the text as it comes. The
-        Result is `last`.
+        A notebook shows the pictures and a card that grows, a terminal shows text. The Result is in
+        `last`.
         """
         from .display.show import show
         from .text import read_messages
@@ -287,10 +286,10 @@ class LLM:
 
     @property
     def chat_params(self) -> SamplingParams:
-        """How `chat` chooses tokens if nothing is said: by the model's generation_config.json.
+        """How `chat` chooses tokens by default: as the model's generation_config.json says.
 
-        Models that reason repeat themselves without end where the most probable token is always
-        taken. An answer is as long as the context allows.
+        (Models that reason may repeat themselves forever with greedy decoding.) An answer may be as
+        long as the context allows.
         """
         params = self._session.chat_params
         if params is None:
@@ -298,7 +297,7 @@ class LLM:
         return params
 
     def heat(self, result: Result) -> "Heat":
-        """The tokens of an answer. A notebook shows improbable ones on a hot ground.
+        """The tokens of an answer. A notebook shows improbable tokens in hot colours.
 
         Raises:
             InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
@@ -320,7 +319,7 @@ class LLM:
         return chat_input(method, messages, params, options)
 
     def _say_params(self) -> None:
-        """Say once, where somebody watches, that answers are drawn as the model's files say."""
+        """Say once, if somebody watches, that answers are sampled as the model's files say."""
         params = self._session.chat_params
         if params is None or params.greedy or self._said_params or not is_watched(self._progress):
             return
@@ -333,7 +332,7 @@ class LLM:
         """Begin a program: a conversation or a text that Python and the model write in turns.
 
         Args:
-            options: of all its parts, as of `Program.gen`; a part's own replace them.
+            options: for all of its parts, as of `Program.gen`. Options of a part replace them.
         """
         return Program(self._session, self._part, options)
 
@@ -356,22 +355,22 @@ class LLM:
         """Run a program for each item, many at once, on threads.
 
         Args:
-            function: takes a new program and the item; what it returns is the item's value.
-            items: all of them.
-            key: a text or a number that tells an item from all others; it goes with `path`.
-            path: a JSON Lines file that gets each value with its key as soon as it is there. Items
-                whose keys it has are not run: a map that was stopped goes on. Values must be JSON,
-                and are returned as the file has them.
-            in_flight: how many programs run at once; None: as many as the batch has rows, and 64 of
-                a server's model.
+            function: takes a new program and the item, and returns the item's value.
+            items: the items.
+            key: gives a text or a number that identifies an item; required with `path`.
+            path: a JSON Lines file. Each value is written to it with its key as soon as it is
+                there. Items whose keys are in the file are not run, so a map that was stopped goes
+                on. Values must be JSON, and are returned as the file has them.
+            in_flight: how many programs run at once; None: as many as the batch has rows (64 with a
+                server's model).
             options: of the programs, as of `program`.
 
         Returns:
             The values, in the order of the items.
 
         Raises:
-            The first error of a program, once those that had begun have ended. InvalidRequestError:
-            two items have one key, `key` or `path` stands alone, or the file is no such file.
+            The first error of a program, when all that had begun have ended. InvalidRequestError:
+            two items have one key, only one of `key` and `path` is given, or it is no such file.
         """
 
         def run(item: Item) -> T:
@@ -385,15 +384,14 @@ class LLM:
     # -- the model itself -----------------------------------------------------------------------
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
-        """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
+        """Compute the KV cache of a prompt or of a conversation's beginning, and evict it last.
 
-        Pinned pages are evicted only when running requests need their room and hold every page
-        that is not pinned: a running request goes before a kept prefix. Then they go last page
-        first, and are computed again like any other prefix.
+        Pinned pages are evicted only if running requests need the room and all other pages are in
+        use. The last page goes first. An evicted prefix is computed again like any other.
 
         Returns:
-            How many tokens are kept: whole pages. The next request that begins with them finds as
-            many, unless some had to go meanwhile.
+            How many tokens are kept, in whole pages. The next request that begins with them finds
+            as many, unless some were evicted.
 
         Raises:
             InvalidRequestError: there is no prefix cache, or it is a server's.
@@ -401,13 +399,13 @@ class LLM:
         return self._session.pin(prompt)
 
     def logits(self, prompt: PromptLike, *, adapter: str | None = None) -> "np.ndarray":
-        """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
+        """Logits (T, vocab) float32 of every position, computed as for an answer."""
         return self._session.logits(prompt, adapter)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load an adapter: from now on requests may name it (`adapter=name`), in any mix.
+        """Load an adapter. Requests may then name it (`adapter=name`), each its own.
 
-        Answers are those of the model that the adapter is merged into. Requests run on meanwhile.
+        Answers are those of the model with the adapter merged in. Other requests keep running.
 
         Args:
             name: letters, digits, ".", "_" and "-".
@@ -415,7 +413,7 @@ class LLM:
                 rsLoRA or DoRA) or in mlx-lm's (adapters.safetensors).
 
         Raises:
-            InvalidRequestError: the name is taken, or is none.
+            InvalidRequestError: the name is taken, or is not a name.
             InsufficientMemoryError: there is no room for it.
             AdapterNotFoundError: there is no adapter.
             CheckpointError: a file is broken, a pickle, or not for this model.
@@ -424,7 +422,7 @@ class LLM:
         self._session.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Let no new request name an adapter; its memory is free when the last one has ended.
+        """Refuse the adapter to new requests, and free its memory after the last request with it.
 
         Raises:
             InvalidRequestError: there is none of this name.
@@ -504,20 +502,21 @@ class LLM:
         Args:
             texts: a text or token ids, or a list of these. Special tokens that are spelled in a
                 text are text.
-            prompt_name: which of the model's own prompts stands before each text, such as "query";
-                None: the one that its files name as the default, or none.
+            prompt_name: the model's own prompt that stands before each text, such as "query";
+                None: the default of its files, or none.
             prompt: a text that stands there instead.
-            dimensions: cut each vector to its first so many numbers, and bring it to length 1 if
-                the model does so: for models that were trained for that (Matryoshka).
+            dimensions: keep this many numbers of each vector, from the first on, and normalise
+                again if the model does so. For models trained for it (Matryoshka).
             normalize: bring vectors to length 1; None: as the model's files say.
-            truncate: texts that are longer lose what is behind so many tokens, or (True) what the
-                model does not read; False: they are refused.
+            truncate: cut longer texts to this many tokens, or (True) to what the model reads;
+                False: refuse them.
 
         Returns:
             (N, dim) float32, one row for each text.
 
         Raises:
-            InvalidRequestError: the model gives no vectors, has no such prompt, or none so long.
+            InvalidRequestError: the model gives no vectors, none of this size, or has no such
+                prompt.
             ContextLengthError: a text is too long.
         """
         given = EmbedInput(
@@ -539,17 +538,17 @@ class LLM:
         instruction: str | None = None,
         truncate: int | bool = False,
     ) -> list[Ranked]:
-        """Documents by how well they go with a query, the best first.
+        """Documents by how well they match a query, the best first.
 
-        A reranker reads query and document together; with an embedding model their vectors are
-        compared, read with its prompts "query" and "document" where it has such.
+        A reranker reads query and document together. An embedding model gives vectors of both, with
+        its prompts "query" and "document" if it has them, and the vectors are compared.
 
         Args:
             query: a text.
             documents: texts.
-            top_n: leave out all but the best so many.
+            top_n: return only this many.
             instruction: what counts as a match, for models that read one (Qwen3-Reranker).
-            truncate: as of `embed`; of a pair the longer text is cut first.
+            truncate: as of `embed`. The longer text of a pair is cut first.
 
         Returns:
             For each document: `index` in the list given, `score`, `document`.
@@ -569,11 +568,13 @@ class LLM:
         instruction: str | None = None,
         truncate: int | bool = False,
     ) -> "NDArray[np.float32]":
-        """How well each text of `a` goes with that of `b`; one text goes with each of the other's.
+        """How well each text of `a` matches the text of `b` beside it.
+
+        If one of both is a single text, it is compared with all texts of the other.
 
         Returns:
-            (N,) float32: of a reranker what its files say, mostly from 0 to 1; of an embedding
-            model the similarity of the vectors, mostly their cosine.
+            (N,) float32. A reranker's scores are what its files say, mostly from 0 to 1. An
+            embedding model's are the similarity of the vectors, mostly their cosine.
 
         Raises:
             As of `rerank`, and InvalidRequestError for different numbers of texts.
@@ -591,7 +592,7 @@ if LLM.__doc__ is not None:  # python -OO leaves out docstrings
 def load_session(
     name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
 ) -> ModelSession:
-    """Find, download and load a model; its bars go on from each other."""
+    """Find, download and load a model; one bar follows the other."""
     with progress_bars(wanted=progress) as show:
 
         def find(model: str) -> Path:

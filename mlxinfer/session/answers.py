@@ -1,7 +1,7 @@
 """The answers to one or several inputs: token events of the engine in, steps and results out.
 
-A caller that leaves early, by an error, Ctrl-C, a cancelled task or a closed generator, ends its
-requests. One call in C does it: no signal handler can interrupt the call before it has an effect.
+A caller may leave early: by an error, Ctrl-C, a cancelled task or a closed generator. Its requests
+then end. One call in C ends them, so a signal handler cannot interrupt it halfway.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class PromptProgress(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerStep:
-    """The addition of one event of the engine to one answer."""
+    """What one event of the engine adds to one answer."""
 
     index: int  # of the answer: inputs in their order, n answers each
     delta: Delta
@@ -78,26 +78,26 @@ class AnswerWatcher(Protocol):
 
 
 class Answer:
-    """One answer: turns the token events of a request into deltas, and keeps what its Result needs.
+    """One answer: turns the token events of a request into deltas and a Result.
 
-    The text decides here whether the answer has ended: a stop string, or the only tool call that is
-    allowed, makes the finish reason STOP. All other reasons are the engine's. A reason that was set
-    stays.
+    The text can end the answer before the engine does: by a stop string, or by a tool call if only
+    one is allowed. The finish reason is then STOP. All other finish reasons come from the engine.
 
     Args:
-        request: its events are pushed.
-        new_stream: makes what decodes its tokens, from the first one on.
-        prompt: of the request.
-        unenforced: schemas that the complete answer is checked against; where it breaks one, the
-            request is tried again.
+        request: the request whose events are pushed.
+        new_stream: makes the TextStream that turns the tokens into text.
+        prompt: the prompt of the request.
+        unenforced: schemas that the complete answer is checked against. If it breaks one, the
+            request is made again.
         prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
 
     Attributes:
-        result: of the whole answer, once it has ended.
-        num_attempts: requests so far, the running one included.
-        reasoning_tokens: tokens up to the last thought so far.
-        ended_early: the text ended the answer before the engine did: the request is to be aborted.
-        prompt_logits: (n, vocab) float32 each, of the prompt's next n positions, where the request
+        result: the result of the whole answer, once it has ended.
+        num_attempts: requests so far, with the running one.
+        reasoning_tokens: tokens so far, up to the last one of the reasoning.
+        ended_early: the text has ended the answer before the engine did, so the request must be
+            aborted.
+        prompt_logits: (n, vocab) float32 each, of the prompt's next n positions, if the request
             asks for them.
     """
 
@@ -124,7 +124,7 @@ class Answer:
         self._begin()
 
     def _begin(self) -> None:
-        """Reset to the beginning of an attempt: nothing of the answer has come."""
+        """Reset all that an attempt collects."""
         self.prompt_logits: list[NDArray[np.float32]] = []
         self.ended_early = False
         self.result: Result | None = None
@@ -138,10 +138,10 @@ class Answer:
         self._first_token_s = 0.0
 
     def try_again(self) -> bool:
-        """Make another request where the answer breaks a schema; False: the answer is valid.
+        """Make another request if the answer breaks a schema; False: the answer is valid.
 
-        An answer that was cut off is not checked. Each further attempt is drawn at a
-        higher temperature: at 0 it would be the same.
+        An answer that was cut off is not checked. Each further attempt has a higher temperature:
+        at 0 it would give the same answer.
 
         Raises:
             GrammarFailedError: MAX_ATTEMPTS answers broke the schema.
@@ -219,7 +219,7 @@ class Answer:
         return delta
 
     def _push_text(self, event: TokenEvent) -> tuple[tuple[Part, ...], FinishReason | None]:
-        """The new text, and why the answer has ended; None: it goes on."""
+        """The new text, and the reason why the answer has ended; None: it has not ended."""
         parts: tuple[Part, ...] = ()
         reason = event.finish_reason
         if event.token_id is not None and reason is not FinishReason.STOP:  # an end token has none
@@ -254,7 +254,7 @@ class Answer:
         )
 
     def _timing(self, finished_s: float) -> Timing:
-        """Where the time went, by when the engine made the tokens, not when they were read."""
+        """Where the time went. Times are when the engine made a token, not when it was read."""
         request, first_s = self.request, self._first_token_s or finished_s
         submitted_s = request.arrived_s or self._submitted_s
         started_s = request.started_s or first_s
@@ -277,24 +277,24 @@ def _rate(count: int, seconds: float) -> float | None:
 
 
 class Answers:
-    """Answers that run, are read and are left together. `Session.start` makes them.
+    """Several answers that run together and are read together. `Session.start` makes them.
 
     They are read once: by `for` on a thread, by `async for` on an event loop, or by `results` and
-    `aresults`. Iterating yields the steps that have arrived together, as a list. Steps that arrived
+    `aresults`. Iterating yields lists: the steps that have arrived together. Steps that arrived
     before an error are yielded before it is raised.
 
     Args:
         engine: runs the requests.
-        answers: in the order of the steps' indices.
-        owner: is referred to, so that the model stays as long as its answers.
+        answers: one for each index of the steps.
+        owner: the session. The reference keeps the model open as long as its answers are read.
 
     Attributes:
         answers: as given.
         abort: ends all of the requests; may be called on any thread.
 
-    Raises (of all that reads them):
+    Raises (by every way to read them):
         InvalidRequestError, ContextLengthError, InsufficientMemoryError: a request can never run.
-        RequestFailedError: one failed; all end.
+        RequestFailedError: a request failed. The others end, too.
         GrammarFailedError: no attempt at an answer passed its check.
         EngineClosedError: the engine was closed before all had ended.
     """
@@ -323,7 +323,7 @@ class Answers:
 
     @property
     def num_attempts(self) -> int:
-        """Requests that the slowest answer took; more than 1 where one broke its schema."""
+        """The most requests that one answer took; more than 1 if an answer broke its schema."""
         return max(answer.num_attempts for answer in self.answers)
 
     @property
@@ -372,13 +372,13 @@ class Answers:
     def begin(
         self, *, keep_alive_s: float | None = None, watcher: AnswerWatcher | None = None
     ) -> None:
-        """Hand all requests to the engine, or none; their events come to the running event loop.
+        """Hand all requests to the engine, or none. Their events come to the running event loop.
 
-        `async for` calls this where nobody did.
+        `async for` calls this if it was not called before.
 
         Args:
             keep_alive_s: seconds of silence after which an empty list of steps is yielded.
-            watcher: is told each event before its step is yielded.
+            watcher: gets each event before its step is yielded.
         """
         loop = asyncio.get_running_loop()
         self._keep_alive_s, self._watcher = keep_alive_s, watcher
@@ -411,7 +411,7 @@ class Answers:
         return self._results()
 
     def interrupt(self, error: Exception) -> None:
-        """Let the steps raise `error` next. Called on the event loop, such as by a deadline."""
+        """Make the reader raise `error` next. A deadline calls this, on the event loop."""
         self._error = error
         self._news.set()
 
@@ -439,9 +439,9 @@ class Answers:
         self._news.set()
 
     async def _arrived(self) -> tuple[list[AnswerStep], Exception | None]:
-        """Wait for events: their steps up to the first error, and that error.
+        """Wait for events; return their steps up to the first error, and that error.
 
-        Nothing at all: it was silent for a while.
+        No steps and no error mean that nothing came for a while.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -457,7 +457,7 @@ class Answers:
                 return steps, error
 
     def _watch_silence(self, keep_alive_s: float) -> None:
-        """One timer that looks again when the silence could be long enough, not one a token."""
+        """Check the silence by one timer, set again when it fires, and not by one timer a token."""
         loop = asyncio.get_running_loop()
         due_s = self._heard_s + keep_alive_s
         if loop.time() >= due_s:
@@ -476,9 +476,9 @@ class Answers:
         return steps, None
 
     def _take(self, event: TokenEvent) -> Sequence[AnswerStep]:
-        """The steps of an event; none where the answer had ended before.
+        """The steps of an event; none if the answer had ended before.
 
-        The steps of an answer that is checked when it is complete come all at once: no caller sees
+        If an answer is checked when it is complete, its steps come all at once. So no caller sees
         an answer that is then tried again.
         """
         index = self._unfinished.get(event.request_id)
@@ -532,7 +532,7 @@ def _step(index: int, answer: Answer, event: TokenEvent) -> AnswerStep:
 
 
 def _scoring(answer: Answer, listener: "Listener") -> "Listener":
-    """A listener that scores a prompt at once; logits that are only scored are not passed on."""
+    """The listener of an answer. If its prompt is scored, logits are scored and not passed on."""
     scores = answer.prompt_scores
     if scores is None:
         return listener
@@ -559,14 +559,14 @@ class RunningAnswers(Protocol):
 
 
 def deltas(answers: RunningAnswers) -> Iterator[Delta]:
-    """The deltas of the one answer; leaving the loop ends the request."""
+    """The deltas of a single answer; leaving the loop ends the request."""
     for steps in answers:
         for step in steps:
             yield step.delta
 
 
 async def adeltas(start: Callable[[Input], RunningAnswers], given: Input) -> AsyncIterator[Delta]:
-    """`deltas` for asyncio; what takes long runs in a worker thread."""
+    """`deltas` for asyncio; `start` runs in a worker thread, because it may take long."""
     answers: Any = aiter(await asyncio.to_thread(start, given))
     async with aclosing(answers):
         async for steps in answers:

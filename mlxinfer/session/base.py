@@ -1,4 +1,4 @@
-"""The interface of an open model for LLM: the model may run here or behind a server."""
+"""The interface of an open model that LLM uses. The model runs here or behind a server."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class ModelSession(Protocol):
-    """A model that is open. A method that a model cannot do is refused, as `refuse` says.
+    """A model that is open. If a model cannot do something, the method calls `refuse`.
 
-    The arguments, results and errors of all methods are those of LLM's methods of the same name.
+    Arguments, results and errors of a method are those of LLM's method of the same name.
     """
 
     info: Any  # `name`, `summary` in one line, and `max_context` in tokens, or None
@@ -110,7 +110,7 @@ class LocalSession(ModelSession):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What requests may ask it for: names such as "chat", "tools" and "embeddings"."""
+        """Names of what the model can do, such as "chat", "tools" and "embeddings"."""
         return frozenset()
 
     @property
@@ -123,7 +123,7 @@ class LocalSession(ModelSession):
         return self.engine.stats()
 
     def require_open(self) -> None:
-        """Raise EngineClosedError where `closed`; DeviceLostError where the GPU is gone."""
+        """Raise EngineClosedError if `closed`, and DeviceLostError if the GPU is gone."""
         self.engine.require_open()
 
     @property

@@ -1,8 +1,8 @@
-"""All that a model can be asked for: conversations and texts, with what shapes their answers.
+"""What a model can be asked for: conversations and texts, with all options of their answers.
 
-Inputs are plain data, checked as far as that needs no model. `LLM`, the command line and the server
-build them. `Session.start` answers ChatInput and TextInput. `PoolingSession` gives vectors for
-EmbedInput and scores for ScoreInput.
+Inputs are plain data. Building one checks everything that can be checked without a model. `LLM`,
+the command line and the server build inputs. `Session.start` answers ChatInput and TextInput.
+`PoolingSession` gives vectors for EmbedInput and scores for ScoreInput.
 """
 
 from abc import ABC, abstractmethod
@@ -52,7 +52,7 @@ class ChatArguments(TextArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """The token ids of an input, and what its answers need to know of it."""
+    """The token ids of an input, and the facts about it that its answers need."""
 
     ids: list[int]
     text: str | None = None  # the text that is continued; None: token ids or a conversation
@@ -66,7 +66,7 @@ class EncodedPrompt:
 
 
 class InputReader(Protocol[T_co]):
-    """Reads inputs: RequestBuilder makes prompts of them, RemoteForm bodies of requests."""
+    """Reads inputs. RequestBuilder makes prompts of them, RemoteForm makes bodies of requests."""
 
     def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
         """Read a conversation."""
@@ -79,20 +79,20 @@ class InputReader(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input(ABC):
-    """The fields that conversations and texts share. Checked when built.
+    """The fields that conversations and texts share. They are checked when it is built.
 
     Attributes:
         params: how tokens are chosen; None: a conversation takes the model's own values
             (`Session.chat_params`), a text the defaults of SamplingParams.
         sampling: fields of SamplingParams that replace those of `params`.
         n: answers to the same prompt. With a seed, answer i has the seed plus i.
-        response_format: what the answers must look like, as of LLM.generate.
-        constraint: the same as a ready specification; it replaces response_format.
+        response_format: the form that answers must have; see LLM.generate.
+        constraint: the form as a ready specification; it replaces response_format.
         adapter: name of a loaded adapter; None: the model itself.
         cache_salt: inputs with different salts share no cached prefix.
         owner: sender of the input, such as the name of an API key.
         reports_prompt: steps say how far the prompt is computed.
-        pins: the KV cache of the prompt is kept the longest.
+        pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
 
     Raises:
@@ -165,7 +165,7 @@ class ChatInput(Input):
             may be pictures, {"type": "image", "image": ...}, and videos, {"type": "video",
             "frames": [...]}. The role "developer" becomes "system" where the template does not know
             it.
-        tools: that the model may call, in OpenAI's form.
+        tools: the tools that the model may call, in OpenAI's form.
         tool_choice: "auto", "none", "required", or the tool that must be called.
         parallel_tool_calls: an answer may have several calls.
         template_variables: variables of the chat template, such as {"enable_thinking": False}.
@@ -222,7 +222,7 @@ class TextInput(Input):
         prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
             at each position; None: do not.
         logits: keep the logits of every position of the prompt.
-        reasons: what the model marks as its reasoning is split off.
+        reasons: the reasoning of the model is split off the text.
         pictures: that stand in a prompt of token ids.
     """
 
@@ -241,7 +241,7 @@ class TextInput(Input):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """Texts to be made vectors of; the fields are the arguments of LLM.embed.
+    """Texts that become vectors; the fields are the arguments of LLM.embed.
 
     Attributes:
         place: the field that errors name.
@@ -262,7 +262,7 @@ class EmbedInput:
 
     @property
     def each(self) -> Sequence[Text]:
-        """The texts, also where one was given."""
+        """The texts as a list, even if one text was given."""
         texts: Any = self.texts
         is_ids = bool(texts) and all(type(item) is int for item in texts)
         return [texts] if isinstance(texts, str) or is_ids else texts
@@ -274,7 +274,7 @@ class ScoreInput:
 
     Attributes:
         first, second: a text or several; one text goes with each of the other's.
-        names: of the fields of both, for errors about how many there are.
+        names: the fields of both, for errors about the number of texts.
         place: the field that errors about one text name.
     """
 
@@ -317,7 +317,7 @@ class ScoreInput:
 
     @property
     def pairs(self) -> tuple[list[str], list[str]]:
-        """As many first texts as second ones."""
+        """Two lists of equal length: a first text and a second text for each pair."""
         one, two = _as_list(self.first), _as_list(self.second)
         count = max(len(one), len(two))
         return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
@@ -359,7 +359,7 @@ def chat_input(
 def _split(
     method: str, options: Mapping[str, Any], known: type
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a method of its own, and those that are fields of SamplingParams."""
+    """The options of a method: those of its own, and those that are fields of SamplingParams."""
     check_names(method, options, known.__annotations__)
     fields = SamplingValues.__annotations__
     own = {name: value for name, value in options.items() if name not in fields}
@@ -367,7 +367,7 @@ def _split(
 
 
 def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
-    """One for each of `count` prompts, from one for all or a list."""
+    """A value for each of `count` prompts; `given` is one value for all, or a list."""
     if given is None or isinstance(given, kind):
         return [given] * count
     if not isinstance(given, list | tuple):

@@ -1,7 +1,7 @@
-"""A loaded model that is ready for inputs, and the requests that it makes of them.
+"""A loaded model that answers inputs, and the builder of its requests.
 
 LLM, the command line and the server use a Session. Its RequestBuilder turns prompts, conversations,
-tools and response formats into requests and runs nothing.
+tools and response formats into requests. The builder runs nothing.
 """
 
 import itertools
@@ -69,10 +69,10 @@ class RequestBuilder:
     """Builds the requests to one model. Safe to use from several threads.
 
     Args:
-        tokenizer: of the model.
-        info: of the model.
-        tool_format: how it writes tool calls; "auto": as its template and its tokens show.
-        pictures: reads those of conversations; None: the model sees none.
+        tokenizer: the model's tokenizer.
+        info: facts of the model.
+        tool_format: how the model writes tool calls; "auto": found by its template and its tokens.
+        pictures: reads the pictures of conversations; None: the model reads text only.
 
     Attributes:
         tokenizer: as given.
@@ -105,13 +105,13 @@ class RequestBuilder:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model writes tool calls; may be found by rendering conversations."""
+        """How the model writes tool calls. The first use may render conversations to find out."""
         return detect_tools(self.tokenizer, self._tool_format_name)
 
     # -- inputs ---------------------------------------------------------------------------------
 
     def build(self, given: Input, chat_params: SamplingParams, max_context: int) -> list[Answer]:
-        """The n answers to one input, ready to run. Takes up to seconds where a grammar compiles.
+        """The n answers to one input, ready to run. Compiling a grammar may take seconds.
 
         Args:
             given: the input.
@@ -268,7 +268,7 @@ class RequestBuilder:
         return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
-        """How the answers use tools; None: not at all."""
+        """How the answers use tools; None: they use none."""
         if not given.tools and given.tool_choice in (None, "auto", "none"):
             return None
         return ToolUse.plan(
@@ -280,7 +280,7 @@ class RequestBuilder:
         )
 
     def _text_stream(self, request: Request, prompt: EncodedPrompt) -> TextStream:
-        """The text of one answer."""
+        """The stream that makes text of one answer's tokens."""
         use = prompt.use
         return TextStream(
             self.tokenizer,
@@ -294,7 +294,7 @@ class RequestBuilder:
         )
 
     def close(self) -> None:
-        """End the process that tries grammars out."""
+        """End the process in which grammars are checked."""
         self.guidance.compiler.close()
 
     def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
@@ -314,7 +314,7 @@ class RequestBuilder:
         return request
 
     def _breaking(self, text: str) -> frozenset[int]:
-        """The tokens that hold a text, or the last one of its own where none holds it."""
+        """The tokens that contain a text. If none does: the last token of the text itself."""
         found = self._breakers.get(text)
         if found is None:
             if len(self._breakers) >= MAX_BREAKERS:
@@ -344,7 +344,7 @@ def effort_variables(effort: str | bool | None, source: str) -> dict[str, Any]:
 
     Args:
         effort: from "none" to "max", or True and False; None: the template's own default.
-        source: of the template.
+        source: the jinja source of the template.
     """
     if effort is None:
         return {}
@@ -358,10 +358,11 @@ def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
-    """Positions behind the first turn of a prompt and behind its last few, as end tokens mark them.
+    """Positions after the first turn of a prompt, and after each of its last turns.
 
-    There other prompts part from this one: those with the same system prompt and tools, and this
-    conversation with its last messages changed. They are few: each costs a snapshot of the states.
+    A turn ends with an end token. Other prompts differ from this one at these positions: prompts
+    with the same system prompt and tools, and this conversation with its last messages changed.
+    There are few positions, because each costs a snapshot of the states.
     """
     first = next((i + 1 for i, token in enumerate(ids) if token in end_ids), None)
     if first is None:
@@ -371,7 +372,7 @@ def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def _as_int(value: Any) -> Any:
-    """An integer of numpy as Python's own; anything else as it is."""
+    """An integer of numpy as an int of Python; anything else unchanged."""
     is_other = type(value) is not int and isinstance(value, Integral)
     return int(value) if is_other and not isinstance(value, bool) else value
 
@@ -380,14 +381,14 @@ class Session(LocalSession):
     """A model with its engine: inputs in, answers out.
 
     Args:
-        name: of the model, for people.
-        folder: with the checkpoint.
-        options: of the engine.
-        tool_format: how the model writes tool calls; "auto": as its template and its tokens show.
-        watch: is called with the bytes of weights that are loaded, and with all of them.
+        name: the model's name, for people.
+        folder: the folder of the checkpoint.
+        options: options of the engine.
+        tool_format: how the model writes tool calls; "auto": found by its template and its tokens.
+        watch: is called with the bytes of weights that are loaded, and with the bytes of all.
 
     Attributes:
-        chat_params: the model's own values: how a conversation is answered if nothing is said.
+        chat_params: the model's own sampling values, the default of conversations.
         builder: makes requests of inputs.
 
     Raises:
@@ -431,7 +432,7 @@ class Session(LocalSession):
         return self.builder.tokenizer
 
     def refuse(self, method: str) -> NoReturn:
-        """Raise InvalidRequestError: only models that pool have the method."""
+        """Raise InvalidRequestError: only embedding models and rerankers have the method."""
         raise InvalidRequestError(
             f"{self.info.name} generates text and has no {method}; load an embedding "
             "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
@@ -473,9 +474,9 @@ class Session(LocalSession):
     def start(self, *inputs: Input) -> Answers:
         """The answers to conversations and texts, which run together. Nothing runs yet.
 
-        Checks and encodes the inputs, fits the answers into the context and compiles grammars. That
-        may take seconds: an event loop calls this in a worker thread. The requests go to the engine
-        when the answers are read, or by `Answers.begin`.
+        This checks and encodes the inputs, fits the answers into the context and compiles grammars.
+        It may take seconds, so an event loop calls it in a worker thread. The requests go to the
+        engine when the answers are read, or by `Answers.begin`.
 
         Raises:
             InvalidRequestError: an input is wrong, or a grammar cannot be compiled.
@@ -488,11 +489,11 @@ class Session(LocalSession):
         return Answers(self.engine, answers, owner=self)
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
-        """The prompt of an input alone; as `start`.
+        """The prompt of an input, made and checked as by `start`.
 
         Args:
-            bounded: texts that are far too long for the context are refused before they are
-                encoded.
+            given: the input.
+            bounded: refuse texts that are far too long for the context before they are encoded.
         """
         return given.read_by(self.builder, self.limits.max_context if bounded else None)
 
@@ -563,7 +564,7 @@ class Session(LocalSession):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise InvalidRequestError unless `name` can stand behind a model's, as in `base:name`."""
+    """Raise InvalidRequestError unless this can be an adapter's name, as in `model:name`."""
     if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
         raise InvalidRequestError(
             f"{shown(name)} is no name of an adapter; expected letters, digits, '.', '_' and '-', "

@@ -1,8 +1,8 @@
-"""Chat messages to token ids: checks them, renders the chat template and encodes the rendering.
+"""Chat messages to token ids: renders the chat template and encodes the rendering.
 
-Where a message may spell a control token, the template is rendered a second time with the texts
-hidden (`ControlTokens`). That rendering shows which control tokens the template wrote. Where they
-are all that there are, the ids are those of the plain rendering, as in transformers.
+If a message may spell a control token, the template is rendered a second time with the messages'
+texts hidden (`ControlTokens`). The second rendering shows which control tokens the template itself
+wrote. If the messages spell none, the ids are those of the plain rendering, as in transformers.
 """
 
 import json
@@ -57,8 +57,8 @@ def encode_chat(
     """Return the prompt's token ids for these messages, rendered by the chat template.
 
     Args: those of ChatTemplate.render, and
-        check: called with the prompt's text before it is encoded; it may raise.
-        respell: called with what the template has written; what it returns is encoded.
+        check: is called with the prompt's text before the text is encoded, and may raise.
+        respell: takes the text that the template wrote; its result is encoded instead.
 
     Raises:
         TemplateError: there is no template, it refuses the messages, or it exceeds a limit.
@@ -102,7 +102,7 @@ def _encoded(
     given: dict[str, Any],
     check: Callable[[str], None] | None,
 ) -> list[int]:
-    """Return the ids of plain data; `render` renders it, with control tokens hidden or not."""
+    """Return the ids of plain data. `render` renders it, as it is or with control tokens hidden."""
     given, text = _first_rendering(render, given)
     if not text:
         raise TemplateError("The chat template makes an empty prompt of these messages.")
@@ -117,9 +117,10 @@ def _encoded(
 def _first_rendering(
     render: "Callable[[dict[str, Any], ControlTokens | None], str]", given: dict[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """Return plain data in a form that the template takes, and its rendering.
+    """Return plain data in a form that the template accepts, and its rendering.
 
-    A template may need the arguments of all calls as text, or those that are no JSON as objects.
+    Some templates need the arguments of all calls as text. Others need arguments that are no JSON
+    as objects.
     """
     try:
         return given, render(given, None)
@@ -136,15 +137,14 @@ def _first_rendering(
 class ControlTokens:
     """The tokens that only the template may write: special ones, and added ones in its own text.
 
-    A template writes control tokens (`<|im_end|>`) as text, and the same text in a message must not
-    become the token. So the messages are rendered a second time with one character of each control
-    token (mostly `<`) replaced by a stand-in that no text holds. The control tokens of that
-    rendering are those that the template wrote itself. Lengths stay the same, and the constants
-    that a template compares texts with, or looks for in them, are hidden too: so the template
-    decides as it does for the plain messages.
+    A template writes control tokens (`<|im_end|>`) as text. The same text in a message must not
+    become the token. So the messages are rendered a second time, with one character of each control
+    token (mostly `<`) replaced by a stand-in that occurs in no text. The template itself wrote the
+    control tokens of that rendering. Lengths stay the same. The constants that a template compares
+    texts with, or looks for in them, are hidden, too, so the template decides as before.
 
-    Built once for a tokenizer and a template source (`of`). Holds the tokenizer weakly, since the
-    cache of these objects is keyed by it.
+    Built once for a tokenizer and a template source (`of`). The tokenizer is held weakly, because
+    it is the key of the cache of these objects.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
@@ -188,7 +188,7 @@ class ControlTokens:
         return isinstance(value, (list, tuple)) and any(map(self.may_be_spelled, value))
 
     def hide(self, value: Any) -> Any:
-        """Return plain data with its texts hidden, but for names by which a template reads."""
+        """Return plain data with its texts hidden, except the names by which a template reads."""
         if isinstance(value, str):
             return self._folded(value).translate(self._hidden)
         if isinstance(value, dict):
@@ -199,7 +199,7 @@ class ControlTokens:
         return [self.hide(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def _joined(self, rendering: str) -> str:
-        """Return a rendering in which stand-ins that JSON spelled out are characters again."""
+        """Return a rendering in which the stand-ins that JSON escaped are characters again."""
         for spelled, stand_in in self._spelled.items():
             rendering = rendering.replace(spelled, stand_in)
         return rendering
@@ -257,7 +257,7 @@ class ControlTokens:
         return self._without_anchor(self.encode(_ANCHOR + piece)) or self.encode(piece)
 
     def _encode_plain(self, piece: str) -> list[int]:
-        """Return ids of a text that are no control tokens."""
+        """Return the ids of a text, none of which is a control token."""
         ids = self._plain_after(piece)
         if not self._ids.isdisjoint(ids):  # the vocabulary has the text as one token, too
             ids = [i for char in piece for i in self._plain_after(char)]
@@ -277,16 +277,16 @@ class ControlTokens:
 
 
 def _telltale(token: str) -> str:
-    """Return the character of a control token that is hidden, a rare one if it has one."""
+    """Return the character of a control token that is hidden: a rare one, if there is one."""
     rare = [char for char in token if char in "<["] or [c for c in token if not c.isalnum()]
     return (rare or [token[0]])[0]
 
 
 class _ConstantHider(NodeTransformer):
-    """Lets a template look for hidden constants too, wherever it looks for constants in a text.
+    """Lets a template look for hidden constants, too, wherever it looks for constants in a text.
 
-    The text may be of a message, or written by the template itself. So a comparison is made with
-    both, and a method looks for what is there.
+    The text may come from a message, or from the template itself. So a comparison is made with
+    both forms, and a method looks for the form that the text has.
     """
 
     def __init__(self, hider: ControlTokens) -> None:
@@ -314,7 +314,7 @@ class _ConstantHider(NodeTransformer):
         return self._search(node, node.node)
 
     def _search(self, node: nodes.Call | nodes.Filter, text: nodes.Expr) -> nodes.Node:
-        """Return a search for the hidden constant where the text has it, else the search itself."""
+        """Return a search for the hidden constant if the text has it, else the search itself."""
         wanted = self._hidden(node.args[0]) if node.args else None
         if wanted is None or wanted == node.args[0] or not isinstance(wanted, nodes.Const):
             return node

@@ -21,10 +21,10 @@ class ImagePart(NamedTuple):
     Attributes:
         source: a path, bytes, a data: URL, a PIL image or an array; of a video, a path, bytes or a
             list of pictures.
-        low_detail: few tokens are enough for it.
+        low_detail: the picture may become few tokens.
         place: the field that errors name.
         is_video: this is a video.
-        fps: frames in a second of a list of pictures, if it was said.
+        fps: frames a second of a list of pictures, if the message states it.
     """
 
     source: Any

@@ -1,8 +1,8 @@
 """Text that arrives in pieces, for parsers that are written as generators.
 
-A parser is a generator that yields, without a value, wherever it has used up the text. It decides
-nothing by how much text has arrived, so that its result does not depend on how the text is divided.
-Each character is looked at a bounded number of times.
+A parser is a generator. It yields, without a value, whenever it has used up the text. It never
+decides by how much text has arrived, so its result does not depend on how the text is divided. Each
+character is looked at a bounded number of times.
 """
 
 import re
@@ -19,14 +19,14 @@ _ALL = re.compile(".+", re.DOTALL)
 
 
 class Malformed(Exception):
-    """The text is no call of this format after all; the message says why."""
+    """The text is not what a parser expected, such as a tool call; the message says why."""
 
 
 class TextReader:
     """The characters still to be read, and those read since the last `commit`.
 
-    Text that was read stays available until it is committed: if it turns out to be no call, it is
-    returned as the text that it was.
+    Text that was read is kept until it is committed. If it turns out to be no call, it is returned
+    as text.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class TextReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing more arrives and all is read, but for the beginning of a mark."""
+        """Whether nothing more arrives, and all is read except perhaps the beginning of a mark."""
         return self._closed and self._at in (len(self._text), self._cut_mark)
 
     def drop(self) -> None:

@@ -1,9 +1,9 @@
 """How models mark their reasoning, and the split of an answer into reasoning and visible text.
 
-Marks are found in the text and not among the ids, so that it does not matter whether a model writes
-`<think>` as one token or as four. A prompt may already hold the beginning of an answer
-(`answer_prefix`): the start tag, which its template wrote, or a part of the reasoning or of the
-message that the answer continues. The text stream, and grammars, start from that state.
+Marks are found in the text, not among the ids: a model may write `<think>` as one token or as four.
+A prompt may already hold the beginning of an answer (`answer_prefix`): the start tag, if the
+template writes it, or a part of the reasoning or of the message that the answer continues. The text
+stream and grammars start from that state.
 """
 
 import re
@@ -62,15 +62,15 @@ class TagSplitter(Splitter):
     """Splits off the reasoning between a start and an end tag at the beginning of the answer.
 
     White space around the reasoning, and before the answer after it, is dropped. Later tags are
-    ordinary text: an answer may mention them.
+    ordinary text, because an answer may mention them.
 
     Args:
         start: the tag before the reasoning.
         end: the tag after it.
-        answer: tags around the answer, such as `<response>` and `</response>`. They are dropped
-            where the answer begins with the first of them, with the white space at them.
+        answer: tags around the answer, such as `<response>` and `</response>`. If the answer begins
+            with the first of them, both are dropped, with the white space beside them.
         opened: the prompt ends after the start tag.
-        continued: the prompt ends within the reasoning, so that a space after it belongs to it.
+        continued: the prompt ends within the reasoning, so a space after it is part of it.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class TagSplitter(Splitter):
 class HarmonySplitter(Splitter):
     """Splits channels: analysis is reasoning; final, and commentary to the user, is the answer.
 
-    A message to a tool goes into the text with its header and marks, beginning with <|start|> (even
-    where the prompt had that), so that a tool-call parser finds it. Text without any channel is the
-    answer. Source: the harmony response format of gpt-oss.
+    A message to a tool stays in the text with its header and marks, so that a tool-call parser
+    finds it. It begins with <|start|>, even if the prompt had that mark. Text without any channel
+    is the answer. Source: the harmony response format of gpt-oss.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class HarmonySplitter(Splitter):
         return held
 
     def _mark(self, mark: str) -> str:
-        """Enter the next part of the message; return what the mark itself adds to the output."""
+        """Enter the next part of the message; return the text that the mark adds to the output."""
         self._seen_mark = self._is_header = True
         if mark in HARMONY_ENDS:
             closing = mark if self._header is None and self._channel == "tool" else ""
@@ -265,10 +265,10 @@ class ReasoningFormat:
 def answer_prefix(
     tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
 ) -> str:
-    """Return the beginning of the answer that stands at the prompt's end, "" where there is none.
+    """Return the beginning of the answer at the prompt's end, "" if there is none.
 
-    With tags that is the text from the last start tag on, closed or not; with channels (harmony)
-    the header of the last message.
+    With tags it is the text from the last start tag on, closed or not. With channels (harmony) it
+    is the header of the last message.
     """
     if reasoning is None:
         return ""
@@ -364,8 +364,8 @@ _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
     """Return the format that the tokenizer's tokens or chat template show, None for none.
 
-    Where no known mark is found, a conversation with a thought is rendered: what stands before and
-    after the thought are its marks.
+    If no known mark is found, a conversation with a thought is rendered. The marks are the texts
+    before and after the thought.
     """
     if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
         return ReasoningFormat("", "", harmony=True)

@@ -1,13 +1,14 @@
 """A few short conversations, as a chat template writes them.
 
 The conversations have a plain answer, one tool call, two, a tool's result, a thought or a system
-message. What differs between their renderings shows how the model writes calls (`tools/infer.py`)
-and marks its reasoning (`reasoning.py`). The names, keys and values occur nowhere else.
+message. The differences between their renderings show how the model writes calls
+(`tools/infer.py`) and marks its reasoning (`reasoning.py`). Names, keys and values are unusual
+words, so that they are found in the renderings.
 
-Templates come with checkpoints, and a hostile one may run for ever. So the renderings are made in a
-process with a deadline, once for each template, before it renders anything else. That process runs
-this module (`killable`). A job is {"sources": {name: jinja source}, "variables": {name: text}}, and
-its reply {conversation: rendering or null}.
+Templates come with checkpoints, and a hostile template may never end. So the conversations are
+rendered in a process with a deadline, once for each template, before the template renders anything
+else. That process runs this module (`killable`). A job is {"sources": {name: jinja source},
+"variables": {name: text}}, and its reply is {conversation: rendering or null}.
 """
 
 import weakref

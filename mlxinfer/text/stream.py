@@ -197,15 +197,15 @@ def _metaspace(mark: str, prepend_scheme: str) -> DecoderStep:
 class Detokenizer:
     """Ids in, text out, for one answer. The texts joined equal `Tokenizer.decode` of all ids.
 
-    Takes time linear in the number of ids: each is looked up once and passes each step once. A
-    decoder without an incremental form (CTC, WordPiece) gives all of its text at the end.
+    The time is linear in the number of ids: each id is looked up once and passes each step once.
+    A decoder without an incremental form (CTC, WordPiece) gives all of its text at the end.
 
     Args:
         tokenizer: of the ids.
         skip_special_tokens: leave out control tokens, as `Tokenizer.decode` does.
         keep_ids: special ids that are written out all the same.
-        prompt_ids: the prompt, where the answer continues its text: then the space that decoders
-            strip at the beginning of a text is kept.
+        prompt_ids: the prompt, if the answer continues its text. Then the answer's leading space
+            is kept, which decoders strip at the beginning of a text.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Detokenizer:
 class TextStream:
     """Token ids in, parts of the answer out.
 
-    Their sum does not depend on how the ids are divided into pushes.
+    The sum of the parts does not depend on how the ids are divided into pushes.
 
     Args:
         tokenizer: of the ids.
@@ -284,7 +284,7 @@ class TextStream:
         single_call: the first complete tool call ends the answer.
         min_tokens: a stop string that is completed before this many tokens does not count.
         prompt_ids: the prompt, which may have opened the reasoning.
-        continues: the answer continues the prompt's text (a plain completion), so that a leading
+        continues: the answer continues the prompt's text (a plain completion), so its leading
             space is part of it.
 
     Attributes:

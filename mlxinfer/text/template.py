@@ -1,7 +1,7 @@
 """Messages to prompt text through a checkpoint's chat template.
 
-The environment is that of transformers: jinja's immutable sandbox, which shows a template nothing
-of Python. Whether a template comes to an end is found out once, in a process (`samples.py`).
+The environment is that of transformers: jinja's immutable sandbox, in which a template sees nothing
+of Python. A process with a deadline finds out once whether a template ends (`samples.py`).
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def with_parsed_arguments(messages: Any) -> Any:
 def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
     """Return messages with the arguments of tool calls as JSON text, and a content beside calls.
 
-    Some templates (DeepSeek's) concatenate both to strings.
+    Some templates (DeepSeek's) append both to strings.
     """
     changed = [_with_arguments(message, _as_text) for message in messages]
     return [{**m, "content": ""} if _calls(m) and m.get("content") is None else m for m in changed]
@@ -178,7 +178,7 @@ class ChatTemplate:
         Args:
             messages: dicts with "role" and mostly "content"; a key with the value None counts as
                 missing.
-            hider: has hidden the texts of the messages.
+            hider: is what hid the texts of the messages; None: they are not hidden.
             tools: JSON schemas of functions, in any form that the template reads.
             documents: for templates with retrieval.
             add_generation_prompt: end with the header of an assistant's message.

@@ -1,7 +1,7 @@
 """Text to token ids and back, for one checkpoint. Independent of chat, streams and models.
 
-The `tokenizers` library reads tokenizer.json and encodes; each of its failures, Rust panics
-included, becomes an exception of this package.
+The `tokenizers` library reads tokenizer.json and encodes. Each of its failures, also a panic of its
+Rust code, becomes an exception of this package.
 """
 
 import json
@@ -184,15 +184,15 @@ def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -
 class Tokenizer:
     """A checkpoint's tokenizer. Safe to use from several threads at once, without waiting.
 
-    The library's tokenizer keeps as state whether special tokens are matched in a text. That state
-    is set once and never while another thread encodes: texts that spell such tokens and must stay
-    text go to a second copy with the opposite setting.
+    The library's tokenizer has a setting: whether special tokens are matched in a text. It is set
+    once, because other threads may be encoding. A text that spells such tokens and must stay text
+    goes to a second copy of the tokenizer with the opposite setting.
 
     Attributes:
         vocab_size: one more than the largest id.
-        eos_token_ids: tokens that end an answer: the ids of generation_config.json (or
-            config.json), the tokenizer's own eos_token, and the usual ends of a turn that the chat
-            template writes, which many checkpoints do not declare.
+        eos_token_ids: tokens that end an answer. They are the ids of generation_config.json (or
+            config.json), the tokenizer's own eos_token, and the usual ends of a turn if the chat
+            template writes them: many checkpoints do not declare these.
         bos_token_id: the token that begins a text, None without one.
         special_ids: control tokens, which `decode` leaves out.
         template: the chat template, None without one.
@@ -406,9 +406,9 @@ def exceeds_tokens(
 ) -> bool:
     """Whether `texts` together are certain to have more than `num_tokens` tokens.
 
-    Encoding takes seconds per million characters, on a thread that cannot be interrupted. True is
-    found after encoding pieces of about twice `num_tokens` tokens. False promises nothing: the
-    texts have to be encoded to be sure.
+    Encoding takes seconds per million characters, and cannot be interrupted. This encodes pieces
+    until they have twice `num_tokens` tokens. True is certain. False promises nothing: only
+    encoding all texts tells.
 
     Args:
         encode: turns one text into ids.

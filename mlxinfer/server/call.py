@@ -109,6 +109,7 @@ class Call:
         self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
+        self._left = False  # nothing of it is waited for any more
         self._kept = AsyncExitStack()
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -337,6 +338,7 @@ class Call:
             replace(
                 each.fetched(refuse_urls) if sees else each,
                 owner=self.key,
+                abandoned=lambda: self._left,
                 adapter=model.adapter,
                 cache_salt=self._namespace(each.cache_salt),
             )
@@ -516,6 +518,7 @@ class Call:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._left = True
         if self._deadline is not None:
             self._deadline.cancel()
         if self.answers is not None:

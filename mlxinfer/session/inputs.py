@@ -94,6 +94,7 @@ class Input(ABC):
         reports_prompt: steps say how far the prompt is computed.
         pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
+        abandoned: whether nobody waits for the answers any more; asked while pictures are read.
 
     Raises:
         InvalidRequestError: a value is of the wrong kind or out of range.
@@ -110,6 +111,7 @@ class Input(ABC):
     reports_prompt: bool = False
     pins: bool = False
     place: str = "prompt"
+    abandoned: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         if self.params is not None and not isinstance(self.params, SamplingParams):

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -186,7 +187,13 @@ class PictureReader:
             )
         return cls(info.name, processors, max_tokens)
 
-    def read(self, images: Sequence[ImagePart], max_context: int | None, place: str) -> SeenParts:
+    def read(
+        self,
+        images: Sequence[ImagePart],
+        max_context: int | None,
+        place: str,
+        abandoned: Callable[[], bool],
+    ) -> SeenParts:
         """Load pictures and make them ready, one after another. Takes a while.
 
         Args:
@@ -194,8 +201,10 @@ class PictureReader:
             max_context: tokens of prompt and answer: where pictures alone exceed it, the rest is
                 not loaded.
             place: the field that an error about this names.
+            abandoned: whether nobody waits any more; asked before each picture.
 
         Raises:
+            CancelledError: nobody waits any more.
             UnsupportedFieldError: the model does not see.
             PictureError: a picture cannot be read.
             PromptTooLongError: they cannot fit.
@@ -217,6 +226,8 @@ class PictureReader:
         found: list[Shown] = []
         num_tokens = 0
         for image in images:
+            if abandoned():
+                raise CancelledError
             found.append(self._shown(processor, videos, image))
             num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
             if max_context is not None and num_tokens >= max_context:

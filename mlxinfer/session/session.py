@@ -180,7 +180,9 @@ class RequestBuilder:
         tools = None if use is None else use.shown
         source = "" if template is None else template.source_for(tools)
         messages, images = read_messages(given.messages)
-        seen = self.pictures.read(images, max_context, given.place) if images else None
+        seen = None
+        if images:
+            seen = self.pictures.read(images, max_context, given.place, given.abandoned)
         if "developer" not in source:
             messages = [_without_developer(message) for message in messages]
         check = None

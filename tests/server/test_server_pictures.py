@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from live_server import CHAT, LiveServer, models_of, wait_until
 from PIL import Image
+from raw_http import connect, post
 from sdk_clients import anthropic_client, openai_client
 
 from mlxinfer import LLM
@@ -21,7 +22,9 @@ from mlxinfer.errors import PictureError
 from mlxinfer.server import pictures
 from mlxinfer.server.served import ServedModel
 from mlxinfer.server.store import ResponseStore
+from mlxinfer.server.workers import Workers
 from mlxinfer.session.options import EngineOptions
+from mlxinfer.session.pictures import PictureReader
 from tests.seeing_folder import seeing_folder
 
 
@@ -119,6 +122,40 @@ def test_every_api_shows_the_model_its_pictures(
     other = f"data:image/png;base64,{base64.b64encode(BLUE).decode()}"
     blue = seeing.post(CHAT, chat_with(other)).json()
     assert answer_of(CHAT, blue)[0] != answer_of(CHAT, same)[0]
+
+
+def test_anthropics_streams_show_the_model_its_pictures(seeing: SeeingServer) -> None:
+    body = messages_with(BASE64)
+    events = seeing.events("/v1/messages", body)
+    deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    whole = seeing.post("/v1/messages", body).json()
+    assert "".join(deltas) == whole["content"][0]["text"]
+    used = whole["usage"]
+    num_prompt = used["input_tokens"] + used["cache_read_input_tokens"]
+    assert events[0]["message"]["usage"]["input_tokens"] == num_prompt
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
+    seeing: SeeingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, read, go_on = PictureReader._shown, [], threading.Event()
+
+    def slow(*args: Any) -> Any:
+        read.append(args)
+        assert go_on.wait(10)
+        return shown(*args)
+
+    monkeypatch.setattr(PictureReader, "_shown", slow)
+    image = {"type": "image_url", "image_url": {"url": URL}}
+    body = {"messages": [{"role": "user", "content": [image, image, image, WHAT]}]}
+    with connect(seeing) as connection:
+        connection.sendall(post(CHAT, json.dumps(body).encode()))
+        wait_until(lambda: read)
+    wait_until(lambda: not seeing.service.calls)
+    go_on.set()
+    seeing.service.workers._pool.shutdown()  # waits for what runs
+    seeing.service.workers = Workers(1)
+    assert len(read) == 1
 
 
 def test_an_answer_to_text_alone_is_another_one(seeing: SeeingServer) -> None:

@@ -148,8 +148,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
     """Give this machine so many bytes of memory; returns what models may take of it."""
 
     def set_to(num_bytes: float) -> int:
-        for place in ("mlxinfer.fit", "mlxinfer.memory", "mlxinfer.session.session"):
-            monkeypatch.setattr(f"{place}.total_memory_bytes", lambda: int(num_bytes))
+        for place in ("fit", "memory", "session.engine_factory", "session.options"):
+            monkeypatch.setattr(f"mlxinfer.{place}.total_memory_bytes", lambda: int(num_bytes))
         return models_limit_bytes()
 
     return set_to

@@ -260,13 +260,13 @@ class KVCache:
         here = [layer for i, layer in enumerate(layers) if i not in absent]
         self.paged = paged = paged_of(here)
         page_bytes = [layer.token_bytes * page_size for layer in paged]
-        # A running sequence has tails, a state, and another one while a step makes it.
-        running_bytes = 2 * (sum(page_bytes) + sum(layer.state_bytes for layer in here))
+        # A running sequence has tails of two pages, and a state. While a step makes new ones, the old
+        # ones are there too.
+        tails_bytes, state_bytes = 2 * sum(page_bytes), sum(layer.state_bytes for layer in here)
+        running_bytes = 2 * (tails_bytes + state_bytes)
         most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)
         self.max_batch = max(1, min(max_batch, most))
-        # While tails of a layer grow they are there twice, and that counts too.
-        growing = 2 * max(page_bytes, default=0)
-        room = budget_bytes - self.max_batch * (running_bytes + growing)
+        room = budget_bytes - self.max_batch * running_bytes
         self.state_group: SequenceGroup | None = None
         of_sequences = sequence_layers(layers)
         if of_sequences:  # on some rank

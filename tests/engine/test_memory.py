@@ -195,6 +195,23 @@ def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
     assert kv.bytes_allocated > 0.85 * budget
 
 
+def test_the_budget_has_room_for_tails_that_a_step_makes_anew() -> None:
+    budget, layers = 60_000_000, [KVSpec(2, 64, 64)] * 16
+    kv = KVCache(
+        lay_out(layers, KVOptions(), dtype=mx.float32, key_bias=False),
+        page_size=16,
+        max_batch=64,
+        prefill_chunk=64,
+        budget_bytes=budget,
+    )
+    [group] = kv.groups
+    group.allocator.allocate(group.allocator.num_pages)
+    kv.make_room(kv.max_batch)
+    tails = 2 * group.page_bytes * kv.max_batch
+    assert tails > budget / 10
+    assert kv.bytes_allocated + tails <= budget
+
+
 @pytest.mark.parametrize("crowd", [4, 64])
 def test_after_a_crowd_a_step_copies_the_tails_that_are_held(crowd: int) -> None:
     """Each step copies all tails that there are: those of a crowd go when it has left."""

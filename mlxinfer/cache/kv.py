@@ -260,8 +260,8 @@ class KVCache:
         here = [layer for i, layer in enumerate(layers) if i not in absent]
         self.paged = paged = paged_of(here)
         page_bytes = [layer.token_bytes * page_size for layer in paged]
-        # A running sequence has tails of two pages, and a state. While a step makes new ones, the old
-        # ones are there too.
+        # A running sequence has tails of two pages, and a state. While a step makes new ones, the
+        # old ones are there too.
         tails_bytes, state_bytes = 2 * sum(page_bytes), sum(layer.state_bytes for layer in here)
         running_bytes = 2 * (tails_bytes + state_bytes)
         most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)

@@ -1,8 +1,8 @@
 """`bench soak`: what one process holds while mixed requests come for a long time.
 
-Clients ask one after the other, each for answers of mixed lengths to prompts of mixed lengths; some
-prompts are an earlier one again, and some requests are cancelled. The KV cache is small, so that it is
-full soon. If memory leaks, later samples are larger than earlier ones even then.
+Each client asks for answers of mixed lengths to prompts of mixed lengths, one after the other. Some
+prompts are earlier ones again, and some requests are cancelled. The KV cache is small, so that it
+is full soon. If memory leaks, later samples are larger than earlier ones even then.
 """
 
 import asyncio

@@ -211,8 +211,8 @@ def _check_classifier(source: SourceModel) -> None:
     for name in source.config.get("architectures") or ():
         if str(name).endswith("ForSequenceClassification"):
             raise UnsupportedModelError(
-                f"{source.label} is a {name}: its classification head is not converted; it loads "
-                "as it is."
+                f"{source.label} is a {name}, and its classification head cannot be converted. Use "
+                "the checkpoint as it is."
             )
 
 
@@ -222,7 +222,8 @@ def _check_experts(source: SourceModel) -> None:
         if name.endswith(_PACKED):
             raise UnsupportedModelError(
                 f"{name!r} of {source.label} is a stack of experts with inputs before outputs, "
-                "which is not converted here; it loads as it is, and `mlx_lm.convert` converts it."
+                "which cannot be converted here. Use the checkpoint as it is, or convert it with "
+                "`mlx_lm.convert`."
             )
 
 

@@ -131,7 +131,7 @@ def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
 def damaged(path: Path) -> ConversionError:
     """The error for a file of the unfinished conversion that cannot be read back."""
     return ConversionError(
-        f"{path} is damaged, so this conversion cannot go on; use --restart to begin anew."
+        f"{path} is damaged, so this conversion cannot continue; use --restart to begin again."
     )
 
 

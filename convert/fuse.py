@@ -198,7 +198,7 @@ def _check_complete(
         if name not in found and in_layer(path) in kinds and adapter.wants(path, count):
             raise CheckpointError(
                 f"The adapter in {adapter.folder} has no matrices for {name!r} of {source.label}, "
-                "which its config means: it was made for another model."
+                "though its config names it: it was made for another model."
             )
 
 

@@ -239,8 +239,8 @@ def _fitted(output: OutputTensor, recipe: Recipe) -> MLXFormat | None:
     fitted, given = fitting(form, output.shape), recipe.given(output)
     if given is not None and (fitted is None or (given.exact and fitted != form)):
         raise InvalidRequestError(
-            f"{output.path} has {output.shape[-1]} inputs, which groups of {form.group_size} do "
-            f"not divide: it cannot be {name_of(form)}.",
+            f"{output.path} has {output.shape[-1]} inputs. Groups of {form.group_size} do not "
+            f"divide them, so it cannot be {name_of(form)}.",
             param="set",
         )
     return fitted
@@ -258,8 +258,8 @@ def _scales_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str, packed
 def _check_overrides(arranged: ArrangedSource, recipe: Recipe) -> None:
     if recipe.tower is not None and not any(output.seeing for output in arranged.outputs):
         raise InvalidRequestError(
-            f"{arranged.source.label} has no part that sees pictures, or none that is known here; "
-            "leave --quantize-tower out.",
+            f"{arranged.source.label} has no tower that is supported here; leave --quantize-tower "
+            "out.",
             param="quantize_tower",
         )
     used = {recipe.given(output) for output in arranged.outputs}

@@ -52,8 +52,8 @@ def parse_format(text: str, *, group_size: int = GROUP) -> MLXFormat | None:
     if match is not None:
         return affine(int(match["bits"]), int(match["group"] or group_size))
     raise InvalidRequestError(
-        f"{text[:60]!r} is no format; expected dense, {', '.join(FLOATS)}, or bits and perhaps a "
-        "group size, such as 4bit or 6bit-g32."
+        f"{text[:60]!r} is no format; expected dense, {', '.join(FLOATS)}, or bits with or "
+        "without a group size, such as 4bit or 6bit-g32."
     )
 
 
@@ -65,8 +65,8 @@ def affine(bits: int, group_size: int = GROUP) -> MLXFormat:
     """
     if bits not in BITS or group_size not in GROUPS:
         raise InvalidRequestError(
-            f"{bits} bits in groups of {group_size}: MLX has {', '.join(map(str, BITS))} bits in "
-            f"groups of {', '.join(map(str, GROUPS))}."
+            f"MLX has no format of {bits} bits in groups of {group_size}; expected "
+            f"{', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUPS))}."
         )
     return MLXFormat(group_size, bits)
 

@@ -92,7 +92,7 @@ class Conversion:
         self.arranged = arrange(self.source)
         if self._comparing and not (self.options.calibration or self.options.check_text):
             raise InvalidRequestError(
-                "Comparing logits needs a text: leave calibration in, or do without the check.",
+                "Comparing logits needs a text. Use calibration, or leave out the check.",
                 param="calibration",
             )
         plan = self.plan()
@@ -103,8 +103,8 @@ class Conversion:
         least = least_bytes(self.arranged, self.options.recipe, plan)
         if least > limit:
             raise InvalidRequestError(
-                f"The target is {human_bytes(limit)}; the smallest formats make "
-                f"{human_bytes(least)}, {least * 8 / plan.num_weights:.2f} bits per weight.",
+                f"The target is {human_bytes(limit)}, but the smallest formats take "
+                f"{human_bytes(least)} ({least * 8 / plan.num_weights:.2f} bits per weight).",
                 param="target",
             )
 
@@ -158,8 +158,8 @@ class Conversion:
         if limit is not None and needed > limit:
             raise InvalidRequestError(
                 f"max_memory is {limit / 1e6:,.0f} MB, but about {needed / 1e6:,.0f} MB are "
-                "needed. Measuring holds one layer, comparing logits the output: without both "
-                "(--calibration none --check tensors) it may be enough.",
+                "needed. Calibration holds one layer in memory, and comparing logits holds the "
+                "output. Without both (--calibration none --check tensors) it may be enough.",
                 param="max_memory",
             )
 
@@ -171,9 +171,9 @@ class Conversion:
         """Raise if texts are needed and there is no tokenizer."""
         if self._needs_texts and not has_tokenizer(self.source.side_files()):
             raise ConversionError(
-                f"{self.source.label} has no tokenizer, which calibration and comparing logits "
-                "need. Name a folder that has the model's tokenizer.json with --tokenizer FOLDER, "
-                "or do without both: --calibration none --check tensors."
+                f"{self.source.label} has no tokenizer. Calibration and comparing logits need one. "
+                "Name a folder that has the model's tokenizer.json with --tokenizer FOLDER, or do "
+                "without both: --calibration none --check tensors."
             )
 
     def _run(self, place: Workplace) -> ConversionReport:
@@ -255,7 +255,7 @@ class Conversion:
                 whole = Fields(read_json(folder / "config.json"), "config.json")
                 check_tower(whole, shapes, str(self.out))
         except ModelError as error:
-            raise ConversionError(f"What would be written does not load: {error}") from error
+            raise ConversionError(f"The result would not load: {error}") from error
 
     def _texts(self, folder: Path) -> Texts:
         """The texts of the options, as ids of the tokenizer in `folder`."""

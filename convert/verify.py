@@ -123,7 +123,7 @@ def check_shard(
     found = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
     if wanted != found:
         names = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
-        raise ConversionError(f"{path} does not hold {names[0]!r} as it was planned.")
+        raise ConversionError(f"{path} does not contain {names[0]!r} as planned.")
     for tensor in planned:
         if tensor.packed:
             status, error = _check_copy(reader, tensor, arranged)
@@ -174,7 +174,7 @@ def _check_copy(
         for array, part in zip(tensor.arrays, kept, strict=True):
             found = reader.rows(array.name, rows)
             if not np.array_equal(found, as_numpy(part).reshape(found.shape)):
-                raise ConversionError(f"{array.name} is not what the source holds.")
+                raise ConversionError(f"{array.name} differs from the source.")
         if packed.biases is None or all(
             mx.array_equal(one.astype(mx.float32), other.astype(mx.float32))
             for one, other in zip(kept[1:], (packed.scales, packed.biases), strict=True)
@@ -205,7 +205,7 @@ def as_kept(packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
         allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
         if not mx.all(lost <= allowed).item():
             raise CheckpointError(
-                f"{tensor.output.name} has scales that {tensor.dtype} does not hold; quantise it "
+                f"The scales of {tensor.output.name} do not fit into {tensor.dtype}. Quantise it "
                 f"anew with --set {tensor.output.path}={tensor.format}."
             )
         kept.append(found)
@@ -220,13 +220,13 @@ def confirm(entry: Entry, written: ErrorStats, checksums: list[int]) -> None:
     """
     name, relative = entry["name"], entry["relative"]
     if entry["checksums"] != checksums:
-        raise ConversionError(f"{name} is not on the disk as it was written: damaged.")
+        raise ConversionError(f"{name} on the disk is not what was written: it is damaged.")
     if entry["status"] in (SCALES, EXACT):
         return
     if not abs(relative - written.relative) <= TOLERANCE * max(written.relative, 1e-6):
         raise ConversionError(
-            f"{name} was written with an error of {written.relative:.3g}, but what the disk holds "
-            f"has {relative:.3g}: it is damaged."
+            f"{name} was written with an error of {written.relative:.3g}, but has {relative:.3g} "
+            "when it is read again: it is damaged."
         )
 
 

@@ -44,9 +44,7 @@ class Workplace:
             ConversionError: the output has no name.
         """
         if not self.out.name:
-            raise ConversionError(
-                f"{str(self.out)!r} has no name; name a folder that is not there."
-            )
+            raise ConversionError(f"{str(self.out)!r} has no name; give the name of a new folder.")
         return self.out.with_name(self.out.name + ".partial")
 
     @property
@@ -77,7 +75,7 @@ class Workplace:
     def publish(self) -> None:
         """Make the finished folder the output."""
         if self.out.exists():
-            raise ConversionError(f"{self.out} came to be while it was being converted to.")
+            raise ConversionError(f"{self.out} was made by another program during the conversion.")
         sync_folder(self.model)
         os.rename(self.model, self.out)
         sync_folder(self.out.parent)
@@ -109,15 +107,15 @@ def check_place(place: Workplace, source: Path | None) -> None:
     kind = "link" if place.root.is_symlink() else "file"
     if place.root.is_symlink() or (place.root.exists() and not place.root.is_dir()):
         raise ConversionError(
-            f"{place.root}, where this conversion would work, is a {kind}; expected a folder or "
-            "nothing. Move it or choose another name for the output; nothing was changed."
+            f"This conversion needs the folder {place.root}, but that is a {kind}. Move it or "
+            "choose another name for the output; nothing was changed."
         )
     there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
     if there and not any(name in _MARKS for name in there):
         raise ConversionError(
-            f"{place.root}, where this conversion would work, is there and not of mlxinfer: it "
-            f"holds {shown(min(there))}. Move it or choose another name for the output; nothing "
-            "was changed."
+            f"This conversion needs the folder {place.root}, but that holds other files, such as "
+            f"{shown(min(there))}. Move it or choose another name for the output; nothing was "
+            "changed."
         )
 
 
@@ -126,8 +124,8 @@ def _check_apart(place: Workplace, source: Path) -> None:
     if root.is_relative_to(theirs) or theirs.is_relative_to(root):
         where = "is" if root == theirs else "is inside" if root in theirs.parents else "holds"
         raise ConversionError(
-            f"The source {source} {where} {place.root}, the folder that this conversion would work "
-            "in and delete; choose another name for the output. Nothing was changed."
+            f"The source {source} {where} {place.root}. This conversion would work in that folder "
+            "and delete it; choose another name for the output. Nothing was changed."
         )
 
 
@@ -155,7 +153,7 @@ def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> No
     free = shutil.disk_usage(parent).free
     if needed_bytes + SPARE_BYTES > free:
         raise ConversionError(
-            f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} are to "
+            f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} must "
             f"stay free, but the disk has {human_bytes(free)} free. Make room or choose another "
             "disk."
         )
@@ -181,8 +179,8 @@ def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
         try:
             if interrupted and not (resume or restart):
                 raise ConversionError(
-                    f"{place.root} holds an unfinished conversion: --resume goes on with it, "
-                    "--restart begins anew."
+                    f"{place.root} holds an unfinished conversion: --resume continues it, "
+                    "--restart begins again."
                 )
             if restart or not interrupted:
                 _clear(place)

@@ -130,8 +130,8 @@ def _states(spec: StateSpec, group: RowGroup, masks: Masks) -> SegmentStates:
 def _latents(spec: LatentSpec, group: RowGroup, masks: Masks) -> WholeLatents:
     if spec.index_dim and group.length > spec.num_ranked:
         raise ConversionError(
-            f"This model sees {spec.num_ranked} tokens of a text, and measuring it takes texts of "
-            f"{group.length}, of which all are seen; convert it without calibration."
+            f"This model sees at most {spec.num_ranked} tokens of a text, and calibration needs "
+            f"texts of {group.length}; convert it without calibration."
         )
     return WholeLatents(SegmentAttention([group], masks, spec.window))
 
@@ -206,8 +206,8 @@ class StreamedModel:
         self._module = family(arranged.config.model_type)
         if not self._module.runs_by_layer(arranged.config):
             raise UnsupportedModelError(
-                f"Layers of {arranged.config.model_type} cannot be run one by one, which "
-                "calibration does; convert without it."
+                f"Calibration runs one layer at a time, and layers of {arranged.config.model_type} "
+                "cannot run alone; convert without it."
             )
         self._norm = f"{self._module.final_norm}.weight"
         self.config = arranged.config

@@ -34,7 +34,7 @@ def read_text(path: Path | None) -> str:
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is no text in UTF-8: {error}.") from error
+        raise InvalidRequestError(f"{path} is not UTF-8 text: {error}.") from error
 
 
 def make_texts(

@@ -105,7 +105,7 @@ class AffineMatrix:
         """
         words, scales, biases = self.triple(rows)
         if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
-            raise CheckpointError(f"{self.info.name} has scales that are infinite or no number.")
+            raise CheckpointError(f"{self.info.name} has scales that are infinite or NaN.")
         return words, scales, biases
 
 

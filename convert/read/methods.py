@@ -62,7 +62,7 @@ def readers_of(
             if leaf in _ACTIVATIONS:
                 notes[ACTIVATIONS_NOTE] = None
             elif leaf in _COMPANIONS:
-                raise array.fail("belongs to a quantised matrix that is not there as it should be")
+                raise array.fail("belongs to a quantised matrix that is incomplete")
             elif leaf not in _IMPLIED:
                 found.append(_plain(array))
         for reader in found:
@@ -93,7 +93,7 @@ def _plain(array: StoredArray) -> TensorReader:
     """Values as they are stored."""
     if array.dtype not in FLOATS:
         raise array.fail(
-            f"is {array.dtype}, and config.json has no quantisation that explains it; expected "
+            f"is {array.dtype}, but config.json states no quantisation of that kind; expected "
             f"{' or '.join(FLOATS)}"
         )
     dtype, kind = FLOATS[array.dtype], array.dtype.lower()

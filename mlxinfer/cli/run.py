@@ -271,7 +271,7 @@ def read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"What stdin holds is not UTF-8 ({error.reason}).") from error
+        raise click.UsageError(f"The text on stdin is not UTF-8 ({error.reason}).") from error
 
 
 def attached(path: Path) -> str:

@@ -142,7 +142,7 @@ def uninstall(daemon: bool) -> None:
     _require_launchd()
     service = _service(daemon, None, ())
     if not service.plist_path.exists():
-        raise ServiceError(f"There is no service: {service.plist_path} is not there.")
+        raise ServiceError(f"No service is installed: there is no {service.plist_path}.")
     _run("bootout", f"{service.domain}/{LABEL}")  # one that does not run is no reason to keep it
     service.plist_path.unlink()
     click.echo(f"removed {service.plist_path}")

@@ -116,9 +116,13 @@ def check_removable(name: str) -> None:
         ModelNotFoundError: it is not in the cache.
     """
     if name in BUNDLED:
-        raise InvalidRequestError(f"{name} is part of mlxinfer and stays.", param="name")
+        raise InvalidRequestError(
+            f"{name} is bundled with mlxinfer and cannot be deleted.", param="name"
+        )
     if os.path.isdir(os.path.expanduser(name)):
-        raise InvalidRequestError(f"{name} is a folder of yours: delete it yourself.", param="name")
+        raise InvalidRequestError(
+            f"{name} is a folder, not a download: delete it yourself.", param="name"
+        )
     repo = _parse(name)
     if not repo.folder.is_dir():
         raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
@@ -199,7 +203,7 @@ def _why_not_here(repo: RepoName, snapshot: Path | None) -> str:
     if snapshot is not None:
         state = f"{repo} is not complete on this disk (missing: {missing_files(snapshot)[0]})"
     if offline():
-        return f"{state}, and HF_HUB_OFFLINE forbids to download it."
+        return f"{state}, and HF_HUB_OFFLINE forbids downloads."
     return f"{state}. Download it: mlxinfer pull {repo}"
 
 

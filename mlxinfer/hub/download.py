@@ -79,7 +79,7 @@ class DownloadPlan:
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
                 f"{self.listing.repo} needs {human_bytes(self.missing_bytes)} more, and "
-                f"{human_bytes(SPARE_BYTES)} are to stay free, but "
+                f"{human_bytes(SPARE_BYTES)} must stay free, but "
                 f"{cache_folder()} has {human_bytes(self.free_bytes)} free. Make room "
                 "(mlxinfer list, mlxinfer rm) or set HF_HOME to a larger disk."
             )

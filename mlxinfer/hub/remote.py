@@ -75,7 +75,7 @@ def list_files(repo: RepoName) -> Listing:
         ModelNotFoundError, DownloadError: as hub_failures() words them.
     """
     if offline():
-        raise DownloadError(f"HF_HUB_OFFLINE forbids to ask the hub for {repo}.")
+        raise DownloadError(f"HF_HUB_OFFLINE forbids requests to the hub, such as for {repo}.")
     with hub_failures(repo):
         from huggingface_hub import HfApi
 
@@ -130,7 +130,7 @@ def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
         DownloadError: the hub could not be reached, or refused.
     """
     if offline():
-        raise DownloadError("HF_HUB_OFFLINE forbids to search the hub.")
+        raise DownloadError("HF_HUB_OFFLINE forbids requests to the hub.")
     from huggingface_hub.errors import HTTPError
 
     try:

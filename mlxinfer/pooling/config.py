@@ -207,13 +207,13 @@ def _read_score(folder: Path, config: Fields, modules: list[tuple[str, str]]) ->
         count = len(labels) if isinstance(labels, dict) else config.integer("num_labels", default=2)
         if count != 1:
             raise UnsupportedModelError(
-                f"The model classifies texts by {count} labels; scores need a model of one, such "
-                "as BAAI/bge-reranker-v2-m3."
+                f"The model has {count} labels; scores need a model with one, such as "
+                "BAAI/bge-reranker-v2-m3."
             )
     elif is_encoder(config):
         raise UnsupportedModelError(
-            "The encoder has no classification head, so it gives no scores of pairs; as an "
-            "embedding model it does, by the similarity of their vectors: task='embed'."
+            "The encoder has no classification head, so it cannot score pairs. With task='embed' "
+            "it scores them by the similarity of their vectors."
         )
     for kind, path in modules:
         if kind == "LogitScore":

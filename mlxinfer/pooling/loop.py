@@ -339,6 +339,6 @@ def _failed(error: BaseException) -> MlxinferError:
 
 def _not_finite(index: int) -> RequestFailedError:
     return RequestFailedError(
-        f"What the model gives for input {index} is NaN or infinite. Its weights may be damaged: "
-        "download it again; or numbers outgrew float16: try dtype='float32'."
+        f"The model's output for input {index} is NaN or infinite. Its weights may be damaged "
+        "(download it again), or its numbers too large for float16 (try dtype='float32')."
     )

@@ -252,7 +252,7 @@ def _modules(
             path = "linear" if stored else module.path
             if module.in_dims != dim:
                 raise CheckpointError(
-                    f"{module.path} reads {module.in_dims} numbers, and {dim} come before it."
+                    f"{module.path} expects {module.in_dims} numbers, but gets {dim}."
                 )
             projection = own.linear(path, module.out_dims, module.in_dims, bias=module.bias)
             behind.append(Projected(projection, module.activation, own.dtype))

@@ -55,7 +55,7 @@ class OtherAdapters(FollowerAdapters):
         while not self._all_answered(number, 0.0):
             if time.monotonic() > deadline_s:
                 raise self._others.fail(
-                    TimeoutError(f"a rank reads an adapter for {CHECK_S:g} seconds")
+                    TimeoutError(f"a rank has not read an adapter within {CHECK_S:g} seconds")
                 )
             yield POLL_S
         return max(one.num_bytes for one in self._taken(number, adapter))
@@ -75,7 +75,7 @@ class OtherAdapters(FollowerAdapters):
         while not self._all_answered(number, 1.0):
             if time.monotonic() > deadline_s:
                 raise self._others.fail(
-                    TimeoutError(f"an adapter's layer took {self._others.step_s:g} seconds")
+                    TimeoutError(f"a rank loads one layer for {self._others.step_s:g} seconds")
                 )
         return all(one.ended for one in self._taken(number, adapter))
 

@@ -43,7 +43,9 @@ class OtherDisks(FollowerDisks):
         found = self._answers(self._others.step_s)
         if found is None:
             raise self._others.fail(
-                TimeoutError(f"a rank read pages for {self._others.step_s:g} seconds")
+                TimeoutError(
+                    f"a rank has not read its pages within {self._others.step_s:g} seconds"
+                )
             )
         return sorted(found)
 

@@ -90,7 +90,7 @@ def read_hosts(path: Path, rank: int | None) -> Place:
         own = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
         if len(own) != 1:
             raise _wrong(
-                f"{path} has {len(own)} hosts with an address of this machine; say --rank."
+                f"{path} has {len(own)} hosts with an address of this machine; give --rank."
             )
         (rank,) = own
     if not 0 <= rank < len(ring):
@@ -239,8 +239,8 @@ class RankOptions:
         check_switch("pipeline", self.pipeline)
         if self.pipeline and self.is_alone:
             raise InvalidRequestError(
-                "pipeline divides the layers among ranks, and there is one; say how many with "
-                "ranks, or hostfile.",
+                "pipeline divides the layers among ranks, but there is only one; give ranks or "
+                "hostfile.",
                 param="pipeline",
             )
         if not self.rank_deadline > 0:

@@ -103,7 +103,7 @@ def test_quantize_tower_is_for_what_sees_pictures(
         assert formats["language_model.model.layers.0.mlp.up_proj.weight"] == "4bit-g64"
     seen = outcome(source, tmp_path / "out", "--quantize-tower", 8, "--dry-run")
     assert seen.code != 0
-    assert "no part that sees pictures" in seen.err
+    assert "no tower that is supported" in seen.err
 
 
 def test_the_summary_says_what_each_type_became(
@@ -153,7 +153,7 @@ def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None
     for options in ((), ("--dry-run",)):
         small = outcome(source, tmp_path / "small", "--target-bpw", 1.5, *options)
         assert small.code == 1
-        assert "the smallest formats make" in small.err
+        assert "the smallest formats take" in small.err
         assert not list(tmp_path.glob("small*"))
     least = re.search(r"([\d.]+) bits per weight", small.err)
     assert least is not None

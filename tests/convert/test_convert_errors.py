@@ -55,7 +55,7 @@ def test_the_work_is_not_done_where_the_source_is(
     write_source(tmp_path / source)
     (tmp_path / "x.partial" / "journal.jsonl").write_text("")  # however much it looks like ours
     before = contents(tmp_path)
-    with pytest.raises(ConversionError, match=r"The source .* the folder that this conv"):
+    with pytest.raises(ConversionError, match=r"The source .* would work in that folder"):
         convert(tmp_path / source, tmp_path / "x", run=run)
     assert contents(tmp_path) == before
 
@@ -65,7 +65,7 @@ def test_a_folder_of_another_program_is_left_alone(source: Path, tmp_path: Path,
     path = tmp_path / "out.partial" / name
     path.parent.mkdir(parents=True)
     path.write_text("dear diary")
-    with pytest.raises(ConversionError, match=r"out\.partial, where .* not of mlxinfer: it holds"):
+    with pytest.raises(ConversionError, match=r"folder .*out\.partial, but that holds other"):
         convert(source, tmp_path / "out")
     assert contents(tmp_path / "out.partial") == {name: b"dear diary"}
 
@@ -80,7 +80,7 @@ def test_the_work_needs_a_folder(source: Path, tmp_path: Path, kind: str) -> Non
     if kind == "link":
         (tmp_path / "elsewhere").mkdir()
     before = sorted(tmp_path.iterdir())
-    match = rf"out\.partial, where .* is a {kind.split()[-1]}; expected a folder"
+    match = rf"needs the folder .*out\.partial, but that is a {kind.split()[-1]}"
     with pytest.raises(ConversionError, match=match):
         convert(source, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
@@ -197,7 +197,7 @@ def test_an_interrupted_conversion_is_not_thrown_away_unasked(
 ) -> None:
     interrupted(source, tmp_path / "out", monkeypatch)
     before = contents(tmp_path / "out.partial")
-    with pytest.raises(ConversionError, match=r"--resume goes on with it,\s+--restart"):
+    with pytest.raises(ConversionError, match=r"--resume continues it,\s+--restart"):
         convert(source, tmp_path / "out")
     assert contents(tmp_path / "out.partial") == before
     convert(source, tmp_path / "out", run={"restart": True})

@@ -146,7 +146,7 @@ def test_a_folder_that_would_not_load_is_not_written(tmp_path: Path, monkeypatch
         return right(*given) | {"num_hidden_layers": 7}
 
     monkeypatch.setattr(run, "config_json", wrong)
-    with pytest.raises(ConversionError, match="What would be written does not load"):
+    with pytest.raises(ConversionError, match="The result would not load"):
         convert(source, tmp_path / "out", "bf16")
     assert not (tmp_path / "out").exists()
 

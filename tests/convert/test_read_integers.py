@@ -407,5 +407,5 @@ def test_asymmetric_integers_with_bfloat16_scales_keep_their_zero_points(tmp_pat
 @pytest.mark.parametrize("scale", [3e4, 1e-8])
 def test_scales_that_float16_does_not_hold_are_refused(tmp_path: Path, scale: float) -> None:
     source = asymmetric(tmp_path, np.full((IN // 64, OUT), scale))
-    with pytest.raises(CheckpointError, match=r"float16 does not hold.*--set"):
+    with pytest.raises(CheckpointError, match=r"do not fit into float16.*--set"):
         written(tmp_path, source)

@@ -230,11 +230,11 @@ def test_a_broken_snapshot_link_hides_no_model(standin: StandIn, cache: Path) ->
 
 
 def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="stays"):
+    with pytest.raises(InvalidRequestError, match="cannot be deleted"):
         hub.remove("demo")
     with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
         hub.remove("org/none")
-    with pytest.raises(InvalidRequestError, match="a folder of yours"):
+    with pytest.raises(InvalidRequestError, match="a folder, not a download"):
         hub.remove(str(tmp_path))
     with pytest.raises(InvalidRequestError, match="nothing to download"):
         hub.plan_pull("demo")

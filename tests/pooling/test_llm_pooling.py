@@ -272,5 +272,5 @@ def test_a_converted_model_keeps_its_modules(tmp_path):
         assert "8-bit" in llm.model_info.summary
         np.testing.assert_allclose(llm.embed(ids), expected, atol=0.05)
     judge = pooling_folder(tmp_path / "judge", "bert-scores")
-    with pytest.raises(UnsupportedModelError, match="classification head is not converted"):
+    with pytest.raises(UnsupportedModelError, match="classification head cannot be converted"):
         convert_model(judge, tmp_path / "never", calibration=None, check=False, progress=False)

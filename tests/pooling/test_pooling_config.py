@@ -176,7 +176,7 @@ def test_tokens_that_score_are_read(tmp_path):
             {**BERT, "architectures": ["BertForSequenceClassification"]},
             {},
             UnsupportedModelError,
-            "by 2 labels",
+            "has 2 labels",
         ),
         (
             BERT,

@@ -214,7 +214,7 @@ def test_host_files_of_both_forms(form, tmp_path):
     assert (place.rank, place.size) == (1, 2)
     assert place.control[0] == "10.0.0.1"
     assert [a.split(":")[0] for (a,) in place.ring] == ips
-    with pytest.raises(InvalidRequestError, match="say --rank"):
+    with pytest.raises(InvalidRequestError, match="give --rank"):
         read_hosts(path, None)
     with pytest.raises(InvalidRequestError, match="2 hosts"):
         read_hosts(path, 2)

@@ -79,7 +79,7 @@ def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
     dims = facts.integer("rope.dimension_count", head_dim)
     if dims != head_dim:
         raise UnsupportedModelError(
-            f"{facts.all.where} turns {dims} of {head_dim} dimensions; expected all of them."
+            f"The rope of {facts.all.where} turns {dims} of {head_dim} dimensions; expected all."
         )
 
 

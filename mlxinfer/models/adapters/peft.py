@@ -278,7 +278,7 @@ def _parameter_path(path: str, parameters: tuple[str, ...], paths: Collection[st
     if levels != len(meant) or depth >= levels:
         raise CheckpointError(
             f"The matrices for {root[:200]!r} are those of {levels} parameters; target_parameters "
-            f"in {CONFIG} means {len(meant)} of them."
+            f"in {CONFIG} names {len(meant)} of them."
         )
     return f"{root}.{meant[levels - 1 - depth]}"
 
@@ -334,7 +334,7 @@ class _Modules:
         if not self.targets.include(path):
             raise CheckpointError(
                 f"{self.file} has matrices for {path[:200]!r}, which target_modules in {CONFIG} "
-                "does not mean."
+                "does not name."
             )
         rank = self.sizes.rank_of(path)
         for each in (shapes[0][0], shapes[1][1]):

@@ -210,8 +210,8 @@ class Targets:
         for path in self.paths:
             if path not in named and adapter.wants(path, count):
                 raise CheckpointError(
-                    f"The adapter in {adapter.folder} has no matrices for {path!r}, which its "
-                    f"config means{_made_for(adapter)}."
+                    f"The adapter in {adapter.folder} has no matrices for {path!r}, though its "
+                    f"config names it{_made_for(adapter)}."
                 )
 
 

@@ -75,6 +75,30 @@ adapter_option = click.option(
     metavar="PATH",
     help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
 )
+models_option = click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    default=("demo",),
+    show_default=True,
+    metavar="MODEL",
+    help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
+)
+adapters_option = click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Adapter of the first model; requests name it as MODEL:NAME. Of another model: "
+    "MODEL:NAME=PATH.",
+)
+think_option = click.option(
+    "--think/--no-think",
+    default=None,
+    help="Switch the thinking of a model that has such a switch on or off.",
+)
+system_option = click.option("--system", metavar="TEXT", help="System message.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 

@@ -18,7 +18,7 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..memory import MODELS_SHARE
 from ..progress import progress_bar
 from ._configuration import requested_models
-from ._options import Size, engine_options
+from ._options import Size, adapters_option, engine_options, models_option
 from ._output import counted, note
 from .serve import registry
 
@@ -49,24 +49,8 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="FILE",
     help="File for requests that failed.  [default: OUT.errors.jsonl]",
 )
-@click.option(
-    "-m",
-    "--model",
-    "models",
-    multiple=True,
-    default=("demo",),
-    show_default=True,
-    metavar="MODEL",
-    help="Bundled model, folder, or org/name; repeatable. NAME=MODEL answers requests for NAME; "
-    "a single model answers all.",
-)
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH; repeatable.",
-)
+@models_option
+@adapters_option
 @click.option(
     "--max-memory",
     type=Size(),
@@ -92,9 +76,9 @@ def command(
 
     Each line is a request in the format of OpenAI's batches: {"custom_id": ..., "method": "POST",
     "url": "/v1/chat/completions", "body": ...}. The url may also be /v1/completions,
-    /v1/responses, /v1/embeddings, /v1/rerank or /v1/score. After an interruption, run the same
-    command again: it skips requests that have an answer. To try failed requests again, delete the
-    file of errors.
+    /v1/responses, /v1/embeddings, /v1/rerank or /v1/score. If there is one model, it answers
+    requests for any name. After an interruption, run the same command again: it skips requests that
+    have an answer. To try failed requests again, delete the file of errors.
     """
     from ..server.config import ServerConfig
     from ..server.service import ServerState

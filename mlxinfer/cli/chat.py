@@ -19,6 +19,8 @@ from ._options import (
     model_option,
     sampling_options,
     sampling_values,
+    system_option,
+    think_option,
 )
 from ._output import counted, note, wrapped
 from ._pictures import dropped
@@ -32,12 +34,8 @@ if TYPE_CHECKING:
 @click.command()
 @model_option
 @sampling_options
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option(
-    "--think/--no-think",
-    default=None,
-    help="Switch the thinking of a model that has such a switch on or off.",
-)
+@system_option
+@think_option
 @click.option(
     "--show-thinking/--hide-thinking",
     default=True,

@@ -23,6 +23,8 @@ from ._options import (
     rank_options,
     sampling_options,
     sampling_values,
+    system_option,
+    think_option,
 )
 from ._output import counted, emit_json, note
 from ._pictures import check_sees, check_videos, read_pictures
@@ -40,7 +42,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 @click.argument("prompt", required=False)
 @model_option
 @sampling_options
-@click.option("--system", metavar="TEXT", help="System message.")
+@system_option
 @click.option(
     "-f",
     "--file",
@@ -64,11 +66,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     help="Video to send along; repeatable.",
 )
 @click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
-@click.option(
-    "--think/--no-think",
-    default=None,
-    help="Switch the thinking of a model that has such a switch on or off.",
-)
+@think_option
 @click.option(
     "--show-thinking/--hide-thinking",
     default=None,

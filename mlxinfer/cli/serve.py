@@ -32,7 +32,9 @@ from ._options import (
     API_KEY,
     FileOption,
     Size,
+    adapters_option,
     engine_options,
+    models_option,
     rank_options,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
@@ -49,16 +51,7 @@ file_option = partial(click.option, cls=FileOption)
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
 @config_option
-@click.option(
-    "-m",
-    "--model",
-    "models",
-    multiple=True,
-    default=("demo",),
-    show_default=True,
-    metavar="MODEL",
-    help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
-)
+@models_option
 @click.option(
     "--default-model",
     metavar="NAME",
@@ -110,14 +103,7 @@ file_option = partial(click.option, cls=FileOption)
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
 )
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Adapter of the first model; requests name it as MODEL:NAME. Of another model: "
-    "MODEL:NAME=PATH.",
-)
+@adapters_option
 @click.option(
     "--adapter-dir",
     "adapter_folders",

@@ -121,6 +121,10 @@ def test_of_two_equal_names_both_are_checked_and_the_last_one_counts(live: LiveS
     assert answer.json()["usage"]["completion_tokens"] == 1
 
 
+NO_NUMBERS: list[Any] = [True, 1.5, "1", [], {}]
+NO_NAMES: list[Any] = [5, True, [], {}]
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -133,13 +137,13 @@ def test_of_two_equal_names_both_are_checked_and_the_last_one_counts(live: LiveS
     ],
 )
 def test_what_is_no_integer(live: LiveServer, path: str, field: str) -> None:
-    for value in (True, 1.5, "1", [], {}):
+    for value in NO_NUMBERS:
         expect_refusal(live, path, with_fields(path, **{field: value}), param=field)
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_what_is_no_model_and_models_that_are_not_there(live: LiveServer, path: str) -> None:
-    for value in (5, True, [], {}) if path != "/detokenize" else ():
+    for value in NO_NAMES if path != "/detokenize" else ():
         expect_refusal(live, path, with_fields(path, model=value), param="model")
     for name in ("nobody", "", "../../etc/passwd", "x" * 10**6):
         expect_refusal(live, path, with_fields(path, model=name), status=404)

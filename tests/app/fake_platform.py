@@ -1,6 +1,7 @@
 """A platform that notes what the app asks of it, and lets a test press its hotkey or its icon."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mlxinfer.app.platforms import Hotkey, Platform
@@ -68,3 +69,8 @@ class FakePlatform(Platform):
 
     def copy(self, text: str) -> None:
         self.copied.append(text)
+
+    def screenshot(self, path: Path) -> bool:
+        if not self.missing:
+            path.write_bytes(b"a picture")
+        return not self.missing

@@ -1,6 +1,7 @@
 """The app on Toga's dummy backend: its windows, its menu and its keys, beside a real server."""
 
 import asyncio
+import base64
 import webbrowser
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,7 +14,12 @@ from page_server import PageServer
 
 try:
     import toga
-    from toga_dummy.utils import assert_action_performed, assert_action_performed_with
+    from toga_dummy.utils import (
+        EventLog,
+        assert_action_not_performed,
+        assert_action_performed,
+        assert_action_performed_with,
+    )
 except ImportError:
     missing("Toga", 'pip install "mlxinfer[test]"', module=True)
 
@@ -132,6 +138,30 @@ def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: Pa
         await app.perform(Action(Do.OPEN_CHAT, "a" * 16))
         script = f'location.hash = "#chat/{"a" * 16}"'
         assert_action_performed_with(app.chat.web, "evaluate_javascript", javascript=script)
+
+    run(scenario)
+
+
+def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: PageServer) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        assert "Ask about a part of the screen" in [
+            entry.text for entry in menu_of(app.controller.view)
+        ]
+        await app.perform(Action(Do.SCREENSHOT))
+        assert app.chat.window.visible
+        assert_action_not_performed(
+            app.chat.web, "evaluate_javascript"
+        )  # the page is not there yet
+        app.chat.web._impl.simulate_page_loaded()
+        [script] = [
+            done["javascript"]
+            for done in EventLog.performed_actions(app.chat.web, "evaluate_javascript")
+        ]
+        assert base64.b64encode(b"a picture").decode() in script
+        assert '"screenshot.png"' in script
+        platform.missing = True
+        await app.perform(Action(Do.SCREENSHOT))
+        assert app.controller.view.problem == "No part of the screen was chosen."
 
     run(scenario)
 

@@ -238,6 +238,20 @@ def test_a_model_that_does_not_see_says_so_before_sending(page: PageDriver) -> N
     said.wait_for(state="detached")
 
 
+def test_a_request_that_is_too_large_is_refused_before_sending(page: PageDriver) -> None:
+    page.page.fill("#question", "What is it?")
+    for name in ("a.txt", "b.txt"):
+        attach(page, name, b"x" * (17 << 20), "text/plain")
+    said = page.page.locator(".blind")
+    said.wait_for()
+    assert said.inner_text().startswith("This server takes 32 MB at once")
+    assert page.page.get_by_role("button", name="Send").is_disabled()
+    assert violations(page.page) == []
+    page.click("Remove b.txt")
+    said.wait_for(state="detached")
+    assert page.page.get_by_role("button", name="Send").is_enabled()
+
+
 def test_the_small_window_shows_pictures(profile: Any, seeing: SeeingPageServer) -> None:
     with PageDriver(profile, seeing, size=(360, 480), color_scheme="dark") as page:
         page.open("/?compact=1")

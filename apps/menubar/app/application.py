@@ -11,6 +11,7 @@ import webbrowser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, TypeVar
 
 import toga
@@ -30,6 +31,12 @@ RESOURCES = Path(__file__).parent / "resources"
 RUNNING, NOT_RUNNING = RESOURCES / "status.png", RESOURCES / "status-off.png"
 WATCHED_S, IDLE_S = 1.0, 3.0  # between two looks at the server: a window is open, or none
 EVERYTHING_EVERY = 10  # looks, to also read what changes rarely
+
+
+class ScreenshotError(MlxinferError):
+    """There is no picture of the screen, or no chat that takes it."""
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 COMPACT = "/?compact=1&shell=1"
@@ -271,8 +278,21 @@ class MenubarApp(toga.App):
             await in_thread(PROCESS_ACTIONS[action.do], self.controller)
             if action.do is Do.QUIT_AND_STOP:
                 self.request_exit()
+        elif action.do is Do.SCREENSHOT:
+            await self._ask_about_screen()
         else:
             self._window_actions()[action.do](action.target)
+
+    async def _ask_about_screen(self) -> None:
+        """Attach a part of the screen, which the user chooses, to the next question of the chat."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "screenshot.png")
+            if not await in_thread(self.platform.screenshot, path):
+                raise ScreenshotError("No part of the screen was chosen.")
+            data = path.read_bytes()
+        self._show_chat()
+        if not self.chat.attach("screenshot.png", data):
+            raise ScreenshotError("The chat is not shown here, so no picture can go with it.")
 
     def _browse(self, fragment: str) -> None:
         if not self.controller.view.usable:

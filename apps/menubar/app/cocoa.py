@@ -245,3 +245,9 @@ class CocoaPlatform(Platform):
     def copy(self, text: str) -> None:
         """By pbcopy."""
         run_quietly(["/usr/bin/pbcopy"], text)
+
+    @guarded(False)
+    def screenshot(self, path: Path) -> bool:
+        """By screencapture; a choice that Esc ends leaves no file."""
+        run_quietly(["/usr/sbin/screencapture", "-i", "-x", str(path)])
+        return path.is_file()

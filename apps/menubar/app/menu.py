@@ -16,6 +16,7 @@ class Do(StrEnum):
 
     CHAT = "chat"
     NEW_CHAT = "new chat"
+    SCREENSHOT = "ask about the screen"
     OPEN_CHAT = "open chat"
     START = "start"
     STOP = "stop"
@@ -74,6 +75,7 @@ def menu_of(view: View) -> tuple[MenuEntry, ...]:
         *head,
         MenuEntry("Chat", Action(Do.CHAT), 1),
         MenuEntry("New chat", Action(Do.NEW_CHAT), 1),
+        MenuEntry("Ask about a part of the screen", Action(Do.SCREENSHOT), 1),
         *_chats(view),
         *_models(view),
         *_transfers(view),

@@ -101,6 +101,13 @@ class Platform:
     def copy(self, text: str) -> None:
         """Put a text on the clipboard."""
 
+    def screenshot(self, path: Path) -> bool:
+        """Let the user choose a part of the screen and write it as PNG; blocks meanwhile.
+
+        False: nothing was chosen, or this is not possible here.
+        """
+        return False
+
 
 def guarded(missing: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for the parts of a platform: a failure is logged, and `missing` is returned.

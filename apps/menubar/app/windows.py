@@ -4,6 +4,7 @@ An icon may be hidden or have no room, so the windows alone suffice: models, dow
 chats are on the server's page.
 """
 
+import base64
 import json
 from typing import Any
 
@@ -24,6 +25,15 @@ from .menu import (
 MARGIN, GAP = 14, 8
 CHAT_SIZE, WINDOW_SIZE = (440, 640), (560, 360)
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
+ATTACH = """(function attach() {
+  const field = document.getElementById("question");
+  if (!field) return setTimeout(attach, 100);
+  const bytes = Uint8Array.from(atob(DATA), (letter) => letter.charCodeAt(0));
+  const given = new DataTransfer();
+  given.items.add(new File([bytes], NAME, { type: "image/png" }));
+  const fields = { bubbles: true, cancelable: true, dataTransfer: given };
+  field.dispatchEvent(new DragEvent("drop", fields));
+})()"""  # as if the file had been dropped; the page may still be loading
 
 
 def button(text: str, action: Action, act: Act) -> toga.Button:
@@ -53,6 +63,10 @@ class ChatWindow:
         self.web = _web_view() if web else None
         self._url = ""
         self._wanted = "#"  # the place of the page that is shown next
+        self._scripts: list[str] = []  # for the page that is being loaded
+        self._loaded = False
+        if self.web is not None:
+            self.web.on_webview_load = self._on_load
         self._text = toga.Label("", text_align="center")
         self._browser = button("Open in the browser", Action(Do.BROWSER), act)
         self._start = button("Start the server", Action(Do.START), act)
@@ -65,6 +79,23 @@ class ChatWindow:
         """Show a place of the page as soon as there is a server: "#new", "#chat/ID"."""
         self._wanted = fragment
 
+    def attach(self, name: str, data: bytes) -> bool:
+        """Attach a PNG to the next question, once the page is there; False: no page is shown."""
+        if self.web is None or not self._url:
+            return False
+        encoded = json.dumps(base64.b64encode(data).decode())
+        self._scripts.append(ATTACH.replace("DATA", encoded).replace("NAME", json.dumps(name)))
+        if self._loaded:
+            self._on_load()
+        return True
+
+    def _on_load(self, *_: Any, **__: Any) -> None:
+        assert self.web is not None
+        self._loaded = True
+        for script in self._scripts:
+            self.web.evaluate_javascript(script)
+        self._scripts.clear()
+
     def show(self, view: View, address: str) -> None:
         """Show the page at an address of the server, or why it cannot be shown."""
         if not view.usable or self.web is None:
@@ -76,6 +107,7 @@ class ChatWindow:
             return
         self._set_content(self.web)
         if self._url != address:  # the server is another, or has been started again
+            self._loaded = False
             self.web.url = address + self._wanted
         elif self._wanted != "#":
             self.web.evaluate_javascript(f"location.hash = {json.dumps(self._wanted)}")

@@ -4,8 +4,9 @@ import { request } from "./api.js";
 import { number } from "./format.js";
 import { isPicture, pictureOf } from "./pictures.js";
 import {
-  ask, branch, busy, conversation, features, model, notice, said, sees, shownPictures, stop,
+  ask, branch, busy, conversation, features, model, notice, said, sees, shownBytes, shownPictures, stop,
 } from "./store.js";
+import { weightOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
 
 const MAX_FILE_BYTES = 20 * 2 ** 20;
@@ -63,6 +64,17 @@ function Blind({ attached }) {
   );
 }
 
+// Why the server would refuse a request of this size.
+function Heavy({ attached }) {
+  const most = Math.floor(features.value.max_body_bytes / 2 ** 20);
+  return (
+    <p class="blind" role="alert">
+      This server takes {most} MB at once, with all that was said before.{" "}
+      {attached ? "Remove files, or begin a new chat." : "Begin a new chat."}
+    </p>
+  );
+}
+
 export function Composer({ edit }) {
   const field = useRef();
   const files = useRef();
@@ -72,7 +84,8 @@ export function Composer({ edit }) {
   const [over, setOver] = useState(false);
   const pictured = attached.some(({ url }) => url);
   const blind = sees.value === false && (pictured || shownPictures.value);
-  const ready = (text.trim() || attached.length) && !reading && !blind && model.value;
+  const heavy = shownBytes.value + weightOf(detailsOf(attached)) > features.value.max_body_bytes;
+  const ready = (text.trim() || attached.length) && !reading && !blind && !heavy && model.value;
 
   // As high as its lines or its placeholder, wrapped ones too, up to the limit of its style.
   useLayoutEffect(() => {
@@ -183,6 +196,7 @@ export function Composer({ edit }) {
         </ul>
       )}
       <Blind attached={pictured} />
+      {heavy && <Heavy attached={attached.length > 0} />}
       <div class="row">
         <IconButton icon="attach" label="Attach pictures, text files or PDFs" onClick={() => files.current.click()} />
         <input

@@ -1,7 +1,7 @@
 // What the page knows: models, stored conversations, the one that is shown, answers that arrive.
 import { batch, computed, signal } from "@preact/signals";
 import { ApiError, request, stream } from "./api.js";
-import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf } from "./tree.js";
+import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf, weightOf } from "./tree.js";
 
 const MODEL = "mlxinfer.model";
 const SAVE_MS = 2000; // between two saves of an answer that arrives
@@ -9,7 +9,7 @@ const DRAW_MS = 30; // between two redraws
 const OTHER_TABS = new BroadcastChannel("mlxinfer");
 
 export const models = signal([]); // of /v1/models, and those on the disk that can be added
-export const features = signal({ history: false, hub: false, pdf: false, admin: false });
+export const features = signal({ history: false, hub: false, pdf: false, admin: false, max_body_bytes: Infinity });
 export const chosenModel = signal(localStorage.getItem(MODEL) ?? "");
 export const conversations = signal([]);
 export const moreConversations = signal(false);
@@ -31,6 +31,7 @@ export const model = computed(() => {
 // Whether the model sees pictures; undefined: that is known when it has been loaded once.
 export const sees = computed(() => models.value.find((each) => each.id === model.value)?.capabilities?.vision);
 export const shownPictures = computed(() => hasPictures(branch.value));
+export const shownBytes = computed(() => branch.value.reduce((sum, { details }) => sum + weightOf(details), 0));
 
 export function empty() {
   return { id: newId(), title: "", model: "", settings: {}, head: null, messages: new Map(), stored: false };

@@ -55,6 +55,12 @@ export function textOf({ content, details }) {
   return files.join("") + content;
 }
 
+// Bytes that the texts and pictures of these details have in a request, nearly.
+export function weightOf({ attachments = [], pictures = [] }) {
+  const files = attachments.map(({ text }) => text.length);
+  return [...files, ...pictures.map(({ url }) => url?.length ?? 0)].reduce((sum, each) => sum + each, 0);
+}
+
 // Whether the API is sent pictures of these messages.
 export function hasPictures(branch) {
   return branch.some(({ details }) => details.pictures?.some(({ url }) => url));

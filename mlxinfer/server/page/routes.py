@@ -224,6 +224,7 @@ class PageRoutes:
             "history": self._history is not None,
             "hub": self._library is not None and is_admin,
             "pdf": self._pdf,
+            "max_body_bytes": call.service.config.max_body_bytes,
             "admin": is_admin,  # the key may see and do what is under /admin and /hub
             "recipes": RECIPES,
         }

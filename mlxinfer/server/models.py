@@ -39,6 +39,7 @@ BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
 UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
 CLOSE_S = 30.0  # that all may take at the end of the server
 POLL_S = 0.02
+TEND_S = 0.5  # between two checks for idle models
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -351,6 +352,18 @@ class ModelRegistry:
                 raise error.__cause__ from None
             raise
 
+    async def tend(self, on_ready: Callable[[], None]) -> None:
+        """Load the models of the start, then unload idle ones from time to time, until cancelled.
+
+        Raises:
+            as `load_first` and `unload_idle`.
+        """
+        await self.load_first()
+        on_ready()
+        while True:
+            await asyncio.sleep(TEND_S)
+            await self.unload_idle()
+
     async def load_first(self) -> None:
         """Load pinned and preloaded models; raises the reason if a pinned one cannot be loaded."""
         first = [slot for slot in self._slots if slot.entry.pinned]
@@ -398,7 +411,7 @@ class ModelRegistry:
         """
         for slot in self.slots():
             self._notice_end(slot)
-            if slot.idle and slot.ttl_left_s == 0.0:
+            if slot.entry.ttl_s is not None and slot.idle and slot.ttl_left_s == 0.0:
                 async with self._changing:
                     if slot.idle and slot.ttl_left_s == 0.0:
                         with contextlib.suppress(OverloadedError):  # it is stuck, which shows

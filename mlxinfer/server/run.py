@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from ..errors import DeviceLostError, InvalidRequestError
+from ..errors import InvalidRequestError
 from .app import ROUTES, App
 from .config import ServerConfig
 from .http import AsgiApp, Route
@@ -26,7 +26,6 @@ from .service import ServerState
 
 log = logging.getLogger("mlxinfer.server")
 
-TEND_S = 0.5  # between two checks for idle models
 OTHER_FILES = 128  # of the limit: weights, disk caches, pipes
 OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
@@ -80,7 +79,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._tending: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._num_signals = 0
 
     def serve_forever(self) -> None:
@@ -108,25 +107,14 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; requests wait for models that are still loading."""
         await super().startup(sockets)
-        self._tending = asyncio.get_running_loop().create_task(self._tend_models())
+        self._tending = asyncio.create_task(self.service.models.tend(self._on_ready))
+        self._tending.add_done_callback(self._tended)
 
-    async def _tend_models(self) -> None:
-        """Load pinned and preloaded models, then unload idle ones from time to time."""
-        try:
-            await self.service.models.load_first()
-        except Exception as error:  # raised by serve_forever
-            self._failure = error
+    def _tended(self, tending: asyncio.Task[None]) -> None:
+        """End with the error of a model that has to be there; serve_forever raises it."""
+        if not tending.cancelled():
+            self._failure = tending.exception()
             self.should_exit = True
-            return
-        self._on_ready()
-        while True:
-            await asyncio.sleep(TEND_S)
-            try:
-                await self.service.models.unload_idle()
-            except DeviceLostError as error:  # raised by serve_forever, once clients have it too
-                self._failure = error
-                self.should_exit = True
-                return
 
     def _begin_draining(self) -> None:
         if self._draining is None:

@@ -39,7 +39,7 @@ settings.load_profile("default")
 
 
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.
-LONG = ("test_interrupts", "test_examples", "test_readme", "engine/", "convert/", "web/", "bench/")
+LONG = ("test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/")
 TESTS = Path(__file__).parent
 
 

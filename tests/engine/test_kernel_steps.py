@@ -185,7 +185,11 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
 
 @requires_compiler
 @pytest.mark.parametrize(
-    "kv", [KVOptions(), *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR))]
+    "kv",
+    [
+        pytest.param(KVOptions(), marks=CI),
+        *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR)),
+    ],
 )
 def test_keys_in_values_on_kernels_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,10 @@ def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.Monke
     assert seen.code == 2
     assert "--yes" in seen.err
     refused = outcome("rm", "org/tiny", "demo")  # what cannot be is said before
-    assert (refused.code, refused.err) == (1, "error: demo is bundled with mlxinfer and cannot be deleted.\n")
+    assert (refused.code, refused.err) == (
+        1,
+        "error: demo is bundled with mlxinfer and cannot be deleted.\n",
+    )
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     assert outcome("rm", "org/tiny").code == 1

@@ -1,4 +1,4 @@
-"""Answers as plain data: their parts as they come, and their results."""
+"""Answers as plain data: parts that arrive one after the other, and results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -43,9 +43,9 @@ class ReasoningPart:
 class ToolCallDelta:
     """A piece of one tool call.
 
-    The first piece brings `id` and `name`, the last one a `status` other than OPEN. The `arguments`
-    of all pieces joined are the JSON text of one object, or its beginning if the call is CUT; they
-    are void if it is BROKEN.
+    The first piece has `id` and `name`, and the last one has a `status` other than OPEN. All
+    `arguments` joined are the JSON text of one object. If the call is CUT, they are the beginning
+    of one; if it is BROKEN, they mean nothing.
     """
 
     index: int  # of the call within the answer, from 0
@@ -122,10 +122,10 @@ def _joined(run: list[Part]) -> Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the time of one request went, in seconds, and the rates that follow.
+    """The times of one request in seconds, and its rates.
 
-    A rate is None where nothing was measured: no prompt token computed, or fewer than two answer
-    tokens.
+    A rate is None if there is nothing to measure: no prompt token was computed, or the answer has
+    fewer than two tokens.
     """
 
     queued_s: float = 0.0  # submitted, not yet started
@@ -265,7 +265,7 @@ class Facts(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The addition of one step to an answer; the last one of a stream carries the Result."""
+    """What one step adds to an answer; the last delta of a stream has the Result."""
 
     parts: Sequence[Part] = ()  # text, reasoning and pieces of tool calls, as they came
     token_ids: Sequence[int] = ()

@@ -1,12 +1,12 @@
 """One draw a row: rows in blocks of 128 tokens, uniform numbers, and tokens by inversion.
 
-Every row is padded to whole blocks, with one column at least to spare: then a row lies at the same
-offset modulo the vector width whatever the batch, so that its values are rounded as they are when
-it is alone; and entries of padded tables can be sent to the spare column, where they do no harm.
+Every row is padded to whole blocks, with at least one spare column. So a row begins at the same
+offset modulo the vector width in every batch, and its values are rounded as they are when it is
+alone. Entries of padded tables that stand for no token go to the spare column.
 
-The numbers are SplitMix64 read as a counter-based generator (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014): the n-th number of a stream needs none of those
-before it, so a seeded request draws the same numbers alone, in any batch, and after preemption.
+The random numbers are SplitMix64, used as a counter-based generator (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014). The n-th number of a stream needs none of the
+earlier ones. So a seeded request draws the same numbers alone, in any batch, and after preemption.
 """
 
 import secrets

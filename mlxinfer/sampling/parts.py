@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from .draw import largest_values, padded_width, stream_of, total_weight, uniforms
-from .tokens import Ints, TokenBuffer
+from .repeats import Repeats
+from .tokens import TokenBuffer
 
 T = TypeVar("T")
 
@@ -65,9 +66,9 @@ class Turn(NamedTuple):
 class SamplerPart(NamedTuple):
     """A part of sampling: one row in the table of parts.
 
-    The newest tokens of a row may be known to the device alone, or be proposals: then `Turn.recent`
-    has them. The logits must come out the same, bit for bit, whether a token is in the memory or
-    among the recent ones, and whatever other rows are there.
+    `Turn.recent` has the newest tokens of a row if only the device knows them, or if they are
+    proposals. Logits must be the same, bit for bit, whether a token is in the memory or among the
+    recent ones, and with any other rows in the batch.
     """
 
     # Logits (P, width) -> (P, width); the turn is that of the whole batch.
@@ -244,71 +245,9 @@ def _bias_table(rows: PartRows) -> BiasTable:
 # -- DRY --------------------------------------------------------------------------------------
 
 
-class Repeats:
-    """The tokens of one request, prompt and answer, and how much of them the newest ones repeat.
-
-    Attributes:
-        breakers: ids of tokens that break a repetition.
-    """
-
-    def __init__(
-        self, slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]
-    ) -> None:
-        ids = [*prompt_ids, *output_ids]
-        self.breakers = slot.breakers
-        self._size = len(ids)
-        self._ids = np.full(max(2 * len(ids), 64), -1, dtype=np.int32)
-        self._ids[: len(ids)] = ids
-        self._lengths = np.zeros(len(self._ids), dtype=np.int32)
-        self._lengths[: len(ids)] = common_suffixes(ids, slot.breakers)
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def ids(self) -> Ints:
-        """(N,) the tokens."""
-        return self._ids[: self._size]
-
-    @property
-    def lengths(self) -> Ints:
-        """(N,) how many tokens that end at each place equal the newest ones, back to a breaker.
-
-        The last place has 0.
-        """
-        return self._lengths[: self._size]
-
-    def append(self, token_id: int) -> None:
-        """Add one token."""
-        size = self._size
-        if size == len(self._ids):
-            self._ids = np.pad(self._ids, (0, size), constant_values=-1)
-            self._lengths = np.pad(self._lengths, (0, size))
-        before = np.append(np.int32(0), self._lengths[: size - 1]) if size else self._lengths[:0]
-        again = (self._ids[:size] == token_id) & (token_id not in self.breakers)
-        self._lengths[:size] = np.where(again, before + 1, 0)
-        self._ids[size], self._lengths[size] = token_id, 0
-        self._size += 1
-
-
-def common_suffixes(ids: Sequence[int], breakers: frozenset[int]) -> Ints:
-    """(N,) how many tokens that end at each place equal the last ones; 0 at the last place.
-
-    None of them reaches over a breaker. Linear time: Gusfield's Z algorithm (1997) on the reversed
-    tokens.
-    """
-    last = list(reversed(ids))
-    free = next((i for i, token_id in enumerate(last) if token_id in breakers), len(last))
-    found = np.zeros(len(last), dtype=np.int32)
-    left = right = 0
-    for i in range(1, len(last)):
-        length = min(right - i, int(found[i - left])) if i < right else 0
-        while i + length < len(last) and last[length] == last[i + length]:
-            length += 1
-        found[i] = length
-        if i + length > right:
-            left, right = i, i + length
-    return np.minimum(found[::-1], free)
+def repeats(slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Repeats:
+    """The tokens of prompt and answer, and what the newest ones repeat."""
+    return Repeats([*prompt_ids, *output_ids], slot.breakers)
 
 
 class DryTable(NamedTuple):
@@ -321,7 +260,7 @@ class DryTable(NamedTuple):
 
 
 def dry(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
-    """Make tokens less probable that would repeat what stood before at length.
+    """Make tokens less probable that would continue a long repetition.
 
     A token that would extend a repetition of L tokens loses
     `multiplier * base ** (L - allowed_length)` where L is at least `allowed_length`. A repetition
@@ -403,7 +342,7 @@ PENALTIES = (
         memory=lambda slot, prompt_ids, output_ids: TokenBuffer(output_ids),
     ),
     SamplerPart(biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
-    SamplerPart(dry, lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0, memory=Repeats),
+    SamplerPart(dry, lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0, memory=repeats),
 )
 
 
@@ -509,14 +448,14 @@ def top_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 
 
 def min_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
-    """Keep tokens that are at least so many times as probable as the most probable one."""
+    """Keep tokens that have at least this share of the most probable token's probability."""
     highest = logits.max(axis=-1, keepdims=True)
     reach = rows.once(temperatures) * mx.log(rows.column("min_p"))  # at most 0
     return mx.where(logits >= highest + reach, logits, -mx.inf)
 
 
 def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
-    """With a probability at each token, exclude all that reach a threshold but the least probable.
+    """With some probability, exclude all tokens that reach a threshold, except the least probable.
 
     P. E. Weidmann, "Exclude top choices", text-generation-webui, pull request 6335, 2024.
     """

@@ -125,8 +125,8 @@ class SamplingPlan:
 def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     """The plan of a batch of R rows, one slot for each row.
 
-    Rows with a part of `LATE` have their fused parts done before the draw, too: the kernel then
-    draws from all that is left.
+    If a row has a part of `LATE`, its fused parts are done before the draw, too. The kernel then
+    draws from the tokens that are left.
     """
     params = [slot.params for slot in slots]
     early = [any(part in LATE for part in slot.parts) for slot in slots]

@@ -1,10 +1,10 @@
 """How many proposals of each sequence a step verifies: as many as give most tokens a second.
 
-Speculation loses where the rows that it adds to a step cost more than the accepted proposals are
-worth: with small models, mixtures of experts, many requests at once, or text that cannot be
-foreseen. So the controller measures the time of steps and the share of proposals that hold, and
-proposes nothing where that loses. Before anything is measured it goes by the chances that sources
-state, and by a published curve of step times.
+Proposals add rows to a step. Speculation loses if these rows cost more than the accepted proposals
+are worth: with small models, mixtures of experts, many requests at once, or unpredictable text. So
+the controller measures the time of steps and the share of proposals that are accepted, and proposes
+nothing where speculation loses. Before anything is measured, it uses the chances that sources
+state, and a published curve of step times.
 """
 
 from collections import defaultdict, deque
@@ -73,8 +73,8 @@ UNTRIED: Trials = (0.0, 0.0)
 class Acceptance:
     """Chances that the next proposal holds if those before it did.
 
-    The chance of a proposal is that of its key, over all sequences, times how much better or worse
-    than expected the last proposals of the sequence were.
+    The chance of a proposal is the chance of its key, over all sequences, times a factor of its
+    sequence: how much better or worse than expected the sequence's last proposals were.
 
     Args:
         priors: chances by key before anything was measured.
@@ -140,16 +140,16 @@ def bucket_of(num_sequences: int) -> int:
 
 
 def _low_median(times: Seq[float]) -> float:
-    """The lower one of two: a first step that compiles something counts for little."""
+    """The median, the lower one of two: a slow first step that compiles counts for little."""
     return sorted(times)[(len(times) - 1) // 2]
 
 
 class StepTimes:
     """Seconds of steps, by batch size and by rows beyond one a sequence.
 
-    Between two numbers of rows that were measured, and beyond, every row costs the same. Before any
-    were measured with a batch size, a row costs what it does with another batch size; before
-    anything was, times are relative to a step of one row, by the published curve.
+    Between two measured numbers of rows, and beyond the last, every row costs the same. If nothing
+    was measured with a batch size, a row costs as much as with another batch size. If nothing was
+    measured at all, times are relative to a step of one row, by the published curve.
     """
 
     def __init__(self) -> None:
@@ -164,11 +164,11 @@ class StepTimes:
         self._cells[bucket_of(num_sequences)][cell].append(seconds)
 
     def is_measured(self, num_sequences: int) -> bool:
-        """Whether any steps with proposals were, with this batch size."""
+        """Whether any steps with proposals were measured with this batch size."""
         return any(self._measured(bucket_of(num_sequences)).keys() - {PLAIN})
 
     def seconds(self, num_sequences: int, extra: int) -> float:
-        """The time of a step: as measured, or by the nearest ones that were."""
+        """The time of a step: as measured, or from the nearest measured steps."""
         return float(self.table(num_sequences, extra)[extra])
 
     def table(self, num_sequences: int, most: int) -> NDArray[np.float64]:
@@ -191,7 +191,7 @@ class StepTimes:
     def _measured(self, bucket: int) -> dict[int, float]:
         """Extra rows -> seconds, of a batch size.
 
-        Fewer rows never take longer: where they seem to, the machine was busier then.
+        Fewer rows never take longer: if they seem to, the machine was busier.
         """
         found, least_s = {}, np.inf
         for extra, times in reversed(self._cells[bucket].items()):
@@ -200,7 +200,7 @@ class StepTimes:
         return found
 
     def _plain_elsewhere(self, num_sequences: int) -> float:
-        """The time of a plain step, by that of the nearest batch size and the curve."""
+        """The time of a plain step, from the nearest batch size and the curve."""
         plains = {size: cells[PLAIN] for size, cells in self._cells.items()}
         plains = {size: times for size, times in plains.items() if len(times) >= FEWEST}
         if not plains:
@@ -239,7 +239,7 @@ class Regime:
     )
 
     def rest(self) -> None:
-        """Go on with plain steps, twice as many as last time."""
+        """Continue with plain steps, twice as many as last time."""
         self.until_trial = self.next_rest
         self.next_rest = min(2 * self.next_rest, LONGEST_REST)
         self.probes = 1
@@ -249,8 +249,8 @@ class Regime:
 class Controller:
     """Chooses depths from measured step times and given chances.
 
-    Whatever it chooses, answers are the same. Where 16 steps were slower than plain ones, together,
-    it rests; each rest that is followed by another loss is twice as long.
+    Whatever it chooses, answers are the same. If 16 steps together were slower than plain ones, it
+    rests. If a loss follows a rest, the next rest is twice as long.
 
     Args:
         max_depth: proposals of one sequence, at most.
@@ -262,17 +262,17 @@ class Controller:
         self._regimes: dict[int, Regime] = defaultdict(Regime)  # by `bucket_of` the batch size
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether `choose` may want proposals with so many sequences.
+        """Whether `choose` may want proposals with this many sequences.
 
-        Not while it measures plain steps or rests; then none need be made.
+        It wants none while it rests or measures plain steps.
         """
         return self._max_depth > 0 and not self._regimes[bucket_of(num_sequences)].blocked
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
         """How many proposals to verify of each sequence that could have any.
 
-        Those that give most tokens a second, if steps that take turns do alike. For each depth that
-        costly proposals may have, the likeliest are added as long as that pays.
+        The choice gives most tokens a second, if steps that take turns choose alike. For each depth
+        that costly proposals may have, the likeliest proposals are added while that pays.
 
         Args:
             outlooks: of these sequences.
@@ -309,7 +309,7 @@ class Controller:
         return depths
 
     def observe(self, step: MeasuredStep) -> bool:
-        """Learn from a step; True: sources that cost something are to be tried once more."""
+        """Learn from a step; True: costly sources should be tried once more."""
         regime = self._regimes[bucket_of(step.num_sequences)]
         if step.seconds is not None:
             self.times.add(step.num_sequences, step.num_proposals, step.seconds - step.draft_s)
@@ -324,7 +324,7 @@ class Controller:
         return False
 
     def _check_gain(self, regime: Regime, step: MeasuredStep) -> None:
-        """Rest where the last steps with proposals lost; now and then measure plain ones again."""
+        """Rest if the last steps with proposals lost; now and then measure plain steps again."""
         if step.depth:
             regime.draft_s.append(step.draft_s / step.depth)
         if step.seconds is not None:
@@ -363,7 +363,7 @@ class FixedDepth(Controller):
 
 
 def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
-    """(R, most) chance that a proposal and all before it hold; 0 where there is none."""
+    """(R, most) chance that a proposal and all before it hold; 0 if there is none."""
     chances = np.zeros((len(outlooks), most))
     for row, outlook in enumerate(outlooks):
         some = outlook.chances[:most]

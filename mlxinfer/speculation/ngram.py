@@ -1,8 +1,8 @@
 """Proposals that need no network: tokens that a grammar forces, and n-grams.
 
-An n-gram proposes the tokens that followed the last ones where they stood before. It looks in the
-prompt and the answer themselves (prompt lookup: Saxena, "Prompt lookup decoding", 2023), and in
-answers that this engine gave before to the same owner in the same namespace.
+N-grams: if the last tokens occurred before, the tokens that followed them then are proposed. The
+search covers the prompt and the answer (Saxena, "Prompt lookup decoding", 2023), and answers that
+this engine gave before to the same owner in the same namespace.
 """
 
 from collections import OrderedDict
@@ -77,9 +77,9 @@ class ForcedProposer(ProposalSource):
 
 @dataclass(slots=True)
 class Followed:
-    """The tokens of a sequence as far as they were read, and a match of the newest ones.
+    """The tokens of a sequence that were read so far, and a match of the newest ones.
 
-    A match is a place in a text before which the same tokens stand as at the sequence's end.
+    A match is a place in a text. The tokens before the place are the tokens at the sequence's end.
     """
 
     text: TokenBuffer  # key ids
@@ -92,7 +92,7 @@ class NgramProposer(ProposalSource):
     """Proposes what followed before. Each guess is scored as tokens come, proposed or not.
 
     Args:
-        searches: for sequences without a match in one step, at most; others have their turn later.
+        searches: at most so many sequences without a match are searched for in one step.
     """
 
     name = NGRAM
@@ -105,7 +105,7 @@ class NgramProposer(ProposalSource):
         self._answers: OrderedDict[Hashable, TokenBuffer] = OrderedDict()
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
-        """Keys by the number of tokens that agree; tokens in flight count as guessed."""
+        """Keys by the number of tokens that agree. Tokens in flight count as guessed right."""
         found: dict[Sequence, list[Key]] = {}
         for sequence, followed in self._follow(sequences).items():
             if followed.length:
@@ -141,7 +141,7 @@ class NgramProposer(ProposalSource):
         return {"tokens_kept": sum(len(text) for text in self._answers.values())}
 
     def _follow(self, sequences: Seq[Sequence]) -> dict[Sequence, Followed]:
-        """Read new tokens, score what was guessed of them, and search where there is no match."""
+        """Read new tokens, score the guesses of them, and search if there is no match."""
         found, left = {}, self._searches
         for sequence in sequences:
             followed = self._followed.get(sequence)
@@ -160,7 +160,7 @@ class NgramProposer(ProposalSource):
         return found
 
     def _check(self, sequence: Sequence, followed: Followed, new: list[int]) -> None:
-        """Go on along a match as far as it agrees with the new tokens."""
+        """Follow a match as far as it agrees with the new tokens."""
         source = followed.text.ids if followed.other is None else followed.other
         for token_id in new:
             expected = int(source[followed.place])
@@ -171,7 +171,7 @@ class NgramProposer(ProposalSource):
                 return
 
     def _search(self, sequence: Sequence, followed: Followed) -> None:
-        """Find the longest match in the sequence's own text, else in answers before it."""
+        """Find the longest match in the sequence's own text or in earlier answers."""
         text = followed.text.ids
         if len(text) <= MIN_MATCH:
             return

@@ -40,10 +40,10 @@ class ProposalSource(ABC):
         taps: layers of the model whose outputs it reads.
         needs_grammar: it proposes for requests with a grammar only, and is asked for no others.
         is_free: it scores its guesses itself as tokens come, whether they were verified or not.
-        cost: of a proposal, in plain steps, before that was measured; 0: nothing.
-        priors: how likely a proposal of each key is to hold, before any was tried.
-        score: takes what became of a guess, from a source that is free.
-        counts: of its proposals.
+        cost: cost of a proposal in plain steps, until it is measured; 0: nothing.
+        priors: chance that a proposal of each key holds, until it is measured.
+        score: a free source calls it with each guess and whether the guess held.
+        counts: counts of its proposals.
     """
 
     name: str
@@ -57,9 +57,9 @@ class ProposalSource(ABC):
 
     @abstractmethod
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
-        """The keys of the proposals that it could make after the tokens in flight.
+        """The keys of the proposals that the source could make after the tokens in flight.
 
-        At most `depth` for each sequence. A sequence without any is left out.
+        There are at most `depth` for each sequence. A sequence without proposals is left out.
         """
 
     @abstractmethod
@@ -91,9 +91,9 @@ class SourcePlan(NamedTuple):
 class Speculation(Proposer):
     """Proposes tokens from several sources, as many as a controller finds worth it.
 
-    For each sequence the source counts that promises most. A source that raises an error is
-    switched off for the requests of that step, and the error is logged: no request fails for a
-    proposal.
+    Each sequence gets proposals of the source that promises most. If a source raises an error, the
+    error is logged, and the source is switched off for the requests of that step. So no request
+    fails because of a proposal.
 
     Args:
         sources: at least one.
@@ -135,10 +135,11 @@ class Speculation(Proposer):
     # -- the engine's Proposer ------------------------------------------------------------------
 
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
-        """The most proposals that any sequence is to have, as far as it can be foreseen.
+        """The most proposals that any sequence will have, as far as it can be foreseen.
 
-        As long as nothing is worth it, a step looks at a few sequences in turn, and at none where
-        the controller wants no proposals whatever they are: a large batch pays next to nothing.
+        While no proposal is worth it, a step looks at a few sequences only, in turn. If the
+        controller wants no proposals at all, it looks at none. So a large batch costs nearly
+        nothing.
         """
         self._num_decoding = num_decoding
         self._known.update(sequences)
@@ -188,7 +189,7 @@ class Speculation(Proposer):
                 self._switch_off(source, batch.sequences)
 
     def observe(self, batch: Batch, result: CommitResult) -> None:
-        """Score the proposals of a step, and let the controller know what the step took."""
+        """Score the proposals of a step, and tell the controller how long the step took."""
         drafted: list[Segment] = []
         if batch.sampling.proposals is not None:
             drafted = [segment for segment in batch.short if segment.proposals]
@@ -296,10 +297,10 @@ class Speculation(Proposer):
                     self._acceptance.observe(sequence, plan.keys[place], place < held)
 
     def _measure(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
-        """Let the controller know how long a decode step took, and how many tokens it gave.
+        """Tell the controller how long a decode step took, and how many tokens it gave.
 
-        A step that takes turns with others counts as one of all rows: its numbers are scaled to
-        all that decode, and its time is the time since its own rows were read last.
+        If steps take turns, a step counts as one of all rows: its numbers are scaled to all rows
+        that decode, and its time is the time since its own rows were read last.
         """
         num_proposals = sum([len(segment.proposals) for segment in drafted]) if drafted else 0
         num_sequences = len(batch.sampling.sequences) - num_proposals

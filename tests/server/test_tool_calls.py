@@ -113,16 +113,6 @@ def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: Scrip
     assert (last.message.content, last.finish_reason) == ("It is 18 °C.", "stop")
 
 
-def test_a_template_without_tools_gets_them_as_text(server: LiveServer) -> None:
-    answer = server.post(CHAT, chat(tools=CHAT_TOOLS))
-    assert answer.status_code == 200
-    plain = server.post(CHAT, chat(tools=CHAT_TOOLS, tool_choice="none"))
-    assert plain.status_code == 200
-    tokens = [reply.json()["usage"]["prompt_tokens"] for reply in (answer, plain)]
-    assert tokens[0] > tokens[1] + 50
-    assert server.post(CHAT, chat(tools=[])).status_code == 200
-
-
 def test_prompts_with_tools_can_be_counted(scripted: ScriptedServer) -> None:
     plain = scripted.post("/tokenize", {"messages": HI}).json()["count"]
     assert (

@@ -256,9 +256,8 @@ class Resting(FixedDepth):
         return super().choose(outlooks, num_sequences) if self.steps % 75 < 45 else [0, 0]
 
 
-@pytest.mark.parametrize("case", ["gemma3_text-v4", "qwen3-v4"])
-def test_a_draft_with_a_window_follows_after_a_rest(case: str) -> None:
-    draft = tiny_model(case, quantized=True)
+def test_a_draft_with_a_window_follows_after_a_rest() -> None:
+    draft = tiny_model("gemma3_text-v4", quantized=True)
     source = DraftProposer(
         draft, config(num_pages=400, kv=KVOptions(window=24)), vocab_size=96, cost=0.1
     )

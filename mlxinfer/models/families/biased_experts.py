@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
@@ -83,20 +82,6 @@ def with_deepseek_names(config: Fields) -> Fields:
     return Fields({**config.values, **own}, config.where)
 
 
-def with_stated_experts(config: ModelConfig) -> ModelConfig:
-    """Layers have experts as `mlp_layer_types` or `is_moe_layer` lists; else all but a few."""
-    config = with_experts(config)
-    fields = config.fields
-    stated = fields.items("mlp_layer_types") or fields.items("is_moe_layer")
-    if stated is None:
-        return config
-    if len(stated) != config.num_layers:
-        raise CheckpointError(
-            f"mlp_layer_types in {fields.where} must have {config.num_layers} entries."
-        )
-    return replace(config, sparse_layers=tuple(kind in ("sparse", True) for kind in stated))
-
-
 class HyV3(Dots1):
     """Hy3: the attention of Qwen 3, the experts of DeepSeek V3 in all layers but the first."""
 
@@ -126,11 +111,6 @@ class HyV3(Dots1):
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """No layer has a window."""
         return [FULL] * num_layers
-
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
-        return with_stated_experts(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -221,7 +201,7 @@ class ExaoneMoE(Exaone4):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the layers that have experts."""
-        return with_stated_experts(config)
+        return with_experts(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

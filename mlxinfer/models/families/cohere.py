@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice, WeighedExpert
 from ...layers.norm import LayerNorm, Norm
@@ -18,6 +17,7 @@ from ..config import FULL, SLIDING, ModelConfig, read_layer_types, read_rope
 from ..decoder import ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
+from .deepseek import sparse_layers
 
 RMS_NORMS = "rms_norms"  # our own key
 
@@ -113,7 +113,7 @@ class Cohere2MoE(Cohere2):
         """Dense layers that see everything have positions too, where all of them do."""
         always = fields.integer("prefix_dense_sliding_window_pattern") == 1
         turning = read_rope(fields, SLIDING, head_dim=head_dim)
-        sparse = _sparse_layers(fields, len(layer_types))
+        sparse = sparse_layers(fields, len(layer_types))
         return tuple(
             turning if kind == SLIDING or (always and not has_experts) else None
             for kind, has_experts in zip(layer_types, sparse, strict=True)
@@ -122,8 +122,8 @@ class Cohere2MoE(Cohere2):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the layers that have experts."""
-        sparse = _sparse_layers(config.fields, config.num_layers)
-        return replace(super().configure(config), sparse_layers=tuple(sparse))
+        sparse = sparse_layers(config.fields, config.num_layers)
+        return replace(super().configure(config), sparse_layers=sparse)
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """An RMS norm where the config states its epsilon, else a layer norm."""
@@ -152,14 +152,3 @@ class Cohere2MoE(Cohere2):
             factor=weight,
         )
         return self.experts(path, ExpertChoice(routing), shared=shared)
-
-
-def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """For each layer, whether it has experts."""
-    stated = fields.items("mlp_layer_types")
-    if stated is None:
-        first = fields.integer("first_k_dense_replace", low=0)
-        return [i >= first for i in range(num_layers)]
-    if len(stated) != num_layers:
-        raise CheckpointError(f"mlp_layer_types in {fields.where} must have {num_layers} entries.")
-    return [kind == "sparse" for kind in stated]

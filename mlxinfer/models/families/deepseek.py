@@ -296,7 +296,6 @@ def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
 def with_experts(config: ModelConfig) -> ModelConfig:
     """The config with the experts' fields of DeepSeek and related families."""
     fields = config.fields
-    dense = fields.integer("first_k_dense_replace", low=0)
     num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
     return replace(
         config,
@@ -304,8 +303,21 @@ def with_experts(config: ModelConfig) -> ModelConfig:
         experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
         moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
         norm_topk_prob=fields.boolean("norm_topk_prob"),
-        sparse_layers=tuple(i >= dense for i in range(config.num_layers)),
+        sparse_layers=sparse_layers(fields, config.num_layers),
     )
+
+
+def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """For each layer, whether it has experts: as listed; else all but the first have them."""
+    stated = fields.items("mlp_layer_types") or fields.items("is_moe_layer")
+    if stated is None:
+        dense = fields.integer("first_k_dense_replace", low=0)
+        return tuple(i >= dense for i in range(num_layers))
+    if len(stated) != num_layers or not all(k in ("dense", "sparse", False, True) for k in stated):
+        raise CheckpointError(
+            f"mlp_layer_types in {fields.where} must be {num_layers} times 'dense' or 'sparse'."
+        )
+    return tuple(kind in ("sparse", True) for kind in stated)
 
 
 def biased_routing(family: Family, path: str) -> ExpertChoice:

@@ -1,9 +1,8 @@
 """GLM 4 and 5: the dense models, GLM 4.5 to 4.7 with experts, GLM 4.7 Flash, GLM 5, Solar Open."""
 
-from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...layers.mlp import FeedForward
 from ...layers.step import Layer
 from ..config import ModelConfig
@@ -159,20 +158,6 @@ class Glm4MoELite(DeepseekV3):
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 202_752,
     }
-
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Layers have experts as `mlp_layer_types` lists, where the config has it."""
-        config = super().configure(config)
-        stated = config.fields.items("mlp_layer_types")
-        if stated is None:
-            return config
-        if len(stated) != config.num_layers or not set(stated) <= {"dense", "sparse"}:
-            raise CheckpointError(
-                f"mlp_layer_types in {config.fields.where} must be {config.num_layers} times "
-                "'dense' or 'sparse'."
-            )
-        return replace(config, sparse_layers=tuple(kind == "sparse" for kind in stated))
 
 
 class GlmMoeDsa(DeepseekV32, Glm4MoELite):

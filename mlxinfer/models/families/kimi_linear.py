@@ -90,19 +90,11 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the states of recurrent layers, and the layers that have experts."""
+        """Set the states of recurrent layers."""
         config = super().configure(config)
         fields = config.fields
         state = _state(fields)
         recurs = _recurs(fields, config.num_layers)
-        kinds = fields.items("mlp_layer_types")
-        if kinds is not None:
-            if len(kinds) != config.num_layers or not all(k in ("dense", "sparse") for k in kinds):
-                raise CheckpointError(
-                    f"mlp_layer_types in {fields.where} must be {config.num_layers} times 'dense' "
-                    "or 'sparse'."
-                )
-            config = replace(config, sparse_layers=tuple(kind == "sparse" for kind in kinds))
         return replace(config, states=tuple(state if one else None for one in recurs))
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..outputs import Result
 from ..text.tools.schema import resolve
-from .schema import BOUNDS, NOTES, Schema, at, is_kept, is_kept_bound, mapped, rewrite
+from .schema import BOUNDS, CLASS, NOTES, Schema, at, is_kept, is_kept_bound, mapped, rewrite
 
 UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no equivalent
     *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
@@ -22,6 +22,11 @@ UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no e
 )
 _BEYOND_REGULAR = re.compile(  # look-around, back-references, ends of words; classes of Java
     r"\(\?(?:[=!>]|<[=!])|\\[1-9bBc<>]|\\k<|\\p\{(?:Graph|Print)\}"
+)
+_PLAIN_PARTS = re.compile(rf"\\.|{CLASS}|\(\?[a-z]+\)", re.DOTALL)
+_INNER_ENDS = re.compile(  # ^ and $ within a text, or in a group that may be left out
+    r"[^(|:]\^|[^(|:^]\((?:\?:)?\^|\((?:\?:)?\^[^()]*\)[?*+{]"
+    r"|\$\)*[^)|]|\$\|[^()]*\)[^)|]"
 )
 _NESTED = re.compile(r"\)[*+{]")  # a repeated group
 MAX_NESTED = 100  # characters of a text that llguidance holds against such a pattern
@@ -83,9 +88,10 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def _rings_alone(schema: Any, dropped: set[str]) -> Any:
-    """Remove keywords beside references within a schema that leads back to itself.
+    """Remove what stands beside references within a schema that leads back to itself.
 
-    llguidance refuses them there. Their names are added to `dropped`.
+    Beside a `$ref` these are keywords; in an `allOf` the references go. llguidance
+    refuses them there. Their names are added to `dropped`.
     """
     rings = _rings(schema)
     if not rings:
@@ -96,6 +102,9 @@ def _rings_alone(schema: Any, dropped: set[str]) -> Any:
         dropped.update(beside)
         for key in beside:
             del part[key]
+        if _refers_beside(part, rings):
+            part["allOf"] = [each for each in part["allOf"] if not _is_ring(each, rings)]
+            dropped.add("allOf")
 
     if "#" in rings:
         return mapped(schema, drop)
@@ -105,6 +114,18 @@ def _rings_alone(schema: Any, dropped: set[str]) -> Any:
             named = new[key].items()
             new[key] = {n: mapped(s, drop) if f"#/{key}/{n}" in rings else s for n, s in named}
     return new
+
+
+def _is_ring(part: Any, rings: set[str]) -> bool:
+    return isinstance(part, Mapping) and part.get("$ref") in rings
+
+
+def _refers_beside(part: Schema, rings: set[str]) -> bool:
+    """Whether an `allOf` has a reference of these, and anything stands beside that."""
+    parts = part.get("allOf")
+    if not isinstance(parts, list) or not any(_is_ring(each, rings) for each in parts):
+        return False
+    return len(parts) > 1 or bool(set(part) - NOTES - {"allOf", *_DEFINITIONS})
 
 
 def _rings(schema: Any) -> set[str]:
@@ -174,7 +195,7 @@ def _not_here(schema: Schema) -> list[str]:
     """Return the keywords of this part that llguidance refuses only in some schemas."""
     found = []
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
-    if isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern):
+    if isinstance(pattern, str) and not _regular(pattern):
         found.append("pattern")
     elif isinstance(pattern, str) and _NESTED.search(pattern) and _longest(schema) > MAX_NESTED:
         found += ["minLength", "maxLength"]  # whether both can hold takes too long to work out
@@ -187,6 +208,12 @@ def _not_here(schema: Schema) -> list[str]:
     return found
 
 
+def _regular(pattern: str) -> bool:
+    """Whether llguidance takes a pattern: a regular one, with ends at its ends alone."""
+    bare = _PLAIN_PARTS.sub(lambda found: "" if found[0].startswith("(?") else "x", pattern)
+    return not (_BEYOND_REGULAR.search(pattern) or _INNER_ENDS.search(bare))
+
+
 def _longest(schema: Schema) -> float:
     """Return the larger bound of a text's length, 0 without one."""
     bounds = (schema.get("minLength"), schema.get("maxLength"))
@@ -195,7 +222,7 @@ def _longest(schema: Schema) -> float:
 
 def _simple(patterns: list[str]) -> bool:
     """Whether these are regular, and seen to match different names: each begins unlike others."""
-    if any(_BEYOND_REGULAR.search(pattern) for pattern in patterns):
+    if not all(map(_regular, patterns)):
         return False
     begins = [_BEGINNING.match(pattern) for pattern in patterns]
     firsts = [match.group(1) for match in begins if match is not None]

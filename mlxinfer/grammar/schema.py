@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import InvalidRequestError, shown
 
@@ -209,31 +210,53 @@ def rewrite(schema: Schema) -> None:
         each(schema)
 
 
-def readable_patterns(value: Any, keyword: str = "") -> Any:
-    """Return a schema with patterns that llguidance and the check of answers read alike.
+def readable(value: Any, keyword: str = "") -> Any:
+    """Return a schema with patterns and pointers that llguidance and the check read alike.
 
     Patterns of other languages are spelled as JavaScript and Rust do, with the same meaning.
+    Pointers become URIs (RFC 3986): signs that have no place in one are percent-encoded.
     """
     if keyword in LITERALS or keyword in NOTES:
         return value
     if isinstance(value, (list, tuple)):
-        return [readable_patterns(each) for each in value]
+        return [readable(each) for each in value]
     if not isinstance(value, Mapping):
-        return _readable(value) if keyword == "pattern" and isinstance(value, str) else value
+        change = _SPELLING.get(keyword) if isinstance(value, str) else None
+        return value if change is None else change(value)
     if keyword == "patternProperties":
-        return {_readable(str(name)): readable_patterns(each) for name, each in value.items()}
+        return {_readable_pattern(str(name)): readable(each) for name, each in value.items()}
     names = keyword in MAPS
-    return {key: readable_patterns(each, "" if names else key) for key, each in value.items()}
+    return {key: readable(each, "" if names else key) for key, each in value.items()}
 
 
-_BRACE = re.compile(r"(\\[pPux]\{[^}]*\}|\\.)|\{(?!\d+(?:,\d*)?\})", re.DOTALL)
+CLASS = r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]"  # of characters
+_IN_CLASS = re.compile(r"(\\.|\[:\^?\w+:\])|\[", re.DOTALL)
+_LITERAL = re.compile(  # escapes and classes, which stay; braces and brackets that mean themselves
+    rf"(\\[pPux]\{{[^}}]*\}}|\\.|{CLASS}|\[.*)|\{{(?!\d+(?:,\d*)?\}})|\]", re.DOTALL
+)
 _PAIRS = re.compile(r"\\ud800\\ud(?:c00|bff)-\\ud(?:bff|c00)\\udfff", re.I)  # of surrogates: all
 
 
-def _readable(pattern: str) -> str:
-    """Escape braces that repeat nothing, and write Python's end and Java's surrogates plainly."""
+def _readable_pattern(pattern: str) -> str:
+    """Escape signs that mean themselves, and write Python's end and Java's surrogates plainly."""
     pattern = _PAIRS.sub(r"\\u{10000}-\\u{10FFFF}", pattern)
-    return _BRACE.sub(lambda found: r"\z" if found[0] == r"\Z" else found[1] or r"\{", pattern)
+    return _LITERAL.sub(_spelled, pattern)
+
+
+def _pointer(reference: str) -> str:
+    return quote(reference, safe=_OF_URIS) if reference.startswith("#") else reference
+
+
+_OF_URIS = "!#$%&'()*+,/:;=?@[]~"  # beside letters, digits and -._
+_SPELLING = {"pattern": _readable_pattern, "$ref": _pointer}
+
+
+def _spelled(found: re.Match[str]) -> str:
+    if found[0] == r"\Z":
+        return r"\z"
+    if found[0].startswith("[") and len(found[0]) > 1:  # Rust's classes hold others, JSON's do not
+        return "[" + _IN_CLASS.sub(lambda inner: inner[1] or r"\[", found[0][1:])
+    return found[1] or f"\\{found[0]}"
 
 
 def _format(schema: Schema) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidRequestError, shown
 from .references import resolved
 from .relaxed import Unenforced, any_of, relaxed, require_checkable
-from .schema import MAX_STRING, check_schema, mapped, readable_patterns, rewrite
+from .schema import MAX_STRING, check_schema, mapped, readable, rewrite
 
 MAX_REGEX = 4096  # characters
 MAX_LARK = 65_536
@@ -112,7 +112,7 @@ def enforceable(
     Raises:
         InvalidRequestError: it refers to other documents, or is no JSON schema.
     """
-    schema = readable_patterns(schema)
+    schema = readable(schema)
     plain, loose = resolved(schema, place)
     enforced, dropped = relaxed(plain)
     keywords = tuple(sorted({*loose, *dropped}))
@@ -130,7 +130,7 @@ def strictly(schema: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
         InvalidRequestError: there is none.
     """
     check_schema(schema, place=place, strict=True)
-    plain, loose = resolved(readable_patterns(schema), place)
+    plain, loose = resolved(readable(schema), place)
     if loose:
         raise InvalidRequestError(f"{place}: {loose[0]} cannot be enforced.", param=place)
     new: Mapping[str, Any] = mapped(plain, rewrite)

@@ -44,6 +44,7 @@ ALIKE: dict[str, tuple[Any, Any, Any]] = {  # schema, a value, what its grammar 
     "a dynamic anchor": ({"$dynamicAnchor": "x", **STRING}, "x", 1),
     "an end of 64 bits": ({"type": "integer", "maximum": 9223372036854776000}, 7, 10**20),
     "a brace": ({"type": "string", "pattern": "^a{b}$"}, "a{b}", "ab"),
+    "a bracket": ({"type": "string", "pattern": "^[0-9]{2}]?$"}, "12]", "12]]"),
     "braces that repeat": ({"type": "string", "pattern": r"^\p{Lu}{2}\{$"}, "AB{", "A{"),
     "a ring of ids": (
         {"$id": "l.json", "type": "object", "properties": {"next": {"$ref": "l.json"}}},
@@ -80,6 +81,41 @@ LATER: dict[str, tuple[Any, Any, Any]] = {  # schema, a value of it, and one tha
         {"$ref": "https://json-schema.org/draft/2020-12/schema"},
         {"type": "string"},
         {"type": "text"},
+    ),
+    "a ring in an allOf": (
+        {
+            "$ref": "#/$defs/node",
+            "$defs": {
+                "node": {
+                    "type": "object",
+                    "properties": {
+                        "next": {"allOf": [{"$ref": "#/$defs/node"}, {"required": ["a"]}]},
+                        "a": STRING,
+                    },
+                }
+            },
+        },
+        {"next": {"a": "x"}},
+        {"next": {"next": {"a": "x"}, "a": 1}},
+    ),
+    "signs in a name": (
+        {
+            "items": {"$ref": "#/$defs/a <b>{c}"},
+            "uniqueItems": True,
+            "$defs": {"a <b>{c}": STRING},
+        },
+        ["x", "y"],
+        ["x", "x"],
+    ),
+    "an end within a pattern": (
+        {"type": "string", "pattern": "^/(([a-z]+/)*[a-z]+$)?"},
+        "/a/b",
+        "a/b",
+    ),
+    "a beginning that may be left out": (
+        {"type": "string", "pattern": "^(?:^[a-z]+:)?[0-9]$"},
+        "ab:1",
+        "ab1",
     ),
     "a wide bound": ({"type": "number", "maximum": 9223372036854776000}, 1, 1e30),
 }

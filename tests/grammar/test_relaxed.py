@@ -104,6 +104,10 @@ def test_only_what_masks_cannot_hold_is_checked(schema: Any, checked: bool) -> N
         (r"^[a-c]\Z", "b", "b\n"),  # Python's
         (r"^[\uE000-\uFFFD\uD800\uDBFF-\uDC00\uDFFF]$", "\U0001f600", "a"),  # Java's
         ("^{a}$", "{a}", "a"),
+        ("^[]{]}]$", "]}]", "]"),  # a class of two, and two signs
+        ("^(?i)a(b|c$)", "AC", "d"),
+        (r"^\[x]$", "[x]", "x"),
+        (r"^[^?{}()[\]]+$", "ab", "a["),
     ],
 )
 def test_patterns_of_other_languages_are_read(pattern: str, good: str, bad: str) -> None:

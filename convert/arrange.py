@@ -37,11 +37,14 @@ _AS_MLX = {  # where its names are others: ours, its
     "granitemoehybrid": {".block_sparse_moe.switch_mlp.": ".block_sparse_moe.experts."},
     "llama4_text": {".feed_forward.switch_mlp.": ".feed_forward.experts."},
     "nemotron_h": {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.": "backbone.",
+        ".self_attn.": ".mixer.",
         ".switch_mlp.up_proj.": ".switch_mlp.fc1.",
         ".switch_mlp.down_proj.": ".switch_mlp.fc2.",
     },
 }
-LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+LAYER = re.compile(r"^(?:model\.|backbone\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")

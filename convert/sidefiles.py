@@ -27,14 +27,19 @@ _MODULE = ("_Dense/model.safetensors", "_LayerNorm/model.safetensors")  # behind
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
-UNREAD_BY_MLX_LM = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
+# Families whose tensors mlx-lm wants in another layout, and those that it does not define.
+_OTHERWISE = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
+UNDEFINED_BY_MLX_LM = (
+    *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
+    *("hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
+)
 
 
 def read_by_mlx_lm(source: SourceModel, model: ModelConfig) -> bool:
     """Whether mlx-lm takes this family's tensors in the layout that transformers gives them."""
-    nested = language_config(source.config) is not None
-    return model.model_type not in UNREAD_BY_MLX_LM or (
-        nested and "gemma3n" not in model.model_type
+    nested = language_config(source.config) is not None and model.model_type != "gemma3n_text"
+    return model.model_type not in UNDEFINED_BY_MLX_LM and (
+        nested or model.model_type not in _OTHERWISE
     )
 
 
@@ -183,7 +188,11 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
     asked: dict[str, dict[str, Any]] = {
-        "exaone_moe": {"num_shared_experts": model.fields.get("n_shared_experts")},
+        "exaone_moe": {
+            "num_shared_experts": model.fields.get("n_shared_experts"),
+            "is_moe_layer": list(model.sparse_layers),
+        },
+        "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
         "lfm2": {"block_dim": model.hidden_size},
         "lfm2_moe": {"block_dim": model.hidden_size},
         "minimax_m2": {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0},

@@ -21,6 +21,7 @@ from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import ErrorStats
 from mlxinfer.convert.read import Packed, SourceModel, open_source
 from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.sidefiles import UNDEFINED_BY_MLX_LM
 from mlxinfer.convert.verify import (
     EXACT,
     REQUANTISED,
@@ -30,7 +31,9 @@ from mlxinfer.convert.verify import (
     confirm,
 )
 from mlxinfer.convert.write import write_shard
-from mlxinfer.errors import ConversionError
+from mlxinfer.errors import CheckpointError, ConversionError
+from mlxinfer.models import load
+from mlxinfer.models.zoo import definitions
 
 FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3_moe-v4",
             "qwen3_moe-v5", "gemma3_text-v4", "olmo2-v4", "olmo3-v5", "glm4-v4", "smollm3-v5",
@@ -79,9 +82,26 @@ def test_routers_that_mlx_lm_holds_in_plain_arrays_stay_dense(tmp_path: Path, ca
     agreed(tmp_path / "out")
 
 
-@pytest.mark.parametrize("case", ["lfm2-v5", "minimax_m2-v5", "deepseek_v2-v5"])
-def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(tmp_path: Path, case: str) -> None:
-    changes = {"tie_word_embeddings": "lfm2" in case}  # mlx-lm always has it so
+OF_DEEPSEEK = dict.fromkeys(("topk_method", "scoring_func", "moe_layer_freq"))
+OF_NEMOTRON = {"attention_bias": False, "mamba_proj_bias": False, "conv_kernel": 4}
+OF_GPT_OSS = {"swiglu_limit": 7.0}  # as published: mlx-lm knows no other
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("lfm2-v5", {"tie_word_embeddings": True}),  # mlx-lm always has it so
+        ("minimax_m2-v5", {"tie_word_embeddings": False}),
+        ("deepseek_v2-v5", {"tie_word_embeddings": False}),
+        ("exaone_moe-v5", {}),
+        ("glm_moe_dsa-v5", OF_DEEPSEEK),
+        ("nemotron_h-v4", OF_NEMOTRON),
+        ("gpt_oss-v5", OF_GPT_OSS),
+    ],
+)
+def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(
+    tmp_path: Path, case: str, changes: dict[str, Any]
+) -> None:
     source = write_source(tmp_path / "source", case, changes=changes, dtype=mx.float32)
     report = convert(source, tmp_path / "out", "fp32")
     assert np.array_equal(agreed(tmp_path / "out"), by_mlxinfer(source))
@@ -91,6 +111,38 @@ def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(tmp_path: Path, cas
 def test_the_end_says_what_mlx_lm_does_not_read(tmp_path: Path) -> None:
     report = convert(write_source(tmp_path / "source", "falcon_h1-v4"), tmp_path / "out", "bf16")
     assert any(note.startswith("mlx-lm does not read falcon_h1") for note in report.notes)
+
+
+def test_what_mlx_lm_does_not_define_is_listed() -> None:
+    written_nested = {"qwen3_5_text", "qwen3_5_moe_text", "gemma3n_text"}
+    families = {config["model_type"] for config in CASES.values()} - written_nested
+    defined = definitions.architectures()
+    missing = {kind for kind in families if definitions.module_name(kind) not in defined}
+    assert missing == {*UNDEFINED_BY_MLX_LM} - {"bailing_hybrid"}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_nemotron_with_biases_in_its_attention_is_mlx_lms(tmp_path: Path, bias: bool) -> None:
+    """As in NVIDIA's code; transformers has none there, whatever the config says."""
+    more = {}
+    if bias:
+        rng = np.random.default_rng(1)
+        sizes = {"q": 96, "k": 48, "v": 48, "o": 64}
+        more = {
+            f"model.layers.{layer}.self_attn.{name}_proj.bias": mx.array(rng.normal(size=size))
+            for name, size in sizes.items()
+            for layer in (3, 6)
+        }
+    stated = {**OF_NEMOTRON, "attention_bias": True}
+    source = write_source(
+        tmp_path / "source", "nemotron_h-v4", changes=stated, more=more, dtype=mx.float32
+    )
+    if not bias:
+        with pytest.raises(CheckpointError, match=r"q_proj\.bias.* is missing"):
+            load(source)
+        return
+    convert(source, tmp_path / "out", "fp32")
+    assert np.array_equal(agreed(tmp_path / "out"), by_mlxinfer(source))
 
 
 def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:

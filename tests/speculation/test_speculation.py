@@ -99,6 +99,10 @@ def test_a_source_that_fails_is_switched_off_for_the_request(
         harness.add("a", prompt(20), GREEDY)
         assert harness.drain()["a"].token_ids == alone(model, prompt(20), GREEDY).token_ids
     assert len(caplog.records) == 1
+    stats = speculation.stats()
+    assert stats["switched_off"] == 1
+    (source,) = stats["sources"].values()
+    assert str(caplog.records[0].exc_info[1]) in source["last_error"]  # type: ignore[index]
 
 
 def test_nothing_is_remembered_of_requests_that_have_ended() -> None:

@@ -144,7 +144,9 @@ def test_each_key_has_its_own() -> None:
         assert server.get(place, headers=other).status_code == 404
         assert server.client.delete(place, headers=other).status_code == 404
         body = {"input": "Hi", "previous_response_id": made["id"]}
-        assert server.post(RESPONSES, body, headers=other).status_code == 404
+        lost = server.post(RESPONSES, body, headers=other)
+        code = lost.json()["error"]["code"]
+        assert (lost.status_code, code) == (404, "previous_response_not_found")
         assert server.client.delete(place, headers=mine).json()["deleted"]
 
 

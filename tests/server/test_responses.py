@@ -105,6 +105,7 @@ def test_the_events_of_a_stream(client: openai.OpenAI, scripted: ScriptedServer)
     finals = [e for e in events if e.type == "response.function_call_arguments.done"]
     for final in finals:
         assert final.arguments == "".join(d.delta for d in deltas if d.item_id == final.item_id)
+    assert [final.name for final in finals] == [name for name, _ in CALLS]
     assert len(deltas) > 4
 
 

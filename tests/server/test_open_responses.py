@@ -1,0 +1,113 @@
+"""The cases of openresponses.org's suite, by its published types, answered by the demo itself.
+
+Cases over WebSockets, of files and of pictures are left out. The demo calls no tool of its own
+accord, so its calls are asked for.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live_server import LiveServer
+
+from mlxinfer.server.store import ResponseStore
+
+types = pytest.importorskip("openresponses_types.types")
+RESPONSES = "/v1/responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a place",
+    "parameters": {
+        "type": "object",
+        "properties": {"location": {"type": "string", "maxLength": 20}},
+        "required": ["location"],
+    },
+}
+OPENAIS_OWN = {"response.reasoning_text.delta", "response.reasoning_text.done"}  # its SDK's names
+
+
+def message(role: str, content: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": content, **fields}
+
+
+def models_of_events() -> dict[str, Any]:
+    found = {}
+    for name in dir(types):
+        if name.endswith("StreamingEvent"):
+            (kind,) = getattr(types, name).model_fields["type"].annotation
+            found[kind.value] = getattr(types, name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[LiveServer]:
+    with LiveServer(store=ResponseStore(None)) as server:
+        yield server
+
+
+def answer(server: LiveServer, *, stream: bool = False, **body: Any) -> dict[str, Any]:
+    """A completed response, checked by the published types as its events are."""
+    given = {"model": "demo", "temperature": 0, **body}
+    if stream:
+        events = server.events(RESPONSES, {**given, "stream": True})
+        known = models_of_events()
+        for event in events:
+            if event["type"] not in OPENAIS_OWN:
+                known[event["type"]].model_validate(event)
+        found = events[-1]["response"]
+        kinds = [event["type"] for event in events]
+        called = any(item["type"] == "function_call" for item in found["output"])
+        for kind in ("delta", "done"):
+            assert (f"response.function_call_arguments.{kind}" in kinds) is called
+    else:
+        found = server.post(RESPONSES, given).json()
+    types.ResponseResource.model_validate(found)
+    assert (found["status"], bool(found["output"])) == ("completed", True)
+    return dict(found)
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
+
+
+CASES: dict[str, list[dict[str, Any]]] = {
+    "a message": [message("user", "Say hello in three words.")],
+    "a system message": [message("system", "You are a pirate."), message("user", "Say hello.")],
+    "phases": [
+        message("assistant", "I think of a number.", phase="commentary"),
+        message("assistant", "It is four.", phase="final_answer"),
+        message("user", "Repeat only the number."),
+    ],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> None:
+    answer(keeping, input=CASES[case], stream=stream)
+
+
+def test_a_conversation_is_remembered(keeping: LiveServer) -> None:
+    turns = [
+        message("user", "My name is Alice."),
+        message("assistant", "Hello Alice! Nice to meet you. How can I help you today?"),
+    ]
+    question = message("user", "What is my name?")
+    assert "Alice" in text_of(answer(keeping, input=[*turns, question]))
+    first = answer(keeping, input="My name is Alice.")
+    assert "Alice" in text_of(answer(keeping, input=[question], previous_response_id=first["id"]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_and_its_result(keeping: LiveServer, choice: Any, stream: bool) -> None:
+    asked = message("user", "What is the weather in San Francisco?")
+    first = answer(keeping, input=[asked], tools=[TOOL], tool_choice=choice, stream=stream)
+    call = next(item for item in first["output"] if item["type"] == "function_call")
+    assert call["name"] == "get_weather"
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "18 degrees"}
+    whole = [asked, {k: call[k] for k in ("type", "call_id", "name", "arguments")}, result]
+    for fields in ({"input": whole}, {"input": [result], "previous_response_id": first["id"]}):
+        second = answer(keeping, tools=[TOOL], stream=stream, **fields)
+        assert text_of(second)

@@ -86,8 +86,9 @@ def run(
         sizes = [size for size in asked if has_room(llm, *size, tokens)]
         measured = partial(_cells, tokenizer=tokenizer, sizes=sizes, tokens=tokens, runs=runs)
         sides = {OURS: measured(partial(token_times, llm))}
+        failed = _failed_proposals(llm.stats())
     del llm  # and with it the weights
-    data: dict[str, Any] = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
+    data: dict[str, Any] = {"model": str(folder), "answer_tokens": tokens, "runs": runs, **failed}
     if left_out := ", ".join(f"{size[0]:,} x {size[1]}" for size in asked if size not in sizes):
         data["left_out"] = f"The KV cache has no room for {left_out}."
     try:
@@ -96,9 +97,21 @@ def run(
             sides[PEER] = measured(PeerGeneration(folder).token_times)
     except UnsupportedModelError as error:  # ours is measured all the same
         data["not_compared"] = str(error)
-    remark = " ".join(data[name] for name in ("left_out", "not_compared") if name in data)
+    remarks = ("left_out", "failed", "not_compared")
+    remark = " ".join(data[name] for name in remarks if name in data)
     data |= {"cells": {side: [asdict(cell) for cell in cells] for side, cells in sides.items()}}
     return Report("speed", _tables(sides, tokens, before, remark), data)
+
+
+def _failed_proposals(stats: Mapping[str, Any]) -> dict[str, str]:
+    """What is to be said of sources of proposals that raised errors, if any did."""
+    sources = stats.get("speculation", {}).get("sources", {})
+    told = [
+        f"Proposals by {name} failed for {source['switched_off']} requests: {source['last_error']}."
+        for name, source in sources.items()
+        if source["switched_off"]
+    ]
+    return {"failed": " ".join(told)} if told else {}
 
 
 def read_saved(path: Path) -> dict[str, Any]:

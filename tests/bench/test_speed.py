@@ -1,6 +1,7 @@
 """`mlxinfer bench`: rates follow from the times of tokens, and reports can be compared."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from mlxinfer.bench import speed
 from mlxinfer.bench.peer import PeerGeneration
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
+from mlxinfer.speculation.ngram import NgramProposer
 from tests.bench.bench_parts import check
 from tests.bench.checkpoints import TWO_LAYERS, write_checkpoint
 
@@ -94,6 +96,18 @@ def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
     assert [table.note.endswith("mlx-lm does not load it") for table in report.tables] == [True]
     assert report.data["not_compared"] == "mlx-lm does not load it"
     assert set(report.data["cells"]) == {speed.OURS}
+
+
+def test_a_report_says_which_proposals_failed_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("an odd table")
+
+    monkeypatch.setattr(NgramProposer, "outlook", fail)
+    report = speed.run(
+        lambda: LLM("demo-draft"), contexts=[8], batches=[1], tokens=4, runs=1, peer=False
+    )
+    said = r"Proposals by ngram failed for \d requests: ValueError: an odd table\."
+    assert re.search(said, report.tables[0].note)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

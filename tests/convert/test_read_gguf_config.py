@@ -110,6 +110,7 @@ def test_a_window_makes_a_mistral() -> None:
     [
         ({"rope__dimension_count": 8}, UnsupportedModelError, "turns 8 of 16"),
         ({"rope__scaling__type": "longrope"}, UnsupportedModelError, "longrope"),
+        ({"rope__scaling__type": "dynamic"}, UnsupportedModelError, "dynamic.*linear or yarn"),
         ({"expert_count": 8}, UnsupportedModelError, "Mixtral"),
         ({"embedding_length": 32}, CheckpointError, "32 columns"),
         ({"block_count": None}, CheckpointError, "block_count"),

@@ -263,10 +263,9 @@ class KVCache:
         # A running sequence has tails of two pages, and a state. While a step makes new ones, the
         # old ones are there too.
         tails_bytes, state_bytes = 2 * sum(page_bytes), sum(layer.state_bytes for layer in here)
-        running_bytes = 2 * (tails_bytes + state_bytes)
-        most = budget_bytes // MAX_RUNNING_SHARE // max(running_bytes, 1)
+        most = budget_bytes // MAX_RUNNING_SHARE // max(tails_bytes + 2 * state_bytes, 1)
         self.max_batch = max(1, min(max_batch, most))
-        room = budget_bytes - self.max_batch * running_bytes
+        room = budget_bytes - self.max_batch * 2 * (tails_bytes + state_bytes)
         self.state_group: SequenceGroup | None = None
         of_sequences = sequence_layers(layers)
         if of_sequences:  # on some rank

@@ -87,7 +87,7 @@ def choose_all(seen: set[str]) -> Chooser:
         ("qwen3-v4", KVOptions(), 4),  # the one without attention of prompts in a kernel
         pytest.param("qwen3-v4", FOUR, 8, marks=CI),
         ("qwen3-v4", ENDS, None),
-        pytest.param("llama-v4", ROTATING, None, marks=SLOW),  # the default run preempts it
+        pytest.param("llama-v4", ROTATING, None, marks=SLOW),  # .ci/run preempts it
         pytest.param("gemma2-v4", KVOptions(), None, marks=SLOW),
         pytest.param("gemma3_text-v4", EIGHT, None, marks=SLOW),
         pytest.param("gpt_oss-v4", KVOptions(), None, marks=CI),
@@ -143,7 +143,11 @@ def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -
 
 @requires_compiler
 @pytest.mark.parametrize(
-    ("case", "kv"), [pytest.param("qwen3-v4", EIGHT, marks=SLOW), ("llama-v4", ROTATING)]
+    ("case", "kv"),
+    [
+        pytest.param("qwen3-v4", EIGHT, marks=SLOW),
+        pytest.param("llama-v4", ROTATING, marks=CI),
+    ],
 )
 def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
     case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch

@@ -159,16 +159,25 @@ def data_folder() -> Path:
     return folder / "mlxinfer"
 
 
-def text_sent(message: StoredMessage) -> str:
+def pictures_kept(message: StoredMessage) -> list[str]:
+    """The data URLs of a message's pictures that are still kept."""
+    return [each["url"] for each in _pictures_of(message.details) if each["url"] is not None]
+
+
+def text_sent(message: StoredMessage, *, sees: bool = False) -> str:
     """The text of a message as a model is sent it: files that were attached come first.
 
-    Pictures are named in it.
+    Pictures are named in it. If the model `sees`, only those are that are no longer kept.
     """
     files = [
         '<file name="{}">\n{}\n</file>\n\n'.format(_QUOTES.sub("'", file["name"]), file["text"])
         for file in message.details.get("attachments", ())
     ]
-    files += [f"[picture: {each['name']}]\n\n" for each in _pictures_of(message.details)]
+    files += [
+        f"[picture: {each['name']}]\n\n"
+        for each in _pictures_of(message.details)
+        if not sees or each["url"] is None
+    ]
     return "".join(files) + message.content
 
 

@@ -11,9 +11,8 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result
-from ..session.inputs import with_images
 from ._output import counted, table
-from ._pictures import check_sees, picture_data
+from ._pictures import check_sees, picture_data, with_its_images
 from .history import ChatLog
 from .run import attached, thinking
 
@@ -30,7 +29,7 @@ class ChatSession:
     system: str | None = None
     think: bool | None = None  # None: as the model does by itself
     files: list[str] = field(default_factory=list)  # texts that go with the next message
-    images: list[bytes] = field(default_factory=list)  # pictures that do
+    images: list[str | bytes] = field(default_factory=list)  # pictures that do
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
@@ -80,7 +79,7 @@ class ChatSession:
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
-            messages = [*prompt, *map(_shown, self.messages)]
+            messages = [*prompt, *map(with_its_images, self.messages)]
             for delta in self.llm.stream_chat(messages, self.params, **switch):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
@@ -165,24 +164,18 @@ class ChatSession:
             "`mlxinfer run` has it continue a text."
         )
 
-    def _add(self, role: str, text: str, thoughts: str = "", images: Sequence[bytes] = ()) -> None:
+    def _add(
+        self, role: str, text: str, thoughts: str = "", images: Sequence[str | bytes] = ()
+    ) -> None:
         message: Message = {"role": role, "content": text}
         self.messages.append({**message, "images": list(images)} if images else message)
         if self.log is not None:
-            self.log.add(role, text, thoughts, model=self.model, system=self.system)
+            self.log.add(role, text, thoughts, model=self.model, system=self.system, images=images)
 
     def _remove(self) -> Message:
         if self.log is not None:
             self.log.step_back()
         return self.messages.pop()
-
-
-def _shown(message: Message) -> Message:
-    """A message of the chat as the model reads it."""
-    if "images" not in message:
-        return message
-    plain = {"role": message["role"], "content": message["content"]}
-    return dict(with_images([plain], message["images"])[0])
 
 
 def check_setting(key: str) -> None:

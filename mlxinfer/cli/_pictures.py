@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,24 @@ def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:
     return [piped_picture() if path == "-" else picture_data(path) for path in paths]
 
 
+def stored_pictures(images: Sequence[str | bytes]) -> list[dict[str, str]]:
+    """Pictures as the history keeps them."""
+    from ..images import data_url
+
+    return [
+        {"name": f"picture {number}", "url": data_url(image)}
+        for number, image in enumerate(images, start=1)
+    ]
+
+
+def with_its_images(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a conversation, its `images` as parts of its content."""
+    from ..session.inputs import with_images
+
+    plain = {key: value for key, value in message.items() if key != "images"}
+    return dict(with_images([plain], message["images"])[0]) if "images" in message else plain
+
+
 def check_videos(paths: tuple[str, ...]) -> None:
     """Raise PictureError for a file of --video that is no video, before a model is loaded."""
     from ..images import load_video
@@ -64,7 +83,7 @@ def check_sees(llm: Any) -> None:
     if not llm.model_info.sees:
         raise UnsupportedFieldError(
             f"{llm.model_info.name} reads text only and cannot see pictures; choose a model with "
-            "vision.",
+            "vision, such as the bundled demo-vision.",
             param="images",
         )
 

@@ -84,11 +84,11 @@ def command(
         log=log,
         adapter=ADAPTER if adapter else None,
     )
-    if log is not None and continued is not None:
-        session.messages = log.messages()
-        session.system = options["system"] or log.system
     try:
         summary = session.llm.model_info  # load now, so that a failure ends the command
+        if log is not None and continued is not None:
+            session.messages = log.messages(sees=summary.sees)
+            session.system = options["system"] or log.system
         if sys.stdin.isatty():
             note(f"{summary.name} is ready ({session.params.words}); /help lists commands")
             if continued is not None and log is not None:

@@ -1,6 +1,7 @@
 """Conversations on this disk: `mlxinfer history`, and the log of a chat in the terminal."""
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -15,10 +16,12 @@ from ..history import (
     default_place,
     new_id,
     owner_of_key,
+    pictures_kept,
     text_sent,
 )
 from ._options import API_KEY, json_option, yes_option
 from ._output import confirm, counted, emit_json, escaped, note, printable, table, when
+from ._pictures import stored_pictures
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
 SHORT_ID = 8  # characters that `list` shows
@@ -234,22 +237,39 @@ class ChatLog:
         except MlxinferError:
             return None
 
-    def messages(self) -> list[dict[str, str]]:
-        """Return the messages for a model: questions with their files, and answers."""
-        return [
-            {"role": message.role, "content": text_sent(message)}
-            for message in self._branch
-            if message.role in ("user", "assistant")
-        ]
+    def messages(self, *, sees: bool) -> list[dict[str, Any]]:
+        """Return the messages for a model: questions with their files, and answers.
+
+        Args:
+            sees: whether the model does; questions then have the `images` that are still kept.
+        """
+        found = []
+        for message in self._branch:
+            if message.role in ("user", "assistant"):
+                said = {"role": message.role, "content": text_sent(message, sees=sees)}
+                images = pictures_kept(message) if sees else []
+                found.append({**said, "images": images} if images else said)
+        return found
 
     def begin(self) -> None:
         """Go on in a new conversation."""
         self._id, self._branch = new_id(), []
 
-    def add(self, role: str, text: str, thoughts: str, *, model: str, system: str | None) -> None:
+    def add(
+        self,
+        role: str,
+        text: str,
+        thoughts: str = "",
+        *,
+        model: str,
+        system: str | None,
+        images: Sequence[str | bytes] = (),
+    ) -> None:
         """Store one message after the last one; a failure is said once, and ends the storing."""
         parent = self._branch[-1].id if self._branch else None
         details: dict[str, Any] = {"model": model} if role == "assistant" else {}
+        if images:
+            details["pictures"] = stored_pictures(images)
         message = StoredMessage(
             id=new_id(), parent=parent, role=role, content=text, reasoning=thoughts, details=details
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..core import FinishReason, SamplingParams
 from ..errors import InvalidRequestError
@@ -27,7 +28,7 @@ from ._options import (
     think_option,
 )
 from ._output import counted, emit_json, note
-from ._pictures import check_sees, check_videos, read_pictures
+from ._pictures import check_sees, check_videos, read_pictures, with_its_images
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
 from .history import ChatLog, open_log
@@ -35,6 +36,7 @@ from .history import ChatLog, open_log
 if TYPE_CHECKING:
     from ._markdown import AnswerStream, PlainStream
 
+SEEING_DEMO = "demo-vision"  # answers where a picture is given and no model
 MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 
 
@@ -86,7 +88,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     """Answer PROMPT and exit.
 
     If PROMPT is missing or "-", it is read from stdin. Otherwise text that is piped in is sent
-    along, and so is each --file.
+    along, and so is each --file. With --image and without --model, demo-vision answers.
     """
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)
@@ -98,13 +100,14 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     log = None
     if options["continued"] is not None:
         log = open_log(continued=options["continued"], keep=True)
-    if log is not None and log.model and model == "demo":
-        model = log.model
+    if ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
+        default = SEEING_DEMO if images else model
+        model = log.model if log is not None and log.model else default
     with open_llm(model, adapter=options["adapter"], **arguments) as llm:
         deltas = start(llm, text, images, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:
-        log.add("user", text, "", model=model, system=options["system"])
+        log.add("user", text, model=model, system=options["system"], images=images)
         log.add("assistant", result.text, result.reasoning or "", model=model, system=None)
         log.close()
     if options["as_json"]:
@@ -180,7 +183,8 @@ def start(
         return iter(llm.stream(text, SamplingParams(**values), **extra))
     system = options["system"] or (log.system if log is not None else None)
     messages = [{"role": "system", "content": system}] if system is not None else []
-    messages += log.messages() if log is not None else []
+    if log is not None:
+        messages += map(with_its_images, log.messages(sees=llm.model_info.sees))
     messages.append({"role": "user", "content": text})
     extra |= thinking(llm, options["think"])
     if images or options["videos"]:

@@ -47,7 +47,8 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
     pull() brings it up to date.
 
     Args:
-        name: "demo" or "demo-draft" (bundled), a folder, or `org/name[@revision]`.
+        name: "demo", "demo-vision" or "demo-draft" (bundled), a folder, or
+            `org/name[@revision]`.
         download: fetch a repository that is not in the cache.
         progress: called with the bytes that are here and all of them, from several threads.
 

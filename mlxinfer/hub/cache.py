@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ModelNotFoundError, shown
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BUNDLED = ("demo", "demo-draft")
+BUNDLED = ("demo", "demo-vision", "demo-draft")
 
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[\w])?"
 _REPO = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,126}}))?", re.ASCII)

@@ -90,8 +90,8 @@ def test_completion_scripts_ask_the_command(shell: str, outcome: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("mlxinfer run -m de", ["demo", "demo-draft"]),
-        ("mlxinfer show demo-", ["demo-draft"]),
+        ("mlxinfer run -m de", ["demo", "demo-vision", "demo-draft"]),
+        ("mlxinfer show demo-", ["demo-vision", "demo-draft"]),
         ("mlxinfer sug", ["suggest"]),
         ("mlxinfer run --no-thi", ["--no-think"]),
     ],

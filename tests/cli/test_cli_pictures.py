@@ -15,7 +15,9 @@ from seeing_folder import seeing_folder
 from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli._pictures import dropped
 from mlxinfer.cli.chat import take_turn
+from mlxinfer.cli.history import open_log
 from mlxinfer.errors import PictureError, UnsupportedFieldError
+from mlxinfer.images import from_data_url
 
 
 @pytest.fixture
@@ -46,6 +48,47 @@ def test_run_sends_pictures(seeing: FakeLLM, outcome: Any, photo: Path) -> None:
     assert (seen.code, seen.out) == (0, "Hello there.\n")
     assert seeing.asked[0][0] == [{"role": "user", "content": "What?"}]
     assert seeing.options[0]["images"] == [photo.read_bytes()] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "opened"),
+    [([], "demo"), (["--image"], "demo-vision"), (["-m", "demo", "--image"], "demo")],
+)
+def test_without_a_model_the_demo_that_sees_answers_about_a_picture(
+    seeing: FakeLLM, outcome: Any, photo: Path, given: list[str], opened: str
+) -> None:
+    assert outcome("run", "What?", *given, *([str(photo)] if "--image" in given else [])).code == 0
+    assert [name for name, _ in seeing.opened] == [opened]
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_conversation_that_goes_on_has_its_pictures(
+    command: str,
+    seeing: FakeLLM,
+    outcome: Any,
+    photo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLXINFER_HISTORY", str(tmp_path / "history.db"))
+    log = open_log(continued=None, keep=True)
+    assert log is not None
+    log.add("user", "What?", model="demo-vision", system=None, images=[photo.read_bytes()])
+    log.add("assistant", "A square.", model="demo-vision", system=None)
+    log.close()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n"))
+    assert outcome(command, "-c", *(["And now?"] if command == "run" else [])).code == 0
+    assert [name for name, _ in seeing.opened] == ["demo-vision"]
+    asked: Any = seeing.asked[0][0]
+    image, text = asked[0]["content"]
+    assert from_data_url(image["image"]) == photo.read_bytes()
+    assert text == {"type": "text", "text": "What?"}
+    assert asked[2]["content"] == "And now?"
+    seeing.model_info.sees = False
+    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n"))
+    assert outcome(command, "-c", *(["And now?"] if command == "run" else [])).code == 0
+    asked = seeing.asked[1][0]
+    assert asked[0]["content"] == "[picture: picture 1]\n\nWhat?"
 
 
 def test_run_reads_a_picture_from_a_pipe(

@@ -1,0 +1,1 @@
+"""Trains `demo-vision`, the bundled model that sees simple drawings."""

@@ -36,7 +36,7 @@ from .tokenizer import train_tokenizer  # noqa: E402
 SEED = 0
 STEPS, TOWER_STEPS = 4000, 1000  # in all, and at first for the tower alone
 WARMUP_STEPS = 100
-DECAY_SHARE = 0.12  # of the steps, at the end, with a falling learning rate
+DECAY_SHARE = 0.4  # of the steps, at the end, with a falling learning rate
 PEAK_LR = 2e-3
 LABELS_SHARE = 0.5  # of the loss of labels, beside that of answers
 PARTS = 5  # batches of a step, each computed by a process of its own

@@ -107,6 +107,7 @@ class LayerGroup(PageGroup):
             self.num_pages = grown(pages, extent, self.allocator.num_pages)
             for layer in self.layers:
                 layer.grow_pages(self.num_pages)
+                mx.clear_cache()  # MLX keeps what larger arrays replaced; nothing has that size
             self.allocator.num_present = self.num_pages
         if num_slots > slots:
             self.bytes_grown += slots * 2 * self.page_bytes

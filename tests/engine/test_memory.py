@@ -297,20 +297,37 @@ def test_answers_of_one_token_leave_nothing(case: str) -> None:
     assert active[-1] - active[3] < 400_000, active  # a megabyte and more if they are kept
 
 
+def test_pages_that_larger_arrays_replaced_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX keeps them for reuse, but no later array has their size."""
+    cleared: list[int] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
+    harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=64)
+    harness.add("a", prompt(40, 1), SamplingParams(max_tokens=2))
+    harness.drain()
+    before, num_pages = len(cleared), harness.loop.cache.groups[0].num_pages
+    harness.add("b", prompt(900, 2), SamplingParams(max_tokens=2))
+    harness.drain()
+    assert harness.loop.cache.groups[0].num_pages > num_pages
+    assert len(cleared) > before
+
+
 def test_buffers_of_prompts_are_freed_once_no_prompt_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """MLX keeps them for reuse; on Metal they are as large as the largest step."""
-    harness, cleared = Harness(tiny_model("qwen3-v4"), prefill_chunk=64), []
+    harness, cleared = Harness(tiny_model("qwen3-v4"), prefill_chunk=64, prefix_cache=False), []
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for name in "cd":  # pages grow here, which also frees
+        harness.add(name, prompt(200, ord(name)), params)
+    harness.drain()
     monkeypatch.setattr(mx, "get_cache_memory", lambda: MAX_CACHED_BYTES + 1)
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(harness.turns))
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
     for name in "ab":
         harness.add(name, prompt(200, ord(name)), params)
     outcomes = harness.drain()
     assert len(cleared) == 1
     assert cleared[0] == max(outcome.turns[0] for outcome in outcomes.values())
     monkeypatch.setattr(mx, "get_cache_memory", lambda: MAX_CACHED_BYTES)
-    harness.add("c", prompt(200, 3), params)
+    harness.add("e", prompt(200, 3), params)
     harness.drain()
     assert len(cleared) == 1, "few are kept"

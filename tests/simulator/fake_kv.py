@@ -33,6 +33,10 @@ class WatchedAllocator(PageAllocator):
         super().release(pages)
         self.given_back.update(pages)
 
+    def is_free(self, page: int) -> bool:
+        """Whether a page that was given back has no new owner."""
+        return bool(self._free[page])
+
 
 class FakeKV:
     """The contents of pages and tails, by layer."""
@@ -76,14 +80,18 @@ class FakeKV:
             while len(tails) < num_slots:
                 tails.append([POISON] * (2 * self.page_size))
 
-    def poison_given_back(self, spills: Sequence[PageTransfer]) -> None:
-        """Behind a barrier only spills read what was given back since the last one."""
-        spilled = {(spill.group, spill.page) for spill in spills}
+    def poison_given_back(self, work: CacheWork) -> None:
+        """Behind a barrier only `work` reads what was given back since the last one.
+
+        The page that a copy reads may be free by then: it is poisoned behind the next barrier.
+        """
         for group, allocator in enumerate(self.allocators):
-            for page in allocator.given_back:
-                if (group, page) not in spilled:
-                    self._poison(group, page)
-            allocator.given_back.clear()
+            spilled = {spill.page for spill in work.spill if spill.group == group}
+            copied = {page for copy in work.copies if (page := copy.pages[group]) is not None}
+            read = {page for page in allocator.given_back & copied if allocator.is_free(page)}
+            for page in allocator.given_back - spilled - read:
+                self._poison(group, page)
+            allocator.given_back = read
 
     def poison_pages(self, spills: Sequence[PageTransfer]) -> None:
         """They were read out, and that was the last of them."""

@@ -80,7 +80,7 @@ class FakeRunner:
             previous.wait()
         self.kv.may_write_pages = previous is None or previous.done
         if self.kv.may_write_pages:
-            self.kv.poison_given_back(batch.cache_work.spill)
+            self.kv.poison_given_back(batch.cache_work)
         self.kv.make_room(batch.num_slots, shrink=batch.writes_pages)
         spilled = self.kv.carry_out(batch.cache_work, lambda: self._admit(batch))
         self._fail(fault, "middle")

@@ -89,6 +89,11 @@ def test_a_sequence_that_is_admitted_again_while_nothing_runs_has_new_tables() -
     run(81043, sees=True, num_stages=2)
 
 
+def test_a_page_that_a_clear_frees_is_read_by_the_copy_that_waits_for_it() -> None:
+    """Its sequence waits for a picture, so turns lie between its admission and its first step."""
+    run(81073, sees=True, num_stages=2)
+
+
 def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
     """Every step is of rows that are in none in flight; with proposals and with states, too."""
     most = verified = 0

@@ -77,12 +77,13 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
 
 
 class LiveServer:
-    """The small one of the bundled models behind a real socket, under the name `demo`.
+    """A bundled model behind a real socket, under the name `demo`.
 
     Args:
         engine: arguments of EngineOptions.
         send_buffer: bytes that the kernel keeps for a client that does not read.
         store: of responses.
+        bundled: the model that `demo` stands for.
         config: of ServerConfig.
     """
 
@@ -93,10 +94,11 @@ class LiveServer:
         engine: dict[str, Any] | None = None,
         send_buffer: int | None = None,
         store: ResponseStore | None = None,
+        bundled: str = "demo-draft",
         **config: Any,
     ) -> None:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
-        model = ServedModel.open("demo", hub.resolve("demo-draft"), options, created_s=1)
+        model = ServedModel.open("demo", hub.resolve(bundled), options, created_s=1)
         self.model = in_no_hurry(model)
         self.listen(models_of([self.model]), send_buffer, store, **config)
 

@@ -1,14 +1,17 @@
-"""The cases of openresponses.org's suite, by its published types, answered by the demo itself.
+"""The cases of openresponses.org's suite, by its published types, answered by bundled models.
 
-Cases over WebSockets, of files and of pictures are left out. The demo calls no tool of its own
-accord, so its calls are asked for.
+Cases over WebSockets and of PDF files are left out. The models call no tool of their own accord, so
+their calls are asked for.
 """
 
+import base64
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from live_server import LiveServer
+from PIL import Image, ImageDraw
 
 from mlxinfer.server.store import ResponseStore
 
@@ -111,3 +114,18 @@ def test_a_call_and_its_result(keeping: LiveServer, choice: Any, stream: bool) -
     for fields in ({"input": whole}, {"input": [result], "previous_response_id": first["id"]}):
         second = answer(keeping, tools=[TOOL], stream=stream, **fields)
         assert text_of(second)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_picture_is_described(stream: bool) -> None:
+    drawing, file = Image.new("RGB", (112, 112), "white"), io.BytesIO()
+    ImageDraw.Draw(drawing).ellipse((30, 30, 80, 80), fill="red")
+    drawing.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts = [
+        {"type": "input_text", "text": "What is in this picture?"},
+        {"type": "input_image", "image_url": url},
+    ]
+    with LiveServer(bundled="demo-vision") as server:
+        found = answer(server, input=[{**message("user", ""), "content": parts}], stream=stream)
+    assert "red circle" in text_of(found)

@@ -27,6 +27,7 @@ from ..text import (
     Tokenizer,
     ToolFormat,
     ToolUse,
+    count_argument_values,
     detect_reasoning,
     detect_tools,
     encode_chat,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with
+VALUES_PER_TOKEN = 4  # JSON values, or commas, that a token stands for, at most on average
 LAST_TURNS = 4  # turns of a prompt at whose ends states of recurrent layers are kept
 
 
@@ -187,8 +189,9 @@ class RequestBuilder:
             messages = [_without_developer(message) for message in messages]
         check = None
         if max_context is not None:
-            if len(messages) > max_context:  # a template writes at least one token for each
-                raise PromptTooLongError(len(messages), max_context, param=given.place, exact=False)
+            least = max(len(messages), count_argument_values(messages) // VALUES_PER_TOKEN)
+            if least > max_context:  # a template writes at least one token for each message
+                raise PromptTooLongError(least, max_context, param=given.place, exact=False)
             check = partial(self._check_text, max_context=max_context, place=given.place)
         variables = {
             **effort_variables(given.reasoning_effort, source),

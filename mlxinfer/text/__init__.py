@@ -5,7 +5,7 @@ from .fim import FimTokens, fim_tokens
 from .messages import Content, ImagePart, around, joined, read_messages
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import Detokenizer, StopMatcher, TextStream
-from .template import ChatTemplate, has_calls
+from .template import ChatTemplate, count_argument_values, has_calls
 from .tokenizer import Tokenizer
 from .tools import (
     GENERIC,
@@ -30,6 +30,7 @@ __all__ = [
     "ToolFormat",
     "ToolUse",
     "around",
+    "count_argument_values",
     "detect_reasoning",
     "detect_tools",
     "encode_chat",

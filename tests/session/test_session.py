@@ -72,6 +72,18 @@ def test_what_is_far_too_long_is_not_encoded(
     assert len(session.encode(TextInput(prompt="word " * 9000), bounded=False).ids) > 9000
 
 
+@pytest.mark.parametrize("arguments", [[0] * 100_000, json.dumps({"a": [0] * 100_000})])
+def test_calls_with_far_too_many_values_are_not_rendered(
+    session: Session, monkeypatch: pytest.MonkeyPatch, arguments: object
+) -> None:
+    """Millions of values would be parsed, copied and rendered for half a minute."""
+    monkeypatch.setattr(session.tokenizer.template, "render", None)
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(PromptTooLongError):
+        session.start(ChatInput(messages=messages))
+
+
 def test_a_developer_is_the_system_where_the_template_knows_no_other(session: Session) -> None:
     ids = [
         session.encode(ChatInput(messages=[{"role": role, "content": "Be brief."}, *HELLO])).ids

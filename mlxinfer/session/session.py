@@ -189,9 +189,10 @@ class RequestBuilder:
             messages = [_without_developer(message) for message in messages]
         check = None
         if max_context is not None:
+            # A template writes at least one token for each message.
             least = max(len(messages), count_argument_values(messages) // VALUES_PER_TOKEN)
-            if least > max_context:  # a template writes at least one token for each message
-                raise PromptTooLongError(least, max_context, param=given.place, exact=False)
+            if least > max_context:
+                raise PromptTooLongError(max_context, max_context, param=given.place, exact=False)
             check = partial(self._check_text, max_context=max_context, place=given.place)
         variables = {
             **effort_variables(given.reasoning_effort, source),

@@ -645,3 +645,12 @@ def test_what_is_far_longer_than_the_context_is_not_encoded(
     words = ("more than 2048 tokens", "prompt is too long: 2048 tokens > 2047 maximum")
     assert any(each in error["message"] for each in words)
     assert max(lengths, default=0) <= PIECE_CHARS
+
+
+@pytest.mark.parametrize("name", ["a call", "a call in responses", "a call in messages"])
+def test_calls_are_measured_before_their_text_is_made(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, given = PROMPTS[name]
+    monkeypatch.setattr(scripted.model.tokenizer.template, "render", None)
+    expect_refusal(scripted, path, given)

@@ -158,7 +158,6 @@ class Call:
         """
         body = [] if route.body is None else [await self._read(route.body, receive)]
         async with self:
-            self.log["answer_id"] = self.id
             await unless_gone(self._reply(route.handler(self, *body)), receive)
 
     async def _read(self, kind: type[RequestBody], receive: Receive) -> RequestBody:
@@ -507,6 +506,7 @@ class Call:
         }
 
     async def __aenter__(self) -> "Call":
+        self.log["answer_id"] = self.id
         limit_s = deadline_s(self.header(TIMEOUT_HEADER), self.service.config.deadline_s)
         self.service.calls.add(self)
         if limit_s is not None:

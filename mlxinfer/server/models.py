@@ -362,7 +362,12 @@ class ModelRegistry:
         on_ready()
         while True:
             await asyncio.sleep(TEND_S)
-            await self.unload_idle()
+            try:
+                await self.unload_idle()
+            except DeviceLostError:
+                raise
+            except Exception as error:  # such as no thread for it: the server still answers
+                log.error("idle models not unloaded", exc_info=error)
 
     async def load_first(self) -> None:
         """Load pinned and preloaded models; raises the reason if a pinned one cannot be loaded."""

@@ -166,6 +166,18 @@ def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: Page
     run(scenario)
 
 
+def test_a_picture_may_spell_anything_in_base64(run: Any) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        app._show_chat()
+        app.chat.web._impl.simulate_page_loaded()
+        for spelled in ("NAME", "DATA"):
+            assert app.chat.attach("a.png", base64.b64decode(spelled))
+            scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
+            assert scripts[-1]["javascript"].endswith(f'("a.png", "{spelled}")')
+
+    run(scenario)
+
+
 def test_links_of_answers_open_in_the_browser(
     run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

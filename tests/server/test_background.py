@@ -1,5 +1,6 @@
 """Responses that run in the background: their clients may leave, come back, cancel and delete."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,20 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.responses.create(
         **{"model": "demo", "input": "Hello", "temperature": 0, "background": True, **fields}
     )
+
+
+def test_the_line_of_the_log_names_the_answer(client: openai.OpenAI) -> None:
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[assignment, method-assign]
+    logger = logging.getLogger("mlxinfer.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    begun = ask(client, max_output_tokens=2)
+    wait_until(lambda: any(vars(line)["method"] == "POST" for line in lines))
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    assert begun.id.endswith(vars(lines[0])["answer_id"])
 
 
 def test_a_response_goes_on_without_its_client(client: openai.OpenAI) -> None:

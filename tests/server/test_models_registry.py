@@ -16,6 +16,8 @@ from mlxinfer.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
+from mlxinfer.server import models as registry_module
+from mlxinfer.server import workers
 from mlxinfer.server.errors import HttpError, ModelLoadError
 from mlxinfer.server.models import FIRST_PAUSE_S, MAX_PAUSE_S, ModelRegistry, RegistryEntry, State
 
@@ -200,6 +202,32 @@ def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: Mode
     assert states(models) == "LUUU"
     assert models.find("a").ttl_left_s is None
     assert models.slots()[1].unloads == {"idle": 1}
+
+
+def test_a_failed_look_at_idle_models_ends_neither_the_looks_nor_the_server(
+    machine: Machine, models: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no thread can be begun for the end of a model."""
+    begun: list[str] = []
+
+    def apart(work: Callable[[], None], name: str) -> "asyncio.Future[None]":
+        begun.append(name)
+        if len(begun) == 1:
+            raise RuntimeError("can't start new thread")
+        return workers.apart(work, name)
+
+    async def work() -> None:
+        await touch(models, "b")
+        machine.clock = 60.0
+        tending = asyncio.create_task(models.tend(lambda: None))
+        await until(lambda: tending.done() or states(models) == "UUUU")
+        assert not tending.done()
+        tending.cancel()
+
+    monkeypatch.setattr(registry_module, "apart", apart)
+    monkeypatch.setattr(registry_module, "TEND_S", 0.001)
+    run(work())
+    assert len(begun) == 2
 
 
 def test_a_pinned_model_is_loaded_at_the_start_and_stays(machine: Machine) -> None:

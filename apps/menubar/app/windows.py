@@ -25,15 +25,15 @@ from .menu import (
 MARGIN, GAP = 14, 8
 CHAT_SIZE, WINDOW_SIZE = (440, 640), (560, 360)
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
-ATTACH = """(function attach() {
+ATTACH = """(function attach(name, data) {
   const field = document.getElementById("question");
-  if (!field) return setTimeout(attach, 100);
-  const bytes = Uint8Array.from(atob(DATA), (letter) => letter.charCodeAt(0));
+  if (!field) return setTimeout(attach, 100, name, data);
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
   const given = new DataTransfer();
-  given.items.add(new File([bytes], NAME, { type: "image/png" }));
+  given.items.add(new File([bytes], name, { type: "image/png" }));
   const fields = { bubbles: true, cancelable: true, dataTransfer: given };
   field.dispatchEvent(new DragEvent("drop", fields));
-})()"""  # as if the file had been dropped; the page may still be loading
+})"""  # as if the file had been dropped; the page may still be loading
 
 
 def button(text: str, action: Action, act: Act) -> toga.Button:
@@ -83,8 +83,8 @@ class ChatWindow:
         """Attach a PNG to the next question, once the page is there; False: no page is shown."""
         if self.web is None or not self._url:
             return False
-        encoded = json.dumps(base64.b64encode(data).decode())
-        self._scripts.append(ATTACH.replace("DATA", encoded).replace("NAME", json.dumps(name)))
+        encoded = base64.b64encode(data).decode()
+        self._scripts.append(f"{ATTACH}({json.dumps(name)}, {json.dumps(encoded)})")
         if self._loaded:
             self._on_load()
         return True

@@ -49,11 +49,12 @@ def open_logits(folder: Path) -> Iterator[object]:
 
 TARGETED = {"target_bpw": 7.5, "calibration": TEXT[:200]}
 QUICK = ("llama-v5", "qwen3_moe-v4", "gemma3_text-v4")  # a target in each family is slow
-BESIDE = [case for case in FAMILIES[::2] if case not in QUICK]  # others in the slow run
+REST = [case for case in FAMILIES if case not in QUICK]
 CONVERSIONS = [
-    *(pytest.param(c, {}, marks=() if c in BESIDE else pytest.mark.slow) for c in FAMILIES),
+    *(pytest.param(c, {}, marks=pytest.mark.slow) for c in QUICK),
+    *(pytest.param(c, {}, marks=() if c in FAMILIES[::2] else pytest.mark.ci) for c in REST),
     *((case, TARGETED) for case in QUICK),
-    *(pytest.param(c, TARGETED, marks=pytest.mark.slow) for c in FAMILIES if c not in QUICK),
+    *(pytest.param(c, TARGETED, marks=pytest.mark.slow) for c in REST),
 ]
 
 

@@ -1,27 +1,20 @@
 """Through pages, tails, chunks and ragged batches every family still gives transformers' logits."""
 
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from engine.harness import Harness, prompt, tiny_model
 from models.cases import CASES
+from models.runs import runs
 
 from mlxinfer.core import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
-# Of a fifth of the families one case is run in chunks, of another fifth in steps;
-# models/test_parity.py has both ways for each, and `-m slow` here, too.
-FIRST = list({case.rpartition("-")[0]: case for case in reversed(CASES)}.values())[::-1][::5]
-LAST = list({case.rpartition("-")[0]: case for case in CASES}.values())[1::5]
-
-
-def cases(chosen: Collection[str]) -> list[Any]:
-    """All of them, those that are not chosen in the slow run alone."""
-    slow = pytest.mark.slow
-    return [pytest.param(case, marks=() if case in chosen else slow) for case in CASES]
+# Of a fifth of the families one case is run in chunks, of another fifth in steps; in .ci/run of
+# every other one and of the rest. models/test_parity.py has both ways for each.
+FIRST = list({case.rpartition("-")[0]: case for case in reversed(CASES)}.values())[::-1]
+LAST = list({case.rpartition("-")[0]: case for case in CASES}.values())
 
 
 def reference(case: str) -> tuple[list[int], np.ndarray]:
@@ -35,7 +28,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", cases(LAST))
+@pytest.mark.parametrize("case", runs(LAST[1::5], LAST[1::2]))
 def test_chunks_beside_others(case: str) -> None:
     ids, expected = reference(case)
     harness = Harness(tiny_model(case), prefill_chunk=32)
@@ -49,7 +42,7 @@ def test_chunks_beside_others(case: str) -> None:
     assert outcome.token_ids == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("case", cases(FIRST))
+@pytest.mark.parametrize("case", runs(FIRST[::5], FIRST[::2]))
 def test_steps_beside_others(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
     that every position is a decode step.

@@ -297,9 +297,10 @@ def test_cache_specs_and_limits_of_a_model(tmp_path):
     assert weights <= model.num_bytes < 1.05 * weights
 
 
-# Every fourth family: test_parity.py has each beside another, and `-m slow` here, too.
+# Every fourth family, in .ci/run every other one: test_parity.py has each beside another.
 FAMILIES = [
-    pytest.param(case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(LAST)
+    pytest.param(case, marks=(pytest.mark.slow if i % 2 else pytest.mark.ci) if i % 4 else ())
+    for i, case in enumerate(LAST)
 ]
 
 

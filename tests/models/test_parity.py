@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from models.cases import CASES
 from models.dense_kv import DenseCache
+from models.runs import runs
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import StateSpec
@@ -17,16 +18,10 @@ from mlxinfer.models import load
 DATA = Path(__file__).parents[1] / "data" / "parity"
 
 
-SLOW = pytest.mark.slow
-# Of a family's two cases one goes in chunks and steps, the other in one shot and through the layers
-# of a GPU.
-FIRST = {name.rpartition("-")[0]: name for name in reversed(CASES)}.values()
-LAST = {name.rpartition("-")[0]: name for name in CASES}.values()
-
-
-def cases(chosen):
-    """All of them, those that are not chosen in the slow run alone."""
-    return [pytest.param(name, marks=() if name in chosen else SLOW) for name in CASES]
+# Of a family's two cases one goes in chunks and steps, the other in one shot and, of every other
+# family, through the layers of a GPU; .ci/run has both in one shot, and those layers of each.
+FIRST = list({name.rpartition("-")[0]: name for name in reversed(CASES)}.values())
+LAST = list({name.rpartition("-")[0]: name for name in CASES}.values())
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
     assert (ours.argmax(-1) == reference.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", cases(FIRST), indirect=True)
+@pytest.mark.parametrize("case", runs(FIRST, CASES), indirect=True)
 def test_one_shot_logits_equal_the_reference(case):
     model, ids, reference = case
     assert len(ids) == len(reference) == 40
@@ -58,7 +53,7 @@ def test_one_shot_logits_equal_the_reference(case):
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
-@pytest.mark.parametrize("case", cases(LAST), indirect=True)
+@pytest.mark.parametrize("case", runs(LAST, LAST), indirect=True)
 def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
     cache = cache_for(model, ids)
@@ -71,7 +66,7 @@ def test_chunked_and_stepped_logits_equal_the_reference(case):
     assert_parity(mx.concatenate(parts), reference)
 
 
-@pytest.mark.parametrize("name", cases([*FIRST][::2]))
+@pytest.mark.parametrize("name", runs(FIRST[::2], FIRST))
 def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

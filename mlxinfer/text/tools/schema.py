@@ -7,6 +7,7 @@ Formats that write parameters one by one need the name, schema and types of each
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -63,10 +64,10 @@ def flatten(root: Schema) -> FlatSchema:
 
 def _places(schema: object, root: Schema) -> Iterator[tuple[Schema, bool]]:
     """Yield the schemas that a schema is composed of, and whether each is an alternative."""
-    waiting: list[tuple[object, bool]] = [(schema, False)]
+    waiting: deque[tuple[object, bool]] = deque([(schema, False)])
     seen: set[int] = set()
     while waiting and len(seen) < MAX_PLACES:
-        place, alternative = waiting.pop(0)
+        place, alternative = waiting.popleft()
         if not isinstance(place, Mapping) or id(place) in seen:
             continue
         seen.add(id(place))

@@ -49,17 +49,17 @@ class Workplace:
 
     @property
     def model(self) -> Path:
-        """Becomes the output folder."""
+        """The folder that becomes the output."""
         return self.root / "model"
 
     @property
     def journal(self) -> Path:
-        """Of what is done."""
+        """The list of what is done."""
         return self.root / "journal.jsonl"
 
     @property
     def measured(self) -> Path:
-        """The formats that follow from measuring."""
+        """The formats that measuring has chosen."""
         return self.root / "measured.json"
 
     @property

@@ -163,7 +163,7 @@ class Prepared:
         group: of the layers.
         place: where tokens go in tails.
         short: how the rows of short segments attend, part by part.
-        order: as of `_order`, of these rows.
+        order: what `_order` returns for these rows.
         chunks: prefill chunks, which come last in the flat list.
         tiles: the same chunks through a kernel, for layers that have one.
     """

@@ -157,8 +157,8 @@ def ints(values: list[int]) -> Ints:
 class Move(NamedTuple):
     """Tokens of one sequence, positions [start, stop), to be written to its pages.
 
-    They come from its tail, or they are the first tokens of a shared page: then they are written to
-    the tail, too.
+    The tokens come from the sequence's tail. With `pages` they are the first tokens of a shared
+    page, and are written to the tail, too.
     """
 
     tables: list[PageTable]  # of the sequence, one per layer group
@@ -210,7 +210,7 @@ class CacheWork:
 
     @property
     def num_slots(self) -> int:
-        """How many tails its copies need, and the pages that are sealed."""
+        """How many tails there must be for the copies and for the pages that are sealed."""
         if not (self.copies or self.seal):  # most steps
             return 0
         slots = [copy.slot for copy in self.copies] + [move.slot for move in self.seal]

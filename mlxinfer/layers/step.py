@@ -111,7 +111,7 @@ class Step:
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
-        prepared: of each rope what it needs, computed once for all of its layers.
+        prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
     """
 

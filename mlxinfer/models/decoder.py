@@ -167,7 +167,7 @@ class Model:
         return x
 
     def after_layer(self, index: int, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
-        """The output of layer `index` with what pictures add to it; it is tapped, if wanted."""
+        """The output of layer `index`, plus features of pictures; the output goes to the taps."""
         features = step.features
         if features is not None and index < len(features.deep):
             added = features.deep[index].astype(x.dtype)

@@ -56,10 +56,10 @@ class Family:
         transposed_experts: stacks of experts on the hub have inputs before outputs.
         alternating_experts: in packed stacks of experts, rows of gate and up alternate.
         axes_in_turn: with M-RoPE the axes of pairs take turns, whether the config says so or not.
-        scaled_embeddings: they are multiplied by the root of the hidden size, as those of the first
+        scaled_embeddings: embeddings are multiplied by the root of the hidden size, as in the first
             Transformer.
-        windows: layers may have windows, as the config says.
-        attention_biases: attention has biases where the config says so; False: it has none.
+        windows: layers have windows if the config says so; False: never.
+        attention_biases: attention has biases if the config says so; False: never.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """

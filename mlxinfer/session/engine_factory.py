@@ -196,10 +196,11 @@ def check_draft(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def require_room(name: str, folder: Path, options: EngineOptions) -> None:
-    """Refuse a model that this machine cannot hold, before it is read; a server has seen to it.
+    """Refuse a model that does not fit into this machine's memory, before its weights are read.
 
-    A stated `max_memory` is a decision on what the KV cache may take: then the limit is all of the
-    machine's memory. Of experts that are read when they are needed, those in memory count.
+    The options of a server's model have `room_bytes`, because the server has checked it already.
+    If the caller states `max_memory`, the limit is all of the machine's memory. If experts are read
+    when they are needed, only the experts that stay in memory count.
     """
     from ..fit import held_bytes, require_fit  # imports mlx
 

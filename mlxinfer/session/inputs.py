@@ -94,7 +94,7 @@ class Input(ABC):
         reports_prompt: steps say how far the prompt is computed.
         pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
-        abandoned: whether nobody waits for the answers any more; asked while pictures are read.
+        abandoned: says whether the caller has left. It is called while pictures are read.
 
     Raises:
         InvalidRequestError: a value is of the wrong kind or out of range.

@@ -42,7 +42,7 @@ class Mailbox:
     def post(self, target: EventReader, event: TokenEvent) -> None:
         """Let `target` receive an event on the loop; called on any thread.
 
-        Where the loop is closed, nobody can read the event, and the target's requests end.
+        If the loop is closed, nobody can read the event, and the target's requests end.
         """
         loop = self._loop()
         with self._lock:

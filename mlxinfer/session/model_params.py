@@ -42,10 +42,10 @@ def read_sampling(folder: Path) -> dict[str, Any]:
 
 
 def chat_params(folder: Path) -> SamplingParams:
-    """How a conversation is answered if nothing is said: with the values of the model.
+    """The default values of conversations: those of the model.
 
-    The answer is as long as the context allows. Without values the most probable token is taken;
-    a model with values that name no temperature is sampled at 1, as in transformers.
+    The answer is as long as the context allows. If the model states no values, the most probable
+    token is chosen. If it states values but no temperature, that is 1, as in transformers.
 
     Raises:
         CheckpointError: the file is broken.

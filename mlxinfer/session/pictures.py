@@ -198,13 +198,13 @@ class PictureReader:
 
         Args:
             images: of the messages, in their order; one at least.
-            max_context: tokens of prompt and answer: where pictures alone exceed it, the rest is
+            max_context: tokens of prompt and answer. If the pictures so far exceed it, the rest is
                 not loaded.
             place: the field that an error about this names.
-            abandoned: whether nobody waits any more; asked before each picture.
+            abandoned: says whether the caller has left. It is called before each picture.
 
         Raises:
-            CancelledError: nobody waits any more.
+            CancelledError: the caller has left.
             UnsupportedFieldError: the model does not see.
             PictureError: a picture cannot be read.
             PromptTooLongError: they cannot fit.

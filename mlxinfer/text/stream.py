@@ -430,7 +430,7 @@ class StopMatcher:
         return held
 
     def _first(self, text: str, old: int) -> tuple[int, str] | None:
-        """Return the first stop string that ends behind the `old` characters, and where it ends."""
+        """Return where the first stop string ends after the `old` characters, and that string."""
         ends = []
         for stop in self._stops:
             start = text.find(stop, max(old + 1 - len(stop), 0))

@@ -62,7 +62,7 @@ class PrefillSizer:
 
         Args:
             prefilling: running sequences with prompts to compute, oldest first.
-            num_running: of all that run.
+            num_running: of all that run, without prompts that wait for pictures.
         """
         page_size = self._page_size
         if not prefilling:

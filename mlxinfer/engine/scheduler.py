@@ -330,12 +330,13 @@ class Scheduler:
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
         prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
-        if self.counters.preemptions > preemptions:
+        preempted = self.counters.preemptions > preemptions  # perhaps features have room now
+        if preempted:
             decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
         if not segments and not decodes.sequences:
             pending = any(s.num_pending for s in queues.unfinished())
-            assert queues.idle or pending or self._features.wanted, "stuck"
+            assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None
         short: list[Segment] = []
         long: list[Segment] = []
@@ -418,7 +419,10 @@ class Scheduler:
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
         shares: list[tuple[Sequence, int]] = []
         room = self.prefill.most
-        for sequence, share in self.prefill.shares(prefilling, len(queues.running)):
+        # A prompt that waits for a picture gets no share: perhaps another one has to go on first.
+        ready = [s for s in prefilling if self._features.available(s, 1)]
+        num_waiting = len(prefilling) - len(ready)
+        for sequence, share in self.prefill.shares(ready, len(queues.running) - num_waiting):
             if sequence.slot < 0:
                 continue
             count = self._chunk(sequence, share)

@@ -94,6 +94,16 @@ def test_a_page_that_a_clear_frees_is_read_by_the_copy_that_waits_for_it() -> No
     run(81073, sees=True, num_stages=2)
 
 
+def test_a_prompt_whose_picture_has_no_room_takes_no_share_of_the_prompt_that_holds_it() -> None:
+    """All room is held by a later prompt, and steps have few tokens: else nothing would go on."""
+    run(91227, sees=True, recurrent=True, num_stages=2)
+
+
+def test_nothing_is_computed_in_the_turn_that_preempts_the_prompt_that_holds_all_features() -> None:
+    """The others get room for their pictures in the next turn."""
+    run(90180, sees=True, proposes=True, recurrent=True)
+
+
 def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
     """Every step is of rows that are in none in flight; with proposals and with states, too."""
     most = verified = 0

@@ -67,10 +67,13 @@ def test_a_second_picture_in_a_conversation_is_the_one_that_is_meant(demo: LLM) 
         messages.append({"role": "assistant", "content": answer})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind for kind in questions.KINDS if kind != "where"]
-)  # not learnt
+def test_it_says_that_it_cannot_tell_places(demo: LLM, drawing: Path) -> None:
+    for asked in ("Where is the circle?", "where's the red circle"):
+        assert demo.chat(asked, images=[drawing]).text == questions.NO_PLACES
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", questions.KINDS)
 def test_most_held_out_drawings_are_answered_rightly(demo: LLM, kind: str) -> None:
     some = evaluate.examples(kind, 40)
     said = evaluate.answers(demo, some)

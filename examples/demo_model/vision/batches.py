@@ -16,7 +16,7 @@ from mlxinfer.images.qwen import QwenProcessor
 from ..tokenizer import END, START
 from .drawings import COLOURS, SHAPES, WORDS, Scene, draw, draw_scene
 from .model import MERGE, PATCH, patch_places, patch_turn, stretch, text_turn
-from .questions import EDGES, ask
+from .questions import ask
 from .tokenizer import BEGIN, CLOSE, PAD
 
 LOW, HIGH = 12_288, 16_384  # pixels of a resized picture
@@ -26,7 +26,7 @@ ROWS = {1: 80, 2: 96}  # tokens of a row
 COUNTED = {1: 40, 2: 40}  # of these, tokens of answers
 GRIDS = {(4, 4), (3, 4), (4, 3), (3, 5), (5, 3)}  # rows and columns of features
 PATCH_LABELS = len(SHAPES) + len(COLOURS) + 1  # and letters
-LABELS = len(SHAPES) * len(COLOURS) + len(WORDS) + 5  # and photos, and the places of shapes
+LABELS = len(SHAPES) * len(COLOURS) + len(WORDS) + 1  # and photos
 SIDE = PATCH * MERGE
 
 Grid = tuple[int, int]
@@ -95,19 +95,12 @@ def labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:
     colours, words = list(COLOURS), len(SHAPES) * len(COLOURS)
     for thing in scene.things:
         label = SHAPES.index(thing.shape) * len(colours) + colours.index(thing.colour)
-        cell = found[int(thing.y * rows), int(thing.x * columns)]
-        cell[label] = 1
-        cell[-4:] += (*beyond(thing.x), *beyond(thing.y))
+        found[int(thing.y * rows), int(thing.x * columns), label] = 1
     if scene.word:
         label = words + WORDS.index(scene.word)
         found[int(scene.y * rows), int(scene.x * columns), label] = 1
-    found[:, :, -5] = scene.is_photo
-    return found.reshape(-1, LABELS).clip(max=1)
-
-
-def beyond(at: float) -> tuple[bool, bool]:
-    """Whether a place is on the left (or at the top), and whether it is on the right."""
-    return at < EDGES[0], at > EDGES[1]
+    found[:, :, -1] = scene.is_photo
+    return found.reshape(-1, LABELS)
 
 
 def patch_labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:

@@ -157,7 +157,7 @@ def test_what_serve_would_refuse_is_not_installed(launchctl: Path, outcome: Any)
 
 
 def test_uninstall_without_a_service(launchctl: Path, outcome: Any) -> None:
-    assert "There is no service" in outcome("service", "uninstall").err
+    assert "No service is installed" in outcome("service", "uninstall").err
 
 
 def test_service_fails_with_a_hint_outside_macos(

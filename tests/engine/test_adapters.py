@@ -185,7 +185,7 @@ def test_a_load_that_the_end_of_the_engine_cuts_short(folders: dict[str, Path]) 
 def test_a_request_that_was_checked_before_an_adapter_took_its_room(
     folders: dict[str, Path],
 ) -> None:
-    harness = Harness(load(base(CASE)), kv_budget_bytes=1 << 20)
+    harness = Harness(load(base(CASE)), kv_budget_bytes=2 << 20)
     loop, room = harness.loop, harness.loop.cache.max_tokens
     long = Request("long", prompt(room - 1), SamplingParams(max_tokens=1), frozenset())
     assert loop.limits.check(long) == 1

@@ -420,7 +420,7 @@ class Scheduler:
         shares: list[tuple[Sequence, int]] = []
         room = self.prefill.most
         # A prompt that waits for a picture gets no share: perhaps another one has to go on first.
-        ready = [s for s in prefilling if self._features.available(s, 1)]
+        ready = [s for s in prefilling if s.pictures is None or self._features.available(s, 1)]
         num_waiting = len(prefilling) - len(ready)
         for sequence, share in self.prefill.shares(ready, len(queues.running) - num_waiting):
             if sequence.slot < 0:

@@ -205,6 +205,19 @@ def test_a_schema_that_is_no_json_is_refused_by_the_form(page: PageDriver) -> No
     assert "The schema is not valid JSON" in form.get_by_role("alert").inner_text()
 
 
+def test_what_is_chosen_as_soon_as_the_settings_open_stays(page: PageDriver) -> None:
+    chosen = page.page.evaluate("""async () => {
+        document.querySelector('[aria-label="Settings of this conversation"]').click();
+        while (!document.querySelector("form.settings")) await Promise.resolve();
+        const form = [...document.querySelectorAll("form.settings select")].at(-1);
+        form.value = "choice";
+        form.dispatchEvent(new Event("change", { bubbles: true }));
+        await new Promise((drawn) => setTimeout(drawn, 300));
+        return form.value;
+    }""")
+    assert chosen == "choice"
+
+
 def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) -> None:
     set_up(page, System_message="It's brief.")
     page.server.script.says("**Hello**")

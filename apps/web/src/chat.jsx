@@ -20,7 +20,7 @@ export function Chat({ compact }) {
   return (
     <section class="chat" aria-label="Chat">
       <Head compact={compact} setting={setting} toggle={() => setSetting(!setting)} />
-      {setting && <Settings close={() => setSetting(false)} />}
+      {setting && <Settings key={conversation.value.id} close={() => setSetting(false)} />}
       <Messages editing={editing} edit={setEditing} />
       <Composer edit={setEditing} />
     </section>

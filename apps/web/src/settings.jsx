@@ -1,5 +1,5 @@
 // The settings of one conversation: system message, thinking, sampling, the form of answers, tools.
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { changeSettings, conversation, features } from "./store.js";
 import { IconButton } from "./widgets.jsx";
 
@@ -22,11 +22,10 @@ const FORMS = [
   ["choice", "One of some texts"],
 ];
 
+// Give it the conversation's id as key: what is typed belongs to that conversation.
 export function Settings({ close }) {
-  const { id, settings } = conversation.value;
-  const [draft, setDraft] = useState(settings);
+  const [draft, setDraft] = useState(conversation.value.settings);
   const [problem, setProblem] = useState(null);
-  useEffect(() => setDraft(conversation.value.settings), [id]);
 
   function change(fields) {
     setDraft({ ...draft, ...fields });

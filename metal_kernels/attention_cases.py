@@ -39,7 +39,7 @@ KEY_DIM, LATENT_DIM = 576, 512  # of vectors of a latent cache, and of their val
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionForm(Form):
-    """What is compiled into an attention kernel.
+    """The constants of an attention kernel.
 
     Attributes:
         dtype: of queries and outputs.

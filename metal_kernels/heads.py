@@ -1,4 +1,4 @@
-"""What one layer does to the heads of its fused QKV projection: settings and arrays made once.
+"""How one layer treats the heads of its fused QKV projection: settings and arrays made once.
 
 Knows no kernel. D = head_dim, H = query heads, K = KV heads.
 """
@@ -18,7 +18,7 @@ HADAMARD_ORDERS = (28, 20, 12, 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsForm(Form):
-    """What layers share that one launch can serve: all but their arrays and scalars.
+    """The form that one launch serves: layers of equal form differ in arrays and scalars alone.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
@@ -76,7 +76,7 @@ class HeadsForm(Form):
 
 
 class Heads:
-    """What is done to the heads of a layer.
+    """How the heads of a layer are treated.
 
     Args:
         form: of the layer.

@@ -8,8 +8,8 @@ projection. A token's keys and values depend on its own row and position alone: 
 prompt gives the same.
 
 Values that are not normed are encoded exactly as the twin encodes them, and so are keys that are
-neither normed, turned nor spread. Others pass through sums, cosines and sines, of which a GPU
-decides the last bit: a code may then differ by one, a scale or a bias in its last bit.
+neither normed, turned nor spread. Others pass through sums, cosines and sines. A GPU decides
+their last bit: a code may then differ by one, a scale or a bias in its last bit.
 """
 
 from functools import cache, lru_cache
@@ -27,7 +27,7 @@ MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every 
 
 
 Stored = list[list[mx.array]]
-"""What is stored of a step's tokens: of keys and of values apart, or of both together.
+"""The stored form of a step's keys and values, apart or both together.
 
 Each is one array (T, K, D), or two: codes (T, K, D * bits / 8), and of each group a scale and a
 bias (T, K, 2 * groups). Where keys and values are stored alike they are side by side,
@@ -95,7 +95,7 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
 def stored_in_mlx(
     queries: mx.array, keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
 ) -> tuple[mx.array, Stored]:
-    """What becomes of queries (T, H, D), keys and values (T, K, D) that are normed and turned."""
+    """Encode queries (T, H, D), keys and values (T, K, D) that are normed and turned."""
     form = heads.form
     if form.joint:
         turns = np.arange(form.head_dim) % (form.head_dim // 2) < form.joint // 2
@@ -130,7 +130,7 @@ def stored(vectors: mx.array, fmt: KVFormat, dtype: mx.Dtype) -> list[mx.array]:
 
 
 def template_of(form: HeadsForm, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
-    """What is compiled into a kernel for heads of this form."""
+    """The constants of a kernel for heads of this form."""
     return [
         ("T", dtype),
         ("D", form.head_dim),

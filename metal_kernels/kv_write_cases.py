@@ -19,7 +19,7 @@ FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another w
 
 
 def kv_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
-    """What `kv_write` compiles for heads of this form."""
+    """The variant of `kv_write` for heads of this form."""
     return Variant.from_form("kv_write", form, dtype=dtype_name(dtype))
 
 
@@ -54,7 +54,7 @@ def _arrays(queries: mx.array, stored: Stored) -> list[mx.array]:
 def _by_fused_operations(
     qkv: mx.array, positions: mx.array, heads: Heads
 ) -> tuple[mx.array, Stored]:
-    """What a model does without the kernel: MLX's fused norm and rope, then the twin's encoding."""
+    """The path without the kernel: MLX's fused norm and rope, then the twin's encoding."""
     split = qkv.reshape(len(qkv), -1, heads.form.head_dim)
     x, values = mx.split(split, [heads.form.num_heads + heads.form.num_kv_heads], axis=1)
     if heads.norm_weight is not None:
@@ -106,7 +106,7 @@ def _seen(queries: mx.array, stored: Stored, heads: Heads) -> list[mx.array]:
 
 
 def tail_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
-    """What `write_tails` compiles for heads of this form."""
+    """The variant of `write_tails` for heads of this form."""
     return Variant.from_form("tail_write", form, dtype=dtype_name(dtype))
 
 

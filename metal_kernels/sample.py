@@ -3,7 +3,7 @@
 R = rows, V = vocabulary. A row's token depends on its own logits, settings, stream and count alone.
 
 A row keeps the logits from the k-th largest up. Of these it keeps the smallest set of the largest
-that reaches top-p of the whole mass, and of these the ones at least min-p times as probable as the
+that reaches top-p of the whole mass, and among them those at least min-p times as probable as the
 most probable. Equal logits stay or go together. Then one token is drawn: the first, by id, at which
 the cumulated mass exceeds a uniform number's share of the whole. Masses are whole numbers of 2**-40
 of the most probable token's mass, so that sums are exact in any order; a token of less mass is

@@ -182,7 +182,7 @@ def step_kind(*samples: StateStep, rounding: dict[str, float] | None = None) -> 
 
 
 def _case(variant: Variant, rounding: dict[str, float]) -> Case:
-    """States of three sequences in two arrays, one of which begins; two do not fill the step."""
+    """States of three sequences in two arrays. One begins; two do not fill the step."""
     step, tokens, normal = variant.form, variant.number("tokens"), _normal()
     sources = filled([normal(2, *step.state_shape), normal(1, *step.state_shape)])
     plan = plan_of([(0, 1), (1, 0), (0, -1)], [tokens, max(1, tokens // 2), tokens])

@@ -162,7 +162,7 @@ class Plane:
         self.as_stored = self.dim is None and not self.fmt.bits
 
     def cut(self, first: int, dim: int) -> "Plane":
-        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
+        """The same arrays; `dim` numbers of each vector are read, from `first` on."""
         return replace(self, first=first, dim=dim)
 
     @property
@@ -273,6 +273,6 @@ def part_names(kind: str, fmt: KVFormat) -> list[str]:
 
 
 def plane_text(tails: str, pages: str, fmt: KVFormat) -> str:
-    """What a kernel's body hands to `plane_of`; plain vectors have no groups, none are read."""
+    """The arguments of `plane_of` in a kernel's body. Plain vectors have no groups to read."""
     pairs = list(zip(part_names(tails, fmt), part_names(pages, fmt), strict=True))
     return ", ".join([name for pair in (*pairs, pairs[-1])[:2] for name in pair])

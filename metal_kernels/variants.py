@@ -151,7 +151,7 @@ class ModelForm:
 
 
 def kernels_of(model: ModelForm, *parts: Any) -> list[KernelUse]:
-    """What `kernels(model)` of several modules gives, in order; None: there is no such module."""
+    """All uses of kernels by several modules, in order. A module that is None has none."""
     return [use for part in parts if part is not None for use in part.kernels(model)]
 
 

@@ -265,7 +265,7 @@ class Facts(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step adds to an answer; the last delta of a stream has the Result."""
+    """An answer grows by a delta each step. The last delta of a stream has the Result."""
 
     parts: Sequence[Part] = ()  # text, reasoning and pieces of tool calls, as they came
     token_ids: Sequence[int] = ()

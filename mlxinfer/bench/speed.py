@@ -104,7 +104,7 @@ def run(
 
 
 def _failed_proposals(stats: Mapping[str, Any]) -> dict[str, str]:
-    """What is to be said of sources of proposals that raised errors, if any did."""
+    """A sentence on each source of proposals that raised errors; "" where none did."""
     sources = stats.get("speculation", {}).get("sources", {})
     told = [
         f"Proposals by {name} failed for {source['switched_off']} requests: {source['last_error']}."

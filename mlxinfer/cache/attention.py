@@ -219,7 +219,7 @@ class Prepared:
 def attend_rows(
     part: AttentionPart, layer: PagedLayer, queries: mx.array, softmax: Softmax
 ) -> mx.array:
-    """What the rows of one part see, (T', heads * V); queries (T, heads, D) of all rows."""
+    """Attend for the rows of one part, (T', heads * V); queries (T, heads, D) are of all rows."""
     return part.attend(layer, queries if part.rows is None else queries[part.rows], softmax)
 
 

@@ -61,7 +61,7 @@ def _blocks(
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
-    """(B,) sealed pages of which each segment sees anything."""
+    """(B,) the number of sealed pages that each segment sees at least a part of."""
     pages = short.sealed // page_size
     if window.size is None:
         return pages

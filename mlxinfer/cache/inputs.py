@@ -182,7 +182,7 @@ class PageTransfer(NamedTuple):
 
 @dataclass(slots=True)
 class CacheWork:
-    """What is done before a step.
+    """Work to do before a step.
 
     In this order: `seal` and `save`, since what is evicted may hold what is written only now;
     `spill`; `load`; `copies` and `resume`, which may read what is loaded; `drop`.

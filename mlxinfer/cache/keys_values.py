@@ -219,7 +219,7 @@ class KeyValueLayer(PagedLayer):
         return self.restored(self.prepared.attend(self, self.rotate(queries), softmax))
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """What is stored of keys and values (T, H, D)."""
+        """Encode keys and values (T, H, D) as they are stored."""
         key_format, value_format = self.formats
         keys = self.rotate(keys)
         if not self.subtracts_bias:
@@ -299,7 +299,7 @@ class KeyValueLayer(PagedLayer):
         return self._formats_in_kernels and has_dims(self.dtype, dims, self.spec.joint_dim)
 
     def _form(self, mixer: Any) -> AttentionForm:
-        """What is compiled into kernels of the layer, for one token of a sequence."""
+        """The constants of the layer's kernels, for one token of a sequence."""
         return AttentionForm(
             self.dtype,
             self.spec.key_dim,
@@ -374,7 +374,7 @@ class JointLayer(KeyValueLayer):
         return self.planes[0].cut(self._turning, self._dim), self.planes[0].cut(0, self._dim)
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """What is stored of keys and values (T, H, D)."""
+        """Encode keys and values (T, H, D) as they are stored."""
         parts = [
             mx.take(values, self._value_order, axis=-1),
             mx.take(keys, self._turning_places, axis=-1),

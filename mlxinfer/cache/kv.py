@@ -89,7 +89,7 @@ class LayerGroup(PageGroup):
 
     @property
     def planes(self) -> list[Plane]:
-        """What the layers keep, in order."""
+        """The planes of all layers, in order."""
         return [plane for layer in self.layers for plane in layer.planes]
 
     def must_grow(self, num_slots: int) -> bool:
@@ -339,7 +339,7 @@ class KVCache:
 
     @property
     def identity(self) -> str:
-        """What is stored of each layer, for keys of pages on disk."""
+        """The spec and the formats of each layer, for keys of pages on disk."""
         return str([(layer.spec, layer.formats) for layer in self.layers])
 
     # -- capacity -------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class LatentLayer(PagedLayer):
         return mx.hadamard_transform(latents) if self.formats[0].rotates else latents
 
     def encode(self, latents: mx.array, k_rope: mx.array, index: Index | None) -> Stored:
-        """What is stored of latents (T, r), rotary keys (T, dr) and the index."""
+        """Encode latents (T, r), rotary keys (T, dr) and the index as they are stored."""
         vectors = mx.concatenate([self.rotate(latents), k_rope], axis=-1)
         return [self.formats[0].encode(vectors[:, None])]
 

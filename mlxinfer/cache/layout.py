@@ -1,4 +1,4 @@
-"""What each layer of a model keeps, in which format: from specs and options to layers of the cache.
+"""From specs and options to layers of the cache: what each layer keeps, and in which format.
 
 A spec names its class in `LAYERS`; nothing else tells kinds of layers apart.
 """

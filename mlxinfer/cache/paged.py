@@ -262,7 +262,7 @@ class PagedLayer(ABC):
         """The kernel for prefill chunks; None: there is none, or MLX's fused attention serves."""
 
     def heads_of(self, mixer: Any) -> Heads | None:
-        """What one kernel does to the mixer's projection; None: there is no such kernel."""
+        """The kernel that takes the mixer's projection apart; None: there is no such kernel."""
         return None
 
     @abstractmethod

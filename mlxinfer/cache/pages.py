@@ -324,7 +324,7 @@ class AttentionWindow:
         Args:
             queries, keys: positions.
             spans: (2, ...) positions from, and up to, of the span of each query, with the axes of
-                `queries`: of these it sees later ones, too; None: there are no spans.
+                `queries`: inside its span a query sees later ones, too; None: there are no spans.
         """
         last = queries if spans is None else np.maximum(queries, spans[1] - 1)
         visible = keys <= last

@@ -1,4 +1,4 @@
-"""What is kept of whole sequences: states of recurrent layers, or caches of a model's own.
+"""Memory of whole sequences: states of recurrent layers, or caches of a model's own.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, D = hidden size.
 
@@ -289,7 +289,7 @@ class RecurrentGroup(StateGroup):
     def _keep_apart(self, slots: set[int]) -> None:
         """States of sequences that sit a step out must not keep a whole block of others.
 
-        A block of which all rows sit out stays as it is, as one does that a commit may go back in.
+        A block stays as it is if all its rows sit out, or if a commit may go back in it.
         """
         counts = Counter(block for block, _ in self._states.values())
         leaving = {self._states[slot][0] for slot in slots if slot in self._states}
@@ -509,7 +509,7 @@ class OwnCaches(StateGroup):
         return [array for cache in caches for array in cache.unread()]
 
     def take_back(self, num_kept: Mapping[int, int]) -> None:
-        """No token can be taken back: no step of such a model may verify any."""
+        """No token can be taken back: such a model verifies no proposals."""
         assert not num_kept, "proposals to a model that keeps caches of its own"
 
     def before_step(self, work: CacheWork) -> None:

@@ -164,7 +164,7 @@ def take_turn(
 
 
 def reply_to(session: ChatSession, line: str) -> CommandReply:
-    """What a line asks for. A command, a message, or pictures that were dropped, with a message."""
+    """Read a line: a command, a message, or paths of dropped pictures with a message."""
     if is_command(line) and line[1:].partition(" ")[0] in COMMANDS:
         return run_command(session, line)
     paths, rest = dropped(line)

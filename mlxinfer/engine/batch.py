@@ -52,14 +52,14 @@ class Sequence:
 
     @property
     def key_ids(self) -> list[int]:
-        """What stands for the tokens where prompts are compared: for a picture, ids of its own."""
+        """The ids by which prompts are compared: a picture has ids of its own."""
         if self.pictures is None:
             return self.token_ids
         return self.pictures.key_ids + self.token_ids[self.num_prompt :]
 
     @property
     def rope_delta(self) -> int:
-        """What a token of the answer adds to its place to get its rope position."""
+        """The rope position of a token of the answer, less its place."""
         return 0 if self.pictures is None else self.pictures.rope_delta
 
     @property

@@ -271,8 +271,8 @@ class Engine:
         """Change the loop on its thread, piece by piece between steps: running requests go on.
 
         Args:
-            begin: given the loop, returns the pieces, each of which gives the seconds until the
-                next may begin; closed early, they undo what they did.
+            begin: given the loop, returns the pieces. Each gives the seconds until the next may
+                begin. Closed early, they undo what they did.
 
         Raises:
             EngineClosedError: the engine was closed, or is meanwhile.

@@ -1,6 +1,6 @@
 """The pictures of a prompt, as the scheduler and the KV cache see them. No MLX.
 
-A picture stands in a prompt as token ids, one of which stands for each of its features. Wherever
+A picture stands in a prompt as token ids, one for each of its features. Wherever
 tokens are compared (prefix tree, disk, n-grams), ids made of the picture stand in these places: so
 prompts share what was computed of one picture, and never what was computed of two.
 """
@@ -58,7 +58,7 @@ class PromptPictures:
         """The pictures of a request that has any.
 
         Args:
-            request: of which `PictureLimits` found nothing wrong.
+            request: `PictureLimits` found nothing wrong with it.
             sees_spans: some layer lets features of a picture see each other.
         """
         placed, key_ids = request.pictures, list(request.prompt_ids)

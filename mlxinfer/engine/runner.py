@@ -54,7 +54,7 @@ class StepInputs:
     rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
     adapters: Ints | None = None  # (T,) the same
     feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
-    num_deep: int = 0  # layers after which more of these features is added
+    num_deep: int = 0  # the first layers: after each, more of the features is added
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class InFlight(Protocol):
 
 
 class FollowerAdapters:
-    """The adapters on the other ranks, each of which loads its part of them. Here: no others."""
+    """The adapters on the other ranks. Each loads its part of them. Here: no others."""
 
     def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
         """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
@@ -190,7 +190,7 @@ class Forward:
     """A model, or the part of it that a rank has, and its KV cache.
 
     Args:
-        taps: layers of which every step gives the outputs, see `Taps`.
+        taps: layers whose outputs every step gives, see `Taps`.
         link: over which every rank gets the tokens of a step; None: this one has them.
     """
 
@@ -229,7 +229,7 @@ class Forward:
         """The forward pass.
 
         Args:
-            step: of which `prepare` was called.
+            step: `prepare` was called for it.
             tokens: (N,) that the step before samples; of other ranks, zeros. None: none of them is
                 an input.
             features: (N, hidden) each, for `feature_rows`: in place of their embeddings, and then
@@ -412,7 +412,7 @@ class Runner:
     the next step.
 
     Args:
-        taps: layers of which every step gives the outputs beside its tokens, see `Taps`.
+        taps: layers whose outputs every step gives beside its tokens, see `Taps`.
         followers: the other ranks of a model that is spread over several.
         gather: gives the features of a step's pictures.
     """

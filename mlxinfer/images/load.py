@@ -181,7 +181,7 @@ def _bytes_of(path: str | os.PathLike[str], place: str) -> bytes:
 
 
 def _start_of(file: Path) -> bytes:
-    """What is in a file, up to one byte more than may be; also in a pipe."""
+    """The bytes of a file or a pipe, up to one more than the limit."""
     with file.open("rb") as opened:
         return opened.read(MAX_FILE_BYTES + 1)
 

@@ -63,7 +63,7 @@ class Picture:
 
 
 class Shown(NamedTuple):
-    """What a model gets to see for one picture or video of a message.
+    """One picture or video of a message as a model sees it.
 
     Attributes:
         pictures: one; or what a video is made of, in order.

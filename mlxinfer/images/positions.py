@@ -66,7 +66,7 @@ def rope_positions(pictures: Sequence[PlacedPicture], start: int, stop: int) -> 
 
 
 def rope_delta(pictures: Sequence[PlacedPicture]) -> int:
-    """What is added to the place of a token behind all pictures to give its position; 0 or less."""
+    """The position of a token behind all pictures, less its place; 0 or less."""
     return -sum(grid.lag for grid in _grids(pictures))
 
 

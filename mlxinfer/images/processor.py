@@ -1,4 +1,4 @@
-"""What makes a picture ready for one model: the interface of all families' processors."""
+"""The interface of all families' processors. A processor makes a picture ready for one model."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

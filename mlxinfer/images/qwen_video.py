@@ -70,7 +70,7 @@ class QwenVideos(VideoProcessor):
         """Pixels at least and at most, where no file says them."""
 
     def _tiles(self, video: Video, numbers: list[int], max_tokens: int, counted: int) -> list[Tile]:
-        """The tiles of the frames of these numbers, `counted` of which share the pixels."""
+        """The tiles of the frames of these numbers. `counted` of them share the pixels."""
         step, images = self.frames.frames, video.read(numbers)
         first = next(images)
         size = self.frames.fit(first, max_tokens, counted, step if counted > 1 else 1)

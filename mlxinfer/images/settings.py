@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of its pictures, from wherever they say it.
+"""The settings of pictures in a checkpoint's files, wherever they stand.
 
 The numbers of an image processor are in `preprocessor_config.json`, or nested in
 `processor_config.json`, which wins, or in neither: then they are the family's own. Sizes of patches
@@ -150,7 +150,7 @@ class VisionSettings:
         return found
 
     def found_token(self, *names: str, text: str | None = None) -> Any:
-        """What `token` finds before it checks it; None: nothing."""
+        """The id that `token` checks; None: there is none."""
         found = next((self.config[n] for n in names if self.config.get(n) is not None), None)
         return self._token_id(text) if found is None and text is not None else found
 

@@ -130,7 +130,7 @@ class PartRows:
         return self._made[name]
 
     def once(self, make: Callable[["PartRows"], T]) -> T:
-        """The result of a function of these rows, which is called once for each plan."""
+        """The result of a function of these rows. It is called once for each plan."""
         if make not in self._made:
             self._made[make] = make(self)
         return self._made[make]

@@ -17,7 +17,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class ApiKeys:
-    """Named keys, of which only SHA-256 digests are kept. Without keys every request is served.
+    """Named keys, kept as SHA-256 digests. Without keys every request is served.
 
     Args:
         digests: pairs of a name and a SHA-256.

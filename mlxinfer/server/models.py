@@ -99,7 +99,7 @@ class ModelSlot:
         pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
         adapters: that it has whenever it is loaded: name -> folder.
-        adapter_failures: why some of these are missing although the model is loaded.
+        adapter_failures: why some adapters are missing although the model is loaded.
         retry_s: after failures in a row it is not loaded before.
     """
 

@@ -43,7 +43,7 @@ class PromptProgress(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerStep:
-    """What one event of the engine adds to one answer."""
+    """One answer grows by one event of the engine."""
 
     index: int  # of the answer: inputs in their order, n answers each
     delta: Delta

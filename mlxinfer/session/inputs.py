@@ -1,4 +1,4 @@
-"""What a model can be asked for: conversations and texts, with all options of their answers.
+"""Inputs of a model: conversations and texts, with all options of their answers.
 
 Inputs are plain data. Building one checks everything that can be checked without a model. `LLM`,
 the command line and the server build inputs. `Session.start` answers ChatInput and TextInput.

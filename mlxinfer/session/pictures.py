@@ -89,7 +89,7 @@ def num_bytes(shown: Shown) -> int:
 
 
 class Processors(NamedTuple):
-    """What makes pictures and videos ready for a model.
+    """The processors of a model: they make pictures and videos ready for it.
 
     Attributes:
         images: of pictures; None: it does not see.
@@ -118,7 +118,7 @@ class SeenParts(NamedTuple):
     spoken: Sequence[str]
 
     def respell(self, text: str) -> str:
-        """What is encoded where the template has written a text."""
+        """The text to encode where the template has written this one."""
         placeholder, spelled = self.images.spelling
         text = text.replace(placeholder, spelled) if placeholder else text
         if self.videos is None:

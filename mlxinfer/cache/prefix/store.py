@@ -227,7 +227,7 @@ class NodeStore:
         return lease.epoch == self._epoch
 
     def _protected(self, lease: Lease, group: int) -> list[Node]:
-        """The nodes of which a lease needs the page of a windowed group: sinks, and the window."""
+        """The nodes whose pages of a windowed group a lease needs: sinks, and the window."""
         return lease.nodes[: self.num_kept[group]] + lease.nodes[lease.first[group] :]
 
     # -- in use ---------------------------------------------------------------------------------

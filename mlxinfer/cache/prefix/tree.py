@@ -210,7 +210,7 @@ class PrefixTree(NodeStore):
     def add_snapshot(
         self, namespace: Hashable, token_ids: Sequence[int], num_tokens: int
     ) -> Snapshot | None:
-        """Make room for the state after the first `num_tokens` tokens, all of which the tree has.
+        """Make room for the state after the first `num_tokens` tokens. The tree has them all.
 
         The longest unused snapshot is evicted where there is no room. Costs `num_tokens`.
 
@@ -268,8 +268,8 @@ class PrefixTree(NodeStore):
 
         Leaves of no lease go first, lowest priority first, then the longest unused. Of a windowed
         group, pages that sequences have passed by go before those that a sequence resumed or ended
-        at, and among each of these lowest priority first; they leave their node in place, unless it
-        is a leaf of no lease.
+        at, each kind lowest priority first. They leave their node in place, unless it is a leaf of
+        no lease.
         """
         queue = self.loose.get(group, self.leaves)
         gone: list[Node] = []

@@ -77,7 +77,7 @@ def tower_name(name: str) -> str | None:
 
 
 def tower_family(config: Fields) -> TowerFamily | None:
-    """What builds the tower that config.json describes; None: none does.
+    """Return the function that builds the tower of config.json; None: there is no tower.
 
     Args:
         config: the whole of config.json.

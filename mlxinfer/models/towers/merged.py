@@ -1,4 +1,4 @@
-"""What the towers of Qwen share: cells of patches, frames and windows, and one feature a cell.
+"""Parts that Qwen's towers share: cells of patches, frames and windows, and one feature a cell.
 
 P = patches of a tile. A cell is a square of `side` patches; the patches of a cell lie together, in
 the order in which a processor gives them. The cells of a frame lie row by row, and frames after

@@ -1,4 +1,4 @@
-"""What towers are made of: attention of all patches of a tile to all, blocks, and the pass itself.
+"""Parts of towers: attention of all patches of a tile to all, blocks, and the pass itself.
 
 P = patches of a tile, H = heads, D = numbers of a head. No array here is (P, P): where MLX's
 attention would keep scores, it is given few queries at a time.
@@ -55,7 +55,7 @@ def turn_by(angles: np.ndarray) -> Turn:
 
 
 def frequencies(theta: float, dims: int) -> np.ndarray:
-    """(dims / 2,) radians per place, of heads of which `dims` numbers turn."""
+    """(dims / 2,) radians per place. `dims` numbers of each head turn."""
     return theta ** -(np.arange(0, dims, 2) / dims)
 
 
@@ -234,7 +234,7 @@ class Embed(Protocol):
 
 
 class Project(Protocol):
-    """What the last block gives (P, hidden) -> features in the text model's width."""
+    """From the last block's output (P, hidden) to features in the text model's width."""
 
     def __call__(self, x: mx.array, tile: Tile) -> Features:
         """All features of a tile."""

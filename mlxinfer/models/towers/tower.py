@@ -1,4 +1,4 @@
-"""What the engine knows of a tower."""
+"""The interface of towers for the engine."""
 
 from collections.abc import Generator
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ from ...images import Tile
 
 
 class Features(NamedTuple):
-    """What a tower gives for one tile.
+    """The features of one tile.
 
     Attributes:
         vectors: (N, hidden) of the text model, in place of embeddings; nothing scales them.

@@ -263,7 +263,7 @@ class ParameterCore(CallCore):
             Without types the second is "".
         end: text after a value.
         type_words: the type of a string and of a whole number; "": types are not written.
-        stops: words of which one follows after the last parameter.
+        stops: one of these words follows the last parameter.
     """
 
     after_name: str

@@ -1,4 +1,4 @@
-"""What a tool-call format is, and the parser that runs one over arriving text.
+"""The interface of tool-call formats, and the parser that runs one over arriving text.
 
 A format knows where calls may begin and reads them (`ToolFormat.read`); it reports each to a
 `CallWriter`. `ToolParser` finds the beginnings, and gives text back that turns out to be no call.
@@ -102,7 +102,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one call or several, of which `mark` has just been read.
+        """Read one call or several. Their `mark` has just been read.
 
         Raises:
             Malformed: what was read since the last complete call is text after all.
@@ -110,7 +110,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Return what matches one call of these tools, or one and more if `parallel`."""
+        """Return a rule that matches one call of these tools, or one and more if `parallel`."""
 
     def new_id(self) -> str:
         """Return an id that no other call has."""

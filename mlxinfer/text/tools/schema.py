@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 
 MAX_PLACES = 200  # of a schema that are looked at: it may refer to itself
 ALTERNATIVES = ("anyOf", "oneOf")
-MAX_ALTERNATIVES = 64  # of a tool's root, for each of which its parameters are written out
+MAX_ALTERNATIVES = 64  # of a tool's root: its parameters are written out for each
 LITERALS = ("const", "enum", "default", "examples")  # hold values, and no schemas
 HOME = "#/$defs/tool"  # where a tool's schema is in the document of one of its parameters
 

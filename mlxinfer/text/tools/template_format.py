@@ -17,7 +17,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """What stands around calls.
+    """The texts around calls.
 
     Attributes:
         section: texts before the first and after the last call.

@@ -79,7 +79,7 @@ class QwenProcessor(ImageProcessor):
         return patches.reshape(rows, merge, columns, merge, *patches.shape[2:]).swapaxes(1, 2)
 
     def tile(self, blocks: list[Levels]) -> Tile:
-        """The tile of the blocks of up to `frames` frames. The last is repeated for missing ones."""
+        """The tile of the blocks of up to `frames` frames. The last stands for missing ones."""
         rows, columns = blocks[0].shape[:2]
         blocks = blocks + blocks[-1:] * (self.frames - len(blocks))
         return Tile(

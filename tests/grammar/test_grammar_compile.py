@@ -115,6 +115,9 @@ def test_a_vocabulary_without_ends_is_refused() -> None:
         ({"$ref": "#"}, "no text satisfies"),
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"type": "integer", "multipleOf": 987654321}, "fuel"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"type": "object", "properties": []}, "properties"),
+        ({"type": "object", "required": "a"}, "required"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_refused_with_its_place(

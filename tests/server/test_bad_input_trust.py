@@ -26,70 +26,47 @@ def locked() -> Iterator[LiveServer]:
         wait_until(server.is_idle)
 
 
-PAGES = ["https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*"]
+PAGES = [
+    *("https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*"),
+    *("app://obsidian.md", "chrome-extension://abcdef", "vscode-webview://1a2b3c"),
+]
 
 
-@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/detokenize"])
-def test_pages_elsewhere(live: LiveServer, path: str, page: str) -> None:
-    error = expect_refusal(live, path, GOOD[path], status=403, headers={"origin": page})
-    assert page == "" or page not in error["message"]
-
-
-def test_a_page_on_another_port_of_this_machine(live: LiveServer) -> None:
-    headers = {"origin": f"http://127.0.0.1:{live.port + 1}"}
-    expect_refusal(live, CHAT, GOOD[CHAT], status=403, headers=headers)
+def test_pages_elsewhere(live: LiveServer, path: str) -> None:
+    for page in (*PAGES, f"http://127.0.0.1:{live.port + 1}"):
+        error = expect_refusal(live, path, GOOD[path], status=403, headers={"origin": page})
+        assert page == "" or page not in error["message"]
 
 
 NAMES = [
-    "evil.example",
-    "localhost.evil.example",
-    "127.0.0.1.nip.io",
-    "localhost@evil.example",
-    "evil.example#localhost",
-    "localhost/health?",
-    "localhost\\evil.example",
-    "localhost:80:80",
-    "localhost:port",
-    "localhost,evil.example",
-    "0.0.0.0",
-    "[::]",
-    "2130706433",
-    "0x7f000001",
-    "127.1",
-    "[::1",
-    "localhost.",
-    "\xe9",
+    *("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "localhost@evil.example"),
+    *("evil.example#localhost", "localhost/health?", "localhost\\evil.example", "localhost:80:80"),
+    *("localhost:port", "localhost,evil.example", "0.0.0.0", "[::]", "2130706433", "0x7f000001"),
+    *("127.1", "[::1", "localhost.", "\xe9", "10.0.0.1", ""),
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_that_are_not_ours(live: LiveServer, name: str) -> None:
+def test_names_that_are_not_ours(live: LiveServer) -> None:
     """A page with a name that points at this machine (DNS rebinding) sends its own name as Host."""
-    request = b"GET /v1/models HTTP/1.1\r\nhost: " + name.encode("latin-1") + b"\r\n\r\n"
-    assert status_of(exchange(live, request)) == 403
+    for name in NAMES:
+        request = b"GET /v1/models HTTP/1.1\r\nhost: " + name.encode("latin-1") + b"\r\n\r\n"
+        assert status_of(exchange(live, request)) == 403, name
 
 
 TYPES = [
-    "text/plain",
-    "text/plain; application/json",
-    "application/x-www-form-urlencoded",
-    "multipart/form-data; boundary=x",
-    "application/octet-stream",
-    "application/jsonp",
-    "application/json-patch+json",
-    "application/json, text/plain",
-    "*/*",
-    "",
+    *("text/plain", "text/plain; application/json", "application/x-www-form-urlencoded"),
+    *("multipart/form-data; boundary=x", "application/octet-stream", "application/jsonp"),
+    *("application/json-patch+json", "application/json, text/plain", "*/*", ""),
 ]
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_bodies_that_a_form_can_send(live: LiveServer, path: str, kind: str) -> None:
+def test_bodies_that_a_form_can_send(live: LiveServer, path: str) -> None:
     """What a page may send without asking (no preflight) is never read."""
     body = json.dumps(GOOD[path]).encode()
-    expect_refusal(live, path, body, status=415, headers={"content-type": kind})
+    for kind in TYPES:
+        expect_refusal(live, path, body, status=415, headers={"content-type": kind})
 
 
 def test_two_content_types(live: LiveServer) -> None:
@@ -101,9 +78,10 @@ def test_two_content_types(live: LiveServer) -> None:
         error_of(answer, CHAT)
 
 
-@pytest.mark.parametrize("packing", ["gzip", "br", "deflate", "zstd", "gzip, identity", "x"])
-def test_packed_bodies(live: LiveServer, packing: str) -> None:
-    expect_refusal(live, CHAT, GOOD[CHAT], status=415, headers={"content-encoding": packing})
+def test_packed_bodies(live: LiveServer) -> None:
+    for packing in ("gzip", "br", "deflate", "zstd", "gzip, identity", "x"):
+        headers = {"content-encoding": packing}
+        expect_refusal(live, CHAT, GOOD[CHAT], status=415, headers=headers)
 
 
 WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
@@ -127,41 +105,42 @@ WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_wrong_keys(locked: LiveServer, path: str, name: str) -> None:
-    answer = locked.post(path, GOOD[path], headers=WRONG_KEYS[name])
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
-    assert KEY not in answer.text
-    error_of(answer, path)
+def test_wrong_keys(locked: LiveServer, path: str) -> None:
+    for name, headers in WRONG_KEYS.items():
+        answer = locked.post(path, GOOD[path], headers=headers)
+        assert answer.status_code == 401, name
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert KEY not in answer.text
+        error_of(answer, path)
 
 
 PATHS = [
+    *("/V1/models", "/v1//models", "/v1/models/", "/v1/./models", "/v1/x/../models"),
     *(
-        "/V1/models",
-        "/v1//models",
-        "/v1/models/",
-        "/v1/./models",
-        "/v1/x/../models",
         "/v1%2fmodels",
+        "/..;/v1/models",
+        "/v1/models;a=b",
+        "/\\v1\\models",
+        "/admin",
+        "/debug/state",
     ),
-    *("/..;/v1/models", "/v1/models;a=b", "/\\v1\\models", "/admin", "/debug/state", "/.env"),
+    *("/.env", "/models", "/v1/v1/models", "/health/"),
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_other_spellings_of_a_path_open_nothing(locked: LiveServer, path: str) -> None:
-    request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
-    assert status_of(exchange(locked, request)) == 401
+def test_other_spellings_of_a_path_open_nothing(locked: LiveServer) -> None:
+    for path in PATHS:
+        request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
+        assert status_of(exchange(locked, request)) == 401, path
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_methods_that_are_not_there(live: LiveServer, path: str, method: str) -> None:
-    answer = live.client.request(method, path)
-    assert answer.status_code == 405
-    error_of(answer, path)
+def test_methods_that_are_not_there(live: LiveServer, path: str) -> None:
+    for method in ("GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"):
+        answer = live.client.request(method, path)
+        assert answer.status_code == 405, method
+        error_of(answer, path)
 
 
 def test_error_answers_are_not_kept(live: LiveServer) -> None:

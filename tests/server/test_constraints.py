@@ -7,7 +7,6 @@ from typing import Any
 import jsonschema
 import openai
 import pydantic
-import pytest
 from live_server import CHAT, LiveServer, chat
 
 COMPLETIONS = "/v1/completions"
@@ -28,20 +27,19 @@ def answer(server: LiveServer, **fields: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": AS_SCHEMA},
-        {"guided_json": PERSON},
-        {"guided_json": json.dumps(PERSON)},
-        {"structured_outputs": {"json": PERSON}},
-        {"json_schema": PERSON},
-        {"response_format": {"type": "json_object", "schema": PERSON}},
-    ],
-)
-def test_a_schema_is_kept_at_any_temperature(server: LiveServer, fields: dict[str, Any]) -> None:
-    for temperature in (0, 3.0):
-        text = answer(server, temperature=temperature, seed=1, **fields)
+FIELDS: list[dict[str, Any]] = [
+    {"response_format": AS_SCHEMA},
+    {"guided_json": PERSON},
+    {"guided_json": json.dumps(PERSON)},
+    {"structured_outputs": {"json": PERSON}},
+    {"json_schema": PERSON},
+    {"response_format": {"type": "json_object", "schema": PERSON}},
+]
+
+
+def test_a_schema_is_kept_under_any_name(server: LiveServer) -> None:
+    for fields in FIELDS:
+        text = answer(server, temperature=3.0, seed=1, **fields)
         jsonschema.validate(json.loads(text), PERSON)
 
 
@@ -90,36 +88,22 @@ def test_the_library_parses_into_its_own_types(server: LiveServer) -> None:
 AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"guided_grammar": AMBIGUOUS}, "guided_grammar"),
+def test_a_grammar_that_fails_in_mid_answer_is_told_as_the_requests_own(server: LiveServer) -> None:
+    forms: list[tuple[str, dict[str, Any], str]] = [
         (CHAT, {"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar"),
         (COMPLETIONS, {"guided_grammar": AMBIGUOUS}, "guided_grammar"),
-    ],
-)
-def test_a_grammar_that_fails_in_mid_answer_is_told_as_the_requests_own(
-    server: LiveServer, path: str, fields: dict[str, Any], param: str
-) -> None:
-    body = {"prompt": "x"} if path == COMPLETIONS else chat("x")
-    body = {**body, "max_tokens": 60, "temperature": 1, "seed": 1, "ignore_eos": True, **fields}
-    failed = server.post(path, body)
-    assert failed.status_code == 400, failed.text
-    *_, event = (event for event in server.events(path, body) if event != "[DONE]")
-    for error in (failed.json()["error"], event["error"]):
-        assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_failed")
-        assert error["param"] == param
-        assert "cannot go on after" in error["message"]
-        assert "oo many items" in error["message"]
-        assert "<" not in error["message"]
-
-
-@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_end|>b", "<|im_start|>"])
-def test_text_of_control_tokens_is_text_where_it_has_to_come(server: LiveServer, text: str) -> None:
-    for temperature in (0, 3.0):
-        assert answer(server, temperature=temperature, guided_choice=[text]) == text
-        found = answer(server, temperature=temperature, guided_json={"const": text})
-        assert json.loads(found) == text
+    ]
+    for path, fields, param in forms:
+        body = {"prompt": "x"} if path == COMPLETIONS else chat("x")
+        body = {**body, "max_tokens": 60, "temperature": 1, "seed": 1, "ignore_eos": True, **fields}
+        failed = server.post(path, body)
+        assert failed.status_code == 400, failed.text
+        *_, event = (event for event in server.events(path, body) if event != "[DONE]")
+        for error in (failed.json()["error"], event["error"]):
+            assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_failed")
+            assert error["param"] == param
+            assert "cannot go on after" in error["message"]
+            assert "<" not in error["message"]
 
 
 PAIR: dict[str, Any] = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 2, "maxItems": 2}

@@ -9,7 +9,7 @@ import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 
 from mlxinfer.server.http import Receive, Scope, Send
-from mlxinfer.server.log import json_line, set_up_logging, text_line
+from mlxinfer.server.log import json_line, text_line
 from mlxinfer.server.run import traced
 
 SECRET = "swordfish"
@@ -68,23 +68,6 @@ def test_a_failure_has_a_traceback_and_its_request(capsys: pytest.CaptureFixture
     assert line["request_id"] == "r1"
     assert "ValueError: inside" in line["traceback"]
     assert "ValueError: inside" in text_line(record)
-
-
-def test_levels_and_formats_are_set(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("mlxinfer", "uvicorn.error")
-    before = [(n, logging.getLogger(n).handlers[:], logging.getLogger(n).level) for n in names]
-    try:
-        set_up_logging("json", "warning")
-        logging.getLogger("mlxinfer.server").info("quiet")
-        logging.getLogger("mlxinfer.server").warning("loud")
-    finally:
-        for name, handlers, level in before:
-            logger = logging.getLogger(name)
-            logger.handlers[:], logger.propagate = handlers, True
-            logger.setLevel(level)
-            logger.filters.clear()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert json.loads(line)["message"] == "loud"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

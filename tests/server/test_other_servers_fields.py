@@ -13,7 +13,6 @@ from live_server import CHAT, LiveServer, chat
 from scripted import TEMPLATE, ScriptedServer, teach
 from text.text_data import load_tokenizer
 
-from mlxinfer.server.keys import ApiKeys
 from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
 
@@ -77,44 +76,30 @@ def test_prompts_with_different_salts_share_no_cache(server: LiveServer) -> None
     assert cached("b") > cold + 50
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        (CHAT, r"maximum context length is 2048 tokens"),
-        (COMPLETIONS, r"maximum context length is 2048 tokens"),
-        (RESPONSES, r"maximum context length is 2048 tokens"),
-        (MESSAGES, r"prompt is too long: \d+ tokens > 2047 maximum"),
-    ],
-)
-@pytest.mark.parametrize("num_words", [3000, 100_000])
-def test_a_prompt_that_is_too_long_is_refused_in_the_apis_words(
-    server: LiveServer, path: str, words: str, num_words: int
-) -> None:
-    text = "word " * num_words
-    body = with_fields(path)
-    texts: dict[str, dict[str, Any]] = {
-        CHAT: {"messages": [{"role": "user", "content": text}]},
-        MESSAGES: {"messages": [{"role": "user", "content": text}]},
-        COMPLETIONS: {"prompt": text},
-        RESPONSES: {"input": text},
-    }
-    answer = server.post(path, body | texts[path])
-    assert answer.status_code == 400
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(answer.json()["error"]["message"])
+def test_a_prompt_that_is_too_long_is_refused_in_the_apis_words(server: LiveServer) -> None:
+    text = "word " * 3000
+    messages = {"messages": [{"role": "user", "content": text}]}
+    openais = "maximum context length is 2048 tokens"
+    for path, fields, words in (
+        (CHAT, messages, openais),
+        (COMPLETIONS, {"prompt": text}, openais),
+        (RESPONSES, {"input": text}, openais),
+        (MESSAGES, messages, "tokens > 2047 maximum"),
+    ):
+        answer = server.post(path, with_fields(path, **fields))
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"], path
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
-@pytest.mark.parametrize("max_tokens", [2048, 2**40, 10**15])
-def test_max_tokens_beyond_the_context_is_the_context(
-    scripted: ScriptedServer, path: str, max_tokens: int
-) -> None:
+def test_max_tokens_beyond_the_context_is_the_context(scripted: ScriptedServer, path: str) -> None:
     name = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    with scripted.says("x"):
-        answer = scripted.post(path, {**with_fields(path), name: max_tokens})
-        assert answer.status_code == 200, answer.text
-        (request,) = scripted.script.requests
-    assert request.params.max_tokens == 2048 - len(request.prompt_ids)
+    for max_tokens in (2048, 2**40, 10**15):
+        with scripted.says("x"):
+            answer = scripted.post(path, {**with_fields(path), name: max_tokens})
+            assert answer.status_code == 200, answer.text
+            (request,) = scripted.script.requests
+        assert request.params.max_tokens == 2048 - len(request.prompt_ids)
 
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -136,12 +121,6 @@ def test_a_base_url_may_end_as_it_likes(server: LiveServer, path: str) -> None:
 @pytest.mark.parametrize("path", [f"{CHAT}/", "/chat/completions", "/v1/v1/chat/completions"])
 def test_a_path_may_be_written_otherwise(server: LiveServer, path: str) -> None:
     assert server.post(path, chat(max_tokens=1)).status_code == 200
-
-
-def test_a_path_written_otherwise_needs_the_key_all_the_same() -> None:
-    with LiveServer(keys=ApiKeys.from_plain(["secret"])) as server:
-        for path in ("/models", "/v1/models/", "/v1/v1/models", "/health/", "/v1//models"):
-            assert server.get(path).status_code == 401, path
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

@@ -93,56 +93,6 @@ def test_models_and_errors(server: LiveServer) -> None:
     check("anthropic_error", server.post("/v1/messages", {}).json())
 
 
-OPEN_RESPONSES: list[dict[str, Any]] = [
-    {"input": [{"type": "message", "role": "user", "content": "Say hello."}]},
-    {
-        "input": [
-            {"type": "message", "role": "system", "content": "You are a pirate."},
-            {"type": "message", "role": "user", "content": "Say hello."},
-        ]
-    },
-    {"input": "What is the weather?", "tools": [{"type": "function", **FUNCTION}]},
-    {
-        "input": [
-            {"type": "message", "role": "user", "content": "My name is Alice."},
-            {"type": "message", "role": "assistant", "content": "Hello Alice!"},
-            {"type": "message", "role": "user", "content": "What is my name?"},
-        ]
-    },
-    {
-        "input": [
-            {"type": "message", "role": "assistant", "phase": phase, "content": "It is four."}
-            for phase in ("commentary", "final_answer")
-        ]
-        + [{"type": "message", "role": "user", "content": "Repeat only the number."}]
-    },
-]
-OPENAIS_OWN = {"response.reasoning_text.delta", "response.reasoning_text.done"}  # its SDK's names
-
-
-@pytest.mark.parametrize("body", OPEN_RESPONSES)
-def test_open_responses(scripted: ScriptedServer, body: dict[str, Any]) -> None:
-    """What openresponses.org tests of a server of text, by the types of its specification."""
-    types = pytest.importorskip("openresponses_types.types")
-    events = {}
-    for name in dir(types):
-        if name.endswith("StreamingEvent"):
-            (kind,) = getattr(types, name).model_fields["type"].annotation
-            events[kind.value] = getattr(types, name)
-    with scripted.says(SAID if "tools" in body else "<think>hm</think>Hello."):
-        whole = scripted.post("/v1/responses", body).json()
-        streamed = scripted.events("/v1/responses", body)
-    types.ResponseResource.model_validate(whole)
-    for event in streamed:
-        if event["type"] not in OPENAIS_OWN:
-            events[event["type"]].model_validate(event)
-    kinds = [event["type"] for event in streamed]
-    assert (kinds[-1], whole["status"]) == ("response.completed", "completed")
-    items = {item["type"] for item in whole["output"]}
-    assert ("function_call" in items) is ("tools" in body)
-    assert ("response.function_call_arguments.done" in kinds) is ("tools" in body)
-
-
 def test_every_endpoint_is_described(server: LiveServer) -> None:
     document = server.get("/openapi.json").json()
     described = {(m.upper(), p) for p, ops in document["paths"].items() for m in ops}

@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import Input
+from ..text.pdf import pdf_texts
 from .errors import HttpError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
@@ -367,6 +368,10 @@ class Call:
         self.log.update(prompt_tokens=num_tokens, rows=len(pooled.request.rows))
         with metrics.pooling(num_tokens):
             return num_tokens, await self._interruptible(pooled.aresult())
+
+    async def pdf_texts(self, files: Mapping[str, str]) -> list[str]:
+        """The texts of PDFs; see `text.pdf.pdf_texts`."""
+        return await self._interruptible(self.service.pdf_readers.run(pdf_texts, files))
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop.

@@ -109,6 +109,7 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
+MAX_WAITING_PDFS = 16  # requests with PDFs; each may take 30 s
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 # a name -> its entry, downloaded; reports (bytes done, bytes in all)
@@ -130,6 +131,7 @@ class ServerState:
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
+    pdf_readers: Workers = field(init=False)  # wait for the process that reads PDFs
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
@@ -140,6 +142,7 @@ class ServerState:
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
         self.fetchers = Workers(self.config.image_fetchers)
+        self.pdf_readers = Workers(1, MAX_WAITING_PDFS)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
@@ -180,6 +183,7 @@ class ServerState:
         self.workers.close()
         self.long_workers.close()
         self.fetchers.close()
+        self.pdf_readers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

@@ -315,7 +315,7 @@ def test_blocks_of_other_kinds(live: LiveServer, path: str) -> None:
 ITEM_PARTS: list[tuple[dict[str, Any], str]] = [  # and what of it is named
     *(({"type": "input_image", "image_url": url}, "image_url") for url in URLS),
     ({"type": "input_image", "file_id": "x"}, "image_url"),
-    ({"type": "input_file", "file_url": URLS[1]}, "type"),
+    ({"type": "input_file", "file_url": URLS[1]}, "file_url"),
     ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}}, "type"),
 ]
 

@@ -10,6 +10,7 @@ from page_driver import PageDriver
 from page_server import PageServer
 
 from mlxinfer.server.keys import ApiKeys
+from tests.pdf_files import pdf
 
 MARKDOWN = """# Title
 
@@ -235,27 +236,6 @@ def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) ->
     assert f"{page.server.url}/v1/chat/completions" in said
     page.click("Copy this answer")
     wait_until(lambda: page.clipboard() == "**Hello**")
-
-
-def pdf(text: str) -> bytes:
-    """A PDF of one page with one line."""
-    content = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
-        b"/Resources << /Font << /F1 5 0 R >> >> >>",
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    out, places = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, 1):
-        places.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    start = len(out)
-    out += b"xref\n0 6\n0000000000 65535 f \n" + table
-    return out + b"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % start
 
 
 def test_text_files_and_pdfs_go_along_as_text(page: PageDriver) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from ...errors import (
     MlxinferError,
     PictureError,
     PromptTooLongError,
+    UnsupportedFieldError,
 )
 from ...outputs import (
     CallStatus,
@@ -30,6 +32,7 @@ from ...text import around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
+from .documents import PDF, PdfPart, check_text_type, read_pdfs, shown_file, text_of_file
 from .sampling import (
     MAX_STOPS,
     REFUSED_ELSEWHERE,
@@ -41,16 +44,13 @@ from .sampling import (
 from .tools import (
     base64_part,
     begun_object,
-    check_text_type,
     check_tools,
     function_call,
     not_text,
     part_text,
     read_content,
     report_skipped,
-    shown_file,
     skip,
-    text_of_file,
     text_part,
     url_part,
 )
@@ -421,11 +421,45 @@ def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
     if source.type == "content" and source.content is not None:
         return _text(source.content, f"{path}.source.content")
     if source.type not in ("text", "base64") or source.data is None:
-        raise not_text(block.type, path)
+        raise UnsupportedFieldError.of(
+            f"{path}.source", "of this document holds no file; send it as text or in base64."
+        )
     check_text_type(source.media_type, f"{path}.source.media_type")
     if source.type == "text":
         return source.data
     return text_of_file(source.data, f"{path}.source.data")
+
+
+def _pdfs(body: CountRequest) -> Iterator[PdfPart]:
+    """The PDFs in messages and tool results."""
+    for number, message in enumerate(body.messages):
+        place = f"messages[{number}].content"
+        for block, path in _blocks(message.content, place):
+            yield from _pdf(block, path)
+            for inner, inner_path in _blocks(block.content, f"{path}.content"):
+                yield from _pdf(inner, inner_path)
+
+
+def _blocks(
+    content: str | list[ContentBlock] | None, path: str
+) -> Iterator[tuple[ContentBlock, str]]:
+    for number, block in enumerate([] if isinstance(content, str) else content or ()):
+        yield block, f"{path}[{number}]"
+
+
+def _pdf(block: ContentBlock, path: str) -> Iterator[PdfPart]:
+    source = block.source
+    if (
+        block.type == "document"
+        and isinstance(source, BlockSource)
+        and (source.type, source.media_type) == ("base64", PDF)
+        and source.data is not None
+    ):
+        yield PdfPart(source.data, f"{path}.source.data", partial(_be_text, source))
+
+
+def _be_text(source: BlockSource, text: str) -> None:
+    source.type, source.media_type, source.data = "text", "text/plain", text
 
 
 # -- the answer ---------------------------------------------------------------------------------
@@ -434,6 +468,7 @@ def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
 async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     """Answer a conversation (Anthropic's API)."""
     model = await call.model(body.model)
+    await read_pdfs(call, _pdfs(body))
     skipped: list[str] = []
     answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
     report_skipped(call, skipped)
@@ -444,6 +479,7 @@ async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
 async def count_tokens(call: Call, body: CountRequest) -> Plain:
     """Count the tokens of a conversation (Anthropic's API)."""
     model = await call.model(body.model)
+    await read_pdfs(call, _pdfs(body))
     return {"input_tokens": len(await call.encode(model, lambda: read(body, [])))}
 
 

@@ -39,7 +39,8 @@ from ..http import (
 from ..served import ServedModel
 from ..store import ResponseStore, RunningResponse, StoredResponse
 from .chat import Effort
-from .responses_items import InputItem, OutputItems, Status, conversation
+from .documents import read_pdfs
+from .responses_items import InputItem, OutputItems, Status, conversation, pdfs_of
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, read_form, sampling_params
 from .tools import DeclaredTools, check_tools, read_tools, report_skipped
 from .usage import logprob_of
@@ -211,6 +212,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
 
 async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
     """Begin the answer to a request."""
+    await read_pdfs(call, pdfs_of(body.items))
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
@@ -255,6 +257,7 @@ async def _run(
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
     """Count the tokens of a conversation with its tools (the responses API)."""
+    await read_pdfs(call, pdfs_of(body.items))
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     ids = await call.encode(model, lambda: read(body, model, messages, tools))

@@ -3,6 +3,7 @@
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import Plain, named
+from .documents import PdfPart, pdf_data, shown_file, text_of_file
 from .tools import (
     INPUT,
     DeclaredTool,
@@ -18,10 +20,8 @@ from .tools import (
     function_call,
     part_text,
     read_content,
-    shown_file,
     shown_name,
     skip,
-    text_of_file,
     text_part,
     url_part,
 )
@@ -34,6 +34,7 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     )
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -46,7 +47,9 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
-    file_data: str | None = None  # of a text file: a data URL, or base64
+    file_data: str | None = None  # of a text file or a PDF: a data URL, or base64
+    file_url: str | None = None
+    file_id: str | None = None
     filename: str | None = None
     image_url: str | None = None
     detail: str | None = None
@@ -118,7 +121,7 @@ def _add(found: list[Plain], item: InputItem, path: str) -> None:
             found.append({"role": item.role, "content": content})
     elif item.type in ("function_call", "custom_tool_call"):
         _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
-    elif item.type in ("function_call_output", "custom_tool_call_output"):
+    elif item.type in OUTPUTS:
         if item.call_id is None:
             raise InvalidRequestError.of(path, "has no call_id or no output.")
         content = read_content(_output(item, path), _part, f"{path}.output")
@@ -185,11 +188,42 @@ def _text(content: str | list[InputPart], path: str) -> str:
 def _part(part: InputPart, path: str) -> Plain:
     if part.type == "input_image":
         return url_part(part.image_url, part.detail, f"{path}.image_url")
-    if part.type == "input_file" and part.file_data is not None:
-        text = text_of_file(part.file_data, f"{path}.file_data")
-        return text_part(shown_file(text, part.filename))
+    if part.type == "input_file":
+        return text_part(shown_file(_file(part, path), part.filename))
     said = part.refusal if part.type == "refusal" else part.text
     return text_part(part_text(part.type, said, path))
+
+
+def _file(part: InputPart, path: str) -> str:
+    """The text of a file that the part holds itself."""
+    if part.file_data is not None:
+        return text_of_file(part.file_data, f"{path}.file_data")
+    name = "file_id" if part.file_url is None else "file_url"
+    raise UnsupportedFieldError.of(
+        f"{path}.{name}", "names a file elsewhere; send the file itself in file_data."
+    )
+
+
+def pdfs_of(items: Sequence[InputItem]) -> Iterator[PdfPart]:
+    """The PDFs in messages and outputs of calls."""
+    for number, item in enumerate(items):
+        for part, place in _parts(item, f"input[{number}]"):
+            if part.file_data is not None and (data := pdf_data(part.file_data)) is not None:
+                yield PdfPart(data, f"{place}.file_data", partial(_be_text, part))
+
+
+def _parts(item: InputItem, path: str) -> Iterator[tuple[InputPart, str]]:
+    """The parts of a message or an output, each with its path."""
+    name, content = "content", item.content
+    if item.type in OUTPUTS:
+        name, content = "output", _output(item, path)
+        item.output = content
+    for number, part in enumerate([] if isinstance(content, str) else content or ()):
+        yield part, f"{path}.{name}[{number}]"
+
+
+def _be_text(part: InputPart, text: str) -> None:
+    part.file_data = f"data:text/plain,{text}"
 
 
 # -- an answer's items --------------------------------------------------------------------------

@@ -8,8 +8,6 @@ A picture is translated here and loaded by the session. The call fetches those t
 URL (`Call.encode`, `Call.start`), where the server does so. No request can name a file.
 """
 
-import base64
-import binascii
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,8 +32,6 @@ HEADER = b"x-mlxinfer-skipped"
 INPUT = "input"  # the one parameter of a custom tool
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _KIND = re.compile(r"[a-z0-9_]{1,40}")
-_DATA_URL = re.compile(r"data:([^;,]*)(?:;[^;,]*)*?(;base64)?,(.*)", re.DOTALL)
-_PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
 TEXTS = frozenset(  # types of parts in messages of OpenAI's APIs
     ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 )
@@ -320,40 +316,6 @@ def not_text(kind: str, path: str) -> UnsupportedFieldError:
         "this API's form.",
         param=f"{path}.type",
     )
-
-
-def text_of_file(data: str, path: str) -> str:
-    """The text of a file that a request holds as a data URL or in base64.
-
-    Raises:
-        UnsupportedFieldError: it is no text file.
-        InvalidRequestError: it is no base64, or no UTF-8.
-    """
-    found = _DATA_URL.fullmatch(data)
-    kind, encoded, content = ("text/plain", True, data)
-    if found is not None:
-        kind, encoded, content = found[1] or "text/plain", found[2] is not None, found[3]
-    check_text_type(kind, path)
-    if not encoded:
-        return content
-    try:
-        return base64.b64decode(content, validate=True).decode()
-    except (binascii.Error, UnicodeError, ValueError):
-        raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
-
-
-def check_text_type(kind: str, path: str) -> None:
-    """Raise UnsupportedFieldError for a media type that is no text."""
-    if not _PLAIN.fullmatch(kind.lower()):
-        raise UnsupportedFieldError.of(
-            path, f"is a file of type {kind[:50]!r}; text files are read, such as text/plain."
-        )
-
-
-def shown_file(text: str, name: str | None) -> str:
-    """A file in a message, as a model reads it."""
-    title = f' name="{name}"' if name else ""
-    return f"<file{title}>\n{text}\n</file>"
 
 
 def texts_of(given: Prompts, name: str, most: int) -> dict[str, str | list[int]]:

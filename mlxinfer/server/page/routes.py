@@ -1,12 +1,7 @@
 """Routes of the page beside its files: history, models, PDFs, settings."""
 
-import base64
-import binascii
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import msgspec
@@ -15,26 +10,14 @@ from msgspec import Meta
 from ... import __version__
 from ...errors import InvalidRequestError
 from ...history import Conversation, History, StoredMessage, owner_of
+from ...text.pdf import can_read_pdf
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..service import ServerState
-from ..workers import Workers
 from .library import RECIPES, Library, LibraryRoutes
 
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400
-LIMIT_S = 30.0
-MEMORY_BYTES = 2 << 30
-MAX_CHARS = 4_000_000
-_READ = f"""
-import io, resource, sys
-if sys.platform == "linux":  # macOS does not limit address space
-    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
-from pypdf import PdfReader
-reader = PdfReader(io.BytesIO(sys.stdin.buffer.read()))
-pages = (page.extract_text() for page in reader.pages)
-sys.stdout.buffer.write("\\n\\n".join(pages).encode(errors="replace"))
-"""
 
 
 class Setting(msgspec.Struct, kw_only=True):
@@ -50,34 +33,6 @@ class PdfFile(RequestBody, kw_only=True):
 
     name: str
     data: str
-
-
-def can_read_pdf() -> bool:
-    """Whether pypdf, of the extra `pdf`, is installed."""
-    return find_spec("pypdf") is not None
-
-
-def pdf_text(name: str, data: bytes) -> str:
-    """The text of a PDF, its pages separated by empty lines.
-
-    Raises:
-        InvalidRequestError: it cannot be read, takes too long or too much memory, or has no text.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _READ],
-            input=data,
-            capture_output=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise InvalidRequestError(f"{name} takes too long to read.", param="data") from None
-    if done.returncode != 0:
-        raise InvalidRequestError(f"{name} is no PDF that can be read.", param="data")
-    text = done.stdout.decode(errors="replace")[:MAX_CHARS].strip()
-    if not text:
-        raise InvalidRequestError(f"{name} has no text: its pages are images.", param="data")
-    return text
 
 
 # -- /history: of the key that asks; bodies are never logged -----------------------------------
@@ -213,7 +168,6 @@ class PageRoutes:
         self._history = history
         self._library = None if library is None else LibraryRoutes(library)
         self._settings = list(settings)
-        self._workers = Workers(1)
         self._pdf = can_read_pdf()
 
     async def features(self, call: Call) -> dict[str, Any]:
@@ -236,10 +190,10 @@ class PageRoutes:
     async def read_pdf(self, call: Call, body: PdfFile) -> dict[str, str]:
         """The text of a PDF."""
         try:
-            data = base64.b64decode(body.data, validate=True)
-        except binascii.Error:
-            raise InvalidRequestError.of("data", "is not base64.") from None
-        text = await self._workers.run(pdf_text, body.name[:200], data)
+            (text,) = await call.pdf_texts({body.name[:200]: body.data})
+        except InvalidRequestError as error:
+            error.param = "data"  # the message names the file
+            raise
         return {"name": body.name, "text": text}
 
     def routes(self) -> tuple[Route, ...]:
@@ -263,6 +217,5 @@ class PageRoutes:
         """End jobs and threads, and close the history."""
         if self._library is not None:
             self._library.close()
-        self._workers.close()
         if self._history is not None:
             self._history.close()

@@ -1,0 +1,83 @@
+"""Files in conversations: text files and PDFs, which models read as text."""
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ...errors import InvalidRequestError, UnsupportedFieldError
+from ...text.pdf import BEGINNING
+from ..call import Call
+
+PDF = "application/pdf"
+_DATA_URL = re.compile(r"data:([^;,]*)(?:;[^;,]*)*?(;base64)?,(.*)", re.DOTALL)
+_PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
+
+
+@dataclass(frozen=True, slots=True)
+class PdfPart:
+    """A PDF of a request.
+
+    Attributes:
+        data: in base64.
+        place: the field that errors name.
+        replace: called with the text, which takes the place of the PDF in the request.
+    """
+
+    data: str
+    place: str
+    replace: Callable[[str], None]
+
+
+async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
+    """Put texts in place of PDFs; raises as `pdf_texts`."""
+    found = await call.in_worker(list, parts)
+    if found:
+        texts = await call.pdf_texts({part.place: part.data for part in found})
+        for part, text in zip(found, texts, strict=True):
+            part.replace(text)
+
+
+def pdf_data(data: str) -> str | None:
+    """The base64 of a PDF that a request holds as a data URL or in base64; None: it is no PDF."""
+    found = _DATA_URL.fullmatch(data) if data.startswith("data:") else None
+    if found is None:
+        return data if data.startswith(BEGINNING) else None
+    is_pdf = found[1].lower() == PDF and found[2] is not None
+    return found[3] if is_pdf else None
+
+
+def text_of_file(data: str, path: str) -> str:
+    """The text of a file that a request holds as a data URL or in base64.
+
+    Raises:
+        UnsupportedFieldError: it is no text file.
+        InvalidRequestError: it is no base64, or no UTF-8.
+    """
+    found = _DATA_URL.fullmatch(data)
+    kind, encoded, content = ("text/plain", True, data)
+    if found is not None:
+        kind, encoded, content = found[1] or "text/plain", found[2] is not None, found[3]
+    check_text_type(kind, path)
+    if not encoded:
+        return content
+    try:
+        return base64.b64decode(content, validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
+
+
+def check_text_type(kind: str, path: str) -> None:
+    """Raise UnsupportedFieldError for a media type that is no text."""
+    if not _PLAIN.fullmatch(kind.lower()):
+        raise UnsupportedFieldError.of(
+            path,
+            f"is a file of type {kind[:50]!r}; text files (such as text/plain) and PDFs are read.",
+        )
+
+
+def shown_file(text: str, name: str | None) -> str:
+    """A file in a message, as a model reads it."""
+    title = f' name="{name}"' if name else ""
+    return f"<file{title}>\n{text}\n</file>"

@@ -1,0 +1,120 @@
+"""The text of PDFs, which pypdf reads in a process that may be killed (`killable`).
+
+A PDF is a program of a stranger: it may be small and take hours, or unpack to gigabytes. A job is
+{"files": [base64, ...]}, and its reply is {"texts": [...]}, or {"error": what is wrong, "index": of
+the file at fault}.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from ..errors import InvalidRequestError, UnsupportedFieldError
+from ..killable import EndedError, KillableProcess, serve
+
+MAX_BYTES = 32 << 20  # of a file
+MAX_PAGES = 1000  # of a file
+MAX_CHARS = 4_000_000  # of a file's text
+IDLE_S = 30.0
+BEGINNING = "JVBERi"  # of each PDF in base64: %PDF
+_process = KillableProcess("mlxinfer.text.pdf", {"files": []}, max_seconds=30.0)
+
+
+def can_read_pdf() -> bool:
+    """Return whether pypdf, of the extra `pdf`, is installed."""
+    return find_spec("pypdf") is not None
+
+
+def pdf_texts(files: Mapping[str, str]) -> list[str]:
+    """Return the texts of PDFs, the pages of each separated by empty lines. Takes a while.
+
+    Args:
+        files: the field that errors name -> the PDF in base64.
+
+    Raises:
+        UnsupportedFieldError: pypdf is not installed.
+        InvalidRequestError: a PDF is broken, encrypted, too large or without text, or all of them
+            together take too much time or memory.
+        OverloadedError: other PDFs are being read.
+    """
+    places = list(files)
+    if not can_read_pdf():
+        raise UnsupportedFieldError.of(
+            places[0], "is a PDF, which this server cannot read: pip install 'mlxinfer[pdf]'."
+        )
+    for place, data in files.items():
+        if len(data) * 3 // 4 > MAX_BYTES:
+            raise InvalidRequestError.of(place, f"has more than {MAX_BYTES:,} bytes.")
+    try:
+        found = _process.ask({"files": list(files.values())})
+    except EndedError:
+        raise InvalidRequestError.of(
+            places[0],
+            f"takes more than {_process.max_seconds:g} s or {_process.max_bytes / 1e6:.0f} MB to "
+            "read, alone or with the other PDFs of the request.",
+        ) from None
+    if "error" in found:
+        raise InvalidRequestError.of(places[found["index"]], found["error"])
+    texts: list[str] = found["texts"]
+    return texts
+
+
+# -- in the process -------------------------------------------------------------------------------
+
+
+class _UnreadableError(Exception):
+    """A PDF has no text that can be read; the message says why, behind a name."""
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a job."""
+    texts: list[str] = []
+    for file in job["files"]:
+        try:
+            texts.append(_text(file))
+        except _UnreadableError as error:
+            return {"error": str(error), "index": len(texts)}
+    return {"texts": texts}
+
+
+def _text(file: str) -> str:
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    try:
+        data = base64.b64decode("".join(file.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise _UnreadableError("is no base64.") from None
+    try:
+        return _text_of(data)
+    except (FileNotDecryptedError, DependencyError):  # also a cipher that needs another package
+        raise _UnreadableError("is an encrypted PDF; send it without a password.") from None
+    except (_UnreadableError, MemoryError):
+        raise
+    except Exception as error:  # pypdf: broken files may raise anything
+        raise _UnreadableError(f"is no PDF that can be read ({type(error).__name__}).") from error
+
+
+def _text_of(data: bytes) -> str:
+    from pypdf import PdfReader
+
+    if b"startxref" not in data:  # the table of objects is missing: pypdf then looks for them
+        data += b"\nstartxref\n0\n%%EOF"
+    pages = PdfReader(io.BytesIO(data)).pages
+    if len(pages) > MAX_PAGES:
+        raise _UnreadableError(f"has {len(pages):,} pages; at most {MAX_PAGES:,} are read.")
+    texts: list[str] = []
+    for page in pages:
+        texts.append(page.extract_text())
+        if sum(map(len, texts)) > MAX_CHARS:
+            raise _UnreadableError(f"has more than {MAX_CHARS:,} characters.")
+    found = "\n\n".join(texts).strip()
+    if not found:
+        raise _UnreadableError("has no text: its pages are pictures, or empty.")
+    return found.encode(errors="replace").decode()  # without lone surrogates
+
+
+if __name__ == "__main__":
+    serve(answer, idle_s=IDLE_S)

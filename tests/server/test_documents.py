@@ -1,0 +1,132 @@
+"""Files in conversations reach the model as text; what cannot be read is refused by name."""
+
+import base64
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from bad_input import expect_refusal
+from live_server import CHAT, LiveServer, chat
+from scripted import ScriptedServer
+
+from mlxinfer.server import call
+from mlxinfer.server.store import ResponseStore
+from tests.pdf_files import encrypted, pdf
+
+pytest.importorskip("pypdf")
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNTS = {RESPONSES: f"{RESPONSES}/input_tokens", MESSAGES: f"{MESSAGES}/count_tokens"}
+
+
+def coded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def part_of(path: str, data: bytes) -> dict[str, Any]:
+    """A PDF as this API has it."""
+    if path == MESSAGES:
+        source = {"type": "base64", "media_type": "application/pdf", "data": coded(data)}
+        return {"type": "document", "title": "a.pdf", "source": source}
+    url = f"data:application/pdf;base64,{coded(data)}"
+    return {"type": "input_file", "filename": "a.pdf", "file_data": url}
+
+
+def asked(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    turns = [{"role": "user", "content": list(parts)}]
+    return {"max_tokens": 8, "messages": turns} if path == MESSAGES else {"input": turns}
+
+
+def result_of(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    """A conversation with a tool's result of these parts."""
+    if path == MESSAGES:
+        use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": list(parts)}
+        turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        return {"max_tokens": 8, "messages": turns}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    return {"input": [called, {"type": "function_call_output", "call_id": "c", "output": parts}]}
+
+
+@pytest.mark.parametrize("path", COUNTS)
+@pytest.mark.parametrize("body_of", [asked, result_of])
+def test_pdfs_are_read(scripted: ScriptedServer, path: str, body_of: Any) -> None:
+    body = body_of(path, part_of(path, pdf("One", "Two")), part_of(path, pdf("Other")))
+    with scripted.says("Yes"):
+        assert scripted.post(path, body).status_code == 200
+        files = [f'<file name="a.pdf">\n{text}\n</file>' for text in ("One\n\nTwo", "Other")]
+        assert "\n".join(files) in scripted.prompt
+        num_tokens = len(scripted.script.requests[-1].prompt_ids)
+    counted = scripted.post(COUNTS[path], body).json()
+    assert counted["input_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("path", COUNTS)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(b"%PDF-1.4", "no PDF"), (pdf(""), "no text"), (encrypted(pdf("x"), "?"), "encrypted")],
+)
+def test_what_is_wrong_with_a_pdf_is_said(
+    live: LiveServer, path: str, data: bytes, said: str
+) -> None:
+    body = asked(path, part_of(path, pdf("Sound")), part_of(path, data))
+    error = expect_refusal(live, path, body, param="input[0].content[1].file_data")
+    assert said in error["message"]
+    place = "messages[0].content[1].source.data" if path == MESSAGES else "input[0].content[1]"
+    assert error["message"].startswith(place)
+
+
+def test_a_pdf_without_a_media_type_is_known_by_its_beginning(scripted: ScriptedServer) -> None:
+    part = {"type": "input_file", "file_data": coded(pdf("Text", indexed=False))}
+    with scripted.says("Yes"):
+        assert scripted.post(RESPONSES, asked(RESPONSES, part)).status_code == 200
+        assert "<file>\nText\n</file>" in scripted.prompt
+
+
+@pytest.mark.parametrize("field", ["file_url", "file_id"])
+def test_files_elsewhere_are_refused_by_name(live: LiveServer, field: str) -> None:
+    part = {"type": "input_file", field: "https://a/b.pdf"}
+    error = expect_refusal(
+        live, RESPONSES, asked(RESPONSES, part), param=f"input[0].content[0].{field}"
+    )
+    assert "file_data" in error["message"]
+    source = {"type": "url", "url": "https://a/b.pdf"}
+    body = asked(MESSAGES, {"type": "document", "source": source})
+    assert "base64" in expect_refusal(live, MESSAGES, body)["message"]
+
+
+def test_a_stored_response_keeps_the_text(live: LiveServer) -> None:
+    with LiveServer(store=ResponseStore(None)) as server:
+        body = asked(RESPONSES, part_of(RESPONSES, pdf("Text")))
+        first = server.post(RESPONSES, {**body, "max_output_tokens": 4}).json()
+        items = server.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
+        assert items[0]["content"][0]["file_data"] == "data:text/plain,Text"
+        after = {"input": "And?", "previous_response_id": first["id"], "max_output_tokens": 4}
+        second = server.post(RESPONSES, after).json()
+        assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+
+
+def test_a_slow_pdf_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def slow(files: Mapping[str, str]) -> list[str]:
+        begun.set()
+        assert over.wait(60)
+        return ["Text"] * len(files)
+
+    monkeypatch.setattr(call, "pdf_texts", slow)
+    answers: list[int] = []
+    with LiveServer(text_workers=1, long_text_workers=1, image_fetchers=1) as server:
+        body = asked(RESPONSES, part_of(RESPONSES, pdf("Text")))
+        asking = threading.Thread(
+            target=lambda: answers.append(server.post(RESPONSES, body).status_code)
+        )
+        asking.start()
+        try:
+            assert begun.wait(60)
+            assert server.post(CHAT, chat()).status_code == 200
+            assert not answers
+        finally:
+            over.set()
+            asking.join()
+    assert answers == [200]

@@ -93,10 +93,9 @@ CLAIMS = {
         (small, cpu_time, peer),
     ),
     "kv": Claim(
-        "The quantised KV cache: quality, speed, peak memory.",
+        "The quantised KV cache: quality and speed.",
         (
             plain("--model", "Folder of a model.", default="tests/data/demo-bf16"),
-            number("--long", 16_384, "Tokens of the longest context.", least=64, most=32_000),
             *(small, peer),
         ),
     ),
@@ -128,12 +127,8 @@ CLAIMS = {
         (small, peer),
     ),
     "speculate": Claim(
-        "Tokens a step with the bundled draft, rates of a larger model, answers past a window.",
-        (small, peer),
-    ),
-    "grammar": Claim(
-        "Masks of answers under a grammar. Without mlx-lm.",
-        (number("--repeats", 5, "Rounds of masks."), small),
+        "Tokens a step with the bundled draft, and rates of a larger model. Without mlx-lm.",
+        (small,),
     ),
     "embed": Claim(
         "Vectors of texts beside sentence-transformers, on the CPU.",

@@ -1,13 +1,12 @@
 """`bench kv`: what a quantised KV cache saves and what it costs.
 
-Quality over held-out text, tokens a second with many requests, peak memory of a long one. Times of
-quantised arithmetic on MLX's CPU backend say nothing about a GPU. What carries over is how many
-requests share a forward pass, and how many bytes are held.
+Quality over held-out text, and tokens a second with many requests. Times of quantised arithmetic on
+MLX's CPU backend say nothing about a GPU. What carries over is how many requests share a forward
+pass.
 """
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +18,7 @@ from mlxinfer.bench.report import Report, Table
 from mlxinfer.config import KVOptions
 from mlxinfer.llm import LLM
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, Dense, random_prompt, write_checkpoint
-from tests.bench.engines import Answered, Ask, Loaded, OurEngine, Served, serve
-from tests.bench.memory import peak_bytes
+from tests.bench.engines import Answered, Ask, Loaded, Served, serve
 from tests.bench.quality import COLUMNS, DTYPE, DTYPE_BYTES, HeldOut, cells
 from tests.bench.tables import SIDES, Figures, medians, named, sides
 
@@ -31,10 +29,9 @@ FORMATS: dict[str, dict[str, Any]] = {  # whose quality is measured
     "4": {"kv_bits": 4},
     "4, plain ends": {"kv_bits": 4, "kv_plain_ends": True},
 }
-KINDS = {"plain": None, "8": 8}  # bits, of which speed and memory are measured beside mlx-lm
+KINDS = {"plain": None, "8": 8}  # bits, of which speed is measured beside mlx-lm
 ROUNDS = 3
 REQUESTS = 8
-DEEP = Dense(hidden=64, inner=128, layers=8, heads=1, kv_heads=1, head_dim=64, vocab=256)
 
 
 def qualities(model: str, held_out: HeldOut) -> dict[str, Figures]:
@@ -74,9 +71,7 @@ def _speed(served: Served) -> Figures:
     return {"tokens_per_s": served.num_tokens / served.seconds, "longest_first_s": longest}
 
 
-def serve_one_by_one(
-    model: Any, asks: Sequence[Ask], *, kv_bits: int | None, prefill_step: int = 2048
-) -> Served:
+def serve_one_by_one(model: Any, asks: Sequence[Ask], *, kv_bits: int | None) -> Served:
     """Answer asks as mlx-lm's server does where `--kv-bits` is given: one after the other."""
     generate_step = peer_module("mlx_lm.generate").generate_step
     make_cache = peer_module("mlx_lm.models.cache").make_prompt_cache
@@ -92,7 +87,6 @@ def serve_one_by_one(
             max_tokens=ask.params.max_tokens,
             prompt_cache=cache,
             kv_bits=kv_bits,
-            prefill_step_size=prefill_step,
         ):
             answer.first_s = answer.first_s or time.perf_counter() - started
             answer.token_ids.append(token_id)
@@ -100,39 +94,11 @@ def serve_one_by_one(
     return Served(answers, prompt_tokens, prompt_tokens, peak, time.perf_counter() - started)
 
 
-def peaks(folder: Path, dense: Dense, context: int, chunk: int, *, peer: bool) -> dict[str, Any]:
-    """Peak memory beside the weights of one context, in bytes.
-
-    Args:
-        folder: where the checkpoint goes.
-        dense: sizes of the model.
-        context: tokens of a prompt and of its short answer together.
-        chunk: prompt tokens a step. MLX's CPU attention materialises scores, and a small chunk
-            keeps them from hiding what the cache takes.
-        peer: also mlx-lm.
-    """
-    loaded = Loaded.of(write_checkpoint(folder, dense), peer=peer)
-    asks = [Ask.of("long", random_prompt(context - 4, dense.vocab, 0), 4)]
-
-    def ours(kv: KVOptions) -> None:
-        serve(OurEngine(loaded.ours, kv=kv, prefill_chunk=chunk, max_batch=1), asks)
-
-    found = {}
-    for label, bits in KINDS.items():
-        both = [peak_bytes(partial(ours, KVOptions(bits=(bits, bits))))]
-        if peer:
-            theirs = partial(serve_one_by_one, kv_bits=bits, prefill_step=chunk)
-            both.append(peak_bytes(partial(theirs, loaded.theirs, asks)))
-        found[label] = named(both)
-    return found
-
-
-def run(*, model: str, long: int, small: bool, peer: bool) -> Report:
-    """Quality, speed with 8 requests at once, and peak memory.
+def run(*, model: str, small: bool, peer: bool) -> Report:
+    """Quality, and speed with 8 requests at once.
 
     Args:
         model: a folder; its quality is measured. It should know the language of `held_out.txt`.
-        long: tokens of the long context.
         small: seconds instead of minutes.
         peer: also mlx-lm.
     """
@@ -141,21 +107,17 @@ def run(*, model: str, long: int, small: bool, peer: bool) -> Report:
     held_out = HeldOut(model, 128 if small else 1024, 1 if small else None)
     quality = qualities(model, held_out)
     dense, prompt, answer = (TWO_LAYERS, 20, 4) if small else (LAPTOP, 70, 32)
-    long, chunk = (min(long, 512), 16) if small else (long, 64)
     prompts = [random_prompt(prompt, dense.vocab, i) for i in range(REQUESTS)]
     asks = [Ask.of(str(i), ids, answer) for i, ids in enumerate(prompts)]
     with TemporaryDirectory() as scratch:
         speed = speeds(Path(scratch) / "speed", dense, asks, peer=peer)
-        peak = peaks(Path(scratch) / "peak", DEEP, long, chunk, peer=peer)
     data = {
         "quality": {"tokens": held_out.num_tokens, "formats": quality},
         "speed": speed,
-        "peak_bytes": {"context": long, "formats": peak},
     }
     tables = [
         _quality_table(quality, held_out, model),
         _speed_table(speed),
-        _peak_table(peak, long, chunk),
     ]
     return Report("kv", tables, data)
 
@@ -188,18 +150,4 @@ def _speed_table(found: dict[str, Any]) -> Table:
         "Prompts of 70 tokens, answers of 32; prompts count in the time. mlx-lm's server answers "
         "one request at a time where --kv-bits is given, and its cache stays plain "
         "up to 5,000 tokens.",
-    )
-
-
-def _peak_table(found: dict[str, Any], context: int, chunk: int) -> Table:
-    rows = [
-        [label, *sides([peak / 1e6 for peak in both.values()], ",.1f")]
-        for label, both in found.items()
-    ]
-    return Table(
-        f"Peak memory beside the weights (MB), one context of {context:,} tokens",
-        ["kv_bits", *SIDES],
-        rows,
-        f"{DEEP.layers} layers, float32; both prefill {chunk} tokens a step. MLX's CPU attention "
-        "materialises scores; mlx-lm's quantised attention does so on every backend.",
     )

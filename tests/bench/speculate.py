@@ -1,10 +1,9 @@
-"""`bench speculate`: what proposals give, counted and timed, and where mlx-lm's go wrong.
+"""`bench speculate`: what proposals give, counted and timed.
 
-Three questions. How many tokens does a step give with the bundled draft? How much faster is a model
-with a far smaller draft? And does an answer with proposals equal the one without, also past a
-sliding window? The timed pair is the demo in float32, where MLX on a CPU reads weights once for
-all rows of a step, as a GPU does, with layers added that change nothing (their outputs are zero)
-and take time: the answers are the demo's, and the acceptance is that of its draft.
+Two questions. How many tokens does a step give with the bundled draft? How much faster is a model
+with a far smaller draft? The timed pair is the demo in float32, where MLX on a CPU reads weights
+once for all rows of a step, as a GPU does, with layers added that change nothing (their outputs are
+zero) and take time: the answers are the demo's, and the acceptance is that of its draft.
 """
 
 import json
@@ -19,14 +18,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxinfer import hub
-from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.core import SamplingParams
 from mlxinfer.outputs import Result
 from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.session import Session
-from tests.bench.checkpoints import TINY_WINDOWED, random_prompt, with_tokenizer, write_checkpoint
 from tests.bench.tables import Figures
 
 PROMPTS = (
@@ -41,12 +38,9 @@ PROMPTS = (
 )
 LAYERS = 60  # that are added: the model is some 150 times as large as its draft
 ADVERSARIAL = 200  # tokens
-WINDOW_TOKENS = 60
-RUNS = 10
-SLIDING = replace(TINY_WINDOWED, vocab=2048, window=16)
 
 
-def run(*, small: bool, peer: bool) -> Report:
+def run(*, small: bool) -> Report:
     """All of it; without the longer measurements where it is to be `small`."""
     tokens = 16 if small else 96
     demo, draft = hub.resolve("demo"), hub.resolve("demo-draft")
@@ -57,13 +51,11 @@ def run(*, small: bool, peer: bool) -> Report:
             pair.model, pair.draft, tokens=tokens, batches=(1,) if small else (1, 4)
         )
         adversarial = measure_adversarial(pair, tokens=20 if small else ADVERSARIAL)
-        windows = measure_windows(Path(folder), runs=2 if small else RUNS, peer=peer)
     tables = [
         _ways_table("The demo and its draft", counted),
         _pair_table(timed, adversarial),
-        _window_table(windows),
     ]
-    data = {"counted": counted, "pair": timed, "adversarial": adversarial, "windows": windows}
+    data = {"counted": counted, "pair": timed, "adversarial": adversarial}
     return Report("speculate", tables, data)
 
 
@@ -242,49 +234,6 @@ def measure_adversarial(pair: Pair, *, tokens: int) -> Figures:
     }
 
 
-# -- windows, beside mlx-lm ---------------------------------------------------------------------
-
-
-def measure_windows(folder: Path, *, runs: int, peer: bool) -> dict[str, int]:
-    """Greedy answers that differ from the plain ones, past a sliding window, of so many.
-
-    The draft has other weights, so that proposals are taken back.
-    """
-    model = with_tokenizer(write_checkpoint(folder / "windowed", SLIDING))
-    draft = with_tokenizer(write_checkpoint(folder / "other", SLIDING, seed=1))
-    prompts = [random_prompt(12, SLIDING.vocab, seed) for seed in range(runs)]
-    found = {"runs": runs, "mlxinfer": _own_mismatches(model, draft, prompts)}
-    if peer:
-        found["mlx-lm"] = _peer_mismatches(model, draft, prompts)
-    return found
-
-
-def _own_mismatches(folder: Path, draft: Path, prompts: list[list[int]]) -> int:
-    fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
-    plain, proposed = (
-        [list(result.token_ids) for result in answered(folder, options, prompts, WINDOW_TOKENS)]
-        for options in (EngineOptions(speculate="off"), fixed)
-    )
-    return sum(a != b for a, b in zip(plain, proposed, strict=True))
-
-
-def _peer_mismatches(folder: Path, draft_folder: Path, prompts: list[list[int]]) -> int:
-    generate = peer_module("mlx_lm.generate")
-    model, draft = load_peer_model(folder), load_peer_model(draft_folder)
-    differing = 0
-    for ids in prompts:
-        prompt = mx.array(ids)
-        plain = [
-            int(token)
-            for token, _ in generate.generate_step(prompt, model, max_tokens=WINDOW_TOKENS)
-        ]
-        steps = generate.speculative_generate_step(
-            prompt, model, draft, num_draft_tokens=4, max_tokens=WINDOW_TOKENS
-        )
-        differing += [int(token) for token, *_ in steps] != plain
-    return differing
-
-
 # -- what is shown ------------------------------------------------------------------------------
 
 
@@ -309,13 +258,3 @@ def _ways_table(title: str, cells: Sequence[dict[str, Any]], note: str = "") -> 
     ]
     columns = ["proposals", "at once", "tokens/step", "tokens/s", "x off", "same"]
     return Table(title, columns, rows, note)
-
-
-def _window_table(found: dict[str, int]) -> Table:
-    rows = [[side, f"{found[side]} of {found['runs']}"] for side in found if side != "runs"]
-    return Table(
-        f"Greedy answers of {WINDOW_TOKENS} tokens past a window of {SLIDING.window} that differ "
-        "from those without a draft",
-        ["engine", "differ"],
-        rows,
-    )

@@ -14,7 +14,6 @@ from pooling.tiny_pooling import pooling_folder
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
     "experts": "--small --runs 1",
-    "grammar": "--small --repeats 2",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "hybrid": "--small --runs 1 --cpu-time --skip-peer",
     "kv": "--small --skip-peer",
@@ -24,7 +23,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "prefix": "--small --skip-peer",
     "serve": "--small --skip-peer",
     "soak": "--minutes 0.1 --clients 3",
-    "speculate": "--small --skip-peer",
+    "speculate": "--small",
     "start": "--runs 1 --skip-peer",
     "streams": "--small --runs 1 --skip-peer",
 }

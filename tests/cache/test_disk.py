@@ -81,36 +81,6 @@ def test_a_key_stands_for_all_that_came_before() -> None:
 # -- storing ------------------------------------------------------------------------------------
 
 
-def test_what_was_put_comes_back_at_once_and_after_a_restart(tmp_path: Path) -> None:
-    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
-    key = put(tier, [1, 2], b"payload")
-    for _ in range(2):
-        entry = tier.get(key)
-        assert entry is not None
-        assert (entry.parent, entry.token_ids, bytes(entry.payload)) == (MODEL, (1, 2), b"payload")
-        assert tier.contains(key)
-        assert tier.flush()
-    tier.close()
-    reopened = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
-    assert bytes(reopened.get(key).payload) == b"payload"
-    assert reopened.stats()["num_entries"] == 1
-    other = DiskTier(str(tmp_path), namespace_key("another"), max_bytes=MEGABYTE)
-    assert other.get(key) is None, "another namespace"
-    for opened in (reopened, other):
-        opened.close()
-
-
-def test_a_chain_is_read_up_to_the_first_gap(tier: DiskTier) -> None:
-    tokens = list(range(8))
-    keys = chain_keys(MODEL, tokens, 2)
-    parents = [MODEL, *keys]
-    for number in (0, 1, 3):
-        put(tier, tokens[2 * number : 2 * number + 2], bytes([number]), parents[number])
-        tier.flush()
-    assert [bytes(entry.payload) for entry in tier.get_chain(keys)] == [b"\0", b"\1"]
-    assert tier.get_chain([]) == []
-
-
 def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
     size = Entry(MODEL, MODEL, (1, 2), memoryview(bytes(1000))).num_bytes
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
@@ -161,13 +131,6 @@ def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
-    for _ in range(3):
-        put(tier, [1], b"x")
-        tier.flush()
-    assert tier.stats()["written"] == 1
-
-
 def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None:
     put(tier, [1], b"x")
     tier.flush()
@@ -176,27 +139,6 @@ def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None
 
 
 # -- damage -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap"])
-def test_a_damaged_file_is_a_miss_and_goes(tier: DiskTier, tmp_path: Path, damage: str) -> None:
-    key = put(tier, [1], b"payload")
-    tier.flush()
-    (path,) = files_in(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[-20] ^= 4
-    if damage == "swap":  # sound, but another key's
-        other = put(tier, [2], b"other")
-        tier.flush()
-        data = (path.parent / f"{other.hex()}.kv").read_bytes()
-    whole = {"flip": data, "cut": path.read_bytes()[:-1], "empty": b"", "swap": data}
-    path.write_bytes(whole[damage])
-    assert tier.get(key) is None
-    assert not path.exists()
-    assert (tier.stats()["corrupt"], tier.stats()["misses"]) == (1, 1)
-    put(tier, [1], b"payload")
-    tier.flush()
-    assert bytes(tier.get(key).payload) == b"payload"
 
 
 def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
@@ -239,7 +181,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENOENT])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
 def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) -> None:
     before = DiskTier(str(tmp_path), MODEL, max_bytes=400)
     old = put(before, [1], b"old")

@@ -17,13 +17,6 @@ def test_extends_a_run_while_it_can() -> None:
     assert allocator.allocate(2, after=2) == [3, 4]
 
 
-def test_fills_the_headroom_when_nothing_else_is_left() -> None:
-    allocator = PageAllocator(12, headroom=8)
-    pages = allocator.allocate(2) + allocator.allocate(2) + allocator.allocate(8)
-    assert sorted(pages) == list(range(12))
-    assert not allocator.extend([PageTable(16)], [1])
-
-
 def test_fills_what_is_near_before_it_goes_further() -> None:
     allocator = PageAllocator(100, headroom=8)
     allocator.num_present = 24
@@ -121,15 +114,6 @@ def test_runs_cover_exactly_the_positions(pages: list[int], data: st.DataObject)
     assert slots == [pages[p // 4 - first] * 4 + p % 4 for p in range(start, stop)]
     runs = table.runs(start, stop)
     assert all(a[1] != b[0] for a, b in pairwise(runs)), "runs that touch"
-
-
-def test_dropping_pages_keeps_positions() -> None:
-    table = PageTable(4)
-    table.append([7, 8, 3])
-    assert table.runs(0, 12) == [(28, 36), (12, 16)]
-    assert table.drop_before(2) == [7, 8]
-    assert table.runs(9, 12) == [(13, 16)]
-    assert table.end == 12
 
 
 def test_kept_pages_stay_while_a_window_moves_on() -> None:

@@ -61,26 +61,6 @@ def pass_by(tree: PrefixTree, lease: Lease, token_ids: list[int]) -> None:
 # -- matching -----------------------------------------------------------------------------------
 
 
-def test_finds_whole_pages_and_part_of_the_next() -> None:
-    tree = make_tree(None)
-    put(tree, list(range(10)))
-    match = tree.probe("", [*range(7), 99, 98, 97])
-    assert match.num_tokens == 7
-    assert match.tables()[0].pages == [0]
-    assert (match.cut_pages, match.cut_tokens) == ((1,), 3)
-    assert reused(tree, list(range(12))) == 10  # the partial leaf too
-    assert reused(tree, list(range(10)), "adapter") == 0
-    assert tree.tokens_reused == 0  # looking is not using
-
-
-def test_leaves_the_last_token_to_compute() -> None:
-    tree = make_tree(None)
-    put(tree, list(range(8)))
-    match = tree.probe("", list(range(8)))
-    assert (match.num_tokens, match.cut_tokens) == (7, 3)
-    assert tree.probe("", []).num_tokens == tree.probe("", [0]).num_tokens == 0
-
-
 # -- sharing ------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from convert_cases import TEXT, Outcome, write_source
 from test_convert_towers import seeing
 
 from mlxinfer import LLM
-from mlxinfer.cli import convert
-from mlxinfer.convert import recipes
 from mlxinfer.errors import MlxinferError
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
@@ -58,13 +56,6 @@ def test_a_number_that_is_none_is_refused_by_name(
     assert seen.code != 0
     assert "nan" in seen.err
     assert "expected a number above" in seen.err
-
-
-def test_layers_are_in_the_order_of_numbers() -> None:
-    names = ["lm_head", "m.norm", "m.layers.10.a", "m.layers.2.b", "m.layers.2.a", "m.embed_tokens"]
-    assert sorted(names, key=convert.model_order) == [
-        *("m.embed_tokens", "m.layers.2.a", "m.layers.2.b", "m.layers.10.a", "m.norm", "lm_head")
-    ]
 
 
 def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
@@ -203,11 +194,6 @@ def test_wrong_usage(
     assert seen.code == 2, seen.err
     assert words in seen.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
-def test_options_name_what_mlx_has() -> None:
-    assert tuple(map(int, convert.BITS)) == recipes.BITS
-    assert tuple(map(int, convert.GROUPS)) == recipes.GROUPS
 
 
 def test_figures_and_the_line_where_they_are_missing(

@@ -312,9 +312,17 @@ def changed(source: Path, change: Callable[[dict[str, mx.array]], None]) -> Path
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
-@pytest.mark.parametrize("recipe", ["4bit-g32", "mxfp4", "fp16", "bf16"])
-@pytest.mark.parametrize(("name", "value"), [(UP, "nan"), (UP, "-inf"), (NORM, "nan")])
-@pytest.mark.parametrize("check_tensors", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "name", "value", "check_tensors"),
+    [
+        ("4bit-g32", UP, "nan", False),
+        ("4bit-g32", NORM, "nan", True),
+        ("mxfp4", UP, "-inf", True),
+        ("fp16", UP, "nan", True),
+        ("bf16", UP, "-inf", False),
+        ("bf16", NORM, "nan", False),
+    ],
+)
 def test_numbers_that_are_none_end_a_conversion(
     source: Path, tmp_path: Path, recipe: str, name: str, value: str, check_tensors: bool
 ) -> None:

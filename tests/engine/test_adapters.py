@@ -94,14 +94,6 @@ def test_every_row_of_a_step_has_its_sequences_adapter(
     assert mixed > 5
 
 
-def test_steps_without_adapters_have_no_adapter_rows(folders: dict[str, Path]) -> None:
-    harness = Harness(tiny_model(CASE), adapters=folders)
-    recorder = Recorder(harness)
-    harness.add("a", prompt(20), SamplingParams(max_tokens=5))
-    harness.drain()
-    assert all(adapters is None for _, adapters in recorder.steps)
-
-
 def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
     harness = Harness(tiny_model(CASE, quantized=True), adapters=folders)
     params = SamplingParams(max_tokens=5)

@@ -231,18 +231,6 @@ def test_after_a_crowd_a_step_copies_the_tails_that_are_held(crowd: int) -> None
     assert 0 < cache.bytes_copied - copied <= 2 * PAGE * tail_bytes
 
 
-def test_pools_start_small_and_grow() -> None:
-    kv = cache(200_000_000)
-    small = kv.bytes_allocated
-    assert small < 20_000_000
-    full = kv.groups[0]
-    full.allocator.allocate(129)
-    assert kv.must_grow(1)
-    kv.make_room(1)
-    assert kv.paged[0].num_pages == 256
-    assert not kv.must_grow(1)
-
-
 def test_tokens_stay_the_same_while_arrays_grow() -> None:
     """Prompts that are kept fill the first pages."""
     model = tiny_model("qwen3-v4")

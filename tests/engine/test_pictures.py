@@ -95,26 +95,6 @@ def dense_logits(model: Model, ids: list[int], features: StepFeatures | None) ->
     return np.concatenate(outcome.logits)
 
 
-CASES = ["qwen3-v4", "gemma3_text-v4", "hybrid qwen3-v4", "deepseek_v3-v4"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_any_chunks_and_neighbours_give_the_tokens_of_the_plain_run(case: str) -> None:
-    model = seeing(case, spans=case.startswith("gemma3"))
-    asked = [
-        placed(prompt(11, i), picture(i, 4, 6, sees_itself=True), prompt(9, i), picture(9), [3 + i])
-        for i in range(3)
-    ]
-    asked.append((prompt(50), ()))
-    harness = Harness(model, prefill_chunk=48, max_batch=3)
-    for name, (ids, pictures) in enumerate(asked):
-        harness.add(str(name), ids, GREEDY, pictures=pictures)
-    for name, outcome in harness.drain().items():
-        ids, pictures = asked[int(name)]
-        assert outcome.error is None
-        assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
-
-
 def test_a_picture_in_another_conversation_runs_no_tower_and_shares_pages() -> None:
     model = seeing("qwen3-v4")
     one = picture(3, 4, 9)
@@ -395,20 +375,6 @@ def test_features_that_were_used_last_stay() -> None:
     large = placed(picture(4, 5, 7), prompt(3))
     with pytest.raises(InsufficientMemoryError, match=r"35 tokens takes 9\.0 kB, and 8\.2 kB"):
         harness.add("large", large[0], GREEDY, pictures=large[1])
-
-
-def test_more_pictures_than_there_is_room_for_take_turns() -> None:
-    model = seeing("qwen3-v4")
-    harness = Harness(model, feature_bytes=16 * model.config.hidden_size * 4, prefill_chunk=256)
-    asked = []
-    for i in range(3):
-        pictures = [picture(10 * i + j, 4, 4) for j in range(4)]
-        asked.append(placed(prompt(5, i), *pictures, prompt(5)))
-    for name, (ids, some) in enumerate(asked):
-        harness.add(str(name), ids, GREEDY, pictures=some)
-    for name, outcome in harness.drain().items():
-        ids, some = asked[int(name)]
-        assert outcome.token_ids == alone(model, ids, GREEDY, pictures=some).token_ids
 
 
 def test_a_span_is_cut_by_no_chunk_and_by_no_prefix() -> None:

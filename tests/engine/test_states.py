@@ -141,17 +141,6 @@ def test_a_preempted_sequence_goes_on_from_its_own_snapshot(model: Model) -> Non
     assert outcomes["a"].token_ids == plain.token_ids
 
 
-def test_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
-    ids = prompt(90)
-    before = Harness(model, disk=disk)
-    cold = answer(before, ids)
-    before.loop.close()
-    after = Harness(model, disk=disk)
-    assert answer(after, ids) == cold == alone(model, ids, TEN).token_ids
-    assert cached(after) == 80
-
-
 def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
     disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
     harness = Harness(model, disk=disk)
@@ -164,14 +153,6 @@ def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path)
     harness.loop.store.tier.flush()  # type: ignore[union-attr]
     assert answer(harness, prompts[0]) == cold[0]
     assert cached(harness) == 48
-
-
-def test_without_room_for_snapshots_all_is_computed(model: Model) -> None:
-    harness, ids = Harness(model), prompt(60)
-    assert harness.loop.cache.state_group is not None
-    harness.loop.cache.state_group.max_snapshots = 0
-    assert answer(harness, ids) == answer(harness, ids) == alone(model, ids, TEN).token_ids
-    assert cached(harness) == 0
 
 
 def test_a_failed_step_loses_no_other_request(model: Model) -> None:

@@ -78,17 +78,6 @@ def test_right_proposals_give_eight_tokens_a_step() -> None:
     assert counters.tokens_sampled == 40
 
 
-def test_an_end_token_among_accepted_proposals_ends_the_answer_there() -> None:
-    plain = plain_run(DRAWN)
-    stop = next(i for i in range(12, 40) if plain.token_ids[i] not in plain.token_ids[:i])
-    stop_ids = frozenset({plain.token_ids[stop]})
-    outcome, harness = verified(plain.token_ids, DRAWN, stop_ids=stop_ids)
-    assert outcome.token_ids == plain.token_ids[: stop + 1]
-    assert outcome.reason is FinishReason.STOP
-    assert len(outcome.logprobs) == stop + 1
-    assert harness.loop.scheduler.counters.tokens_sampled == stop + 1
-
-
 def test_steps_without_proposals_launch_ahead() -> None:
     plain = plain_run(DRAWN)
     model = tiny_model(CASE, quantized=True)
@@ -110,17 +99,6 @@ def test_proposals_take_no_pages_from_other_requests() -> None:
     outcomes = harness.drain()
     assert harness.loop.scheduler.counters.preemptions == 0
     assert {name: o.token_ids for name, o in outcomes.items()} == answers
-
-
-def test_a_finished_grammar_ends_the_answer_among_proposals() -> None:
-    def start() -> FakeGrammar:
-        return FakeGrammar(4, length=13)
-
-    plain = plain_run(DRAWN, grammar=start())
-    outcome, harness = verified([*plain.token_ids, 1, 2, 3], DRAWN, grammar=start())
-    assert outcome.token_ids == plain.token_ids
-    assert (len(outcome.token_ids), outcome.reason) == (13, FinishReason.STOP)
-    assert harness.loop.scheduler.counters.tokens_accepted > 6
 
 
 def test_what_a_grammar_forbids_is_not_even_verified() -> None:

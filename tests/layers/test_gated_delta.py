@@ -39,23 +39,6 @@ def mixer_of(dtype: mx.Dtype = mx.float32) -> GatedDeltaNet:
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_convolution_gives_the_same_for_any_split(bias: bool) -> None:
-    rng = np.random.default_rng(3)
-    conv = CausalConv(normal(rng, CHANNELS, LENGTH, 1), normal(rng, CHANNELS) if bias else None)
-    step = conv.step()
-    inputs, state = normal(rng, 2, 9, CHANNELS), normal(rng, 2, LENGTH - 1, CHANNELS)
-    whole = np.array(step.in_mlx([inputs, *conv], state, None)[0])
-    seen = np.concatenate([np.array(state), np.array(inputs)], axis=1)
-    views = np.lib.stride_tricks.sliding_window_view(seen, LENGTH, axis=1)  # (2, 9, C, K)
-    expected = (views * np.array(conv.weight[..., 0])).sum(-1)
-    expected = expected if conv.bias is None else expected + np.array(conv.bias)
-    np.testing.assert_allclose(whole, expected / (1 + np.exp(-expected)), atol=1e-5)
-    first, after = step.in_mlx([inputs[:, :4], *conv], state, None)
-    second, _ = step.in_mlx([inputs[:, 4:], *conv], after, None)
-    np.testing.assert_array_equal(np.array(mx.concatenate([first, second], axis=1)), whole)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_recurrence_of_mlx_is_compared_with_its_own_steps(
     masked: bool, monkeypatch: pytest.MonkeyPatch
@@ -92,45 +75,6 @@ def assert_same(left: Sequence[mx.array], right: Sequence[mx.array]) -> None:
     for one, other in zip(left, right, strict=True):
         assert one.dtype == other.dtype
         assert mx.array_equal(one, other)
-
-
-def reference(
-    mixer: GatedDeltaNet, inputs: Arrays, states: Arrays
-) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs (L, Hv * Dv) and the matrix state of one sequence, in float64, token by token."""
-    cuts = np.cumsum([CHANNELS, HEADS * VALUE, HEADS])
-    qkv, _, strength, times = np.split(np.array(inputs[0][0], np.float64), cuts, axis=-1)
-    strength = 1 / (1 + np.exp(-strength))
-    rate, bias = np.array(mixer.rate, np.float64), np.array(mixer.step_bias, np.float64)
-    decay = np.exp(-rate * np.logaddexp(times + bias, 0))
-    weight = np.array(mixer.conv.weight[..., 0], np.float64)
-    seen = np.concatenate([np.array(states[0][0], np.float64), qkv])
-    state, outputs = np.array(states[1][0], np.float64), []
-    for t in range(len(qkv)):
-        mixed = (seen[t : t + LENGTH] * weight.T).sum(0)
-        mixed = mixed / (1 + np.exp(-mixed))
-        queries, keys, values = np.split(mixed, [KEY_HEADS * KEY, 2 * KEY_HEADS * KEY])
-        rows = []
-        for head in range(HEADS):
-            of = head // (HEADS // KEY_HEADS)
-            q, k = (part.reshape(KEY_HEADS, KEY)[of] for part in (queries, keys))
-            q, k = (x / np.sqrt((x * x).sum() + 1e-6) for x in (q, k))
-            v = values.reshape(HEADS, VALUE)[head]
-            state[head] *= decay[t, head]
-            state[head] += strength[t, head] * np.outer(v - state[head] @ k, k)
-            rows.append(state[head] @ q / KEY**0.5)
-        outputs.append(np.concatenate(rows))
-    return np.stack(outputs), state
-
-
-def test_the_recurrence_is_the_published_one() -> None:
-    rng = np.random.default_rng(1)
-    mixer, inputs, states = mixer_of(), random_inputs(rng, 1, 9), random_states(rng, 1)
-    y, new = forward(mixer, inputs, states, None)
-    expected, state = reference(mixer, inputs, states)
-    np.testing.assert_allclose(np.array(y[0]), expected, atol=2e-5)
-    np.testing.assert_allclose(np.array(new[1][0]), state, atol=2e-5)
-    assert mx.array_equal(new[0], inputs[0][:, -LENGTH + 1 :, :CHANNELS])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,6 @@ from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.mlx_kernels import quantized_matvec
 
 from mlxinfer.layers import mlp
-from mlxinfer.layers.adapters import ActiveAdapters, AdaptedLinear
 from mlxinfer.layers.linear import Joined, Linear, Projection, QuantizedLinear
 from mlxinfer.layers.mlp import MLP
 from mlxinfer.metal_kernels.gate_up import (
@@ -26,12 +25,10 @@ from mlxinfer.metal_kernels.gate_up import (
     gate_up,
     gate_up_twin,
     gated_twin,
-    most_rows,
-    product,
     timed_inner,
 )
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.selfcheck import OK, WRONG, examine
+from mlxinfer.metal_kernels.selfcheck import WRONG, examine
 from mlxinfer.metal_kernels.variants import dtype_name
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -177,14 +174,6 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
 
 
 @requires_compiler
-def test_it_passes_its_self_check() -> None:
-    machine = MetalCPU()
-    variant = form_of("silu", in_dims=544, inner=64, codes=(4, 32)).variant(4)
-    assert examine(variant, machine).status == OK
-    machine.assert_clean()
-
-
-@requires_compiler
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -235,20 +224,6 @@ def test_a_layer_gives_the_same_with_its_kernel(codes: tuple[int, int]) -> None:
     machine.assert_clean()
 
 
-def test_an_adapter_in_the_projections_place_is_used_as_it_is() -> None:
-    form = form_of("silu", in_dims=96, inner=8, codes=(4, 32))
-    matrix = drawn(np.random.default_rng(SEED), form)
-    layer = block(form, projection(form, matrix))
-    layer.ready = lambda _: True
-    base = layer.gate_up_proj
-    layer.gate_up_proj = AdaptedLinear(base, ActiveAdapters(), [8, 8], None, mx.float32)
-    x = mx.ones((2, 96))
-    with running_on(MetalCPU()):
-        found = layer(x)
-    assert mx.array_equal(found, gated_twin(product(x, matrix, form), form.gate))
-    assert layer.form is form, "it has its kernel again where the adapter goes"
-
-
 @pytest.mark.parametrize("codes", [(4, 64), (8, 32), PLAIN])
 def test_a_large_matrix_is_timed_in_part(codes: tuple[int, int]) -> None:
     """That of a model of 70B has 0.2 to 0.9 GB, which the host would hold twice."""
@@ -276,7 +251,3 @@ def test_what_is_no_plain_matrix_has_no_kernel() -> None:
     assert block(form, six).form is None
     assert not form_of("silu", in_dims=96, inner=6, codes=(4, 32)).has_kernel
     assert not form_of("silu", in_dims=100, inner=8, codes=PLAIN).has_kernel
-
-
-def test_variants_serve_powers_of_two() -> None:
-    assert [most_rows(rows) for rows in range(1, MAX_ROWS + 1)] == [1, 2, 4, 4, 8, 8, 8, 8]

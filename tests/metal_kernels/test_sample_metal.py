@@ -13,6 +13,9 @@ from mlxinfer.metal_kernels.sample import (
     SAMPLE,
     SETTINGS,
     SMALL_VOCAB,
+    TEMPERATURE,
+    TOP_P,
+    by_one_sort,
     random_bits,
     random_logits,
     repeated_settings,
@@ -278,6 +281,16 @@ def test_the_self_check_does_not_hang_on_rounding() -> None:
         rounded = np.array(logits.astype(dtype).astype(mx.float32))
         for place, row in enumerate(rows):
             assert len(possible_tokens(rounded[place], row)) == 1, (dtype, place)
+
+
+def test_what_sampling_is_timed_against_draws_what_the_twin_draws() -> None:
+    rows = one(60, temperature=TEMPERATURE, top_p=TOP_P)
+    rows["count"] = np.arange(60)
+    logits = random_logits(60, 300)
+    numbers = mx.array(uniforms(rows["stream"], rows["count"].astype(np.int64)))[:, None]
+    found = np.array(by_one_sort(logits, numbers, None))
+    twin = np.array(sample_twin(logits, settings_array(rows)))
+    assert (found == twin).mean() > 0.95, "they differ next to where rounding decides alone"
 
 
 @requires_compiler

@@ -21,8 +21,6 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels import selfcheck
 from mlxinfer.metal_kernels.attention_plan import REGISTER_BUDGET, THREADGROUP_BUDGET
-from mlxinfer.metal_kernels.heads import HeadsForm
-from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.selfcheck import (
     CRASHED,
@@ -39,9 +37,7 @@ from mlxinfer.metal_kernels.selfcheck import (
     examine,
     judge,
     message,
-    this_gpu,
 )
-from mlxinfer.metal_kernels.stored import FORMATS
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 
 ALL = frozenset({BITMASK, SAMPLE})
@@ -66,11 +62,6 @@ def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureF
     assert {v.status for v in judge(ALL, gpu=None, folder=tmp_path).values()} == {TWIN}
     assert not caplog.records
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal here")
-def test_this_machine_has_no_gpu() -> None:
-    assert this_gpu() is None
 
 
 @pytest.mark.parametrize(
@@ -259,15 +250,6 @@ def test_differences_are_measured_against_each_tolerance() -> None:
     assert (verdict.status, verdict.error, verdict.tolerance) == (WRONG, 0.125, 0.01)
     infinite = compare(outputs(np.inf, 0), outputs(0, 0), case)
     assert (infinite.status, infinite.error) == (WRONG, None)
-
-
-def test_variants_say_what_they_are() -> None:
-    form = HeadsForm(4, 2, 64, FORMATS[4])
-    said = "kv_write dtype=float16 head_dim=64 key_format=Affine(bits=4) num_heads=4"
-    said += " num_kv_heads=2 value_format=KVFormat(bits=0)"
-    assert str(kv_write_variant(form, mx.float16)) == said
-    assert str(SAMPLE) == "sample dtype=float32 masked"
-    assert Variant.of("x", a=1, b=2) == Variant.of("x", b=2, a=1)
 
 
 def test_every_kernel_checks_itself() -> None:

@@ -28,81 +28,29 @@ def entry(start: int, end: int, *, dtype: str = "F32", shape=None):
             "data_offsets": [start, end]}  # fmt: skip
 
 
-def test_what_the_reference_writes_is_read(tmp_path):
-    path = tmp_path / "x.safetensors"
-    arrays = {
-        "b": np.zeros((2, 3), np.float32),
-        "a": np.ones((5,), np.int8),
-        "empty": np.zeros((0, 4)),
-    }
-    save_file(arrays, path, metadata={"format": "pt"})
-    found = read_header(path)
-    assert {name: info.shape for name, info in found.items()} == {
-        "b": (2, 3), "a": (5,), "empty": (0, 4)
-    }  # fmt: skip
-    assert found["b"].dtype == "F32"
-
-
 def test_a_sound_file(tmp_path):
     path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
     assert read_header(path)["b"] == TensorInfo("F32", (1,), 8, 12)
 
 
-LIES = {
-    "gap": ({"a": entry(0, 4), "b": entry(8, 12)}, 12),
-    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12),
-    "the same bytes twice": ({"a": entry(0, 12), "b": entry(0, 12)}, 12),
-    "not from the start": ({"a": entry(4, 12)}, 12),
-    "trailing bytes": ({"a": entry(0, 8)}, 12),
-    "past the end": ({"a": entry(0, 16)}, 12),
-    "shape larger than span": ({"a": entry(0, 12, shape=[4])}, 12),
-    "shape smaller than span": ({"a": entry(0, 12, shape=[2])}, 12),
-    "negative dimension": ({"a": entry(0, 12, shape=[-3])}, 12),
-    "two negative dimensions": ({"a": entry(0, 12, shape=[-3, -1])}, 12),
-    "dimension wraps int32": ({"a": entry(0, 0, shape=[2**32, 0])}, 0),
-    "float dimension": ({"a": entry(0, 12, shape=[3.0])}, 12),
-    "boolean dimension": ({"a": entry(0, 4, shape=[True])}, 4),
-    "many dimensions": ({"a": entry(0, 4, shape=[1] * 5000)}, 4),
-    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 12]}}, 12),
-    "reversed offsets": ({"a": entry(12, 0, shape=[3])}, 12),
-    "negative offset": ({"a": entry(-12, 0, shape=[3])}, 12),
-    "float offsets": ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0.0, 12.0]}}, 12),
-    "three offsets": ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 6, 12]}}, 12),
-    "unknown dtype": ({"a": entry(0, 12, dtype="F33")}, 12),
-    "dtype is no string": ({"a": entry(0, 12, dtype=["F32"])}, 12),
-    "entry is no object": ({"a": [0, 12]}, 12),
-    "metadata is no object": ({"__metadata__": 7, "a": entry(0, 12)}, 12),
-    "metadata holds numbers": ({"__metadata__": {"x": 1}, "a": entry(0, 12)}, 12),
-    "header is a list": (b"[]", 0),
-    "header is no json": (b"{nope", 0),
-    "header is no utf-8": (b'{"\xff": 1}', 0),
-    "duplicate names": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}', 0),
-    "a dtype that no array has": ({"a": entry(0, 12, dtype="F4", shape=[24])}, 12),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_inconsistent_headers_are_refused(tmp_path, lie):
-    header, data_bytes = LIES[lie]
-    path = write(tmp_path / "x.safetensors", header, bytes(data_bytes))
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": entry(0, 4), "b": entry(8, 12)},  # a gap
+        {"a": entry(0, 16)},  # past the end
+        {"a": entry(0, 12, dtype="F33")},
+        {"a": entry(0, 12, dtype="F4", shape=[24])},  # of the format, but no array has it
+        {"a": entry(0, 12, shape=[3.0])},
+        b"{nope",
+        b'{"\xff": 1}',
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}',
+    ],
+    ids=str,
+)
+def test_what_the_library_refuses_is_an_error_of_ours(tmp_path, header):
+    path = write(tmp_path / "x.safetensors", header, bytes(12))
     with pytest.raises(CheckpointError, match=r"x\.safetensors"):
         read_header(path)
-
-
-@pytest.mark.parametrize("length", [0, 3, 10**6, 2**40, 2**63, 2**64 - 1])
-def test_a_wrong_header_length(tmp_path, length):
-    path = write(tmp_path / "x.safetensors", {"a": entry(0, 12)}, bytes(12), length=length)
-    with pytest.raises(CheckpointError):
-        read_header(path)
-
-
-def test_every_truncation_is_noticed(tmp_path):
-    path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError):
-            read_header(path)
 
 
 @given(st.data())
@@ -111,7 +59,7 @@ def test_mutations_never_escape(tmp_path, data):
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     with suppress(CheckpointError):
         read_header(path)
 

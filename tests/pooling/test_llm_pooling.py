@@ -174,20 +174,20 @@ def test_a_closed_model_says_so(tmp_path):
         llm.embed("w5")
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_pairs_are_cut_as_tokenizers_cut_them(seed, tmp_path):
+def test_pairs_are_cut_as_tokenizers_cut_them(tmp_path):
     """The longer text loses tokens first."""
-    rng = np.random.default_rng(seed)
     write_tokenizer(tmp_path, 96)
     write(tmp_path / "config.json", {})
     ours = Tokenizer.from_folder(tmp_path)
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    texts = [" ".join(f"w{i}" for i in rng.integers(3, 96, rng.integers(1, 30))) for _ in "ab"]
-    limit = int(rng.integers(5, 40))
-    theirs.enable_truncation(limit)
-    expected = theirs.encode(*texts)
-    (row,) = encode_rows(ours, texts[:1], texts[1:], max_tokens=limit, truncate=True)
-    assert (row.ids, row.token_types) == (expected.ids, expected.type_ids)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        texts = [" ".join(f"w{i}" for i in rng.integers(3, 96, rng.integers(1, 30))) for _ in "ab"]
+        limit = int(rng.integers(5, 40))
+        theirs.enable_truncation(limit)
+        expected = theirs.encode(*texts)
+        (row,) = encode_rows(ours, texts[:1], texts[1:], max_tokens=limit, truncate=True)
+        assert (row.ids, row.token_types) == (expected.ids, expected.type_ids), (texts, limit)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt_oss", "lfm2", "qwen3_5_text", "phi3"])

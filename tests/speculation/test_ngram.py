@@ -60,19 +60,20 @@ def test_the_longest_match_is_found(text: list[int], suffix: list[int]) -> None:
     assert length == 0 or text[place - length : place] == suffix[-length:]
 
 
-def test_what_followed_in_the_prompt_is_proposed() -> None:
-    source = proposer()
-    sequence = following([5, 6, 7, 8, 9, 1, 2], [5, 6])
-    assert proposed(source, sequence) == [7, 8, 9, 1]
-
-
-def test_the_last_of_equal_matches_counts() -> None:
-    assert proposed(proposer(), following([5, 6, 1, 5, 6, 2, 5, 6])) == [2, 5, 6, 2]
-
-
-def test_the_longest_match_counts_more_than_a_later_one() -> None:
-    ids = [4, 5, 6, 1, 9, 5, 6, 2, 4, 5, 6]
-    assert proposed(proposer(), following(ids), 1) == [1]
+@pytest.mark.parametrize(
+    ("ids", "answer", "found"),
+    [
+        ([5, 6, 7, 8, 9, 1, 2], [5, 6], [7, 8, 9, 1]),
+        ([5, 6, 1, 5, 6, 2, 5, 6], [], [2, 5, 6, 2]),  # the last of equal matches
+        ([4, 5, 6, 1, 9, 5, 6, 2, 4, 5, 6], [], [1, 9, 5, 6]),  # a longer one before a later one
+        ([1, 2, 3, 1, 2, 3, 1, 2], [], [3, 1, 2, 3]),  # a repetition goes on beyond its end
+        ([1, 2, 3, 4, 2], [], []),  # fewer tokens than the least match
+    ],
+)
+def test_what_stood_after_the_match_is_proposed(
+    ids: list[int], answer: list[int], found: list[int]
+) -> None:
+    assert proposed(proposer(), following(ids, answer)) == found
 
 
 def test_proposals_end_before_a_picture() -> None:
@@ -82,15 +83,6 @@ def test_proposals_end_before_a_picture() -> None:
     assert proposed(source, following(ids, [1, 2], pictures=pictures)) == []
     assert proposed(source, following(ids, [7, 7], pictures=pictures)) == [], "the ids of features"
     assert proposed(source, following([*ids, 7, 7])) == [3, 4, 7, 7], "the same as text"
-
-
-def test_a_repetition_goes_on_beyond_its_end() -> None:
-    assert proposed(proposer(), following([1, 2, 3, 1, 2, 3, 1, 2]), 7) == [3, 1, 2, 3, 1, 2, 3]
-
-
-def test_fewer_tokens_than_the_least_match_propose_nothing() -> None:
-    assert MIN_MATCH == 2
-    assert proposed(proposer(), following([1, 2, 3, 4, 2])) == []
 
 
 @given(text=texts, seed=st.integers(0, 99))
@@ -150,24 +142,18 @@ def test_answers_are_proposed_to_the_same_owner_and_namespace_alone(
     assert proposed(source, other) == ([42, 43, 44] if shared else [])
 
 
-def test_answers_do_not_run_into_each_other() -> None:
+def test_of_others_whole_answers_alone_are_proposed() -> None:
+    """No prompts, nothing across the end of an answer, and nothing that was not to be kept."""
     source = proposer()
-    source.end(following([1], [40, 41, 42]))
-    source.end(following([1], [50, 51, 52]))
-    assert proposed(source, following([3, 41, 42])) == []
-    assert proposed(source, following([3, 40, 41])) == [42]
-
-
-def test_prompts_of_others_are_never_proposed() -> None:
-    source = proposer()
-    source.end(following([40, 41, 42, 43], [1, 2, 3]))
-    assert proposed(source, following([9, 40, 41])) == []
-
-
-def test_requests_without_speculation_leave_nothing() -> None:
-    source = proposer()
-    source.end(following([1], [40, 41, 42, 43], speculate=False))
-    assert proposed(source, following([2, 40, 41])) == []
+    for prompt, answer, speculate in (
+        ([1], [40, 41, 42], True),
+        ([1], [50, 51, 52], True),
+        ([60, 61, 62, 63], [1, 2, 3], True),
+        ([1], [70, 71, 72, 73], False),
+    ):
+        source.end(following(prompt, answer, speculate=speculate))
+    for ids, found in (([41, 42], []), ([40, 41], [42]), ([60, 61], []), ([70, 71], [])):
+        assert proposed(source, following([3, *ids])) == found, ids
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from mlxinfer.layers.moe import (
     MoE,
     QuantizedExpertLinear,
 )
-from mlxinfer.metal_kernels.routing import Routing
+from mlxinfer.metal_kernels.routing import SUM_EPS, Routing
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.weights.matrix import StoredMatrix, fused_experts
 
@@ -79,3 +79,35 @@ def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, normalised):
     np.testing.assert_allclose(np.array(moe(mx.array(x))), expected, rtol=1e-3, atol=1e-4)
     added = moe(mx.array(x), mx.array(residual))
     np.testing.assert_allclose(np.array(added), residual + expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("groups", "best"), [(3, 2), (4, 1)])
+@pytest.mark.parametrize(("biased", "counted"), [(False, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_routing_in_groups_is_the_definition(groups, best, biased, counted, normalise):
+    logits, bias = normal(20, 12, seed=0), np.abs(normal(12, seed=1)) / 3
+    routing = Routing(
+        2,
+        sigmoid=biased,
+        normalised=normalise,
+        biased=biased,
+        eps=SUM_EPS,
+        factor=2.5,
+        num_groups=groups,
+        num_best=best,
+        counted=counted,
+    )
+    choose = ExpertChoice(routing, mx.array(bias) if biased else None)
+    weights, experts = (np.array(found) for found in choose(mx.array(logits)))
+    for row, token in enumerate(logits):
+        scores = 1 / (1 + np.exp(-token)) if biased else np.exp(token) / np.exp(token).sum()
+        ranks = scores + bias if biased else scores
+        worth = np.sort(ranks.reshape(groups, -1))[:, -counted:].sum(-1)
+        open_groups = set(np.argsort(worth)[-best:].tolist())
+        size = 12 // groups
+        allowed = [e for e in range(12) if e // size in open_groups]
+        chosen = sorted(allowed, key=lambda e: ranks[e])[-2:]
+        total = scores[chosen].sum() if normalise else 1.0
+        assert set(experts[row].tolist()) == set(chosen)
+        for place, expert in enumerate(experts[row].tolist()):
+            assert weights[row, place] == pytest.approx(2.5 * scores[expert] / total, rel=1e-4)

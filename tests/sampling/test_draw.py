@@ -139,10 +139,3 @@ def test_numbers_stay_below_one_and_are_even_along_and_across_streams():
         expected = len(numbers) / 64
         chi_square = ((times - expected) ** 2 / expected).sum()
         assert chi_square < 63 + 5 * np.sqrt(2 * 63)
-
-
-def test_neighbours_are_not_correlated():
-    numbers = numbers_of([stream_of(3)] * 50_000, list(range(50_000)))
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
-    beside = numbers_of([stream_of(4)] * 50_000, list(range(50_000)))
-    assert abs(np.corrcoef(numbers, beside)[0, 1]) < 0.02

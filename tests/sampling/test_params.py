@@ -4,21 +4,41 @@ import pytest
 from mlxinfer.core import DRY_BREAKERS, SamplingParams
 from mlxinfer.errors import InvalidRequestError
 
+WRONG: list[tuple[str, object, str]] = [  # a field, its value, and what is said
+    ("max_tokens", 10**400, "max_tokens"),
+    ("max_tokens", 0, "max_tokens"),
+    ("min_tokens", 10**400, "min_tokens"),
+    ("min_tokens", 9, "min_tokens"),
+    ("temperature", float("nan"), "temperature is nan"),
+    ("temperature", True, "temperature"),
+    ("top_p", 0, "top_p"),
+    ("top_k", 1.5, "top_k"),
+    ("top_k", -(10**5000), "top_k is a very large int"),
+    ("top_n_sigma", 1e300, "top_n_sigma"),
+    ("seed", 2**63, "seed"),
+    ("stop", [1], "stop"),
+    ("stop", ["a" * 10_000, 1], r"stop is .{1,90}; expected"),
+    ("stop", "half \ud800", "stop"),
+    ("stop_token_ids", 5, "stop_token_ids is 5"),
+    ("logprobs", 21, "logprobs"),
+    ("logit_bias", {"a": 1.0}, "logit_bias"),
+    ("logit_bias", "a", "logit_bias is 'a'"),
+    ("logit_bias", {1: float("nan")}, "logit_bias"),
+    ("ignore_eos", "off", "ignore_eos is 'off'"),
+    ("repetition_penalty", 0, r"expected a finite number in \(0, "),
+    ("repetition_penalty", 1e300, "repetition_penalty"),
+    ("repetition_penalty", 10**400, "repetition_penalty is 1000"),
+    ("dry_sequence_breakers", [str(i) for i in range(300)], "dry_sequence_breakers"),
+]
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_tokens", 10**400),
-        ("min_tokens", 10**400),
-        ("repetition_penalty", 1e300),
-        ("top_n_sigma", 1e300),
-        ("stop", "half \ud800"),
-        ("dry_sequence_breakers", [str(i) for i in range(300)]),
-    ],
-)
-def test_a_value_that_no_engine_can_use_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequestError, match=name):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG, ids=[name for name, *_ in WRONG])
+def test_a_value_that_no_engine_can_use_is_refused_by_name(
+    name: str, value: object, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        SamplingParams(**{"max_tokens": 3, name: value})  # type: ignore[arg-type]
+    assert (caught.value.param, caught.value.status) == (name, 400)
 
 
 def test_params_have_a_hash() -> None:

@@ -141,39 +141,15 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
     assert any(tokens[1] in stops for tokens in whole[4:])
 
 
-def test_frequencies_follow_the_probabilities_along_a_seeded_answer():
-    logits = np.full(VOCAB, -np.inf, np.float32)
-    logits[[3, 150, 299]] = np.log([0.5, 0.3, 0.2])
-    sampler, times = Sampler(VOCAB), np.zeros(VOCAB)
-    slots = tuple(range(50))
-    for slot in slots:
-        sampler.add(slot, SamplingParams(temperature=1.0, seed=slot), [], [], frozenset())
-    rows = mx.array(np.tile(logits, (50, 1)))
-    for step in range(100):
-        tokens = sampler.sample(rows, slots, np.full(50, step)).tokens
-        times += np.bincount(tokens.tolist(), minlength=VOCAB)
-    expected = np.array([2500, 1500, 1000])
-    assert times.sum() == times[[3, 150, 299]].sum() == 5000
-    assert ((times[[3, 150, 299]] - expected) ** 2 / expected).sum() < 14  # 2 degrees, p = 0.001
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}])
-def test_a_bias_against_all_but_one_leaves_that_one(temperature: float, cut: dict[str, float]):
+def test_a_bias_against_all_but_one_leaves_that_one(cut: dict[str, float]):
     bias = {token: -1e9 for token in range(VOCAB) if token != 77}
-    params = SamplingParams(temperature=temperature, logit_bias=bias, **cut)
     logits = np.random.default_rng(0).normal(size=VOCAB) * 30
-    assert choose([Row(params, logits)])[0][0] == 77
-
-
-@pytest.mark.parametrize("value", [0.0, -1e30, 1e30])
-def test_all_equal_logits(value: float):
-    flat = np.full(VOCAB, value, np.float32)
-    assert choose([Row(SamplingParams(), flat)])[0][0] == 0
-    for seed in range(5):
-        params = SamplingParams(temperature=1.0, top_k=3, top_p=0.1, min_p=1.0, seed=seed)
-        row = Row(params, flat)
-        assert choose([row])[0][0] == int(uniform_of(row) * VOCAB)
+    cases = [
+        Row(SamplingParams(temperature=temperature, logit_bias=bias, **cut), logits)
+        for temperature in (0.0, 1e-300, 1e-6, 1.0, 100.0)
+    ]
+    assert [token for token, _ in choose(cases)] == [77] * len(cases)
 
 
 def test_a_row_where_nothing_is_allowed_breaks_no_other():
@@ -231,12 +207,6 @@ def test_low_precision_logits_are_taken():
         assert sampled.tokens.tolist() == [4]
 
 
-def test_rows_without_a_seed_go_their_own_ways():
-    flat = np.zeros(VOCAB, np.float32)
-    cases = [Row(SamplingParams(temperature=1.0), flat)] * 40
-    assert len({token for token, _ in choose(cases)}) > 20
-
-
 def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     sampler = Sampler(VOCAB)
     first = SamplingParams(temperature=1.0, logit_bias={7: 50.0}, presence_penalty=9.0, logprobs=1)
@@ -250,17 +220,17 @@ def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     assert sampled.logprobs is None
 
 
-@pytest.mark.parametrize("num_before", [0, 3, 100])
 @pytest.mark.parametrize("size", [0, 1, 5, 80, 1000])
-def test_a_buffer_holds_the_last_tokens(size: int, num_before: int) -> None:
-    ids = list(range(num_before + 500))
-    tokens, all_of_them = TokenBuffer(ids[:num_before], last=size), TokenBuffer(ids[:num_before])
-    for count, token_id in enumerate(ids[num_before:], start=num_before + 1):
-        tokens.append(token_id)
-        all_of_them.append(token_id)
-        assert tokens.ids.tolist() == ids[max(count - size, 0) : count]
-    assert all_of_them.ids.tolist() == ids
-    assert len(tokens._room) <= 2 * max(size + 1, MIN_ROOM)
+def test_a_buffer_holds_the_last_tokens(size: int) -> None:
+    for num_before in (0, 3, 100):
+        ids = list(range(num_before + 500))
+        tokens, whole = TokenBuffer(ids[:num_before], last=size), TokenBuffer(ids[:num_before])
+        for count, token_id in enumerate(ids[num_before:], start=num_before + 1):
+            tokens.append(token_id)
+            whole.append(token_id)
+            assert tokens.ids.tolist() == ids[max(count - size, 0) : count]
+        assert whole.ids.tolist() == ids
+        assert len(tokens._room) <= 2 * max(size + 1, MIN_ROOM)
 
 
 MIXED = [
@@ -349,23 +319,19 @@ def pack(allowed: np.ndarray) -> mx.array:
     return mx.array(words)
 
 
-@given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([1, 31, 32, 33, 100]))
-def test_only_allowed_tokens_keep_their_logits(seed: int, vocab_size: int):
+DTYPES = [mx.float32, mx.bfloat16, mx.float16]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from([1, 31, 32, 33, 100]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_only_allowed_tokens_keep_their_logits(seed: int, vocab_size: int, dtype: mx.Dtype):
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(3, vocab_size)).astype(np.float32)
+    x = mx.array(rng.normal(size=(3, vocab_size))).astype(dtype)
     allowed = rng.random((3, vocab_size)) < 0.5
-    got = apply_bitmask(mx.array(x), pack(allowed))
-    np.testing.assert_array_equal(got, np.where(allowed, x, -np.inf))
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_keeps_the_type(dtype: mx.Dtype):
-    mask = mx.array([[0xFFFFFFFF, 0x80000000]], mx.uint32)
-    got = apply_bitmask(mx.zeros((1, 64), dtype), mask)
+    got = apply_bitmask(x, pack(allowed))
     assert got.dtype == dtype
-    assert (got == 0).tolist() == [[True] * 32 + [False] * 31 + [True]]
-
-
-def test_a_mask_of_another_size_is_a_mistake():
-    with pytest.raises(AssertionError):
-        apply_bitmask(mx.zeros((1, 64)), mx.zeros((1, 1), mx.uint32))
+    expected = np.where(allowed, np.array(x.astype(mx.float32)), -np.inf)
+    np.testing.assert_array_equal(np.array(got.astype(mx.float32)), expected)

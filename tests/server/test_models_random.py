@@ -143,42 +143,36 @@ def need(name: str, weights: int, kv_bytes: int | None = None, pinned: bool = Fa
     )
 
 
-def test_one_model_gets_what_its_weights_leave() -> None:
-    assert kv_budgets([need("a", 8 * GB)], 20 * GB) == {"a": 12 * GB}
+FOUR_TENTHS = 0.4  # of what all but the weights leave, where models take turns
+SHARES: list[tuple[list[ModelSlot], int, list[int]]] = [
+    ([need("a", 8 * GB)], 20 * GB, [12 * GB]),
+    (
+        [need("a", 4 * GB), need("b", 6 * GB), need("c", 2 * GB, kv_bytes=2 * GB)],
+        20 * GB,
+        [3 * GB, 3 * GB, 2 * GB],
+    ),
+    ([need("a", 10 * GB), need("b", 5 * GB), need("c", 12 * GB)], 22 * GB, [4 * GB] * 3),
+    ([need(f"m{i}", GB) for i in range(19)], 20 * GB, [int(FOUR_TENTHS * 19 * GB)] * 19),
+    (
+        [need("a", 10 * GB, pinned=True), need("b", 5 * GB), need("c", 6 * GB)],
+        20 * GB,
+        [int(FOUR_TENTHS * 2 * GB)] * 3,
+    ),
+]
+UNFIT = [
+    [need("x", 20 * GB)],
+    [need("x", 5 * GB, kv_bytes=6 * GB)],
+    [need("x", 5 * GB), need("y", 6 * GB, pinned=True)],
+    [need("x", 10 * GB - 10**6)],
+]
 
 
-def test_models_that_fit_together_share_the_rest() -> None:
-    needs = [need("a", 4 * GB), need("b", 6 * GB), need("c", 2 * GB, kv_bytes=2 * GB)]
-    assert kv_budgets(needs, 20 * GB) == {"a": 3 * GB, "b": 3 * GB, "c": 2 * GB}
-
-
-def test_models_that_take_turns_get_a_share_of_what_the_largest_leaves() -> None:
-    needs = [need("a", 10 * GB), need("b", 5 * GB), need("c", 12 * GB)]
-    assert set(kv_budgets(needs, 22 * GB).values()) == {4 * GB}
-
-
-def test_many_models_with_tiny_shares_take_turns() -> None:
-    needs = [need(f"m{i}", GB) for i in range(19)]
-    assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 19 * GB)}
-
-
-def test_pinned_models_count_beside_each() -> None:
-    needs = [need("a", 10 * GB, pinned=True), need("b", 5 * GB), need("c", 6 * GB)]
-    assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 2 * GB)}
-
-
-@pytest.mark.parametrize(
-    "needs",
-    [
-        [need("x", 20 * GB)],
-        [need("x", 5 * GB, kv_bytes=6 * GB)],
-        [need("x", 5 * GB), need("y", 6 * GB, pinned=True)],
-        [need("x", 10 * GB - 10**6)],
-    ],
-)
-def test_a_model_that_can_never_fit_is_named(needs: list[ModelSlot]) -> None:
-    with pytest.raises(InvalidRequestError, match="model x does not fit"):
-        kv_budgets(needs, 10 * GB)
+def test_shares_are_those_that_people_can_work_out() -> None:
+    for needs, limit, shares in SHARES:
+        assert [*kv_budgets(needs, limit).values()] == shares
+    for needs in UNFIT:
+        with pytest.raises(InvalidRequestError, match="model x does not fit"):
+            kv_budgets(needs, 10 * GB)
 
 
 sizes = st.integers(0, 100).map(lambda n: n * MIN_KV_BYTES)

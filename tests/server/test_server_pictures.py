@@ -111,17 +111,14 @@ def answer_of(path: str, reply: dict[str, Any]) -> tuple[str, int]:
     return reply["message"]["content"], reply["prompt_eval_count"]
 
 
-@pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_every_api_shows_the_model_its_pictures(
-    seeing: SeeingServer, path: str, body: dict[str, Any]
-) -> None:
-    reply = seeing.post(path, body)
-    assert reply.status_code == 200, reply.text
-    same = seeing.post(CHAT, chat_with(URL)).json()
-    assert answer_of(path, reply.json()) == answer_of(CHAT, same)
+def test_every_api_shows_the_model_its_pictures(seeing: SeeingServer) -> None:
     other = f"data:image/png;base64,{base64.b64encode(BLUE).decode()}"
-    blue = seeing.post(CHAT, chat_with(other)).json()
-    assert answer_of(CHAT, blue)[0] != answer_of(CHAT, same)[0]
+    red, blue = (answer_of(CHAT, seeing.post(CHAT, chat_with(url)).json()) for url in (URL, other))
+    assert red[0] != blue[0]
+    for path, body in REQUESTS:
+        reply = seeing.post(path, body)
+        assert reply.status_code == 200, reply.text
+        assert answer_of(path, reply.json()) == red, path
 
 
 def test_anthropics_streams_show_the_model_its_pictures(seeing: SeeingServer) -> None:
@@ -156,15 +153,6 @@ def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
     seeing.service.workers._pool.shutdown()  # waits for what runs
     seeing.service.workers = Workers(1)
     assert len(read) == 1
-
-
-def test_an_answer_to_text_alone_is_another_one(seeing: SeeingServer) -> None:
-    text = {"messages": [{"role": "user", "content": [WHAT]}], **GREEDY}
-    (said, few), (seen, many) = (
-        answer_of(CHAT, seeing.post(CHAT, body).json()) for body in (text, chat_with(URL))
-    )
-    assert said != seen
-    assert many - few == 20 + 2  # 5 x 4 squares of 8 pixels, and the marks around them
 
 
 def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
@@ -223,93 +211,64 @@ def test_capabilities_say_who_sees(seeing: SeeingServer, server: LiveServer) -> 
         assert ("vision" in shown) is sees
 
 
-@pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_text_model_is_named_in_the_refusal(
-    server: LiveServer, path: str, body: dict[str, Any]
-) -> None:
-    if path == "/api/chat":
-        body = {**body, "model": "demo"}
-    reply = server.post(path, body)
-    assert reply.status_code == 400
-    assert "The model 'demo' reads text only" in reply.text
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, chat_with("https://example.com/a.png"), "started with --fetch-images"),
+    (CHAT, chat_with("file:///etc/passwd"), "expected a URL that begins with data:"),
+    (CHAT, chat_with("/etc/passwd"), "expected a URL that begins with data:"),
+    (CHAT, chat_with("data:image/png;base64,###"), "is no base64"),
+    (CHAT, chat_with("data:image/png;base64,AAAA"), "no picture of a known format"),
+    (CHAT, chat_with(URL[:-40]), "broken or cut off"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}]},
+        "type 'image'",
+    ),
+    ("/v1/responses", responses_with("file:///etc/passwd"), "expected a URL"),
+    ("/v1/messages", messages_with({"type": "file", "file_id": "f"}), "no picture in base64"),
+    ("/v1/messages", messages_with({"type": "url", "url": "http://a/b"}), "--fetch-images"),
+    ("/v1/messages", messages_with({**BASE64, "data": "/etc/passwd"}), "no picture|base64"),
+    (
+        "/v1/messages",
+        {**messages_with(BASE64), "system": [{"type": "image", "source": BASE64}]},
+        "system[0] is of type 'image'; expected a text, or where",
+    ),
+    ("/api/chat", ollama_with("/etc/passwd"), "no picture|base64"),
+    ("/api/chat", ollama_with("http://127.0.0.1/"), "base64"),
+]
 
 
-def test_a_text_model_fetches_nothing(server: LiveServer) -> None:
-    reply = server.post(CHAT, chat_with("https://example.com/a.png"))
-    assert reply.status_code == 400
-    assert "reads text only" in reply.text
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        (CHAT, chat_with("https://example.com/a.png"), "started with --fetch-images"),
-        (CHAT, chat_with("file:///etc/passwd"), "expected a URL that begins with data:"),
-        (CHAT, chat_with("/etc/passwd"), "expected a URL that begins with data:"),
-        (CHAT, chat_with("data:image/png;base64,###"), "is no base64"),
-        (CHAT, chat_with("data:image/png;base64,AAAA"), "no picture of a known format"),
-        (CHAT, chat_with(URL[:-40]), "broken or cut off"),
-        ("/v1/responses", responses_with("file:///etc/passwd"), "expected a URL"),
-        ("/v1/messages", messages_with({"type": "file", "file_id": "f"}), "no picture in base64"),
-        ("/v1/messages", messages_with({"type": "url", "url": "http://a/b"}), "--fetch-images"),
-        ("/v1/messages", messages_with({**BASE64, "data": "/etc/passwd"}), "no picture|base64"),
-        ("/api/chat", ollama_with("/etc/passwd"), "no picture|base64"),
-        ("/api/chat", ollama_with("http://127.0.0.1/"), "base64"),
-    ],
-)
-def test_what_is_no_picture_is_a_400(
-    seeing: SeeingServer, path: str, body: dict[str, Any], said: str
-) -> None:
-    reply = seeing.post(path, body)
-    assert reply.status_code == 400
-    assert any(each in reply.text for each in said.split("|")), reply.text
-
-
-def test_parts_that_name_files_are_no_parts_here(seeing: SeeingServer) -> None:
-    part = {"type": "image", "image": "/etc/passwd"}
-    body = {"messages": [{"role": "user", "content": [part]}]}
-    reply = seeing.post(CHAT, body)
-    assert reply.status_code == 400
-    assert "type 'image'" in reply.text
-
-
-def test_a_picture_where_none_may_be_is_not_asked_for(seeing: SeeingServer) -> None:
-    system = [{"type": "image", "source": BASE64}]
-    reply = seeing.post("/v1/messages", {**messages_with(BASE64), "system": system})
-    assert reply.status_code == 400
-    assert "system[0] is of type 'image'; expected a text, or where" in reply.text
-
-
-def test_low_detail_costs_fewer_tokens(seeing: SeeingServer) -> None:
-    large = f"data:image/png;base64,{base64.b64encode(png('red', (900, 900))).decode()}"
-    low = {"messages": chat_with(large, detail="low")["messages"]}
-    assert seeing.post("/tokenize", low).json()["count"] < 256 + 40
+def test_what_is_no_picture_is_a_400(seeing: SeeingServer) -> None:
+    for path, body, said in WRONG:
+        reply = seeing.post(path, body)
+        assert reply.status_code == 400
+        assert any(each in reply.text for each in said.split("|")), (said, reply.text)
 
 
 # -- pictures behind URLs -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("127.0.0.1", "127.1.2.3", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
-        *("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1", "192.0.2.1"),
-        *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
-        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
-    ],
-)
-def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(0, 0, 0, "", ("93.184.215.14", 80)), (0, 0, 0, "", (address, 80))]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(PictureError, match="not public"):
-        pictures.public_address("name.example", 80, time.monotonic() + 9, "here")
+PRIVATE = [
+    *("127.0.0.1", "127.1.2.3", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
+    *("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1", "192.0.2.1"),
+    *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
+    *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+]
+PUBLIC = ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"]
 
 
-def test_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"):
-        found = [(0, 0, 0, "", (address, 80))]
-        monkeypatch.setattr("socket.getaddrinfo", lambda *_, found=found, **__: found)
-        assert pictures.public_address("name.example", 80, time.monotonic() + 9, "here") == address
+def test_only_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a name stands for have to be public."""
+
+    def taken(*addresses: str) -> str:
+        found = [(0, 0, 0, "", (address, 80)) for address in addresses]
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+        return pictures.public_address("name.example", 80, time.monotonic() + 9, "here")
+
+    for address in PUBLIC:
+        assert taken(address) == address
+    for address in PRIVATE:
+        with pytest.raises(PictureError, match="not public"):
+            taken(PUBLIC[0], address)
 
 
 class Site(BaseHTTPRequestHandler):

@@ -30,23 +30,11 @@ def test_a_prompt_that_is_not_known_is_not_counted() -> None:
     assert stopped.summary.startswith("3 answer tokens")
 
 
-def test_html_escapes_what_the_model_wrote() -> None:
-    html = answer(text="<script>alert(1)</script>", reasoning="a<b>&")._repr_html_()
-    assert "<script>" not in html
-    assert "&lt;script&gt;" in html
-    assert "a&lt;b&gt;&amp;" in html
-    assert "http" not in html
-
-
 def test_card_and_markdown_show_counts_rate_and_reason() -> None:
     for shown in (answer()._repr_html_(), answer()._repr_markdown_()):
         assert "9 prompt (4 cached) + 3 answer tokens" in shown
         assert "41.3 tok/s" in shown
         assert "length" in shown
-
-
-def test_reasoning_is_quoted_in_markdown() -> None:
-    assert answer(reasoning="one\ntwo")._repr_markdown_().startswith("> one\n> two\n\nParis.")
 
 
 def test_to_dict_is_json_with_stable_keys() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mlxinfer import LLM, PromptTooLongError, RequestFailedError, SamplingParams
 from mlxinfer.engine.loop import Loop
-from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
+from mlxinfer.errors import InvalidRequestError
 from mlxinfer.grammar import spec
 from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.session import Session
@@ -72,18 +72,6 @@ def test_what_is_far_too_long_is_not_encoded(
     assert len(session.encode(TextInput(prompt="word " * 9000), bounded=False).ids) > 9000
 
 
-@pytest.mark.parametrize("arguments", [[0] * 100_000, json.dumps({"a": [0] * 100_000})])
-def test_calls_with_far_too_many_values_are_not_rendered(
-    session: Session, monkeypatch: pytest.MonkeyPatch, arguments: object
-) -> None:
-    """Millions of values would be parsed, copied and rendered for half a minute."""
-    monkeypatch.setattr(session.tokenizer.template, "render", None)
-    call = {"function": {"name": "f", "arguments": arguments}}
-    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
-    with pytest.raises(PromptTooLongError):
-        session.start(ChatInput(messages=messages))
-
-
 def test_a_developer_is_the_system_where_the_template_knows_no_other(session: Session) -> None:
     ids = [
         session.encode(ChatInput(messages=[{"role": role, "content": "Be brief."}, *HELLO])).ids
@@ -127,11 +115,6 @@ def test_a_constraint_holds_each_answer(session: Session) -> None:
 def test_wrong_inputs_are_refused(session: Session, given: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         session.start(given())
-
-
-def test_a_gap_needs_tokens_for_it(session: Session) -> None:
-    with pytest.raises(UnsupportedFieldError, match="no tokens for filling in"):
-        session.start(TextInput(prompt="def f(", suffix="return"))
 
 
 def test_limits_are_values_and_handed_over_again_after_a_restart(

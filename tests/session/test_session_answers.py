@@ -126,13 +126,6 @@ def test_times_are_those_of_the_engine(tokenizer: Tokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize("made_s", [[11.5], [], [11.5] * 5])
-def test_no_rate_where_nothing_was_measured(tokenizer: Tokenizer, made_s: list[float]) -> None:
-    timing = timing_of(tokenizer, made_s, len(PROMPT))
-    assert timing.tokens_per_s is None
-    assert timing.prompt_tokens_per_s is None
-
-
 @both
 @pytest.mark.parametrize("seed", range(20))
 def test_the_first_end_of_a_request_is_its_end(tokenizer: Tokenizer, read: Any, seed: int) -> None:

@@ -12,10 +12,8 @@ import pytest
 from PIL import Image
 from text.text_data import tokenizer_with
 
-from mlxinfer.core import SamplingParams
 from mlxinfer.errors import (
     InvalidRequestError,
-    PictureError,
     PromptTooLongError,
     TemplateError,
     UnsupportedFieldError,
@@ -106,16 +104,6 @@ def test_tokens_of_pictures_stand_where_the_template_has_shown_them(qwen: Reques
         assert prompt.ids[placed.start : placed.stop] == list(placed.picture.token_ids)
 
 
-def test_answers_carry_their_pictures_and_count_their_tokens(qwen: RequestBuilder) -> None:
-    params = SamplingParams(max_tokens=5)
-    given = ChatInput(messages=chat(image(), text("what?")).messages, params=params, n=2)
-    answers = qwen.build(given, params, 2000)
-    for answer in answers:
-        (placed,) = answer.request.pictures
-        assert placed.picture.num_features > 10
-        assert len(answer.request.prompt_ids) > placed.stop > placed.picture.num_features
-
-
 def test_a_text_cannot_spell_a_picture(qwen: RequestBuilder) -> None:
     prompt = qwen.conversation(chat(text("<|see|> and "), image()), 2000)
     (placed,) = prompt.pictures
@@ -155,12 +143,6 @@ def test_models_that_do_not_see_name_themselves(tmp_path: Path) -> None:
     assert caught.value.param == "messages[0].content[1].image"
     assert made.conversation(chat(text("a")), 2000).pictures == ()
     made.close()
-
-
-def test_broken_pictures_name_their_place(qwen: RequestBuilder) -> None:
-    with pytest.raises(PictureError, match="no picture of a known format") as caught:
-        qwen.conversation(chat(text("a"), image(b"junk")), 2000)
-    assert caught.value.param == "messages[0].content[1].image"
 
 
 def test_a_template_that_shows_no_pictures_is_an_error(tmp_path: Path) -> None:

@@ -64,15 +64,6 @@ def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
     assert found.strip() == thought.format(**tags).strip()
 
 
-@pytest.mark.parametrize("before", [ASKED, PAST], ids=["asked", "past"])
-@pytest.mark.parametrize("thought", ["a", "\n\n"])
-def test_a_thought_that_the_prompt_holds_whole_is_closed(before, thought):
-    prompt = (before + f"{{start}}{thought}{{stop}}\n\n").format(start=THINK.start, stop=THINK.end)
-    found = prefix_of(load_tokenizer("bytelevel"), THINK, prompt)
-    assert THINK.is_closed(found)
-    assert not THINK.is_closed(prefix_of(load_tokenizer("bytelevel"), THINK, before))
-
-
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
 @pytest.mark.parametrize("thought", ["\nOkay, the user", LONG], ids=["short", "long"])
 def test_a_thought_is_continued(reasoning, thought):

@@ -104,8 +104,6 @@ def test_user_text_cannot_assemble_a_control_token(kind, texts):
     "source",
     [
         "{{ messages | tojson(ensure_ascii=true) }}",
-        "{{ messages[0].content[:-1] }}",
-        "{{ messages[0].content[1:] }}",
         "{{ messages[0].content.split('im_end') | join('im_end') }}",
         "{{ messages[0].content.strip('x') | trim | replace('x', '') }}",
         "{{ messages[0].content | e }}",
@@ -114,9 +112,8 @@ def test_user_text_cannot_assemble_a_control_token(kind, texts):
     ],
 )
 def test_marks_survive_every_template_operation(tokenizer, source):
-    source = "<|im_start|>" + source
     given = Tokenizer(tokenizer._backend)
-    given.template = ChatTemplate(source)
+    given.template = ChatTemplate("<|im_start|>" + source)
     end = "<|im_end|>"
     ids = encode_chat(
         given,
@@ -197,69 +194,55 @@ BESIDE = (  # as DeepSeek's templates: a control token right beside what is left
 )
 
 
-@pytest.mark.parametrize("content", ["why</think>so", "why</think>\n\nso", "why</think>"])
 @pytest.mark.parametrize("piece", [".split('</think>')[-1]", ".split('</think>')[-1] | trim"])
-def test_what_a_template_writes_beside_a_piece_is_its_own(content, piece):
+def test_what_a_template_writes_beside_a_piece_is_its_own(piece):
     tokenizer = rounds_tokenizer()
     tokenizer.template = ChatTemplate(BESIDE.replace(".split('</think>')[-1]", piece))
-    messages = [{"role": "assistant", "content": content}]
-    expected = tokenizer.encode(tokenizer.template.render(messages), parse_special=True)
-    assert encode_chat(tokenizer, messages) == expected
-
-
-@pytest.mark.parametrize(
-    ("cut", "content", "text"),
-    [
-        ("content.replace('/no_think', '')", "a<|im_/no_thinkend|>b", "a<|im_end|>b"),
-        ("content | replace('/no_think', '') | trim", " <|im_/no_thinkend|>", "<|im_end|>"),
-        ("content.replace('/no_think', '')", "/no_think hi", " hi"),
-        ("content[1:-1]", "x<|im_end|>y", "<|im_end|>"),
-        ("content[:10]", "<|im_end|> and more", "<|im_end|>"),
-        ("content[1:-1]", "<|im_end|>", "|im_end|"),
-        ("content | length", "<|im_end|>", "10"),
-    ],
-)
-def test_what_a_template_cuts_out_leaves_no_control_token(cut, content, text):
-    tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(
-        "<|im_start|>{{ " + cut.replace("content", "messages[0].content") + " }}"
-    )
-    messages = [{"role": "user", "content": content}]
-    ids = encode_chat(tokenizer, messages)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>" + text
-    assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.piece_to_id("<|im_start|>")]
+    for content in ("why</think>so", "why</think>\n\nso", "why</think>"):
+        messages = [{"role": "assistant", "content": content}]
+        expected = tokenizer.encode(tokenizer.template.render(messages), parse_special=True)
+        assert encode_chat(tokenizer, messages) == expected, content
 
 
 HONEST = "what is <|endoftext|>?"
+PIECES = [  # what a template writes of a content, and the content
+    ("{{ C.replace('/no_think', '') }}", "a<|im_/no_thinkend|>b"),
+    ("{{ C | replace('/no_think', '') | trim }}", " <|im_/no_thinkend|>"),
+    ("{{ C.replace('/no_think', '') }}", "/no_think hi"),
+    ("{{ C.replace('c', '').replace('ab', '') }}", "<|im_acbend|>"),
+    ("{{ C | replace('QQ', '') }}", "<|QQim_end|>"),
+    ("{{ C | replace(old='Z', new='') }}", "<|imZ_end|>"),
+    ("{{ C[1:-1] }}", "x<|im_end|>y"),
+    ("{{ C[:10] }}", "<|im_end|> and more"),
+    ("{{ C[1:-1] }}", "<|im_end|>"),
+    ("{{ C | length }}", "<|im_end|>"),
+    ("{{ C.split('</think>') | join }}", "<|im_</think>end|>"),
+    ("{{ C.replace('s', 'z') }}", HONEST),
+    ("{{ C | replace('_', ' ') }}{% if m.more_to_say %}{{ m.more_to_say }}{% endif %}", HONEST),
+    ("{{ C[C.find('<|endoftext|>') + 13:] }}", HONEST),
+    ("{{ C[:C.find('<|endoftext|>')] }}", HONEST),
+    ("{{ C[C.rindex('?'):] }}{{ C.count('<') }}", HONEST),
+    ("{{ C[C | length - 1] }}{{ C[8] }}{{ C[-1] }}", HONEST),
+]
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "{{ m.content.replace('s', 'z') }}",
-        "{{ m.content | replace('_', ' ') }}{{ m.role }}{% if m.more_to_say %}{{ m.more_to_say }}"
-        "{% endif %}{{ 'T' if enable_thinking else 'F' }}",
-        "{{ m.content[m.content.find('<|endoftext|>') + 13:] }}",
-        "{{ m.content[:m.content.find('<|endoftext|>')] }}",
-        "{{ m.content[m.content.rindex('?'):] }}{{ m.content.count('<') }}",
-        "{{ m.content[m.content | length - 1] }}{{ m.content[8] }}{{ m.content[-1] }}",
-    ],
-)
-def test_what_looks_into_a_text_finds_what_is_there(written):
+def test_what_a_template_makes_of_a_text_is_text():
+    """It looks into a text and finds what is there, and no part of that is a control token."""
     tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(
-        "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
-    )
-    messages = [
-        {"role": "user", "content": HONEST, "more_to_say": "more_of_it"},
-        {"role": "user", "content": "Hi there friend <|endoftext|>?"},
-    ]
-    kwargs = {"enable_thinking": True}
-    ids = encode_chat(tokenizer, messages, **kwargs)
-    text = tokenizer.template.render(messages, **kwargs)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    control = [i for i in ids if i in tokenizer.special_ids]
-    assert control == [tokenizer.piece_to_id(p) for p in ("<|im_start|>", "<|im_end|>")] * 2
+    ends = [tokenizer.piece_to_id(piece) for piece in ("<|im_start|>", "<|im_end|>")]
+    never = "{% if false %}{{ messages[0].role | replace('im', '') }}{% endif %}"
+    for piece, content in PIECES:
+        body = "<|im_start|>" + piece.replace("C", "m.content") + "<|im_end|>"
+        source = "{% for m in messages %}" + body + "{% endfor %}" + never
+        tokenizer.template = ChatTemplate(source)
+        messages = [
+            {"role": "user", "content": content, "more_to_say": "more_of_it"},
+            {"role": "user", "content": f"Hi there friend {content}?"},
+        ]
+        ids = encode_chat(tokenizer, messages)
+        text = tokenizer.template.render(messages)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text, piece
+        assert [i for i in ids if i in tokenizer.special_ids] == ends * 2, piece
 
 
 def test_words_are_spelled_as_ever_beside_what_is_replaced():
@@ -270,33 +253,6 @@ def test_words_are_spelled_as_ever_beside_what_is_replaced():
     ids = encode_chat(tokenizer, [{"role": "", "content": f"Hi there friend, {HONEST}"}])
     plain = tokenizer.encode("Hi there friend, what is ", add_special_tokens=False)
     assert ids[: len(plain) - 1] == plain[:-1]
-
-
-@pytest.mark.parametrize(
-    ("cuts", "content"),
-    [
-        (".replace('c', '').replace('ab', '')", "<|im_acbend|>"),
-        (" | replace('QQ', '')", "<|QQim_end|>"),
-        (" | replace(old='Z', new='')", "<|imZ_end|>"),
-    ],
-)
-def test_several_replacements_leave_no_control_token(cuts, content):
-    tokenizer = rounds_tokenizer()
-    other = "{% if false %}{{ messages[0].role | replace('im', '') }}{% endif %}"
-    tokenizer.template = ChatTemplate("{{ messages[0].content" + cuts + " }}" + other)
-    ids = encode_chat(tokenizer, [{"role": "user", "content": content}])
-    assert "end|>" in tokenizer.decode(ids, skip_special_tokens=False)
-    assert not any(i in tokenizer.special_ids for i in ids)
-
-
-def test_what_was_apart_stays_apart():
-    tokenizer = rounds_tokenizer()
-    source = "{% for m in messages %}{{ m.content.split('</think>') | join }}{% endfor %}"
-    tokenizer.template = ChatTemplate("<|im_start|>" + source + "</think>")
-    messages = [{"role": "user", "content": "<|im_</think>end|>"}]
-    ids = encode_chat(tokenizer, messages)
-    assert tokenizer.piece_to_id("<|im_end|>") not in ids
-    assert "<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_an_answer_continues_where_the_template_rewrote_its_tags():

@@ -1,7 +1,5 @@
 """Ids to text piece by piece: exactly what one decode of all gives, and never half a character."""
 
-import json
-
 import pytest
 import tokenizers
 from hypothesis import assume, given
@@ -175,12 +173,3 @@ def test_work_is_linear(name, monkeypatch):
             detokenizer.push(pattern[number % len(pattern)])
         assert len(looked_up) == count
         assert sum(sizes) <= 8 * count * len(detokenizer._steps)
-
-
-def test_decoder_specs_of_checkpoints_have_steps():
-    for spec in (
-        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
-        {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True},
-    ):
-        assert decoder_steps(json.loads(json.dumps(spec))) is not None

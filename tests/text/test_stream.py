@@ -94,21 +94,6 @@ def test_a_stop_string_across_tokens(tokenizer):
     assert not stream.finish()
 
 
-def test_a_stop_string_within_a_token():
-    tokenizer = load_tokenizer("bytelevel")
-    ids = tokenizer.encode(" the\n\nrest", add_special_tokens=False)
-    assert run(TextStream(tokenizer, stop=["\n"]), ids)[0] == " the"
-
-
-def test_no_stop_before_min_tokens(tokenizer):
-    ids = tokenizer.encode("x x x x x", add_special_tokens=False)
-    early = TextStream(tokenizer, stop=["x"])
-    late = TextStream(tokenizer, stop=["x"], min_tokens=6)
-    assert run(early, ids)[0] == ""
-    assert run(late, ids)[0].count("x") >= 2
-    assert late.num_tokens >= 6
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     tokenizer = load_tokenizer(kind)
@@ -118,10 +103,6 @@ def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     assert run(at, ids)[0] == "a b "
     assert at.num_tokens == count
     assert run(after, ids)[0] == "a b c d e"
-
-
-def test_a_held_back_stop_prefix_is_shown_at_the_end(tokenizer):
-    assert answer(tokenizer, "wait ST", stop=["STOP"]) == ("wait ST", "")
 
 
 @pytest.mark.parametrize(
@@ -206,15 +187,15 @@ def test_harmony_channels(harmony, text, expected):
 
 
 @pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])
-@pytest.mark.parametrize("text", [" ", "\n", "<", "to=", "</think", "a", "<think>", "<|channel|>"])
-def test_an_endless_repetition_is_linear(format, text):
+def test_an_endless_repetition_is_linear(format):
     """Whatever a model repeats, the splitter does not scan all that came before once more."""
-    splitter = format.splitter()
     began = time.process_time()
-    for _ in range(50_000):
-        splitter.push(text)
-    splitter.finish()
-    assert time.process_time() - began < 3
+    for text in (" ", "\n", "<", "to=", "</think", "a", "<think>", "<|channel|>"):
+        splitter = format.splitter()
+        for _ in range(20_000):
+            splitter.push(text)
+        splitter.finish()
+    assert time.process_time() - began < 10
 
 
 def test_harmony_continues_the_header_in_the_prompt(harmony):

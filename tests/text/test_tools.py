@@ -204,22 +204,6 @@ def test_arguments_come_while_they_are_written():
     assert parser.push("!")[0].arguments == "\\n!"
 
 
-def test_a_value_of_several_lines_keeps_them():
-    text = (
-        "<function=get_weather><parameter=city>\n\na\n</b>\n\n</parameter>"
-        "<parameter=detail>\n{'x': True}\n</parameter></function>"
-    )
-    assert calls_of(parse("qwen_xml", [text])) == [
-        ("get_weather", {"city": "\na\n</b>\n", "detail": {"x": True}})
-    ]
-
-
-def test_harmony_without_its_end_token():
-    """<|call|> ends the answer: the text stream never sees it."""
-    text = "<|start|> to=functions.now<|channel|>commentary<|message|>{}"
-    assert calls_of(parse("harmony", [text])) == [("now", {})]
-
-
 def test_ids_fit_their_conversations():
     found = {FORMATS["hermes"].new_id() for _ in range(50)}
     assert len(found) == 50
@@ -246,15 +230,15 @@ def test_an_endless_repetition_is_linear(name):
     assert time.process_time() - began < 1.5
 
 
-@pytest.mark.parametrize("open_", ["[", '{"a": ', "(", "{'a': ", "{a:"])
 @pytest.mark.parametrize("name", ["hermes", "lfm2", "gemma4"])
-def test_endless_nesting_is_text(name, open_):
+def test_endless_nesting_is_text(name):
     heads = {
         "hermes": '<tool_call>{"name": "now", "arguments": {"a": ',
         "lfm2": "<|tool_call_start|>[now(a=",
         "gemma4": "<|tool_call>call:now{a:",
     }
-    text = heads[name] + open_ * 2_500
-    parts = parse(name, [text])
-    assert calls_of(parts) == []
-    assert text_of(parts) == text
+    for opening in ("[", '{"a": ', "(", "{'a': ", "{a:"):
+        text = heads[name] + opening * 2_500
+        parts = parse(name, [text])
+        assert calls_of(parts) == [], opening
+        assert text_of(parts) == text

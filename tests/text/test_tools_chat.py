@@ -31,15 +31,6 @@ def test_no_format():
         tool_format("unheard-of")
 
 
-def test_a_named_format_needs_a_template_that_reads_tools():
-    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
-    with pytest.raises(TemplateError, match="does not know tools"):
-        ToolUse.plan(tokenizer, tool_format("hermes"), TOOLS)
-    assert ToolUse.plan(tokenizer, GENERIC, TOOLS).format is GENERIC
-    assert ToolUse.plan(tokenizer, GENERIC, None) is None
-    assert ToolUse.plan(tokenizer, GENERIC, []) is None
-
-
 def test_tools_need_a_chat_template():
     tokenizer = load_tokenizer("bytelevel")
     assert detect_tools(tokenizer) is GENERIC
@@ -80,21 +71,6 @@ def test_which_answers_a_grammar_rules():
     )
 
 
-@pytest.mark.parametrize(
-    ("choice", "tools"),
-    [
-        ("always", TOOLS),
-        ({"type": "function"}, TOOLS),
-        ({"type": "function", "function": {"name": "other"}}, TOOLS),
-        ("required", []),
-        ({"type": "function", "function": {"name": "now"}}, None),
-    ],
-)
-def test_choices_that_are_wrong(choice, tools):
-    with pytest.raises(InvalidRequestError):
-        plan(choice, tools)
-
-
 def test_tools_without_their_frame_are_shown_in_it():
     shown = plan(tools=[{"name": "f", "parameters": {}}]).shown
     assert shown == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -117,20 +93,19 @@ def rendered(template, messages):
 CALL = "{% for m in messages %}{% for c in m.tool_calls %}[%s]{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
-def test_arguments_are_objects_for_templates(arguments):
-    template = CALL.replace("%s", "{{ c.function.arguments | tojson }}")
-    assert rendered(template, conversation(arguments)) == '[{"a": "é"}]'
-    items = CALL.replace(
-        "%s", "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
-    )
-    assert rendered(items, conversation(arguments)) == "[a=é]"
+ITEMS = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+APPENDED = "{{ m['content'] + c.function.name + c.function.arguments }}"
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
-def test_arguments_are_text_for_templates_that_append_them(arguments):
-    template = CALL.replace("%s", "{{ m['content'] + c.function.name + c.function.arguments }}")
-    assert rendered(template, conversation(arguments)) == '[f{"a": "é"}]'
+def test_arguments_are_what_a_template_makes_of_them(arguments):
+    """Objects; or text, where it appends them to others."""
+    for written, text in (
+        ("{{ c.function.arguments | tojson }}", '[{"a": "é"}]'),
+        (ITEMS, "[a=é]"),
+        (APPENDED, '[f{"a": "é"}]'),
+    ):
+        assert rendered(CALL.replace("%s", written), conversation(arguments)) == text
 
 
 def test_the_first_template_error_is_raised_if_both_forms_fail():

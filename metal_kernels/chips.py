@@ -68,6 +68,13 @@ def cores_of(chip: str, architecture: str) -> int:
     return known.cores[1] if known else FAMILY_CORES.get(architecture[-1:], FAMILY_CORES["g"])
 
 
+def this_chip() -> Chip | None:
+    """The chip of this machine; None where there is no Metal, or the chip is not in the table."""
+    if not mx.metal.is_available():
+        return None
+    return CHIPS.get(str(mx.device_info().get("device_name", "")).removeprefix("Apple "))
+
+
 @cache
 def gpu_cores() -> int:
     """Of this machine; where there is no Metal, of a small Mac."""

@@ -1,15 +1,12 @@
 """Commands for what is on this disk: `list`, `suggest`, `pull`, `rm` and `cache`. No mlx."""
 
 import contextlib
-import json
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,6 +15,7 @@ from ..config import default_disk_folder
 from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import MODELS_SHARE, human_bytes, parse_bytes
 from ..progress import progress_bar
+from ..suggestions import TASKS, Suggestion, by_balance, fitting
 from ._options import Size, complete_models, json_option, yes_option
 from ._output import confirm, counted, emit_json, human_count, note, table, when
 
@@ -177,58 +175,7 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
 # -- models that fit, from a small table of the library -------------------------------------------
 
-SUGGESTIONS = Path(__file__).parent.parent / "assets" / "suggestions.json"
-BITS = 4.5  # a parameter of a 4-bit model, scales included
-KV_BYTES = 2  # of a number in the KV cache
 WIDE = 130  # columns of a terminal that has room for the whole table
-TASKS = ("chat", "code", "reasoning", "tools")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
-    """A model of the table.
-
-    Attributes:
-        parameters: all of them.
-        active: those that a token is computed with.
-        layers: those whose KV cache grows with the context.
-        kv_numbers: keys and values of one token in one layer.
-        context: tokens, of the model.
-    """
-
-    name: str
-    source: str
-    parameters: float
-    active: float
-    layers: int
-    kv_numbers: int
-    context: int
-    tasks: list[str]
-    weights_bytes: float | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Of the weights."""
-        return int(self.parameters * BITS / 8 if self.weights_bytes is None else self.weights_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        """Of a token's KV cache."""
-        return self.layers * self.kv_numbers * KV_BYTES
-
-    def bytes_at(self, context: int) -> int:
-        """Of the weights and the KV cache of one conversation."""
-        return self.bytes + self.token_bytes * min(context, self.context)
-
-    def longest_context(self, limit_bytes: int) -> int:
-        """The tokens of one conversation for which there is room, up to the model's own."""
-        return max(0, min((limit_bytes - self.bytes) // self.token_bytes, self.context))
-
-
-def suggestions() -> list[Suggestion]:
-    """The models of the table."""
-    found = json.loads(SUGGESTIONS.read_text(encoding="utf-8"))
-    return [Suggestion(**each) for each in found["models"]]
 
 
 @click.command()
@@ -250,27 +197,30 @@ def suggestions() -> list[Suggestion]:
 def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -> None:
     """List models that fit this machine.
 
-    The largest come first. Sizes come from a table; nothing is downloaded.
+    The largest come first. The best balance leaves room for 16,384 tokens and for other programs.
+    Sizes come from a table; nothing is downloaded.
     """
     from ..fit import models_limit_bytes
 
     limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
-    asked = [each for each in suggestions() if task is None or task in each.tasks]
-    fitting = sorted((s for s in asked if s.bytes_at(context) <= limit), key=lambda s: -s.bytes)
+    found = fitting(limit, context, task)
+    pick = next(iter(by_balance(found, limit)), None)
     if as_json:
-        emit_json({"limit_bytes": limit, "models": [_suggested(s, limit) for s in fitting]})
+        models = [{**each.as_dict(limit), "pick": each is pick} for each in found]
+        emit_json({"limit_bytes": limit, "models": models})
         return
     click.echo(f"{human_bytes(limit)} for models, weights and KV cache together\n", err=True)
-    if not fitting:
+    if pick is None:
         raise click.ClickException(
             f"No model of the table fits with {context:,} tokens of context."
         )
     header = ("MODEL", "WEIGHTS", "CONTEXT THAT FITS", "PARAMETERS", "FOR")
     shown = len(header) if shutil.get_terminal_size().columns >= WIDE else 3
-    rows = [_row(each, limit)[:shown] for each in fitting]
+    rows = [_row(each, limit)[:shown] for each in found]
     click.echo(table(rows, header=header[:shown]))
-    click.echo(f"\nmlxinfer pull {fitting[0].name}")
-    click.echo(f"mlxinfer chat -m {fitting[0].name}")
+    click.echo(f"\nBest balance of quality and room: {pick.name}")
+    click.echo(f"mlxinfer pull {pick.name}")
+    click.echo(f"mlxinfer chat -m {pick.name}")
 
 
 def _row(found: Suggestion, limit: int) -> tuple[str, ...]:
@@ -279,20 +229,6 @@ def _row(found: Suggestion, limit: int) -> tuple[str, ...]:
         size += f" ({human_count(found.active).replace(' ', '')} active)"
     longest = f"{found.longest_context(limit):,} of {found.context:,}"
     return found.name, human_bytes(found.bytes), longest, size, ", ".join(found.tasks)
-
-
-def _suggested(found: Suggestion, limit: int) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "parameters": int(found.parameters),
-        "active_parameters": int(found.active),
-        "weights_bytes": found.bytes,
-        "longest_context": found.longest_context(limit),
-        "max_context": found.context,
-        "tasks": found.tasks,
-        "source": found.source,
-        "get": f"mlxinfer pull {found.name}",
-    }
 
 
 # -- the disk cache of KV pages -------------------------------------------------------------------

@@ -425,17 +425,21 @@ def page_routes(
     history: bool,
 ) -> "PageRoutes":
     """Return the routes of the page; engine options of its models are those of the command line."""
+    from ..metal_kernels.chips import this_chip
     from ..server.page.library import Library
     from ..server.page.routes import PageRoutes, Setting
     from ._inspect import fit_of_repository
 
     place = default_place() if history else None
     stored = None if place is None else History(place, keeps_on=True)
+    chip = this_chip()
     library = Library(
         command=(sys.executable, "-m", "mlxinfer.cli"),
         converted=data_folder() / "models",
         added=data_folder() / "served.json",
         entry_of=entry,
+        limit_bytes=limit_bytes,
+        bandwidth=chip and chip.bandwidth,
         fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
     )
     settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..core import SamplingParams
 from ..errors import (
     DeviceLostError,
     EngineClosedError,
@@ -120,6 +121,7 @@ class ModelSlot:
     retry_s: float = 0.0
     max_context: int | None = None  # known once it was loaded
     capabilities: dict[str, bool] | None = None  # the same
+    defaults: SamplingParams | None = None  # the same
     num_loads: int = 0
     num_failures: int = 0  # loads that failed
     unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
@@ -580,6 +582,7 @@ class ModelRegistry:
         """Record that the model of a slot is loaded."""
         slot.weights_bytes = served.session.info.weights_bytes
         slot.max_context, slot.capabilities = served.session.limits.max_context, served.capabilities
+        slot.defaults = served.defaults
         slot.served = served
         slot.state = State.LOADED
         slot.used_s = self._clock()

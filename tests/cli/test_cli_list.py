@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.cli.disk import TASKS, suggestions
+from mlxinfer.suggestions import TASKS, suggestions
 
 
 def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> None:

@@ -13,7 +13,6 @@ from models.names import Shape, expanded
 from models.published import PUBLISHED
 
 from mlxinfer.cli._inspect import share_of_token
-from mlxinfer.cli.disk import KV_BYTES, suggestions
 from mlxinfer.core import StateSpec
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
@@ -22,6 +21,7 @@ from mlxinfer.models.weights.placing import NOWHERE
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.weights import Weights
 from mlxinfer.roofline import Work, estimate, machine
+from mlxinfer.suggestions import KV_BYTES, suggestions
 
 TENSORS = json.loads(
     (Path(__file__).parents[1] / "data" / "published" / "tensors.json").read_text()

@@ -104,10 +104,7 @@ class PageDriver:
         return tab.locator("article.assistant").last
 
     def wait_for_answer(self, text: str, *, tab: Any = None) -> None:
-        """Wait until an answer's own text has this: what is drawn beside it may have it as well.
-
-        `:has-text` ignores case, so that "alone in the batch" would be taken for "One".
-        """
+        """Wait until an answer's own text has this: what is drawn beside it may have it as well."""
         own = f"article.assistant .markdown:has-text('{text}')"
         (tab or self.page).wait_for_selector(own)
 
@@ -126,6 +123,11 @@ class PageDriver:
         """Click the last button of that label, or the one at `at`."""
         found = self.page.get_by_role("button", name=label, exact=True)
         (found.last if at == -1 else found.nth(at)).click()
+
+    def facts(self, answer: Any) -> str:
+        """Open what is behind the last button of an answer, and read it."""
+        answer.get_by_role("button", name="About this answer").click()
+        return str(answer.locator(".about").inner_text())
 
     def clipboard(self) -> str:
         return str(self.page.evaluate("navigator.clipboard.readText()"))

@@ -55,6 +55,8 @@ def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
         converted=folder / "models",
         added=folder / "served.json",
         entry_of=entry_of,
+        limit_bytes=16_000_000_000,
+        bandwidth=(150, 200),
         fit_of=lambda name: fit_of_repository(name, LIMIT_BYTES).as_dict(),
     )
     stored = History(folder / "history.db") if history else None

@@ -47,7 +47,7 @@ def set_up(page: PageDriver, **fields: str) -> None:
             field.select_option(value)
         else:
             field.fill(value)
-    form.get_by_role("button", name="Save").click()
+    page.click("Close the settings")
 
 
 def test_an_answer_is_drawn_as_markdown_with_code_and_formulas(page: PageDriver) -> None:
@@ -92,7 +92,6 @@ def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
     page.ask("Go")
     page.wait_for_answer("The first half")
     assert "second half." not in page.page.locator("article.assistant").inner_text()
-    page.page.wait_for_selector(".live:has-text('alone in the batch')")
     page.server.script.go_on.set()
     page.wait_idle()
     assert "and the second half." in page.page.locator("article.assistant").inner_text()
@@ -120,7 +119,7 @@ def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
     wait_until(lambda: not page.server.service.calls)
     answer = page.page.locator("article.assistant")
     assert answer.inner_text().startswith("One")
-    assert "stopped" in answer.locator(".facts").inner_text()
+    assert answer.locator(".figure").inner_text() == "stopped"
 
 
 def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> None:
@@ -148,13 +147,14 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
 def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver) -> None:
     page.server.script.says("what it said")
     page.answered("question")
+    page.click("About this answer")
     page.click("Edit this answer")
     page.page.fill("textarea[aria-label='Edit the answer']", "what it should have said")
     before = len(page.server.script.requests)
     page.click("Keep it")
     page.wait_for_answer("should have said")
     assert page.texts(".versions span") == ["2/2"]
-    assert "edited by you" in page.page.locator(".facts").inner_text()
+    assert page.page.locator(".figure").inner_text() == "edited by you"
     assert len(page.server.script.requests) == before
     page.answered("next")
     assert "what it should have said" in page.server.prompt
@@ -202,8 +202,44 @@ def test_a_schema_that_is_no_json_is_refused_by_the_form(page: PageDriver) -> No
     form = page.page.get_by_role("form", name="Settings of this conversation")
     form.get_by_label("Answers are").select_option("schema")
     form.get_by_label("Schema", exact=True).fill("{oops")
-    form.get_by_role("button", name="Save").click()
-    assert "The schema is not valid JSON" in form.get_by_role("alert").inner_text()
+    assert "This is not valid JSON" in form.get_by_role("alert").inner_text()
+    page.answered("Go")  # as before: what is wrong does not apply
+    assert page.server.script.requests[-1].grammar is None
+
+
+def test_settings_apply_as_they_are_typed_and_wrong_ones_say_why(page: PageDriver) -> None:
+    page.answered("Once")  # now the model's own defaults are known
+    page.click("Settings of this conversation")
+    temperature = page.page.get_by_label("Temperature")
+    assert temperature.get_attribute("placeholder") == "0.3"
+    temperature.fill("0.7")
+    page.answered("Twice")
+    assert page.server.script.requests[-1].params.temperature == 0.7
+    temperature.fill("9999")
+    assert page.texts(".settings .wrong") == ["Type a number from 0 to 100."]
+    page.page.get_by_label("Most tokens").fill("1.5")
+    assert page.texts(".settings .wrong")[-1] == "Type a whole number."
+    page.answered("And again")
+    assert page.server.script.requests[-1].params.temperature == 0.7
+    page.page.keyboard.press("Escape")
+    page.page.locator(".settings").wait_for(state="detached")
+
+
+def test_an_empty_chat_offers_questions(page: PageDriver) -> None:
+    page.page.locator(".prompts button").first.click()
+    page.wait_idle()
+    assert page.texts(".bubble") == ["What is a KV cache?"]
+
+
+def test_a_server_that_is_gone_is_one_banner_until_it_is_back(page: PageDriver) -> None:
+    page.page.route("**/*", lambda route: route.abort())
+    page.ask("Are you there?")
+    page.page.locator(".offline").wait_for()
+    assert page.page.locator(".notice").count() == 0
+    page.page.unroute("**/*")
+    page.page.locator(".offline").wait_for(state="detached")
+    page.errors.clear()
+    page.page.locator(".entries li", has_text="Are you there?").wait_for()  # stored after all
 
 
 def test_what_is_chosen_as_soon_as_the_settings_open_stays(page: PageDriver) -> None:
@@ -274,7 +310,7 @@ def test_pdf_route_refuses_what_is_no_base64(server: PageServer) -> None:
 def test_cached_prompt_tokens_show_at_their_answer(page: PageDriver) -> None:
     page.server.script.cached_tokens = 5
     answer = page.answered("Again and again and again")
-    facts = answer.locator(".facts").inner_text()
+    facts = page.facts(answer)
     assert "5 of " in facts
     assert "prompt tokens from the cache" in facts
 
@@ -307,7 +343,7 @@ def test_the_keyboard_is_enough(page: PageDriver) -> None:
     keyboard.press("Shift+Enter")
     keyboard.type("there")
     keyboard.press("Enter")
-    at.wait_for_selector("article.assistant .facts")
+    at.wait_for_selector("article.assistant .tools")
     assert page.texts(".bubble") == ["Hello\nthere"]
     keyboard.press("ArrowUp")
     page.wait_for("document.activeElement.ariaLabel === 'Edit the question'")
@@ -367,6 +403,7 @@ def test_form_settings_become_grammars(page: PageDriver, form: str) -> None:
     settings.get_by_label("Answers are").select_option(form)
     for label, value in fields.items():
         settings.locator(f"label:has-text('{label}') textarea").fill(value)
-    settings.get_by_role("button", name="Save").click()
+    page.page.keyboard.press("Escape")
+    settings.wait_for(state="detached")
     page.answered("Hi")
     assert page.server.script.requests[-1].grammar is not None

@@ -34,13 +34,14 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     page.wait_for_answer("Working")
     page.page.keyboard.press("Alt+3")
     row = page.page.locator("[aria-label='Running requests'] tbody tr")
-    row.locator("text=answers").wait_for()
+    row.locator("text=answering").wait_for()
     assert "demo" in row.inner_text()
     assert "A question" not in page.page.locator("main").inner_text()
     card = page.page.locator("article.card[aria-label='demo']")
+    card.locator("summary").click()
     text = card.inner_text()
-    assert "300 kB used, 500 kB kept as prefixes, of 1.0 MB" in text
-    assert "Prefixes on disk\n12.0 MB" in text
+    assert "300 kB in use, 500 kB kept for later prompts, of 1.0 MB" in text
+    assert "Kept on disk\n12.0 MB" in text
     assert "1 running, 0 waiting" in text
     assert "No proposals by draft\nValueError: odd (2 requests)" in text
     page.page.locator("summary", has_text="2 of 3 differ from the defaults").click()
@@ -48,7 +49,7 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     assert "30m\tconfig file" in settings
     assert "1 set\tenvironment" in settings
     server.script.go_on.set()
-    page.page.wait_for_selector("text=Nothing runs.")
+    page.page.wait_for_selector(".busy:has-text('Idle')")
 
 
 def test_errors_of_the_log_are_shown_without_prompts(page: PageDriver) -> None:
@@ -69,7 +70,7 @@ def test_models_are_loaded_pinned_and_unloaded(profile: Any, tmp_path: Path) -> 
         assert "KV cache 8/4 bit" in small.inner_text()
         assert "15 min 0 s" in small.inner_text()
         small.get_by_role("button", name="Pin", exact=True).click()
-        small.get_by_text("never: pinned").wait_for()
+        small.locator(".badge", has_text="pinned").wait_for()
         assert small.get_by_role("button", name="Unload").is_disabled()
         assert server.post("/admin/models/unload", {"model": "small"}).status_code == 400
         small.get_by_role("button", name="Unpin").click()

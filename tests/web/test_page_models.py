@@ -41,7 +41,7 @@ def models(standin: StandIn, page: PageDriver) -> PageDriver:
 
 def search(page: PageDriver, words: str, *, everything: bool = False) -> None:
     page.page.get_by_label("Search the hub").fill(words)
-    page.page.get_by_label("also those that are not for MLX").set_checked(everything)
+    page.page.get_by_label("include models in other formats").set_checked(everything)
     page.click("Search")
 
 
@@ -65,6 +65,18 @@ def test_search_says_what_fits_before_a_download(models: PageDriver) -> None:
     assert "nonsense" in card(models, "org/odd-chat").inner_text()
     search(models, "no such thing")
     models.page.wait_for_selector("text=The hub has no such model")
+
+
+def test_models_that_fit_come_first(models: PageDriver) -> None:
+    cards = models.page.locator("ul[aria-label='Models that fit'] .card")
+    cards.first.wait_for()
+    assert models.texts(".column h2")[0] == "Fits this machine"
+    first = cards.first.inner_text()
+    assert "best balance" in first
+    assert "at most 30 to 40 tokens/s (estimate)" in first
+    cards.first.get_by_role("button", name="Download").click()
+    models.page.locator(".notice, .card:has-text('Downloading'), .error").first.wait_for()
+    models.errors.clear()
 
 
 def test_a_hub_that_cannot_be_reached_is_said(models: PageDriver, standin: StandIn) -> None:
@@ -94,8 +106,7 @@ def test_a_download_is_paused_resumed_and_chatted_with(
     models.page.wait_for_selector('textarea[placeholder="Ask org/small-chat"]')
     answer = models.answered("What is a KV cache?")
     assert answer.inner_text().startswith("A KV cache keeps the keys and values")
-    facts = answer.locator(".facts").inner_text()
-    assert "org/small-chat" in facts
+    assert "org/small-chat" in models.facts(answer)
 
 
 def test_a_cancelled_download_leaves_nothing(

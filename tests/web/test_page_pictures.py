@@ -75,8 +75,8 @@ def short(page: PageDriver) -> None:
     """A random model never ends by itself."""
     page.click("Settings of this conversation")
     form = page.page.get_by_role("form", name="Settings of this conversation")
-    form.get_by_label("Longest answer, tokens").fill("4")
-    form.get_by_role("button", name="Save").click()
+    form.get_by_label("Most tokens").fill("4")
+    page.click("Close the settings")
 
 
 def seen(page: PageDriver) -> int:

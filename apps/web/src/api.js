@@ -5,6 +5,8 @@ const KEY = "mlxinfer.key";
 
 export const needsKey = signal(false); // the server refused the key, or there is none
 export const online = signal(true);
+const RETRY_MS = 2000;
+const waiting = []; // for the server to answer again
 
 export class ApiError extends Error {
   constructor(message, status = 0, code = null) {
@@ -41,10 +43,11 @@ async function send(path, { body, method, signal: abort, keepalive } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    if (online.value) setTimeout(lookAgain, RETRY_MS);
     online.value = false;
-    throw new ApiError("The server does not answer. Is it running?");
+    throw new ApiError("The server does not answer. Is it running?", 0, "offline");
   }
-  online.value = true;
+  answered();
   if (response.ok) return response;
   let said = {};
   try {
@@ -54,6 +57,26 @@ async function send(path, { body, method, signal: abort, keepalive } = {}) {
   }
   if (response.status === 401) needsKey.value = true;
   throw new ApiError(said.message ?? `The server answered ${response.status}.`, response.status, said.code);
+}
+
+function answered() {
+  online.value = true;
+  for (const resolve of waiting.splice(0)) resolve();
+}
+
+async function lookAgain() {
+  if (online.value) return;
+  try {
+    await fetch("/health", { credentials: "omit" });
+    answered();
+  } catch {
+    setTimeout(lookAgain, RETRY_MS);
+  }
+}
+
+// Resolves when the server answers again.
+export function whenOnline() {
+  return new Promise((resolve) => waiting.push(resolve));
 }
 
 export async function request(path, options) {

@@ -3,10 +3,11 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Composer } from "./composer.jsx";
 import { asCurl, asMarkdown, asText, copy } from "./format.js";
 import { Message } from "./message.jsx";
-import { Settings } from "./settings.jsx";
+import { Suggestions } from "./suggestions.jsx";
+import { Settings, settingsOpen } from "./settings.jsx";
 import { sidebarOpen } from "./sidebar.jsx";
 import {
-  arrived, branch, busy, chooseModel, conversation, model, models, notice, regenerate, startNew,
+  arrived, ask, branch, busy, chooseModel, conversation, features, model, models, notice, regenerate, startNew,
 } from "./store.js";
 import { requestOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
@@ -15,25 +16,28 @@ const SHOWN = 40; // messages that are drawn at first; long conversations show t
 const NEAR_PX = 80; // from the end: then the view follows what arrives
 
 export function Chat({ compact }) {
-  const [setting, setSetting] = useState(false);
   const [editing, setEditing] = useState(null);
+  const setting = settingsOpen.value;
   return (
-    <section class="chat" aria-label="Chat">
-      <Head compact={compact} setting={setting} toggle={() => setSetting(!setting)} />
-      {setting && <Settings key={conversation.value.id} close={() => setSetting(false)} />}
+    <section class={`chat${setting ? " setting" : ""}`} aria-label="Chat">
+      <Head compact={compact} />
+      {setting && <Settings key={conversation.value.id} />}
       <Messages editing={editing} edit={setEditing} />
       <Composer edit={setEditing} />
     </section>
   );
 }
 
-function Head({ compact, setting, toggle }) {
+function Head({ compact }) {
   const { title } = conversation.value;
+  const setting = settingsOpen.value;
+  const width = `${model.value.length + 5}ch`;
   return (
     <header class="head">
       <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
       <select
         aria-label="Model"
+        style={{ width }}
         value={model.value}
         onChange={(event) => chooseModel(event.target.value)}
         disabled={!models.value.length}
@@ -47,7 +51,12 @@ function Head({ compact, setting, toggle }) {
       </select>
       <h1 class="title">{title || "New chat"}</h1>
       <Export />
-      <IconButton icon="settings" label="Settings of this conversation" aria-expanded={setting} onClick={toggle} />
+      <IconButton
+        icon="settings"
+        label="Settings of this conversation"
+        aria-expanded={setting}
+        onClick={() => (settingsOpen.value = !setting)}
+      />
       {compact && <IconButton icon="plus" label="New chat" onClick={startNew} />}
     </header>
   );
@@ -97,13 +106,13 @@ function questions(shown) {
 
 function Messages({ editing, edit }) {
   const place = useRef();
-  const follows = useRef(true);
+  const follows = useRef(branch.value.length > 0); // an empty chat is read from its top
   const [shown, setShown] = useState(SHOWN);
   const { id } = conversation.value;
   const all = branch.value;
   useEffect(() => {
     setShown(SHOWN);
-    follows.current = true;
+    follows.current = all.length > 0;
   }, [id]);
   useLayoutEffect(() => {
     if (follows.current) place.current.scrollTop = place.current.scrollHeight;
@@ -155,13 +164,46 @@ function Messages({ editing, edit }) {
   );
 }
 
+// Questions to begin with. The bundled models answer theirs.
+const PROMPTS = [
+  "Explain black holes to a ten-year-old.",
+  "Write a polite email that moves a meeting to Friday.",
+  "Plan a weekend in Lisbon.",
+  "What can you help me with?",
+];
+const DEMO_PROMPTS = ["What is a KV cache?", "How do I get a bigger model?", "Write a haiku.", "What is 17 + 25?"];
+
 function Welcome() {
+  const name = model.value;
+  const demo = name === "demo";
   return (
     <div class="welcome">
       <h2>What would you like to know?</h2>
       <p>
-        {model.value ? <b>{model.value}</b> : "A model"} answers on this server; nothing is sent elsewhere.
+        {name ? <b>{name}</b> : "A model"} answers on this server; nothing is sent elsewhere.
       </p>
+      {name && name !== "demo-vision" && (
+        <ul class="prompts" aria-label="Questions to begin with">
+          {(demo ? DEMO_PROMPTS : PROMPTS).map((text) => (
+            <li key={text}>
+              <button type="button" onClick={() => ask(text, {})}>
+                {text}
+              </button>
+            </li>
+          ))}
+        </ul>
+      )}
+      {demo && <RealModels />}
     </div>
+  );
+}
+
+function RealModels() {
+  if (!features.value.hub) return <p>This is a small demo.</p>;
+  return (
+    <section class="real">
+      <h3>This is a small demo. Get a real model</h3>
+      <Suggestions most={3} />
+    </section>
   );
 }

@@ -17,17 +17,18 @@ export function Dashboard() {
   return (
     <Shell>
       {error && <p class="error">{error}</p>}
-      <Machine state={data} rates={rates} />
-      <h2>Batch</h2>
-      <Batch state={data} />
+      <Busy state={data} rates={rates} />
+      <Memory state={data} />
+      <h2>What went wrong</h2>
+      <Problems problems={data.problems} />
       <h2>Models</h2>
       <div class="cards">
         {data.models.map((model) => (
           <ModelCard key={model.state.name} model={model} rate={rates.models.get(model.state.name)} again={again} />
         ))}
       </div>
-      <h2>Last warnings and errors</h2>
-      <Problems problems={data.problems} />
+      <h2>Figures</h2>
+      <Figures state={data} />
       <h2>Settings</h2>
       <Settings />
     </Shell>
@@ -75,57 +76,73 @@ function useRates(data) {
   return rates;
 }
 
-function Machine({ state, rates }) {
-  const running = state.requests.filter((each) => !each.waiting).length;
-  const waiting = state.requests.length - running;
-  const counters = state.models.map((each) => each.counters);
-  const sum = (name) => counters.reduce((total, each) => total + each[name], 0);
-  const prompts = sum("prompt_tokens");
-  const cached = sum("cached_tokens");
+const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+
+// Is it busy?
+function Busy({ state, rates }) {
+  const waiting = state.requests.filter((each) => each.waiting).length;
+  const running = state.requests.length - waiting;
   const rate = rates.total.at(-1) ?? 0;
-  const loaded = state.models.filter((each) => each.engine);
-  const weights = loaded.reduce((total, each) => total + each.state.weights_bytes, 0);
-  const used = loaded.reduce((total, each) => total + each.engine.kv_used_bytes, 0);
-  const kept = loaded.reduce((total, each) => total + each.engine.kv_cached_bytes, 0);
+  const said = running || waiting ? `Answering ${plural(running, "request")}` : "Idle";
   return (
     <>
-      <ul class="figures">
-        <Figure value={rate.toFixed(rate < 100 ? 1 : 0)} unit="tokens/s" label="now" />
-        <Figure value={running} unit={running === 1 ? "request" : "requests"} label="running" />
-        <Figure value={waiting} unit={waiting === 1 ? "request" : "requests"} label="waiting" />
-        <Figure
-          value={prompts ? `${Math.round((100 * cached) / prompts)} %` : "–"}
-          unit={`${number(cached)} tokens`}
-          label="of prompts came from the prefix cache"
-        />
-      </ul>
+      <p class="busy" role="status">
+        <b>{said}</b>
+        {waiting > 0 && `, ${number(waiting)} waiting`}
+        {rate > 0 && ` · ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`}
+      </p>
       <Spark samples={rates.total} />
-      <Meter
-        label="Memory of models"
-        text={`${bytes(weights)} weights, ${bytes(used)} KV cache in use, ${bytes(kept)} kept as prefixes, of ${bytes(state.memory_limit_bytes)}`}
-        of={state.memory_limit_bytes}
-        parts={[
-          { kind: "weights", value: weights },
-          { kind: "used", value: used },
-          { kind: "cached", value: kept },
-        ]}
-      />
-      <Meter
-        label="Arrays in use by MLX"
-        text={`${bytes(state.memory_active_bytes)} now, ${bytes(state.memory_peak_bytes)} at most; this machine has ${bytes(state.machine_bytes)}`}
-        value={state.memory_active_bytes}
-        of={state.machine_bytes}
-      />
+      {state.requests.length > 0 && <Requests state={state} />}
     </>
   );
 }
 
-function Figure({ value, unit, label }) {
+const loadedOf = (state) => state.models.filter((each) => each.engine);
+const sumOf = (list, get) => list.reduce((total, each) => total + get(each), 0);
+
+// How full is it?
+function Memory({ state }) {
+  const loaded = loadedOf(state);
+  const weights = sumOf(loaded, (each) => each.state.weights_bytes);
+  const used = sumOf(loaded, (each) => each.engine.kv_used_bytes);
+  const kept = sumOf(loaded, (each) => each.engine.kv_cached_bytes);
+  const all = weights + used + kept;
   return (
-    <li>
-      <b>{value}</b> <span>{unit}</span>
-      <small>{label}</small>
-    </li>
+    <Meter
+      label="Memory"
+      text={`${bytes(all)} of ${bytes(state.memory_limit_bytes)} used (${Math.round((100 * all) / state.memory_limit_bytes)} %)`}
+      of={state.memory_limit_bytes}
+      parts={[
+        { kind: "weights", value: weights },
+        { kind: "used", value: used },
+        { kind: "cached", value: kept },
+      ]}
+    />
+  );
+}
+
+// For those who want to know more.
+function Figures({ state }) {
+  const loaded = loadedOf(state);
+  const prompts = sumOf(state.models, (each) => each.counters.prompt_tokens);
+  const cached = sumOf(state.models, (each) => each.counters.cached_tokens);
+  const rows = [
+    ["Weights", bytes(sumOf(loaded, (each) => each.state.weights_bytes))],
+    ["KV cache in use", bytes(sumOf(loaded, (each) => each.engine.kv_used_bytes))],
+    ["KV cache kept for later prompts", bytes(sumOf(loaded, (each) => each.engine.kv_cached_bytes))],
+    ["Held by MLX", `${bytes(state.memory_active_bytes)} now, ${bytes(state.memory_peak_bytes)} at most`],
+    ["Memory of this machine", bytes(state.machine_bytes)],
+    ["Prompt tokens from the cache", `${number(cached)} of ${number(prompts)}`],
+  ];
+  return (
+    <details>
+      <summary>Memory and cache in detail</summary>
+      <dl class="rows">
+        {rows.map(([name, value]) => (
+          <Row key={name} name={name} value={value} />
+        ))}
+      </dl>
+    </details>
   );
 }
 
@@ -140,8 +157,7 @@ function Spark({ samples }) {
   );
 }
 
-function Batch({ state }) {
-  if (!state.requests.length) return <p class="empty">Nothing runs.</p>;
+function Requests({ state }) {
   return (
     <div class="table" tabindex="0" role="region" aria-label="Running requests">
       <table>
@@ -161,7 +177,7 @@ function Batch({ state }) {
             <tr key={each.id}>
               <td>{each.model}</td>
               <td>
-                <span class={`badge ${each.waiting ? "" : "good"}`}>{each.waiting ? "reads its prompt or waits" : "answers"}</span>
+                <span class={`badge ${each.waiting ? "" : "good"}`}>{each.waiting ? "waiting or reading its prompt" : "answering"}</span>
               </td>
               <td class="right">{number(each.prompt_tokens)}</td>
               <td class="right">
@@ -180,7 +196,7 @@ function Batch({ state }) {
 }
 
 function kvText([keys, values]) {
-  if (keys === null && values === null) return "KV cache as computed";
+  if (keys === null && values === null) return "KV cache not quantised";
   return keys === values ? `KV cache ${keys} bit` : `KV cache ${keys ?? 16}/${values ?? 16} bit`;
 }
 
@@ -210,12 +226,13 @@ function ModelCard({ model, rate, again }) {
         {model.source && model.source !== name ? `${model.source} · ` : ""}
         {kvText(model.kv_bits)}
         {state.max_model_len ? ` · ${number(state.max_model_len)} tokens of context` : ""}
+        {loaded && !state.pinned && state.ttl_left_s != null ? ` · unloads in ${seconds(state.ttl_left_s)}` : ""}
         {state.aliases.length ? ` · also ${state.aliases.join(", ")}` : ""}
       </p>
       {engine && (
         <Meter
           label="KV cache"
-          text={`${bytes(engine.kv_used_bytes)} used, ${bytes(engine.kv_cached_bytes)} kept as prefixes, of ${bytes(engine.kv_limit_bytes)}`}
+          text={`${bytes(engine.kv_used_bytes)} in use, ${bytes(engine.kv_cached_bytes)} kept for later prompts, of ${bytes(engine.kv_limit_bytes)}`}
           of={engine.kv_limit_bytes}
           parts={[
             { kind: "used", value: engine.kv_used_bytes },
@@ -223,26 +240,26 @@ function ModelCard({ model, rate, again }) {
           ]}
         />
       )}
-      <dl class="rows">
+      <details>
+        <summary>Figures</summary>
+        <dl class="rows">
         <Row name="Weights" value={bytes(state.weights_bytes)} />
-        {engine?.disk_bytes != null && <Row name="Prefixes on disk" value={bytes(engine.disk_bytes)} />}
-        <Row name="In the batch" value={`${state.requests_running} running, ${state.requests_waiting} waiting`} />
+        {engine?.disk_bytes != null && <Row name="Kept on disk" value={bytes(engine.disk_bytes)} />}
+        <Row name="Requests" value={`${state.requests_running} running, ${state.requests_waiting} waiting`} />
         {rate && loaded && (
           <Row
             name="Rate"
             value={`${rate.perSecond.toFixed(1)} tokens/s${rate.perStep ? `, ${rate.perStep.toFixed(1)} tokens a step` : ""}`}
           />
         )}
-        <Row name="Prefix hits" value={`${number(counters.cached_tokens)} of ${number(counters.prompt_tokens)} prompt tokens`} />
+        <Row name="From the cache" value={`${number(counters.cached_tokens)} of ${number(counters.prompt_tokens)} prompt tokens`} />
         <Row name="Answered" value={`${number(counters.generation_tokens)} tokens`} />
         {engine && engine.preemptions > 0 && <Row name="Preempted" value={number(engine.preemptions)} />}
         {Object.entries(engine?.failed_proposals ?? {}).map(([source, why]) => (
           <Row key={source} name={`No proposals by ${source}`} value={why} />
         ))}
-        {loaded && (
-          <Row name="Unloads in" value={state.pinned ? "never: pinned" : state.ttl_left_s == null ? "never" : seconds(state.ttl_left_s)} />
-        )}
-      </dl>
+        </dl>
+      </details>
       {state.failure && <p class="error">Not loaded: {state.failure}</p>}
       <div class="actions">
         <button
@@ -285,7 +302,7 @@ function Row({ name, value }) {
 }
 
 function Problems({ problems }) {
-  if (!problems.length) return <p class="empty">None since the server started.</p>;
+  if (!problems.length) return <p class="empty">Nothing since the server started.</p>;
   return (
     <ul class="problems">
       {problems.map((each, at) => (

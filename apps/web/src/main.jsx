@@ -8,6 +8,7 @@ import { needsKey, online, setKey } from "./api.js";
 import { Chat } from "./chat.jsx";
 import { Dashboard } from "./dashboard.jsx";
 import { Models } from "./models.jsx";
+import { settingsOpen } from "./settings.jsx";
 import { Sidebar, sidebarOpen } from "./sidebar.jsx";
 import { busy, notice, open, said, start, startNew, stop } from "./store.js";
 import { Dialog, Icon } from "./widgets.jsx";
@@ -72,6 +73,7 @@ function onKey(event) {
     location.hash = ["", "models", "dashboard"][event.key - 1];
   } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (sidebarOpen.value) sidebarOpen.value = false;
+    else if (settingsOpen.value) settingsOpen.value = false;
     else if (busy.value) stop();
     else if (shell) location.href = HIDE;
     else return;
@@ -173,8 +175,12 @@ function App() {
       <Sidebar place={here} theme={<ThemeButton />} help={() => (helping.value = true)} />
       <div class="scrim" onClick={() => (sidebarOpen.value = false)} />
       <main id="main" tabindex="-1">
-        {!online.value && <p class="offline">The server does not answer.</p>}
-        {notice.value && <Notice />}
+        {!online.value && (
+          <p class="offline" role="alert">
+            The server does not answer. The page goes on by itself when it does.
+          </p>
+        )}
+        {online.value && notice.value && <Notice />}
         {here === "chat" && <Chat compact={compact} />}
         {here === "models" && <Models />}
         {here === "dashboard" && <Dashboard />}

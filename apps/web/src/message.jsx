@@ -3,9 +3,8 @@ import { memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
-import { usePolled } from "./poll.js";
 import {
-  ask, branch, busy, children, conversation, features, notice, resend, rewrite, sendResults, show,
+  ask, branch, busy, children, conversation, notice, resend, rewrite, sendResults, show,
 } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Dialog, Icon, IconButton } from "./widgets.jsx";
@@ -150,7 +149,6 @@ function Answer({ message, version, arriving, again, editing, edit }) {
         <Results message={message} calls={calls} />
       )}
       {arriving && !content && !reasoning && !calls.length && <p class="waiting">reading the prompt…</p>}
-      {arriving && features.value.admin && <LiveBatch />}
       {details.error && (
         <p class="error" role="alert">
           {details.error}{" "}
@@ -159,27 +157,35 @@ function Answer({ message, version, arriving, again, editing, edit }) {
           </button>
         </p>
       )}
-      {!arriving && <Facts details={details} />}
-      {!arriving && (
-        <div class="tools">
-          <Versions message={message} />
-          <CopyButton text={() => content} label="Copy this answer" />
-          <IconButton icon="edit" label="Edit this answer" disabled={!!busy.value} onClick={() => edit(message.id)} />
-          <IconButton icon="again" label="Another answer" disabled={!!busy.value} onClick={again} />
-          <CurlButton message={message} />
-        </div>
-      )}
+      {!arriving && <Foot message={message} again={again} edit={edit} />}
     </>
   );
 }
 
-// With whom an answer that arrives shares the steps of the server.
-function LiveBatch() {
-  const { data } = usePolled("/admin/state", 1000);
-  if (!data) return null;
-  const others = data.requests.length - 1;
-  const text = others > 0 ? `in one batch with ${others} other ${others === 1 ? "request" : "requests"}` : "alone in the batch";
-  return <p class="live">{text}</p>;
+// Under an answer: copy, redo, one figure. The rest is behind the last button.
+function Foot({ message, again, edit }) {
+  const [open, setOpen] = useState(false);
+  const [kind, figure] = figureOf(message.details);
+  return (
+    <>
+      <div class="tools">
+        <Versions message={message} />
+        <CopyButton text={() => message.content} label="Copy this answer" />
+        <IconButton icon="again" label="Another answer" disabled={!!busy.value} onClick={again} />
+        {figure && <span class={`figure ${kind}`}>{figure}</span>}
+        <IconButton icon="info" label="About this answer" aria-expanded={open} onClick={() => setOpen(!open)} />
+      </div>
+      {open && (
+        <div class="about">
+          <Facts details={message.details} />
+          <div class="tools">
+            <IconButton icon="edit" label="Edit this answer" disabled={!!busy.value} onClick={() => edit(message.id)} />
+            <CurlButton message={message} />
+          </div>
+        </div>
+      )}
+    </>
+  );
 }
 
 function Thoughts({ message, arriving }) {
@@ -236,22 +242,27 @@ function Results({ message, calls }) {
 
 const FORMS = { schema: "holds to the schema", json: "is JSON", regex: "matches the pattern", choice: "is one of the choices" };
 
+// [kind, text]: how the answer ended if it did not end by itself, else how fast it was.
+function figureOf(details) {
+  const { finish, form, edited } = details;
+  if (form && finish === "length") return ["bad", "cut off before the form was complete"];
+  if (finish === "length") return ["bad", "cut off at the token limit"];
+  if (finish === "stopped") return ["", "stopped"];
+  if (edited) return ["", "edited by you"];
+  const rate = rateOf(details);
+  return ["", rate && `${rate.toFixed(1)} tokens/s`];
+}
+
 function Facts({ details }) {
   const { usage, times, finish, form } = details;
-  const rate = rateOf(details);
-  const facts = details.edited ? [["", "edited by you"]] : [];
+  const facts = [];
   if (form && finish === "stop") facts.push(["good", `${FORMS[form]}: guaranteed`]);
-  if (form && finish === "length") facts.push(["bad", "cut off before the form was complete"]);
-  else if (finish === "length") facts.push(["bad", "cut off at the token limit"]);
-  if (finish === "stopped") facts.push(["", "stopped"]);
   if (usage) {
     if (usage.cached) facts.push(["good", `${number(usage.cached)} of ${number(usage.prompt)} prompt tokens from the cache`]);
     else facts.push(["", `${number(usage.prompt)} prompt tokens`]);
     facts.push(["", `${number(usage.answer)} tokens`]);
   }
-  if (rate) facts.push(["", `${rate.toFixed(1)} tokens/s`]);
   if (times) facts.push(["", `first after ${seconds(times.first_ms / 1000)}`]);
-  if (!facts.length) return null;
   return (
     <ul class="facts" aria-label="Facts about this answer">
       {details.model && <li>{details.model}</li>}

@@ -4,7 +4,8 @@ import { request } from "./api.js";
 import { bytes, number, seconds, when } from "./format.js";
 import { usePolled } from "./poll.js";
 import { sidebarOpen } from "./sidebar.jsx";
-import { chooseModel, features, notice, refreshModels } from "./store.js";
+import { features, notice, refreshModels } from "./store.js";
+import { Get, Suggestions, Use } from "./suggestions.jsx";
 import { Dialog, IconButton, Meter } from "./widgets.jsx";
 
 const FITS_AT_ONCE = 3; // questions to the hub
@@ -48,10 +49,12 @@ export function Models() {
           {features.value.hub && (
             <>
               <Jobs jobs={jobs?.data ?? []} act={act} />
-              <h2>On this machine</h2>
+              <h2>Fits this {features.value.machine}</h2>
+              <Suggestions most={6} />
+              <h2>On this {features.value.machine}</h2>
               <Local models={local} refresh={refresh} convert={setConverting} />
               <h2>On the Hugging Face hub</h2>
-              <Search jobs={jobs?.data ?? []} download={(name) => act("/hub/downloads", { body: { model: name } })} />
+              <Search jobs={jobs?.data ?? []} again={again} />
             </>
           )}
         </div>
@@ -144,19 +147,6 @@ function Report({ report }) {
         ))}
       </ul>
     </div>
-  );
-}
-
-function Use({ name }) {
-  async function onClick() {
-    await refreshModels();
-    await chooseModel(name);
-    location.hash = "";
-  }
-  return (
-    <button type="button" class="primary" onClick={onClick}>
-      Chat with it
-    </button>
   );
 }
 
@@ -278,7 +268,7 @@ function Convert({ model, close, start }) {
 
 // -- the hub ------------------------------------------------------------------------------------------
 
-function Search({ jobs, download }) {
+function Search({ jobs, again }) {
   const [found, setFound] = useState(null);
   const [fits, setFits] = useState(new Map());
   const [error, setError] = useState(null);
@@ -322,7 +312,7 @@ function Search({ jobs, download }) {
       <form class="hub-search" role="search" onSubmit={submit}>
         <input type="search" name="words" placeholder="Qwen3 8B" aria-label="Search the hub" />
         <label class="check">
-          <input type="checkbox" name="all" /> also those that are not for MLX
+          <input type="checkbox" name="all" /> include models in other formats
         </label>
         <button class="primary" disabled={busy}>
           {busy ? "Searching…" : "Search"}
@@ -337,7 +327,7 @@ function Search({ jobs, download }) {
       {found && (
         <ul class="cards" aria-label="Models of the hub">
           {found.map((each) => (
-            <Found key={each.name} each={each} fit={fits.get(each.name)} jobs={jobs} download={download} />
+            <Found key={each.name} each={each} fit={fits.get(each.name)} jobs={jobs} again={again} />
           ))}
         </ul>
       )}
@@ -347,9 +337,7 @@ function Search({ jobs, download }) {
 
 const VERDICTS = { fits: "good", short: "good", "too large": "bad", unsupported: "bad", unknown: "" };
 
-function Found({ each, fit, jobs, download }) {
-  const job = jobs.find(({ kind, name, state }) => kind === "download" && name === each.name && state !== "cancelled");
-  const here = each.here || job?.state === "done";
+function Found({ each, fit, jobs, again }) {
   return (
     <li class="card">
       <header>
@@ -358,29 +346,19 @@ function Found({ each, fit, jobs, download }) {
       </header>
       <p class="source">
         {number(each.downloads)} downloads · {number(each.likes)} likes
-        {each.parameters ? ` · ${billions(each.parameters)} numbers` : ""}
+        {each.parameters ? ` · ${billions(each.parameters)} parameters` : ""}
         {each.updated_s ? ` · ${when(each.updated_s)}` : ""}
         {each.gated ? " · gated: needs a token" : ""}
       </p>
       <p class="fit">{fit ? fit.text : "Does it fit? Reading sizes…"}</p>
       <div class="actions">
-        {here ? (
-          <Use name={each.name} />
-        ) : (
-          <button
-            type="button"
-            class={fit?.verdict === "fits" || fit?.verdict === "short" ? "primary" : ""}
-            disabled={job && job.state !== "failed"}
-            onClick={() => download(each.name)}
-          >
-            {job?.state === "running" ? "Downloading…" : each.here === false ? "Go on with the download" : "Download"}
-          </button>
-        )}
+        <Get {...each} jobs={jobs} again={again} fits={["fits", "short"].includes(fit?.verdict)} />
       </div>
     </li>
   );
 }
 
 function billions(count) {
+  if (count < 1e6) return number(count);
   return count >= 1e9 ? `${(count / 1e9).toFixed(1)} billion` : `${(count / 1e6).toFixed(0)} million`;
 }

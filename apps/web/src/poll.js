@@ -13,7 +13,8 @@ export function usePolled(path, every_ms) {
         const data = await request(path);
         if (!gone) setFound({ data, error: null, again: read });
       } catch (error) {
-        if (!gone) setFound((before) => ({ ...before, error: error.message, again: read }));
+        const said = error.code === "offline" ? null : error.message; // the page says it
+        if (!gone) setFound((before) => ({ ...before, error: said, again: read }));
       }
       if (!gone) timer = setTimeout(read, document.hidden ? 5 * every_ms : every_ms);
     }

@@ -46,20 +46,21 @@ function Entry({ each }) {
 }
 
 function Edit({ each }) {
+  const [asked, setAsked] = useState(false);
   const close = () => (editing.value = null);
   function submit(event) {
     event.preventDefault();
     rename(each.id, new FormData(event.target).get("title"));
     close();
   }
-  return (
-    <Dialog title="Conversation" onClose={close}>
-      <form onSubmit={submit}>
-        <label>
-          Title
-          <input name="title" maxlength="200" defaultValue={each.title} />
-        </label>
+  if (asked) {
+    return (
+      <Dialog key="ask" title="Delete this conversation?" onClose={close}>
+        <p>“{each.title || "Untitled"}” and all its messages are deleted. This cannot be undone.</p>
         <div class="actions">
+          <button type="button" onClick={close}>
+            Keep it
+          </button>
           <button
             type="button"
             class="danger"
@@ -68,7 +69,22 @@ function Edit({ each }) {
               close();
             }}
           >
-            Delete for good
+            Delete
+          </button>
+        </div>
+      </Dialog>
+    );
+  }
+  return (
+    <Dialog key="edit" title="Conversation" onClose={close}>
+      <form onSubmit={submit}>
+        <label>
+          Title
+          <input name="title" maxlength="200" defaultValue={each.title} />
+        </label>
+        <div class="actions">
+          <button type="button" class="danger" onClick={() => setAsked(true)}>
+            Delete…
           </button>
           <button class="primary">Save</button>
         </div>
@@ -77,20 +93,38 @@ function Edit({ each }) {
   );
 }
 
+// Each conversation once, at its first hit.
 function Found() {
-  if (!found.value.length) return <p class="empty">Nothing has all of these words.</p>;
+  const hits = new Map();
+  for (const each of found.value) hits.set(each.conversation, [...(hits.get(each.conversation) ?? []), each]);
+  if (!hits.size) return <p class="empty">Nothing has all of these words.</p>;
   return (
     <ul class="entries" aria-label="Search results">
-      {found.value.map((each) => (
-        <li key={each.message}>
-          <button type="button" class="entry tall" onClick={() => go(each.conversation, each.message)}>
-            <span class="title">{each.title || "Untitled"}</span>
-            <span class="excerpt">{each.excerpt}</span>
+      {[...hits.values()].map(([first, ...others]) => (
+        <li key={first.conversation}>
+          <button type="button" class="entry tall" onClick={() => go(first.conversation, first.message)}>
+            <span class="title">{first.title || "Untitled"}</span>
+            <span class="excerpt">
+              <Marked text={plain(first.excerpt)} />
+            </span>
+            {others.length > 0 && <span class="when">and {others.length} more here</span>}
           </button>
         </li>
       ))}
     </ul>
   );
+}
+
+// The text with the words of the search marked.
+function Marked({ text }) {
+  const asked = words.value.trim().split(/\s+/).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  const pieces = text.split(new RegExp(`(${asked.join("|")})`, "gi")); // every second one is a match
+  return pieces.map((piece, at) => (at % 2 ? <mark key={at}>{piece}</mark> : piece));
+}
+
+// Markdown without its marks.
+function plain(text) {
+  return text.replace(/!?\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/[*_`~]+|^\s*(#+|>|[-+]|\d+\.)\s+/gm, "");
 }
 
 export function Sidebar({ place, theme, help }) {
@@ -106,7 +140,7 @@ export function Sidebar({ place, theme, help }) {
         found.value = await search(text);
         setProblem(null);
       } catch (error) {
-        setProblem(error.message);
+        setProblem(error.code === "offline" ? null : error.message); // the page says that
       }
     }, 150);
     return () => clearTimeout(timer);

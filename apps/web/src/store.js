@@ -1,6 +1,6 @@
 // What the page knows: models, stored conversations, the one that is shown, answers that arrive.
 import { batch, computed, signal } from "@preact/signals";
-import { ApiError, request, stream } from "./api.js";
+import { ApiError, request, stream, whenOnline } from "./api.js";
 import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf, weightOf } from "./tree.js";
 
 const MODEL = "mlxinfer.model";
@@ -28,8 +28,9 @@ export const model = computed(() => {
   return known.some((each) => each.id === wanted) ? wanted : (known[0]?.id ?? "");
 });
 
-// Whether the model sees pictures; undefined: that is known when it has been loaded once.
-export const sees = computed(() => models.value.find((each) => each.id === model.value)?.capabilities?.vision);
+// What /v1/models says of the model; its abilities are known when it has been loaded once.
+export const modelCard = computed(() => models.value.find((each) => each.id === model.value));
+export const sees = computed(() => modelCard.value?.capabilities?.vision); // pictures
 export const shownPictures = computed(() => hasPictures(branch.value));
 export const shownBytes = computed(() => branch.value.reduce((sum, { details }) => sum + weightOf(details), 0));
 
@@ -39,6 +40,7 @@ export function empty() {
 
 function fail(error, retry) {
   if (error.name === "AbortError" || error.status === 401) return;
+  if (error.code === "offline" && retry) return void whenOnline().then(retry);
   notice.value = { text: error.message, retry };
 }
 
@@ -195,7 +197,9 @@ async function storeFields(fields, id) {
     await request("/history/conversations", { body: { id, ...fields } });
     OTHER_TABS.postMessage({ id });
   } catch (error) {
-    fail(error, () => saveFields(fields, id));
+    if (error.code !== "offline") return fail(error, () => saveFields(fields, id));
+    await whenOnline(); // the saves after this one wait too
+    await storeFields(fields, id);
   }
 }
 
@@ -209,6 +213,10 @@ async function storeMessage(id, message, keepalive = false) {
       conversation.value = { ...conversation.value, title: card.title };
     }
   } catch (error) {
+    if (error.code === "offline" && !keepalive) {
+      await whenOnline();
+      return storeMessage(id, message);
+    }
     fail(new ApiError(`Not saved: ${error.message}`, error.status), () => saveMessage(id, message));
   }
 }
@@ -226,9 +234,15 @@ export async function search(words) {
 
 // -- settings -------------------------------------------------------------------------------------
 
-export async function changeSettings(settings) {
+let settling = 0;
+
+// They apply at once, and are saved when typing pauses.
+export function changeSettings(settings) {
   conversation.value = { ...conversation.value, settings };
-  if (conversation.value.stored) await saveFields({ settings });
+  const { id, stored } = conversation.value;
+  if (!stored) return;
+  clearTimeout(settling);
+  settling = setTimeout(() => saveFields({ settings }, id), 300);
 }
 
 // -- asking ---------------------------------------------------------------------------------------
@@ -343,7 +357,7 @@ async function answer(parent) {
   }
   await saveMessage(id, message);
   OTHER_TABS.postMessage({ id });
-  if (sees.value === undefined) await refreshModels(); // it has been loaded
+  if (!modelCard.value?.capabilities) await refreshModels(); // it has been loaded
   await refreshConversations();
 }
 

@@ -7,6 +7,11 @@ from ..call import Call
 from ..http import Plain, page_of
 from ..models import ModelSlot
 
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
 MAX_PAGE = 1000  # models
 
@@ -41,7 +46,7 @@ def _adapter_card(slot: ModelSlot, adapter: str) -> Plain:
 
 
 def _card(slot: ModelSlot) -> Plain:
-    """A model; its context length and capabilities are null before its first load."""
+    """A model; its context length, abilities and sampling are null before its first load."""
     return {
         "id": slot.entry.name,
         "object": "model",
@@ -50,6 +55,9 @@ def _card(slot: ModelSlot) -> Plain:
         "max_model_len": slot.max_context,  # tokens of prompt and answer
         "context_length": slot.max_context,  # the same
         "capabilities": slot.capabilities,
+        "sampling": None
+        if slot.defaults is None
+        else {n: getattr(slot.defaults, n) for n in SAMPLING},
         "state": slot.state,
         "aliases": list(slot.entry.aliases),  # other names that requests may use
         "parent": None,  # of an adapter: the model that it changes

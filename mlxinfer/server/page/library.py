@@ -16,6 +16,7 @@ from ... import hub
 from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
 from ...hub.remote import search_models
+from ...suggestions import by_balance, fitting
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..models import RegistryEntry
@@ -26,6 +27,7 @@ from .jobs import Job, Jobs
 
 RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
 DRAIN_S = 30.0  # that the requests of a model get that is served no longer
+SUGGESTED_CONTEXT = 8192  # tokens that must fit beside the weights of a suggestion
 MAX_FITS = 200  # verdicts that are remembered
 log = logging.getLogger("mlxinfer.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -55,6 +57,8 @@ class Library:
         converted: the folder of conversions.
         added: the file with the names of models that are served beside those of the command line.
         entry_of: a name and a folder or repository -> an entry of the registry.
+        limit_bytes: of memory for models.
+        bandwidth: of this machine's chip, GB/s, least and most; None: unknown.
         fit_of: a repository -> the data of its verdict; asks the hub.
     """
 
@@ -62,6 +66,8 @@ class Library:
     converted: Path
     added: Path
     entry_of: Callable[[str, str], RegistryEntry]
+    limit_bytes: int
+    bandwidth: tuple[float, float] | None
     fit_of: Callable[[str], dict[str, Any]]
 
 
@@ -98,6 +104,26 @@ class LibraryRoutes:
             model["served"] = model["name"] in served
             model["added"] = model["name"] in added
         return {"data": found}
+
+    async def suggestions(self, call: Call) -> Plain:
+        """Models to begin with that fit this machine, the best balance first.
+
+        `tokens_per_s`: the roofline of one answer, bandwidth / bytes read, least and most of the
+        chips of this name; null where the chip is not known.
+        """
+        library = self._library
+        found = fitting(library.limit_bytes, SUGGESTED_CONTEXT)
+        here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
+        data = [
+            {
+                **each.as_dict(library.limit_bytes),
+                "tokens_per_s": library.bandwidth
+                and [round(rate * 1e9 / each.read_bytes) for rate in library.bandwidth],
+                "here": here.get(each.name),
+            }
+            for each in by_balance(found, library.limit_bytes)
+        ]
+        return {"data": data}
 
     async def search(self, call: Call) -> Plain:
         """Models of the hub with the words of `q` in their names; all=1: also those not for MLX."""
@@ -193,6 +219,7 @@ class LibraryRoutes:
         """The routes of /hub."""
         return (
             Route("GET", "/hub/models", self.models, "admin"),
+            Route("GET", "/hub/suggestions", self.suggestions, "admin"),
             Route("GET", "/hub/search", self.search, "admin"),
             Route("GET", "/hub/fit", self.fit, "admin"),
             Route("GET", "/hub/jobs", self.jobs, "admin"),

@@ -175,6 +175,7 @@ class PageRoutes:
         is_admin = call.service.config.keys.administers(call.key)
         return {
             "version": __version__,
+            "machine": "Mac" if sys.platform == "darwin" else "machine",
             "history": self._history is not None,
             "hub": self._library is not None and is_admin,
             "pdf": self._pdf,

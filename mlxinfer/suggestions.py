@@ -1,0 +1,100 @@
+"""Models to begin with, from a small table: their sizes, and which fit a machine. No mlx."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).parent / "assets" / "suggestions.json"
+BITS = 4.5  # a parameter of a 4-bit model, scales included
+KV_BYTES = 2  # of a number in the KV cache
+TASKS = ("chat", "code", "reasoning", "tools")
+BALANCED_CONTEXT = 16384  # tokens
+BALANCED_SHARE = 0.75  # of the memory for models; other programs run beside them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A model of the table.
+
+    Attributes:
+        parameters: all of them.
+        active: those that a token is computed with.
+        layers: those whose KV cache grows with the context.
+        kv_numbers: keys and values of one token in one layer.
+        context: tokens, of the model.
+    """
+
+    name: str
+    source: str
+    parameters: float
+    active: float
+    layers: int
+    kv_numbers: int
+    context: int
+    tasks: list[str]
+    weights_bytes: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return int(self.parameters * BITS / 8 if self.weights_bytes is None else self.weights_bytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the weights that one token of an answer reads."""
+        return int(self.bytes * self.active / self.parameters)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's KV cache."""
+        return self.layers * self.kv_numbers * KV_BYTES
+
+    def bytes_at(self, context: int) -> int:
+        """Of the weights and the KV cache of one conversation."""
+        return self.bytes + min(context, self.context) * self.token_bytes
+
+    def longest_context(self, limit_bytes: int) -> int:
+        """How many tokens of one conversation fit beside the weights."""
+        return max(0, min((limit_bytes - self.bytes) // self.token_bytes, self.context))
+
+    def as_dict(self, limit_bytes: int) -> dict[str, Any]:
+        """Plain data, with the context that fits into `limit_bytes`."""
+        return {
+            "name": self.name,
+            "parameters": int(self.parameters),
+            "active_parameters": int(self.active),
+            "weights_bytes": self.bytes,
+            "longest_context": self.longest_context(limit_bytes),
+            "max_context": self.context,
+            "tasks": self.tasks,
+            "source": self.source,
+            "get": f"mlxinfer pull {self.name}",
+        }
+
+
+def suggestions() -> list[Suggestion]:
+    """The models of the table."""
+    found = json.loads(TABLE.read_text(encoding="utf-8"))
+    return [Suggestion(**each) for each in found["models"]]
+
+
+def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Suggestion]:
+    """Models that fit with so many tokens of context, the largest first; `task`: good at it."""
+    found = [s for s in suggestions() if task is None or task in s.tasks]
+    return sorted((s for s in found if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes)
+
+
+def by_balance(found: Sequence[Suggestion], limit_bytes: int) -> list[Suggestion]:
+    """The same models, the best balance first.
+
+    First come those that leave room for 16,384 tokens and for other programs, the largest first;
+    then the others, the smallest first.
+    """
+
+    def order(each: Suggestion) -> tuple[bool, int]:
+        tight = each.bytes_at(BALANCED_CONTEXT) > BALANCED_SHARE * limit_bytes
+        return tight, each.bytes if tight else -each.bytes
+
+    return sorted(found, key=order)

@@ -439,7 +439,7 @@ def page_routes(
         added=data_folder() / "served.json",
         entry_of=entry,
         limit_bytes=limit_bytes,
-        bandwidth=chip and chip.bandwidth,
+        bandwidth=None if chip is None else chip.bandwidth,
         fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
     )
     settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]

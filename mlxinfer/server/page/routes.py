@@ -1,5 +1,6 @@
 """Routes of the page beside its files: history, models, PDFs, settings."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any

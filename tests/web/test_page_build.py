@@ -25,7 +25,7 @@ def test_a_rebuild_gives_the_committed_files(tmp_path: Path) -> None:
     if not (SOURCE / "node_modules" / "esbuild").is_dir():
         missing("esbuild", "npm ci --ignore-scripts --prefix apps/web")
     command = [str(node), str(SOURCE / "build.mjs"), str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert sorted(made) == sorted(file.name for file in BUILT.iterdir())
     changed = [name for name, data in made.items() if (BUILT / name).read_bytes() != data]

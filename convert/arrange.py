@@ -31,10 +31,16 @@ _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for th
 }
 _ROWS = 8192  # that are compared at a time
 _AS_MLX = {  # where its names are others: ours, its
+    "afmoe": {
+        ".mlp.gate.weight": ".mlp.router.gate.weight",
+        ".mlp.gate.e_score_correction_bias": ".mlp.expert_bias",
+        ".mlp.switch_mlp.": ".mlp.experts.",
+    },
     "dots1": {".mlp.switch_mlp.": ".mlp.experts."},
     "gemma4_text": {".switch_mlp.": ".experts.switch_glu."},
     "gpt_oss": {".mlp.switch_mlp.": ".mlp.experts."},
     "granitemoehybrid": {".block_sparse_moe.switch_mlp.": ".block_sparse_moe.experts."},
+    "kimi_linear": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
     "llama4_text": {".feed_forward.switch_mlp.": ".feed_forward.experts."},
     "nemotron_h": {
         "model.embed_tokens.": "backbone.embeddings.",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import (
     ConversionError,
@@ -29,6 +30,7 @@ from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
 from .calibration.measure import load_formats, measure_units, save_formats
 from .calibration.texts import Texts, make_texts
 from .files import partial_path
+from .mlx_lm import passed_over, read_by_mlx_lm
 from .plan import (
     ConversionPlan,
     MemoryBudget,
@@ -44,7 +46,6 @@ from .sidefiles import (
     config_json,
     has_tokenizer,
     index_json,
-    read_by_mlx_lm,
     write_json,
     write_side_files,
 )
@@ -65,6 +66,10 @@ NO_TOKENIZER = (
 FEW_TOKENS_SEEN = (
     "{count} matrices of experts saw too few tokens of the calibration text for error feedback "
     "and were rounded to the nearest: a longer --calibration text would help them."
+)
+PASSED_OVER = (
+    "mlx-lm's definition of {kind} does not read {keys}: it refuses this folder, or gives other "
+    "logits."
 )
 NOT_MLX_LM = "mlx-lm does not read {kind} as transformers lays it out: this folder is for mlxinfer."
 AHEAD = (
@@ -210,6 +215,9 @@ class Conversion:
             notes.append(unloadable)
         if not read_by_mlx_lm(self.source, self.arranged.config):
             notes.append(NOT_MLX_LM.format(kind=self.arranged.config.model_type))
+        elif keys := passed_over(self._written_config(plan), self.arranged.config):
+            kind = self.arranged.config.model_type
+            notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
         if self._learned:
@@ -223,6 +231,12 @@ class Conversion:
                 "and now are anew: from weights that never were, the result would be better."
             )
         return notes
+
+    def _written_config(self, plan: ConversionPlan) -> dict[str, Any]:
+        """The language model's part of config.json."""
+        written = config_json(self.source, self.arranged.config, plan)
+        text: dict[str, Any] = written.get("text_config", written)
+        return text
 
     def _check_side_files(self, place: Workplace) -> str | None:
         """Load config and tokenizer as loading the output will, before hours of work.

@@ -17,6 +17,7 @@ from ..models.registry import family
 from ..models.weights.files import INDEX
 from .arrange import language_config
 from .files import write_file
+from .mlx_lm import asked_for, respelled
 from .plan import ConversionPlan
 from .read import SourceModel
 
@@ -25,22 +26,6 @@ _OF_ALL_SENSES = ("text_config", "architectures")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 _MODULE = ("_Dense/model.safetensors", "_LayerNorm/model.safetensors")  # behind pooling
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
-
-
-# Families whose tensors mlx-lm wants in another layout, and those that it does not define.
-_OTHERWISE = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
-UNDEFINED_BY_MLX_LM = (
-    *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
-    *("hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
-)
-
-
-def read_by_mlx_lm(source: SourceModel, model: ModelConfig) -> bool:
-    """Whether mlx-lm takes this family's tensors in the layout that transformers gives them."""
-    nested = language_config(source.config) is not None and model.model_type != "gemma3n_text"
-    return model.model_type not in UNDEFINED_BY_MLX_LM and (
-        nested or model.model_type not in _OTHERWISE
-    )
 
 
 def config_json(source: SourceModel, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
@@ -116,6 +101,7 @@ def spelled_out(
     _spell_silent(text, model)
     for key in defaults:
         _fill(text, key, model.fields.get(key))
+    text |= respelled(text, model)
     if inner is None and not sees:
         top["model_type"] = model.model_type
     elif inner is not None:
@@ -187,18 +173,7 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
             "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
-    asked: dict[str, dict[str, Any]] = {
-        "exaone_moe": {
-            "num_shared_experts": model.fields.get("n_shared_experts"),
-            "is_moe_layer": list(model.sparse_layers),
-        },
-        "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-        "lfm2": {"block_dim": model.hidden_size},
-        "lfm2_moe": {"block_dim": model.hidden_size},
-        "minimax_m2": {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0},
-        "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0}},  # which stretches nothing
-    }
-    for key, value in (found | asked.get(model.model_type, {})).items():
+    for key, value in (found | asked_for(model)).items():
         _fill(config, key, value)
     config.setdefault("rope_scaling", None)
 

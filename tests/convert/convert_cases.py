@@ -45,8 +45,9 @@ def write_source(
         inner: prefix of the tensors of a multimodal model: its config has this one inside.
         more: tensors beside those of the family.
     """
+    dropped = [key for key, value in (changes or {}).items() if value is None]
     config = {**CASES[case], **(changes or {})}
-    config = {key: value for key, value in config.items() if value is not None}
+    config = {key: value for key, value in config.items() if key not in dropped}
     config["dtype" if "dtype" in config else "torch_dtype"] = NAMES[dtype]
     folder.mkdir(parents=True)
     whole = config if inner is None else {"model_type": "gemma3", "text_config": config}
@@ -119,21 +120,21 @@ def opened(
     return open_source(write_folder(folder, tensors, quantization))
 
 
-def by_mlxinfer(folder: Path) -> np.ndarray:
+def by_mlxinfer(folder: Path, ids: list[int] = IDS) -> np.ndarray:
     with LLM(str(folder), dtype="float32") as llm:
-        return llm.logits(IDS)
+        return llm.logits(ids)
 
 
-def by_mlx_lm(folder: Path) -> np.ndarray:
+def by_mlx_lm(folder: Path, ids: list[int] = IDS) -> np.ndarray:
     from mlx_lm.utils import load_model
 
     model, _ = load_model(folder)
     model.set_dtype(mx.float32)
-    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+    return np.array(model(mx.array([ids]))[0].astype(mx.float32))
 
 
-def agreed(folder: Path) -> np.ndarray:
+def agreed(folder: Path, ids: list[int] = IDS) -> np.ndarray:
     """The logits of a folder, after a look whether mlx-lm finds the same."""
-    ours, theirs = by_mlxinfer(folder), by_mlx_lm(folder)
+    ours, theirs = by_mlxinfer(folder, ids), by_mlx_lm(folder, ids)
     assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
     return ours

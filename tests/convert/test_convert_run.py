@@ -17,11 +17,11 @@ from models.random_weights import tiny_tensors
 from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.mlx_lm import UNDEFINED_BY_MLX_LM
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import ErrorStats
 from mlxinfer.convert.read import Packed, SourceModel, open_source
 from mlxinfer.convert.recipes import make_recipe
-from mlxinfer.convert.sidefiles import UNDEFINED_BY_MLX_LM
 from mlxinfer.convert.verify import (
     EXACT,
     REQUANTISED,

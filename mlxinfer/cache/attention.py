@@ -7,17 +7,21 @@ runs: `OnMetal`, or else plain MLX, `Gathered` for short segments and `Chunk` fo
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import reduce
+from operator import attrgetter
 
 import mlx.core as mx
 import numpy as np
 
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table, tile_sizes
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
+from ..metal_kernels.variants import never
 from .chunks import Chunk
 from .gathered import Gathered, gathered_parts
-from .inputs import Ints, Segments, StepMetadata
-from .paged import PagedLayer, Stored, TailPlace
+from .inputs import Segments, StepMetadata
+from .paged import PagedLayer, TailPlace
 from .pages import PageGroup
+
+READY = attrgetter("ready")
 
 
 def prepare(
@@ -33,33 +37,31 @@ def prepare(
     """
     if metadata.spans is not None and not group.window.sees_spans:
         metadata = replace(metadata, spans=None)
-    short: list[AttentionPart] = []
-    rows: list[Ints] = []
-    found: Sequence[tuple[Ints, AttentionPart]]
+    found: list[tuple[Segments, AttentionPart]] = []
     for segments in metadata.short:
         if _has_kernel(segments, metadata, layers):
-            found = [kernel_part(segments, metadata, group)]
+            found.append((segments, kernel_part(segments, metadata, group)))
         else:
-            found = gathered_parts(segments, metadata, group, layers)
-        for own, part in found:
-            rows.append(own)
-            short.append(part)
+            found += gathered_parts(segments, metadata, group, layers)
+    short = [part for _, part in found]
+    order = _order([own for own, _ in found], len(metadata.positions)) if len(found) > 1 else None
+    if not metadata.long:  # most steps
+        return Prepared(metadata, group, place, short, order)
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None
-    tiled = any(layer.tiles for layer in layers) if chunks else False
-    if tiled and all(chunk.spans is None for chunk in chunks):
+    if any(layer.tiles for layer in layers) and all(chunk.spans is None for chunk in chunks):
         tiles = tiled_part(reduce(Segments.joined, metadata.long), group)
-    order = _order(rows, len(metadata.positions))
     return Prepared(metadata, group, place, short, order, chunks, tiles)
 
 
 def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[PagedLayer]) -> bool:
     """Whether all layers have a kernel for short segments."""
+    kernels = set(map(READY, layers))  # few: layers of a kernel share it
+    if not kernels or never in kernels:
+        return False
     if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
         return False
-    found = len(layers) > 0
-    for is_ready in {layer.ready for layer in layers}:  # few: layers of a kernel share it
-        found &= is_ready(segments.width)  # all of them are asked
-    return found
+    ready = [is_ready(segments.width) for is_ready in kernels]  # all of them are asked
+    return all(ready)
 
 
 class OnMetal:
@@ -136,12 +138,11 @@ class OnMetal:
         )
 
 
-def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> tuple[Ints, OnMetal]:
-    """The rows of short segments, and how they attend together."""
+def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> OnMetal:
+    """How the rows of short segments attend together."""
     count, first = short.num_tokens, int(short.rows[0])
-    rows = short.memoised("flat rows", lambda: first + np.arange(count, dtype=np.int32))
     own = None if count == len(metadata.positions) else slice(first, first + count)
-    return rows, OnMetal(own, short, group)
+    return OnMetal(own, short, group)
 
 
 def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
@@ -177,7 +178,7 @@ class Prepared:
         place: TailPlace,
         short: Sequence[AttentionPart],
         order: mx.array | None,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Chunk] = (),
         tiles: OnMetal | None = None,
     ) -> None:
         self.metadata, self.group, self.place = metadata, group, place
@@ -191,16 +192,6 @@ class Prepared:
         """Rows of short segments, which come first in the flat list."""
         chunks = self.metadata.long
         return int(chunks[0].rows[0]) if chunks else len(self.metadata.positions)
-
-    def write(self, layer: PagedLayer, stored: Stored) -> None:
-        """Write the parts (T, heads, W) of the step's tokens: chunks to pages, others to tails."""
-        for chunk in self.chunks:
-            layer.write_pages(chunk.writes, chunk.rows.start, stored)
-        place = self.place
-        if len(place.slots):
-            if place.rows is not None:
-                stored = [[part[place.rows] for part in parts] for parts in stored]
-            layer.write_tails(place, stored)
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (T, heads, D) of all rows over what is stored, (T, heads * V)."""
@@ -223,11 +214,9 @@ def attend_rows(
     return part.attend(layer, queries if part.rows is None else queries[part.rows], softmax)
 
 
-def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
+def _order(parts: Sequence[Segments], num_rows: int) -> mx.array | None:
     """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
-    if len(parts) < 2:
-        return None
-    rows = np.concatenate(parts)
+    rows = np.concatenate([segments.tokens()[0] for segments in parts])
     if (np.diff(rows) > 0).all():
         return None
     order = np.arange(num_rows, dtype=np.int32)

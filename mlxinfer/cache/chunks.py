@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.chips import FUSED_DIMS
-from ..metal_kernels.paged_attention import Softmax, capped
+from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import Runs
+from .gathered import capped
 from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup

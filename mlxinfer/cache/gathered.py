@@ -1,7 +1,8 @@
 """Short segments in plain MLX: pages and tails are gathered into one padded array.
 
 It is the kernels' twin, and the path without Metal. B = segments, Q = tokens of each (padded),
-R = 2 * page_size, the ring of a tail.
+R = 2 * page_size, the ring of a tail, N = tokens of gathered pages, H = KV heads, G = query heads
+per KV head, D = key dim, V = value dim.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
-from ..metal_kernels.paged_attention import Softmax, gathered_attention
+from ..metal_kernels.paged_attention import Softmax
 from .inputs import Ints, Segments, StepMetadata
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
@@ -24,8 +25,8 @@ HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be se
 
 def gathered_parts(
     segments: Segments, metadata: StepMetadata, group: PageGroup, layers: Sequence[PagedLayer]
-) -> "list[tuple[Ints, Gathered]]":
-    """Short segments in parts of like length: their rows, and how they attend.
+) -> "list[tuple[Segments, Gathered]]":
+    """Short segments in parts of like length, and how each part attends.
 
     Args:
         segments: of the step.
@@ -33,7 +34,12 @@ def gathered_parts(
         group: of the layers.
         layers: that will attend so.
     """
-    blocks = _blocks(segments, group, layers)
+    if group.window.size is None:  # all sealed pages are seen
+        blocks = segments.memoised(
+            ("blocks", group.number), lambda: _blocks(segments, group, layers)
+        )
+    else:
+        blocks = _blocks(segments, group, layers)
     if len(blocks) == 1:
         return [_gathered_part(segments, metadata, group)]
     parts = segments.memoised(
@@ -48,16 +54,10 @@ def _blocks(
     segments: Segments, group: PageGroup, layers: Sequence[PagedLayer]
 ) -> list[NDArray[np.int64]]:
     """Which of the segments are gathered together."""
-
-    def blocks() -> list[NDArray[np.int64]]:
-        pages = num_visible(segments, group.window, group.page_size)
-        # Of a token's keys and values in one layer, as they are attended to.
-        token_bytes = max([layer.spec.numbers * layer.dtype.size for layer in layers], default=1)
-        return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
-
-    if group.window.size is None:  # all sealed pages are seen
-        return segments.memoised(("blocks", group.number), blocks)
-    return blocks()
+    pages = num_visible(segments, group.window, group.page_size)
+    # Of a token's keys and values in one layer, as they are attended to.
+    token_bytes = max([layer.spec.numbers * layer.dtype.size for layer in layers], default=1)
+    return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
@@ -95,13 +95,12 @@ def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
     return [np.array(sorted(block)) for block in blocks]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gathered:
     """B short segments that attend together over gathered pages and tails.
 
     Attributes:
         rows: (B * Q,) flat rows of the queries; None: all of the step, in order.
-        shape: (B, Q).
         unpad: (T',) from the padded (B * Q) outputs back to flat order; None: nothing is padded.
         slots: (B,) of the tails.
         tail_mask: (B, 1, Q, R) additive.
@@ -110,7 +109,6 @@ class Gathered:
     """
 
     rows: slice | mx.array | None
-    shape: tuple[int, int]
     unpad: mx.array | None
     slots: mx.array | slice
     tail_mask: mx.array
@@ -125,22 +123,90 @@ class Gathered:
             ids = mx.depends([self.page_ids], [queries])[0]
             keys = layer.keys.read_pages(ids, layer.page_size).transpose(1, 0, 3, 2)
             pages = keys, layer.values.read_pages(ids, layer.page_size).swapaxes(0, 1)
-        outputs = gathered_attention(  # (B, Q, heads, V)
-            mx.unflatten(queries, 0, self.shape),
-            pages,
-            self.mask,
-            *layer.read_tails(self.slots),
-            self.tail_mask,
-            softmax,
-        )
-        flat = outputs.reshape(self.shape[0] * self.shape[1], -1)
-        return flat if self.unpad is None else flat[self.unpad]
+        tails = layer.read_tails(self.slots)
+        outputs = gathered_attention(queries, pages, self.mask, *tails, self.tail_mask, softmax)
+        return outputs if self.unpad is None else outputs[self.unpad]
+
+
+def gathered_attention(
+    queries: mx.array,
+    pages: tuple[mx.array, mx.array] | None,
+    mask: mx.array | None,
+    tail_keys: mx.array,
+    tail_values: mx.array,
+    tail_mask: mx.array,
+    softmax: Softmax,
+) -> mx.array:
+    """Attention of B sequences over their gathered pages and their tails, in plain MLX.
+
+    Scores of the tail are rounded before the mask, which is float32, as scores of pages are: a
+    token must score the same in the tail and, later, in a page.
+
+    Args:
+        queries: (B * Q, H * G, D), those of a sequence one after another.
+        pages: keys (B, H, D, N) and values (B, H, N, V), padded; None: no sequence has pages.
+        mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
+        tail_keys: (B, H, R, D).
+        tail_values: (B, H, R, V).
+        tail_mask: (B, 1, Q, R) additive.
+        softmax: of the layer.
+
+    Returns:
+        (B * Q, H * G * V) in the dtype of the queries, as kernels give it. Masks make the numbers
+        float32. Were they left so, all that follows would be, and differ by what else is in the
+        step.
+    """
+    scale, sinks, soft_cap = softmax
+    num_seqs, kv_heads = tail_keys.shape[:2]
+    num_queries, group = tail_mask.shape[2], queries.shape[1] // kv_heads
+    by_head = queries * scale
+    if num_queries > 1:  # by token, then by head of a sequence
+        by_head = by_head.reshape(num_seqs, num_queries, kv_heads, group, -1)
+        by_head = by_head.transpose(0, 2, 3, 1, 4)
+        tail_mask = mx.tile(tail_mask, (group, 1))
+    by_head = by_head.reshape(num_seqs, kv_heads, group * num_queries, -1)
+    scores = by_head @ tail_keys.swapaxes(-1, -2)
+    if soft_cap is not None:
+        scores = capped(scores, soft_cap)
+    scores = scores + tail_mask  # (B, H, G * Q, R)
+    if pages is not None:
+        of_pages = by_head @ pages[0]  # (B, H, G * Q, N)
+        if soft_cap is not None:
+            of_pages = capped(of_pages, soft_cap)
+        if mask is not None:
+            of_pages = of_pages + (mask if mask.shape[2] == 1 else mx.tile(mask, (group, 1)))
+        scores = mx.concatenate([of_pages, scores], axis=-1)
+    if sinks is None:
+        weights = mx.softmax(scores, axis=-1, precise=True)
+    else:
+        weights = _softmax_with(sinks, scores, num_queries)
+    if pages is None:
+        outputs = weights @ tail_values
+    else:
+        page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
+        outputs = mx.addmm(page_weights @ pages[1], tail_weights, tail_values)
+    outputs = outputs.astype(queries.dtype)
+    if num_queries > 1:
+        outputs = mx.unflatten(outputs, 2, (group, num_queries)).transpose(0, 3, 1, 2, 4)
+    return outputs.reshape(len(queries), -1)
+
+
+def _softmax_with(sinks: mx.array, scores: mx.array, num_queries: int) -> mx.array:
+    """Softmax of scores (B, H, G * Q, N), where sinks (H * G,) take mass and give nothing."""
+    column = mx.repeat(sinks.reshape(scores.shape[1], -1, 1), num_queries, axis=1)  # (H, G * Q, 1)
+    column = mx.broadcast_to(column.astype(scores.dtype), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
+
+
+def capped(scores: mx.array, soft_cap: float) -> mx.array:
+    """soft_cap * tanh(scores / soft_cap)."""
+    return mx.tanh(scores / soft_cap) * soft_cap
 
 
 def _gathered_part(
     segments: Segments, metadata: StepMetadata, group: PageGroup
-) -> tuple[Ints, Gathered]:
-    """The rows of segments, and how they attend: each sees a page at least, or none does."""
+) -> tuple[Segments, Gathered]:
+    """Segments and how they attend: each sees a page at least, or none does."""
     step, rows, unpad, slots, tail_begins = segments.memoised(
         "queries", lambda: _queries(segments, group.page_size)
     )
@@ -149,13 +215,12 @@ def _gathered_part(
     spans = None if metadata.spans is None else metadata.spans[:, segments.rows[:, None] + step]
     part = Gathered(
         None if whole else rows,
-        positions.shape,
         unpad,
         slots,
         _tail_mask(segments, positions, tail_begins, spans, group),
         *_seen_pages(segments, positions, group),
     )
-    return segments.tokens()[0], part
+    return segments, part
 
 
 def _queries(

@@ -189,7 +189,7 @@ class KeyValueLayer(PagedLayer):
             self.replace_tails(tails)
         else:
             queries, stored = kv_write(qkv, place.positions, heads)
-            prepared.write(self, stored)
+            self.write(stored, place, prepared.chunks)
         return self.restored(prepared.attend(self, queries, softmax))
 
     def attend(
@@ -208,10 +208,11 @@ class KeyValueLayer(PagedLayer):
         Returns:
             (T, num_heads * value_dim), the heads side by side.
         """
+        prepared = self.prepared
         if self._as_they_are:
-            self.prepared.write(self, [[keys], [values]])
-            return self.prepared.attend(self, queries, softmax)
-        self.prepared.write(self, self.encode(keys, values))
+            self.write([[keys], [values]], prepared.place, prepared.chunks)
+            return prepared.attend(self, queries, softmax)
+        self.write(self.encode(keys, values), prepared.place, prepared.chunks)
         return self.attend_again(queries, softmax)
 
     def attend_again(self, queries: mx.array, softmax: Softmax) -> mx.array:

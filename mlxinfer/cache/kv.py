@@ -92,11 +92,6 @@ class LayerGroup(PageGroup):
         """The planes of all layers, in order."""
         return [plane for layer in self.layers for plane in layer.planes]
 
-    def must_grow(self, num_slots: int) -> bool:
-        """Whether a step needs more pages or tails than the arrays have."""
-        lacks_pages = self.allocator.extent > self.num_pages
-        return bool(self.layers) and (lacks_pages or num_slots > self.num_slots)
-
     def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
         """As `KVCache.make_room`."""
         pages, slots, extent = self.num_pages, self.num_slots, self.allocator.extent
@@ -406,7 +401,11 @@ class KVCache:
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have."""
-        return any(group.must_grow(num_slots) for group in self.groups)
+        for group in self.groups:
+            lacks_pages = group.allocator.extent > group.num_pages
+            if group.layers and (lacks_pages or num_slots > group.num_slots):
+                return True
+        return False
 
     def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
         """Grow the arrays until all pages handed out and `num_slots` tails are there.

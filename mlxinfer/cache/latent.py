@@ -168,7 +168,8 @@ class LatentLayer(PagedLayer):
         Returns:
             (T, H, dv).
         """
-        self.prepared.write(self, self.encode(latent, k_rope, index))
+        stored = self.encode(latent, k_rope, index)
+        self.write(stored, self.prepared.place, self.prepared.chunks)
         return self._read(q_nope, q_rope, projection, scale, index)
 
     def _read(

@@ -14,7 +14,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,9 @@ from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
 from ..metal_kernels.variants import ReadyFor, Variant, never
 from .inputs import Ints, StepMetadata
+
+if TYPE_CHECKING:
+    from .chunks import Chunk
 
 MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
 
@@ -45,7 +48,7 @@ KEY_BIAS = (
 GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TailPlace:
     """Where tokens of a step go in tails, the same for all layers: N of T tokens.
 
@@ -73,16 +76,15 @@ class TailPlace:
     def of(metadata: StepMetadata, page_size: int, *, by_position: bool) -> "TailPlace":
         """Read where the tokens of a step go; `by_position`: a layer writes by positions."""
         rows, slots, positions = _tail_tokens(metadata, page_size)
-        is_decode = not metadata.long and max([s.width for s in metadata.short], default=1) == 1
-        turning = metadata.turning
+        short, turning = metadata.short, metadata.turning if by_position else None
         return TailPlace(
             rows=None if len(rows) == len(metadata.positions) else mx.array(rows),
             slots=slots,
             offsets=positions % (2 * page_size),
             ring=2 * page_size,
-            is_decode=is_decode,
-            positions=padded(turning) if by_position and turning.ndim == 1 else None,
-            axes=mx.array(turning) if by_position and turning.ndim == 2 else None,
+            is_decode=not metadata.long and len(short) == 1 and short[0].width == 1,
+            positions=padded(turning) if turning is not None and turning.ndim == 1 else None,
+            axes=mx.array(turning) if turning is not None and turning.ndim == 2 else None,
         )
 
     def rows_of(self, heads: int) -> mx.array:
@@ -292,23 +294,27 @@ class PagedLayer(ABC):
         """Bytes of all tails: what a step copies while another is in flight."""
         return sum(part.nbytes for tails in self._tails for part in tails)
 
+    def write(self, stored: Stored, place: TailPlace, chunks: "Sequence[Chunk]" = ()) -> None:
+        """Store the parts (T, heads, W) of a step's tokens: chunks in pages, others in tails."""
+        for chunk in chunks:
+            self.write_pages(chunk.writes, chunk.rows.start, stored)
+        if not len(place.slots):
+            return
+        if place.rows is not None:
+            stored = [[part[place.rows] for part in parts] for parts in stored]
+        if self._joined and len(stored) == 2:
+            pairs = zip(*stored, strict=True)
+            stored = [[mx.concatenate(pair, axis=1) for pair in pairs]]
+        rows = place.rows_of(self._tail_heads)
+        for tails, which, i in self._tail_parts:
+            tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
+
     def write_pages(self, runs: Runs, row: int, stored: Stored) -> None:
         """Store rows `row`, `row + 1`, ... in the slots of `runs`."""
         if len(stored) < len(self.planes):
             stored = [[part[:, plane.own] for part in stored[0]] for plane in self.planes]
         for plane, parts in zip(self.planes, stored, strict=True):
             plane.write_pages(runs, row, parts)
-
-    def write_tails(self, place: TailPlace, stored: Stored) -> None:
-        """Store N tokens in tails."""
-        if self._joined and len(stored) == 2:
-            keys, values = stored
-            stored = [[]]
-            for key, value in zip(keys, values, strict=True):
-                stored[0].append(mx.concatenate([key, value], axis=1))
-        rows = place.rows_of(self._tail_heads)
-        for tails, which, i in self._tail_parts:
-            tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
     def tail_parts(self) -> list[mx.array]:
         """The parts of tails: of keys and values together, or of keys and then of values."""

@@ -215,12 +215,14 @@ class Forward:
             Whether the step before may still be in flight, and the pages that were read out.
         """
         cache, runs_ahead = self.cache, in_flight is not None
-        if in_flight is not None and (step.is_barrier or cache.must_grow(step.num_slots)):
+        grows = cache.must_grow(step.num_slots)
+        if in_flight is not None and (step.is_barrier or grows):
             in_flight.wait()
             runs_ahead = False
         if step.is_barrier:  # what was written and not read since would keep all of its prompt
             finish([layer.arrays() for layer in cache.paged])  # also where no step is in flight
-        cache.make_room(step.num_slots, shrink=step.is_barrier)
+        if grows or step.is_barrier:
+            cache.make_room(step.num_slots, shrink=step.is_barrier)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 
     def run(

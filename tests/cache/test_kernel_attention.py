@@ -25,7 +25,7 @@ def spans() -> Segments:
 
 def planned(short: Segments) -> OnMetal:
     group = PageGroup(AttentionWindow(), PageAllocator(1), PAGE, 64, 1)
-    return kernel_part(short, StepMetadata([short], [], short.starts), group)[1]
+    return kernel_part(short, StepMetadata([short], [], short.starts), group)
 
 
 @requires_compiler

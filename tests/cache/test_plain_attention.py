@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import gathered
-from mlxinfer.cache.gathered import HIDDEN
+from mlxinfer.cache.gathered import HIDDEN, gathered_attention
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
 from mlxinfer.core import KVSpec
-from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention
+from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, GROUP, DIM = 2, 3, 32
 NUM_PAGES = 80
@@ -191,7 +191,7 @@ def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> N
     rng = np.random.default_rng(3)
     queries, keys, values = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
-        for shape in ((1, 1, 4, 64), (1, 2, 2 * PAGE, 64), (1, 2, 2 * PAGE, 64))
+        for shape in ((1, 4, 64), (1, 2, 2 * PAGE, 64), (1, 2, 2 * PAGE, 64))
     )
     sealed = np.arange(2 * PAGE) < PAGE  # the first half lies in a page, its place in the ring free
     mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])

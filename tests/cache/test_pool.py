@@ -62,7 +62,7 @@ def in_tails(layer: KeyValueLayer) -> list[mx.array]:
 def test_what_is_written_is_read(bits: Bits, key_dim: int, value_dim: int) -> None:
     layer, keys, values = made(bits, key_dim, value_dim)
     stored = layer.encode(keys, values)
-    layer.write_tails(TailPlace(None, SLOTS, OFFSETS, 2 * PAGE), stored)
+    layer.write(stored, TailPlace(None, SLOTS, OFFSETS, 2 * PAGE))
     layer.write_pages(RUNS, 0, stored)
     for (plane, expected), tail in zip(planes(layer, keys, values), in_tails(layer), strict=True):
         assert mx.array_equal(plane.read_runs(RUNS), expected)
@@ -75,7 +75,7 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
     for token in range(COUNT):
         one = slice(token, token + 1)
         place = TailPlace(None, SLOTS[one], OFFSETS[one], 2 * PAGE)
-        layer.write_tails(place, layer.encode(keys[one], values[one]))
+        layer.write(layer.encode(keys[one], values[one]), place)
     for (_, expected), tail in zip(planes(layer, keys, values), in_tails(layer), strict=True):
         assert mx.array_equal(tail, expected)
 
@@ -83,7 +83,7 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
 @pytest.mark.parametrize(("bits", "key_dim", "value_dim"), FORMATS)
 def test_tails_are_sealed_and_pasted_and_grow(bits: Bits, key_dim: int, value_dim: int) -> None:
     layer, keys, values = made(bits, key_dim, value_dim)
-    layer.write_tails(TailPlace(None, SLOTS, OFFSETS, 2 * PAGE), layer.encode(keys, values))
+    layer.write(layer.encode(keys, values), TailPlace(None, SLOTS, OFFSETS, 2 * PAGE))
     layer.resize_tails(7)
     layer.grow_pages(9)
     layer.seal(mx.array(SLOTS), mx.array(OFFSETS), mx.arange(COUNT))

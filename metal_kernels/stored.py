@@ -240,17 +240,6 @@ class Plane:
             pieces.append(after)
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
 
-    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
-        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
-        if self.as_stored:
-            vectors = mx.unflatten(self.pages[0], 1, (-1, page_size))[:, ids]
-        else:
-            vectors = self.decode(
-                [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
-            )
-        return mx.flatten(vectors, 2, 3)  # from (H, B, n, P, D)
-
     def grow_pages(self, extra_tokens: int) -> None:
         """Make room, one array at a time so that only one is ever there twice."""
         for i, pages in enumerate(self.pages):

@@ -121,8 +121,8 @@ class Gathered:
         if self.page_ids is not None:
             # Without the dependency all layers might gather first.
             ids = mx.depends([self.page_ids], [queries])[0]
-            keys = layer.keys.read_pages(ids, layer.page_size).transpose(1, 0, 3, 2)
-            pages = keys, layer.values.read_pages(ids, layer.page_size).swapaxes(0, 1)
+            keys, values = layer.read_pages(ids)
+            pages = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
         tails = layer.read_tails(self.slots)
         outputs = gathered_attention(queries, pages, self.mask, *tails, self.tail_mask, softmax)
         return outputs if self.unpad is None else outputs[self.unpad]

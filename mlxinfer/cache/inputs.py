@@ -41,15 +41,11 @@ class Segments:
         return len(self.rows) if self.width == 1 else int(self.counts.sum())
 
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
-        """Compute once what follows from all but `starts`; `advance` keeps it."""
+        """Compute once what follows from all but `starts`; `at` keeps it."""
         if what not in self._memo:
             self._memo[what] = work_out()
         found: T = self._memo[what]
         return found
-
-    def advance(self) -> "Segments":
-        """The next token of each sequence; pages and tails are unchanged."""
-        return self.at(self.starts + 1)
 
     def follows(self, other: "Segments") -> bool:
         """Whether these are the same sequences, pages and tails at other positions."""

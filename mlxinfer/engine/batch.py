@@ -232,15 +232,12 @@ class DecodeBatch:
         delta = ints(deltas) if any(deltas) else None
         return DecodeBatch(sequences, tuple(slots), segments, output_index, has_grammar, delta)
 
-    def __len__(self) -> int:
-        return len(self.sequences)
-
     def advance(self) -> "DecodeBatch":
         """The same sequences, each at its next position."""
         return DecodeBatch(
             self.sequences,
             self.slots,
-            self.segments.advance(),
+            self.segments.at(self.segments.starts + 1),
             self.output_index + 1,
             self.has_grammar,
             self.rope_delta,
@@ -327,7 +324,7 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
         output_index = np.append(output_index, [s.output_index + i for s, i in samples])
         rows = [s.row + s.num_tokens - s.num_samples + i for s, i in samples]
         flat_rows = np.append(decodes.segments.rows, ints(rows))
-        proposals = _proposals(len(decodes), samples)
+        proposals = _proposals(len(decodes.sequences), samples)
     constrained = [s.request.grammar is not None for s in sequences]
     found = SamplingRows(sequences, slots, slot_ids, output_index, flat_rows, 0, proposals)
     return _constrained_last(found, constrained) if any(constrained) else found
@@ -493,7 +490,7 @@ def _rope_positions(decodes: DecodeBatch, segments: list[Segment], positions: In
         return None
     found = np.tile(positions, (3, 1))
     if decodes.rope_delta is not None:
-        found[:, : len(decodes)] += decodes.rope_delta
+        found[:, : len(decodes.sequences)] += decodes.rope_delta
     for segment in turned:
         pictures, rows = (
             segment.sequence.pictures,

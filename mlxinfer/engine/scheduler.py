@@ -329,7 +329,8 @@ class Scheduler:
             self._steady = []
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
-        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
+        all_decode = len(decodes.sequences) + len(verified) == len(queues.running)
+        prefills = self._next_prefills(all_decode)
         preempted = self.counters.preemptions > preemptions  # perhaps features have room now
         if preempted:
             decodes, verified = _without_preempted(decodes, verified)

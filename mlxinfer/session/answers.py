@@ -208,7 +208,10 @@ class Answer:
         self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
         if event.token_id is not None:
             new_ids = (event.token_id,)
-            self._add_token(event, event.token_id)
+            self._first_token_s = self._first_token_s or event.made_s
+            self._token_ids.append(event.token_id)
+            if self._logprobs is not None and event.logprobs is not None:
+                self._logprobs.append(event.logprobs)
         parts, reason = self._push_text(event)
         self._parts += parts
         if reason is not None:
@@ -230,13 +233,6 @@ class Answer:
             self.ended_early = reason is None
             reason = FinishReason.STOP
         return parts, reason
-
-    def _add_token(self, event: TokenEvent, token_id: int) -> None:
-        if not self._token_ids:
-            self._first_token_s = event.made_s
-        self._token_ids.append(token_id)
-        if self._logprobs is not None and event.logprobs is not None:
-            self._logprobs.append(event.logprobs)
 
     def _finish(self, reason: FinishReason, finished_s: float) -> Result:
         whole = Delta(parts=self._parts)
@@ -491,7 +487,11 @@ class Answers:
             watcher.record(index, event)
             if event.error is not None:
                 watcher.end(index, "error", None)
-        steps: Sequence[AnswerStep] = (_step(index, answer, event),)
+        delta, progress = answer.push(event), None
+        if event.prompt_tokens:
+            seconds = event.made_s - answer.request.started_s
+            progress = PromptProgress(event.prompt_tokens, event.cached_tokens, seconds)
+        steps: Sequence[AnswerStep] = (AnswerStep(index, delta, event.logprobs, progress),)
         if answer.result is not None:
             del self._unfinished[event.request_id]
             if answer.ended_early:
@@ -519,16 +519,6 @@ class Answers:
 
     def _results(self) -> list[Result]:
         return [answer.result for answer in self.answers if answer.result is not None]
-
-
-def _step(index: int, answer: Answer, event: TokenEvent) -> AnswerStep:
-    """Add an event to an answer; raises the event's error."""
-    delta = answer.push(event)
-    progress = None
-    if event.prompt_tokens:
-        seconds = event.made_s - answer.request.started_s
-        progress = PromptProgress(event.prompt_tokens, event.cached_tokens, seconds)
-    return AnswerStep(index, delta, event.logprobs, progress)
 
 
 def _scoring(answer: Answer, listener: "Listener") -> "Listener":

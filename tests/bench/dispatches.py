@@ -60,7 +60,7 @@ def our_steps(folder: Path, bits: int | None) -> Graph:
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
         found = StepMetadata([spans], [], spans.starts)
-        spans = spans.advance()
+        spans = spans.at(spans.starts + 1)
         cache.begin_step(found)
         caches = dict(zip(model.mixers, cache.layers, strict=True))
         return model.logits(model(ids, Step(mx.array(found.positions), caches)))

@@ -5,7 +5,7 @@ from mlxinfer.engine.batch import Batch, Segment
 
 def segments_of(batch: Batch) -> list[Segment]:
     """Every sequence of a step, in flat order."""
-    return [_decode(batch, row) for row in range(len(batch.decodes))] + batch.ragged
+    return [_decode(batch, row) for row in range(len(batch.decodes.sequences))] + batch.ragged
 
 
 def _decode(batch: Batch, row: int) -> Segment:

@@ -402,7 +402,10 @@ class SimulatedDevice:
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         if previous is not None and batch.writes_pages:
             previous.wait()
-        decodes, prompts = len(batch.decodes), batch.num_tokens - len(batch.decodes)
+        decodes, prompts = (
+            len(batch.decodes.sequences),
+            batch.num_tokens - len(batch.decodes.sequences),
+        )
         took_s = 0.02 * (decodes > 0) + 0.002 * prompts  # a slice holds 115 tokens
         if batch.ragged:
             took_s, self.hiccup_s = took_s + self.hiccup_s, 0.0

@@ -38,28 +38,33 @@ def test_the_table_names_the_origin_and_hides_keys(file: Path, outcome: Any) -> 
     assert ["--api-key", "1", "set", "config", "file"] in [line.split() for line in lines]
 
 
-def test_config_path_prints_the_files_path(file: Path, outcome: Any) -> None:
-    assert outcome("config", "path").out.strip() == str(file)
+MISTAKES = [
+    ("[serve]\nprot = 1\n", "Did you mean port?"),
+    ('[serve]\nport = "x"\n', "config.toml, serve.port: 'x' is not"),
+    ('[serve]\nmodel = "demo"\n', "expected a list, such as ['demo']"),
+    ("[serve]\nport = true\n", "serve.port: 'True' is not"),
+    ("[serve]\nport = 80.5\n", "serve.port: '80.5' is not"),
+    ('[models.a]\nsorce = "demo"\n', "not 'sorce'"),
+    ("[server]\n", "config.toml, server: a file has a table [serve]"),
+    ("[serve", "is no TOML"),
+]
+SERVED = [  # which are seen where the server is made
+    ('tool-format = "morse"', "morse"),
+    ("kv-window = 0", "kv_window"),
+    ("deadline = 0", "deadline"),
+    ('allowed-host = ["http://chat.example"]', "allowed"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[serve]\nprot = 1\n", "Did you mean port?"),
-        ('[serve]\nport = "x"\n', "config.toml, serve.port: 'x' is not"),
-        ('[serve]\nmodel = "demo"\n', "expected a list, such as ['demo']"),
-        ("[serve]\nport = true\n", "serve.port: 'True' is not"),
-        ("[serve]\nport = 80.5\n", "serve.port: '80.5' is not"),
-        ('[models.a]\nsorce = "demo"\n', "not 'sorce'"),
-        ("[server]\n", "config.toml, server: a file has a table [serve]"),
-        ("[serve", "is no TOML"),
-    ],
-)
-def test_mistakes_are_wrong_usage(file: Path, outcome: Any, text: str, said: str) -> None:
-    file.write_text(text)
-    ended = outcome("config", "show")
-    assert ended.code == 2
-    assert said in ended.err
+def test_mistakes_are_wrong_usage(file: Path, outcome: Any) -> None:
+    for text, said in MISTAKES:
+        file.write_text(text)
+        ended = outcome("config", "show")
+        assert (ended.code, said in ended.err) == (2, True), text
+    for setting, said in SERVED:
+        file.write_text(f"[serve]\nport = 0\n{setting}\n")
+        ended = outcome("serve", "--config", str(file))
+        assert (ended.code, said in ended.err) == (2, True), setting
 
 
 def test_config_init_writes_a_file_that_holds(

@@ -109,13 +109,6 @@ def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.Monke
     assert outcome("rm", "org/tiny").code == 0
 
 
-def test_rm_of_one_name_given_twice(standin: StandIn, outcome: Any) -> None:
-    outcome("pull", "org/tiny")
-    seen = outcome("rm", "--yes", "org/tiny", "org/tiny")
-    assert (seen.code, seen.err) == (0, "")
-    assert seen.out.count("Deleted") == 1
-
-
 def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
     standin.repos["org/odd"] = Repo({**MODEL, "config.json": b'{"model_type": "oddity"}'})
     outcome("pull", "org/odd")
@@ -128,3 +121,10 @@ def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
 
 def facts_header_bytes() -> int:
     return int.from_bytes(WEIGHTS[:8], "little")
+
+
+def test_rm_of_one_name_given_twice(standin: StandIn, outcome: Any) -> None:
+    outcome("pull", "org/tiny")
+    seen = outcome("rm", "--yes", "org/tiny", "org/tiny")
+    assert (seen.code, seen.err) == (0, "")
+    assert seen.out.count("Deleted") == 1

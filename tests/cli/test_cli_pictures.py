@@ -16,7 +16,7 @@ from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli._pictures import dropped
 from mlxinfer.cli.chat import take_turn
 from mlxinfer.cli.history import open_log
-from mlxinfer.errors import PictureError, UnsupportedFieldError
+from mlxinfer.errors import UnsupportedFieldError
 from mlxinfer.images import from_data_url
 
 
@@ -171,14 +171,6 @@ def test_run_with_a_model_that_does_not_see(fake: FakeLLM, outcome: Any, photo: 
     assert not fake.asked
 
 
-def test_run_answers_with_a_real_model(outcome: Any, photo: Path, tmp_path: Path) -> None:
-    folder = str(seeing_folder(tmp_path / "see"))
-    given = ["run", "What?", "-m", folder, "--max-tokens", "4", "--json", "--temperature", "0"]
-    plain, seen = outcome(*given), outcome(*given, "--image", str(photo))
-    assert (plain.code, seen.code) == (0, 0)
-    assert plain.out != seen.out
-
-
 def test_chat_sends_a_picture_with_the_next_message(seeing: FakeLLM, photo: Path) -> None:
     session = chat_of(seeing)
     assert say(session, f"/image {photo}") == "1 picture with the next message\n"
@@ -219,12 +211,6 @@ def test_a_model_that_does_not_see_says_so_at_once(fake: FakeLLM, photo: Path) -
             say(session, line)
     say(session, f"What is '{photo}'?")
     assert fake.asked[0][0] == [{"role": "user", "content": f"What is '{photo}'?"}]
-
-
-def test_a_file_that_is_no_picture_is_refused(seeing: FakeLLM, tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_text("no picture")
-    with pytest.raises(PictureError, match="no picture of a known format"):
-        say(chat_of(seeing), f"/image {tmp_path / 'x.png'}")
 
 
 def test_paths_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,13 +159,6 @@ def test_json_is_one_object(fake: FakeLLM, outcome: Any) -> None:
     assert data["timing"]["tokens_per_s"] == 12.0
 
 
-def test_stats_on_stderr(fake: FakeLLM, outcome: Any) -> None:
-    seen = outcome("run", "--stats", "hi")
-    assert seen.out == "Hello there.\n"
-    assert "7 prompt + 2 answer tokens" in seen.err
-    assert "12.0 tok/s" in seen.err
-
-
 def test_ctrl_c_keeps_what_came(fake: FakeLLM, outcome: Any) -> None:
     fake.says, fake.fail_after = "one two three", 2
     seen = outcome("run", "hi")

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import summarise
-from mlxinfer.fit import kv_bytes
 from mlxinfer.memory import human_bytes
 from mlxinfer.models.zoo.definitions import module_of
 from mlxinfer.roofline import machine
@@ -60,15 +59,6 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
     assert summary.weights is not None
     assert summary.weights.parameters == 32 * 64 + 64
     assert summary.weights.num_bytes == 32 * 8 * 4 + 2 * 32 * 2 + 64 * 2
-
-
-def test_kv_bytes_by_hand(tmp_path: Path) -> None:
-    config = summarise(write_model(tmp_path / "m", CONFIG)).config
-    assert config is not None
-    per_token = 2 * 2 * 2 * 16  # layers, K and V, heads, head_dim
-    assert kv_bytes(config, 1) == per_token * 2
-    assert kv_bytes(config, 100) == per_token * 200
-    assert kv_bytes(config, 100, 8) == per_token * 100 * 8.5 / 8
 
 
 @pytest.mark.parametrize(
@@ -153,15 +143,6 @@ def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
     assert "pictures, with" not in outcome("show", str(folder)).out
 
 
-def test_a_model_is_shown_in_plain_lines(tmp_path: Path, outcome: Any) -> None:
-    out = outcome("show", str(write_model(tmp_path / "m", CONFIG, template=False))).out
-    assert "llama, 2 layers of 64" in out
-    assert "2.1 k, " in out
-    assert "(affine, groups of 64)" in out
-    assert "chat template  no" in out
-    assert "at 4,096" in out
-
-
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_broken_file_is_named_and_the_rest_is_shown(
     broken: str, tmp_path: Path, outcome: Any
@@ -197,17 +178,14 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(
     assert facts["architecture"] == evil
 
 
-@pytest.mark.parametrize("text", ['{"model_type": NaN}', '{"model_type": 5}', "[" * 100_000])
-def test_a_config_that_is_none_is_a_problem_and_no_fault(
-    tmp_path: Path, outcome: Any, text: str
-) -> None:
+def test_a_config_that_is_none_is_a_problem_and_no_fault(tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
-    (folder / "config.json").write_text(text)
-    seen = outcome("show", str(folder), "--json")
-    facts = json.loads(seen.out, parse_constant=pytest.fail)
-    assert (seen.code, facts["supported"], facts["architecture"]) == (1, False, None)
-    assert "config.json" in facts["problem"]
-    assert "cannot run" in outcome("show", str(folder)).out
+    for text in ('{"model_type": NaN}', '{"model_type": 5}', "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        seen = outcome("show", str(folder), "--json")
+        facts = json.loads(seen.out, parse_constant=pytest.fail)
+        assert (seen.code, facts["supported"], facts["architecture"]) == (1, False, None)
+        assert "config.json" in facts["problem"]
 
 
 def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None:
@@ -222,34 +200,19 @@ def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None
     assert "nothing was measured" in text
 
 
-@pytest.mark.parametrize("text", ["M9 64GB", "64GB", "M4 Mega 64GB", "M4 Max 64TB", "M464", ""])
-def test_an_unknown_mac_is_refused_with_those_that_are_known(text: str, outcome: Any) -> None:
-    seen = outcome("show", "demo", "--on", text)
-    assert seen.code == 1
-    assert "M4 Max 64GB" in seen.err
-    assert "M3 Ultra" in seen.err
+def test_a_mac_that_is_not_known_or_has_no_memory_is_refused(outcome: Any) -> None:
+    for text in ("M9 64GB", "64GB", "M4 Mega 64GB", "M4 Max 64TB", "M464", ""):
+        seen = outcome("show", "demo", "--on", text)
+        assert (seen.code, "M4 Max 64GB" in seen.err, "M3 Ultra" in seen.err) == (1, True, True)
+    for text in ("M4 Max", "m4max", "M4 Max 0GB"):
+        seen = outcome("show", "demo", "--on", text)
+        assert seen.code == 1
+        assert "names no memory: say how much, such as 'M4 Max 64GB'" in seen.err
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_mac_may_be_written_in_several_ways() -> None:
+    for text in (
         *("m4 max 64 gb", "M4Max 64GB", "M4-Max/64GB", "m4max64", "Apple M4 Max, 64 GiB"),
         *("M4 Max (64GB)", " M4  Max 64G RAM "),
-    ],
-)
-def test_a_mac_may_be_written_in_several_ways(text: str) -> None:
-    assert machine(text) == machine("M4 Max 64GB")
-
-
-@pytest.mark.parametrize("text", ["M4 Max", "m4max", "M4 Max 0GB"])
-def test_a_mac_without_its_memory_is_asked_for_it(text: str, outcome: Any) -> None:
-    seen = outcome("show", "demo", "--on", text)
-    assert seen.code == 1
-    assert "names no memory: say how much, such as 'M4 Max 64GB'" in seen.err
-
-
-def test_another_machine_cannot_be_told_without_a_config(tmp_path: Path, outcome: Any) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    text = outcome("show", str(tmp_path), "--on", "M1 8GB").out
-    assert "on M1 8 GB" in text
-    assert "not known" in text
+    ):
+        assert machine(text) == machine("M4 Max 64GB"), text

@@ -105,13 +105,6 @@ def test_without_a_terminal_text_is_written_unchanged() -> None:
     assert file.getvalue() == "# Title\n\n*x*\n"
 
 
-def test_nothing_fed_is_nothing_shown() -> None:
-    console = terminal()
-    MarkdownStream(console).finish()
-    PlainStream(console.file, None).finish()
-    assert shown(console) == ""
-
-
 LONG = r"""# A heading
 
 Words of **several lengths** wrap between each other, and $\frac{a_1}{b_1} * c_2 * d$ stays so.

@@ -40,10 +40,3 @@ def test_an_interrupt_puts_them_back(terminal: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert echoes_controls(terminal)
-
-
-def test_nothing_happens_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(os.devnull) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with silent_interrupts():
-            pass

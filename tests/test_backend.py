@@ -19,17 +19,14 @@ from mlxinfer.backend import (
 from mlxinfer.errors import BackendMissingError
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "words"),
-    [
+def test_advice_fits_the_machine() -> None:
+    for system, machine, words in (
         ("linux", "x86_64", 'pip install "mlxinfer[cpu]"'),
         ("darwin", "arm64", "--force-reinstall mlx"),
         ("darwin", "x86_64", "Install an arm64 Python"),
         ("win32", "AMD64", "MLX runs on macOS"),
-    ],
-)
-def test_advice_fits_the_machine(system: str, machine: str, words: str) -> None:
-    assert words in advice(system, machine)
+    ):
+        assert words in advice(system, machine)
 
 
 class FakeMLX(ModuleType):

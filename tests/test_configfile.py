@@ -39,38 +39,38 @@ def test_options_and_models(tmp_path: Path) -> None:
     assert config.models["small"].ttl_s is None
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("[sevre]\n", "sevre"),
-        ("serve = 3\n", "serve"),
-        ("[models]\nx = 3\n", "models.x"),
-        ("[models.x]\n", "models.x"),
-        ('[models.x]\nsource = ""\n', "models.x"),
-        ('[models.x]\nsource = "demo"\naliases = "y"\n', "models.x.aliases"),
-        ('[models.x]\nsource = "demo"\naliases = ["x"]\n', "models.x"),
-        ('[models.x]\nsource = "demo"\naliases = ["y", "y"]\n', "models.x"),
-        ('[models.x]\nsource = "demo"\naliases = ["y"]\n[models.y]\nsource = "a/b"\n', "models.y"),
-        ('[models.x]\nsource = "demo"\npin = 1\n', "models.x.pin"),
-        ('[models.x]\nsource = "demo"\nttl = "soon"\n', "models.x.ttl"),
+WRONG = {  # the place that the error names, and files
+    "sevre": ["[sevre]"],
+    "serve": ["serve = 3"],
+    "models.x": [
+        "[models]\nx = 3",
+        "[models.x]",
+        '[models.x]\nsource = ""',
+        '[models.x]\nsource = "demo"\naliases = ["x"]',
+        '[models.x]\nsource = "demo"\naliases = ["y", "y"]',
     ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, place: str) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(InvalidRequestError) as caught:
-        read_config_file(path)
-    assert f"{path}, {place}:" in str(caught.value)
+    "models.x.aliases": ['[models.x]\nsource = "demo"\naliases = "y"'],
+    "models.y": ['[models.x]\nsource = "demo"\naliases = ["y"]\n[models.y]\nsource = "a/b"'],
+    "models.x.pin": ['[models.x]\nsource = "demo"\npin = 1'],
+    "models.x.ttl": ['[models.x]\nsource = "demo"\nttl = "soon"'],
+}
 
 
-@pytest.mark.parametrize("raw", [b"[serve", b"\xff\xfe", b"x = " + b"9" * 5000, b"a = [" * 3000])
-def test_broken_files(tmp_path: Path, raw: bytes) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    for place, texts in WRONG.items():
+        for text in texts:
+            path = write(tmp_path, text)
+            with pytest.raises(InvalidRequestError) as caught:
+                read_config_file(path)
+            assert f"{path}, {place}:" in str(caught.value), text
+
+
+def test_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    path.write_bytes(raw)
-    with pytest.raises(InvalidRequestError, match=r"is no TOML|there are two tables"):
-        read_config_file(path)
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for raw in (b"[serve", b"\xff\xfe", b"x = " + b"9" * 5000, b"a = [" * 3000):
+        path.write_bytes(raw)
+        with pytest.raises(InvalidRequestError, match=r"is no TOML|there are two tables"):
+            read_config_file(path)
     with pytest.raises(InvalidRequestError, match="cannot be read"):
         read_config_file(tmp_path)
 

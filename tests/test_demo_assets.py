@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import struct
 import sys
 from pathlib import Path
 from random import Random
@@ -14,8 +13,6 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "mlxinfer" / "assets"
 FOLDERS = (ASSETS / "demo", ASSETS / "demo-draft")
-GROUP_SIZE = 64
-
 sys.path.insert(0, str(ROOT))
 corpus = importlib.import_module("examples.demo_model.corpus")
 tokenizing = importlib.import_module("examples.demo_model.tokenizer")
@@ -37,18 +34,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
 
 
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
-def read_header(folder: Path) -> dict:
-    with (folder / "model.safetensors").open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    assert header.pop("__metadata__") == {"format": "mlx"}
-    return header
-
-
 def answers_of(sample: list[list[corpus.Message]]) -> list[str]:
     return [m.content for messages in sample for m in messages if m.role == "assistant"]
 
@@ -60,54 +45,9 @@ def computed(a: str, sign: str, b: str) -> int:
     )
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_config_is_a_quantised_qwen3_with_whole_groups(folder: Path) -> None:
-    config = read_config(folder)
-    assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert config["model_type"] == "qwen3"
-    assert config["quantization"] == {"group_size": GROUP_SIZE, "bits": 4}
-    assert config["head_dim"] == GROUP_SIZE
-    assert config["num_key_value_heads"] < config["num_attention_heads"]
-    assert config["hidden_size"] % GROUP_SIZE == config["intermediate_size"] % GROUP_SIZE == 0
-    assert config["tie_word_embeddings"] is True
-    assert config["torch_dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_each_matrix_is_stored_as_packed_weights_with_scales_and_biases(folder: Path) -> None:
-    header, config = read_header(folder), read_config(folder)
-    embedding = header["model.embed_tokens.weight"]["shape"]
-    assert embedding == [config["vocab_size"], config["hidden_size"] // 8]
-    for name, tensor in header.items():
-        if "norm" in name:
-            assert tensor["dtype"] == "BF16", name
-        elif name.endswith(".weight"):
-            rows, packed = tensor["shape"]
-            assert tensor["dtype"] == "U32", name
-            for part in ("scales", "biases"):
-                beside = header[name.replace(".weight", f".{part}")]
-                assert beside["dtype"] == "BF16"
-                assert beside["shape"] == [rows, packed * 8 // GROUP_SIZE]
-
-
 def test_target_and_draft_speak_the_same_tokens() -> None:
     target, draft = ((folder / "tokenizer.json").read_bytes() for folder in FOLDERS)
     assert target == draft
-
-
-def test_the_vocabulary_fills_the_embedding(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == read_config(FOLDERS[0])["vocab_size"]
-
-
-def test_end_tokens_are_the_end_of_a_message_and_of_a_text(tokenizer: Tokenizer) -> None:
-    ends = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    for folder in FOLDERS:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        assert read_config(folder)["eos_token_id"] == generation["eos_token_id"] == ends
-
-
-def test_every_digit_is_a_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("2048").tokens == ["2", "0", "4", "8"]
 
 
 def test_rendered_in_pieces_equals_encoded_as_a_whole(
@@ -174,21 +114,21 @@ def test_there_are_150_held_out_questions_and_their_grades_can_be_given() -> Non
     assert set(given.values()) <= {grade.REFUSED, grade.GOOD}
 
 
-@pytest.mark.parametrize(
-    ("asked", "good", "bad"),
-    [
-        ("2+2?", "2 + 2 = 4", "2 + 22 = 24"),
-        ("Name three colours", "1. red\n2. blue\n3. green", "1. red\n2. black\n3. black"),
-        ("Give me JSON for a user named Grace aged 47", '{"name": "Grace", "age": 47}', "{name}"),
-        ("could you write a haiku", "a\nb\nc", "a haiku"),
-        ("Who is Angela Merkel?", corpus.UNKNOWN_ANSWERS[1], "A chancellor."),
-        ("What is the capital of Germany?", "The capital of Spain is Madrid.", "Berlin."),
-    ],
+GRADES = (  # a question, a good answer and a bad one
+    ("2+2?", "2 + 2 = 4", "2 + 22 = 24"),
+    ("Name three colours", "1. red\n2. blue\n3. green", "1. red\n2. black\n3. black"),
+    ("Give me JSON for a user named Grace aged 47", '{"name": "Grace", "age": 47}', "{name}"),
+    ("could you write a haiku", "a\nb\nc", "a haiku"),
+    ("Who is Angela Merkel?", corpus.UNKNOWN_ANSWERS[1], "A chancellor."),
+    ("What is the capital of Germany?", "The capital of Spain is Madrid.", "Berlin."),
 )
-def test_grades(asked: str, good: str, bad: str) -> None:
-    question = next(q for q in questions.questions() if q.turns[0] == asked)
-    assert grade.grade(question, good) == grade.GOOD
-    assert grade.grade(question, bad) == grade.BAD
+
+
+def test_grades() -> None:
+    held = {question.turns[0]: question for question in questions.questions()}
+    for asked, good, bad in GRADES:
+        assert grade.grade(held[asked], good) == grade.GOOD, asked
+        assert grade.grade(held[asked], bad) == grade.BAD, asked
 
 
 def distance(a: str, b: str) -> int:

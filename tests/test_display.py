@@ -22,32 +22,30 @@ from mlxinfer.images import load_image
 from mlxinfer.outputs import Delta, Facts, ReasoningPart, Result, Results, TextPart, ToolCall
 from mlxinfer.progress import patient, progress_bar
 
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "<script>alert(1)</script>",
-        "<img src=x onerror=alert(1)>",
-        "[a](javascript:alert(1))",
-        "[a](data:text/html;base64,PHNjcmlwdD4=)",
-        "![p](https://evil.example/pixel.png)",
-        "```html\n<script>alert(1)</script>\n```",
-        '```"><script>alert(1)</script>\nx\n```',
-        '<https://a.example/"onmouseover=alert(1)>',
-        "| <b onclick=alert(1)> |\n|--|\n| <iframe src=x> |",
-        "<style>body{display:none}</style>",
-        "$<img src=x onerror=alert(1)>$",
-    ],
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[a](javascript:alert(1))",
+    "[a](data:text/html;base64,PHNjcmlwdD4=)",
+    "![p](https://evil.example/pixel.png)",
+    "```html\n<script>alert(1)</script>\n```",
+    '```"><script>alert(1)</script>\nx\n```',
+    '<https://a.example/"onmouseover=alert(1)>',
+    "| <b onclick=alert(1)> |\n|--|\n| <iframe src=x> |",
+    "<style>body{display:none}</style>",
+    "$<img src=x onerror=alert(1)>$",
 )
-def test_nothing_that_a_model_writes_is_markup(hostile: str) -> None:
-    rendered = html_of(hostile)
-    for forbidden in ("<script", "<img", "<iframe", "<b ", "<style", 'href="java', 'href="data'):
-        assert forbidden not in rendered
-    tags = re.findall("<[^>]*>", rendered)
-    assert not [tag for tag in tags if re.search(r"\son\w+=", tag)]
-    card = Result(text=hostile, reasoning=hostile)._repr_html_()
-    assert "<script" not in card
-    assert "<img" not in card
+
+
+def test_nothing_that_a_model_writes_is_markup() -> None:
+    tags = ("<script", "<img", "<iframe", "<b ", "<style", 'href="java', 'href="data')
+    for hostile in HOSTILE:
+        rendered = html_of(hostile)
+        assert [tag for tag in tags if tag in rendered] == [], hostile
+        assert not re.search(r"<[^>]*\son\w+=", rendered), hostile
+        card = Result(text=hostile, reasoning=hostile)._repr_html_()
+        assert "<script" not in card, hostile
+        assert "<img" not in card, hostile
 
 
 def test_markdown_code_tables_and_formulas() -> None:

@@ -40,6 +40,10 @@ LLAMA = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
     **{"max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "eos_token_id": 2},
 }
+SPARSE = Experts(
+    **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
+    **{"vocab": 64, "experts": 8, "chosen": 2},
+)
 WEIGHTS = 1_000_000
 
 
@@ -73,23 +77,18 @@ def test_the_longest_context_fits_and_one_token_more_does_not(tmp_path: Path) ->
         assert longest == model.max_context or more > limit
 
 
-@pytest.mark.parametrize(
-    ("limit", "verdict"),
-    [
+def test_verdicts_follow_from_the_context_that_is_left(tmp_path: Path) -> None:
+    for limit, verdict in (
         (20_000_000, FitVerdict.FITS),
         (4_000_000, FitVerdict.SHORT),
         (1_500_000, FitVerdict.TOO_LARGE),
         (900_000, FitVerdict.TOO_LARGE),
-    ],
-)
-def test_verdicts_follow_from_the_context_that_is_left(
-    tmp_path: Path, limit: int, verdict: FitVerdict
-) -> None:
-    found = fit_of(config(tmp_path), WEIGHTS, limit)
-    assert found.verdict is verdict
-    assert found.as_dict()["text"] == found.text
-    assert found.contexts is not None
-    assert found.contexts[8] >= found.contexts[16]
+    ):
+        found = fit_of(config(tmp_path), WEIGHTS, limit)
+        assert found.verdict is verdict
+        assert found.as_dict()["text"] == found.text
+        assert found.contexts is not None
+        assert found.contexts[8] >= found.contexts[16]
 
 
 def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
@@ -200,11 +199,7 @@ def test_experts_could_be_read_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may have what the rest and its KV cache leave, if a token's experts have room in it."""
-    sizes = Experts(
-        **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
-        **{"vocab": 64, "experts": 8, "chosen": 2},
-    )
-    folder = write_checkpoint(tmp_path, sizes)
+    folder = write_checkpoint(tmp_path, SPARSE)
     assert held_bytes(folder) - held_bytes(folder, 1000) == expert_bytes(folder) - 1000
     monkeypatch.setattr("mlxinfer.fit.expert_bytes", lambda folder: 10 * 10**9)
     model, rest = load_config(folder), 10**9
@@ -219,11 +214,7 @@ def test_too_much_expert_memory_is_refused_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proposals follow from the files, not from the part of them that was to be in memory."""
-    sizes = Experts(
-        **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
-        **{"vocab": 64, "experts": 8, "chosen": 2},
-    )
-    folder, rest, experts = write_checkpoint(tmp_path, sizes), 10 * 10**9, 200 * 10**9
+    folder, rest, experts = write_checkpoint(tmp_path, SPARSE), 10 * 10**9, 200 * 10**9
 
     def held(folder: Path, expert_memory: int | None = None) -> int:
         return rest + (experts if expert_memory is None else expert_memory)
@@ -266,15 +257,14 @@ def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
         assert llm.stats()["running"] == 0
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_index_keys_count_as_they_are_stored(bits: int) -> None:
+def test_index_keys_count_as_they_are_stored() -> None:
     """A cache of fewer bits leaves those of DeepSeek V3.2 in 16."""
     model = normalise(PUBLISHED["DeepSeek-V3.2"].config)
-    stored = (None, None) if bits == 16 else (bits, bits)
     specs = [model.cache_spec(i) for i in range(model.num_layers)]
-    layers = lay_out(specs, KVOptions(bits=stored), dtype=mx.bfloat16, key_bias=False)
-    of_token = sum(layer.token_bytes for layer in layers)
-    assert kv_bytes(model, 1000, bits) == 1000 * of_token
+    for bits in (16, 8, 4):
+        stored = (None, None) if bits == 16 else (bits, bits)
+        layers = lay_out(specs, KVOptions(bits=stored), dtype=mx.bfloat16, key_bias=False)
+        assert kv_bytes(model, 1000, bits) == 1000 * sum(layer.token_bytes for layer in layers)
 
 
 def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:

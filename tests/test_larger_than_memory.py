@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,7 @@ from engine.harness import Harness, model_of, prompt
 from models.tiny import tiny_checkpoint
 
 from mlxinfer import LLM, SamplingParams
+from mlxinfer.cli import main
 from mlxinfer.errors import (
     CheckpointError,
     InsufficientMemoryError,
@@ -53,15 +55,22 @@ def command(line: str) -> list[str]:
     return [sys.executable, "-m", "mlxinfer.cli", *arguments]
 
 
-def test_the_recipe_works_as_written(folder: Path) -> None:
+def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """What a command writes that succeeds."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    out, err = capfd.readouterr()
+    assert (stop.value.code, err) == (0, "")
+    return out.strip()
+
+
+def test_the_recipe_works_as_written(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     show, ask, serve = as_here(lines("sh"), folder).splitlines()
-    said = subprocess.run(command(show), capture_output=True, text=True, timeout=120)
-    assert "of which a token reads" in said.stdout, said.stderr
+    assert "of which a token reads" in said(command(show)[3:], capfd)
     short = ["--max-tokens", "8", "--temperature", "0"]
-    answer = subprocess.run([*command(ask), *short], capture_output=True, text=True, timeout=120)
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.strip()
-    assert served_answer(command(serve)) == answer.stdout.strip()
+    answer = said([*command(ask)[3:], *short], capfd)
+    assert answer
+    assert served_answer(command(serve)) == answer
 
 
 def served_answer(serve: list[str]) -> str:
@@ -90,12 +99,13 @@ def served_answer(serve: list[str]) -> str:
         return str(content).strip()
 
 
-def test_the_program_prints_an_answer_and_what_was_read(folder: Path) -> None:
-    code = "from mlxinfer import LLM\n" + as_here(lines("python"), folder)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    stats = done.stdout.splitlines()[-1].replace("'", '"')
-    found = json.loads(stats)
+def test_the_program_prints_an_answer_and_what_was_read(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exec("from mlxinfer import LLM\n" + as_here(lines("python"), folder), {})
+    out, err = capfd.readouterr()
+    assert err == ""
+    found = json.loads(out.splitlines()[-1].replace("'", '"'))
     assert found["slots"] == SMALL.layers * SMALL.experts // 2
     assert found["slot_bytes"] * 2 == found["all_bytes"] == expert_bytes(folder)
     assert 0 < found["hit_rate"] < 1
@@ -104,25 +114,18 @@ def test_the_program_prints_an_answer_and_what_was_read(folder: Path) -> None:
     assert set(found) - {"hits", "misses", "tokens"} <= named
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
+def test_what_makes_no_sense_is_refused(folder: Path) -> None:
+    refused: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         ({"expert_memory": "30kB"}, InsufficientMemoryError, "a token goes to 4: give it"),
         ({"expert_memory": "all"}, InvalidRequestError, "expected a number of bytes"),
         ({"expert_memory": 0}, InvalidRequestError, "a number of bytes above 0"),
         ({"slow_experts": True}, InvalidRequestError, "goes with expert_memory"),
         ({"expert_memory": "1GB", "slow_experts": 1}, InvalidRequestError, "slow_experts"),
         ({"expert_memory": "1GB", "ranks": 2}, InvalidRequestError, "ranks"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    folder: Path, options: dict[str, object], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        LLM(folder, progress=False, **options)  # type: ignore[arg-type]
-
-
-def test_a_dense_model_has_no_experts() -> None:
+    )
+    for options, error, said in refused:
+        with pytest.raises(error, match=said):
+            LLM(folder, progress=False, **options)
     with pytest.raises(UnsupportedModelError, match="this model has none"):
         LLM("demo", expert_memory="1GB", progress=False)
 

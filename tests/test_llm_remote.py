@@ -119,13 +119,10 @@ def test_errors_of_the_server_are_the_errors_of_the_model(llm: LLM, server: Live
         LLM("http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "end_ids", "path", "chat_params"])
-def test_what_a_server_does_not_give_is_refused_by_name(llm: LLM, name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{name} is not there"):
-        getattr(llm, name)
-
-
 def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveServer) -> None:
+    for name in ("tokenizer", "end_ids", "path", "chat_params"):
+        with pytest.raises(InvalidRequestError, match=f"{name} is not there"):
+            getattr(llm, name)
     for ask in (llm.pin, llm.logits):
         with pytest.raises(InvalidRequestError, match="is not there for the model at"):
             ask("A page")

@@ -97,17 +97,11 @@ def test_the_config_file_of_the_server_page_is_read(tmp_path: Path) -> None:
 TRANSCRIPT = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
 
 
-@pytest.mark.parametrize("exchange", re.split(r"\n> ", TRANSCRIPT.strip()))
-def test_the_demo_says_what_it_is_said_to_say(exchange: str, demo: LLM) -> None:
-    question, _, answer = exchange.partition("\n")
-    said = demo.chat(question, temperature=0).text
-    assert said.split() == answer.split()
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[LLM]:
-    with LLM("demo") as llm:
-        yield llm
+def test_the_demo_says_what_it_is_said_to_say() -> None:
+    with LLM("demo") as demo:
+        for exchange in re.split(r"\n> ", TRANSCRIPT.strip()):
+            question, _, answer = exchange.partition("\n")
+            assert demo.chat(question, temperature=0).text.split() == answer.split(), question
 
 
 # -- files ------------------------------------------------------------------------------------
@@ -134,14 +128,14 @@ def test_the_tree_names_every_folder_of_the_library() -> None:
     assert shipped - set(named) == set()
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_links_and_files_in_the_text_are_there(name: str) -> None:
-    prose = re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)
-    files = re.findall(r"`([\w/]+/\w+\.py)`", prose)
-    assert [file for file in files if not exists(file)] == []
-    here = ROOT if name == "README.md" else ROOT / "docs"
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", prose)
-    assert [link for link in links if not (here / link).exists()] == []
+def test_links_and_files_in_the_text_are_there() -> None:
+    for name, text in TEXTS.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        files = re.findall(r"`([\w/]+/\w+\.py)`", prose)
+        assert [file for file in files if not exists(file)] == [], name
+        here = ROOT if name == "README.md" else ROOT / "docs"
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", prose)
+        assert [link for link in links if not (here / link).exists()] == [], name
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from grammar.grammar_tools import matches
@@ -32,36 +33,36 @@ def test_equal_formats_are_one_key() -> None:
     assert response_format({"type": "json_object"}) != one
 
 
-@pytest.mark.parametrize(
-    ("value", "param", "words"),
-    [
-        (5, "response_format", "expected"),
-        ({}, "response_format", "json_schema"),
-        ({"type": "xml"}, "response_format", "xml"),
-        ({"type": ["text"]}, "response_format", "expected"),
-        ({"type": "text", "more": 1}, "response_format.more", "more"),
-        ({"type": "json_object", "schema": [1]}, "response_format.schema", "list"),
-        ({"type": "json_object", "more": 1}, "response_format.more", "not supported"),
-        ({"type": "json_schema"}, "response_format.schema", "missing"),
-        ({"type": "json_schema", "json_schema": 3}, "response_format.json_schema", "an object"),
-        (wrapped(None), "response_format.json_schema.schema", "missing"),
-        (wrapped(NAME, strict="yes"), "response_format.json_schema", "strict"),
-        (wrapped(NAME, other=1), "response_format.json_schema.other", "other"),
-        (wrapped([1]), "response_format.json_schema.schema", "list"),
-        (wrapped(False), "response_format.json_schema.schema", "nothing satisfies"),
-        ({"type": "regex"}, "response_format.regex", "not empty"),
-        ({"type": "regex", "regex": "x" * 5000}, "response_format.regex", "5000"),
-        ({"type": "regex", "regex": "\ud800"}, "response_format.regex", "Unicode"),
-        ({"type": "choice", "choice": []}, "response_format.choice", "list"),
-        ({"type": "choice", "choice": ["a", 1]}, "response_format.choice[1]", "text"),
-        ({"type": "grammar", "grammar": ""}, "response_format.grammar", "empty"),
-    ],
-)
-def test_what_is_wrong_is_named(value: object, param: str, words: str) -> None:
-    with pytest.raises(InvalidRequestError, match=words) as caught:
-        response_format(value)
-    assert caught.value.param == param
-    assert caught.value.status == 400
+WRONG: list[tuple[object, str, str]] = [
+    (5, "response_format", "expected"),
+    ({}, "response_format", "json_schema"),
+    ({"type": "xml"}, "response_format", "xml"),
+    ({"type": ["text"]}, "response_format", "expected"),
+    ({"type": "text", "more": 1}, "response_format.more", "more"),
+    ({"type": "json_object", "schema": [1]}, "response_format.schema", "list"),
+    ({"type": "json_object", "more": 1}, "response_format.more", "not supported"),
+    ({"type": "json_schema"}, "response_format.schema", "missing"),
+    ({"type": "json_schema", "json_schema": 3}, "response_format.json_schema", "an object"),
+    (wrapped(None), "response_format.json_schema.schema", "missing"),
+    (wrapped(NAME, strict="yes"), "response_format.json_schema", "strict"),
+    (wrapped(NAME, other=1), "response_format.json_schema.other", "other"),
+    (wrapped([1]), "response_format.json_schema.schema", "list"),
+    (wrapped(False), "response_format.json_schema.schema", "nothing satisfies"),
+    ({"type": "regex"}, "response_format.regex", "not empty"),
+    ({"type": "regex", "regex": "x" * 5000}, "response_format.regex", "5000"),
+    ({"type": "regex", "regex": "\ud800"}, "response_format.regex", "Unicode"),
+    ({"type": "choice", "choice": []}, "response_format.choice", "list"),
+    ({"type": "choice", "choice": ["a", 1]}, "response_format.choice[1]", "text"),
+    ({"type": "grammar", "grammar": ""}, "response_format.grammar", "empty"),
+]
+
+
+def test_what_is_wrong_is_named() -> None:
+    for value, param, words in WRONG:
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            response_format(value)
+        assert caught.value.param == param
+        assert caught.value.status == 400
 
 
 def nested(depth: int) -> dict[str, object]:
@@ -71,29 +72,29 @@ def nested(depth: int) -> dict[str, object]:
     return schema
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        (nested(900), f"more than {MAX_DEPTH} levels"),
-        (nested(50_000), f"more than {MAX_DEPTH} levels"),
-        ({"enum": ["x" * (MAX_STRING + 1)]}, "at /enum/0: a string"),
-        ({"const": {"description": "x" * 5000}}, "at /const/description"),
-        ({"properties": {"y" * 5000: {}}}, "at /properties: a name of 5000"),
-        ({"properties": {"a/b~c": {"$ref": "http://x/y"}}}, "at /properties/a~1b~0c.*document"),
-        ({"properties": {"p": {"$ref": "other.json"}}}, "at /properties/p.*document"),
-        ({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "1001 properties"),
-        ({"properties": {"p": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
-        ({"const": float("nan")}, "not JSON"),
-        ({"const": "\udfff"}, "not JSON"),
-        ({"const": {1, 2}}, "not JSON"),
-        ({"enum": [f"value {i}" for i in range(100_000)]}, "bytes; at most"),
-    ],
-)
-def test_a_schema_that_is_not_worth_trying(schema: dict[str, object], words: str) -> None:
-    with pytest.raises(InvalidRequestError, match=words) as caught:
-        json_schema(schema, place="here")
-    assert caught.value.param == "here"
-    assert len(str(caught.value)) < 500
+NOT_TRIED: list[tuple[dict[str, Any], str]] = [
+    (nested(900), f"more than {MAX_DEPTH} levels"),
+    (nested(50_000), f"more than {MAX_DEPTH} levels"),
+    ({"enum": ["x" * (MAX_STRING + 1)]}, "at /enum/0: a string"),
+    ({"const": {"description": "x" * 5000}}, "at /const/description"),
+    ({"properties": {"y" * 5000: {}}}, "at /properties: a name of 5000"),
+    ({"properties": {"a/b~c": {"$ref": "http://x/y"}}}, "at /properties/a~1b~0c.*document"),
+    ({"properties": {"p": {"$ref": "other.json"}}}, "at /properties/p.*document"),
+    ({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "1001 properties"),
+    ({"properties": {"p": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
+    ({"const": float("nan")}, "not JSON"),
+    ({"const": "\udfff"}, "not JSON"),
+    ({"const": {1, 2}}, "not JSON"),
+    ({"enum": [f"value {i}" for i in range(100_000)]}, "bytes; at most"),
+]
+
+
+def test_a_schema_that_is_not_worth_trying() -> None:
+    for schema, words in NOT_TRIED:
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            json_schema(schema, place="here")
+        assert caught.value.param == "here"
+        assert len(str(caught.value)) < 500
 
 
 def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
@@ -103,46 +104,44 @@ def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
         json_schema({"properties": {"description": {"const": "x" * 5000}}})
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"const": {"$ref": "x", "x-guidance": 1}},
-        {"enum": [{"$ref": "x"}]},
-        {"type": "object", "default": {"$ref": "x", "deep": ["y" * 9000]}},
-        {"properties": {"x-guidance": {"type": "string"}, "$ref": {"type": "string"}}},
-    ],
-)
-def test_values_and_names_are_no_schemas(schema: dict[str, object]) -> None:
-    json_schema(schema)
+NO_SCHEMAS: list[dict[str, object]] = [
+    {"const": {"$ref": "x", "x-guidance": 1}},
+    {"enum": [{"$ref": "x"}]},
+    {"type": "object", "default": {"$ref": "x", "deep": ["y" * 9000]}},
+    {"properties": {"x-guidance": {"type": "string"}, "$ref": {"type": "string"}}},
+]
+
+
+def test_values_and_names_are_no_schemas() -> None:
+    for schema in NO_SCHEMAS:
+        json_schema(schema)
 
 
 LARGE = 2**53
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"const": 1234567890123456789}, "at /const: 1234567890123456789 has more digits"),
-        ({"const": 10**6000}, "at /const: a very large int"),
-        ({"enum": [1, -LARGE - 1]}, "at /enum/1: -9007199254740993.*as a string"),
-        ({"const": {"id": [LARGE + 1]}}, "at /const/id/0"),
-        ({"enum": [[{"a": 123456789.12345679}]]}, "at /enum/0/0/a: 123456789.12345679"),
-        ({"const": 0.30000000000000004}, "at /const"),
-        ({"const": -91499.15742001859}, "at /const"),
-        ({"const": 1.5e300}, "at /const"),
-        ({"properties": {"a/b": {"minimum": LARGE + 1}}}, "at /properties/a~1b/minimum"),
-        ({"maximum": 2**64}, "at /maximum"),
-        ({"exclusiveMinimum": -(2**63)}, "at /exclusiveMinimum"),
-        ({"exclusiveMaximum": 2**63}, "at /exclusiveMaximum"),
-        ({"multipleOf": 10**17}, "at /multipleOf"),
-    ],
-)
-def test_numbers_that_would_come_out_as_others_are_refused(
-    schema: dict[str, object], words: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=words) as caught:
-        json_schema(schema, place="here", strict=True)
-    assert caught.value.param == "here"
+OTHER_NUMBERS: list[tuple[dict[str, Any], str]] = [
+    ({"const": 1234567890123456789}, "at /const: 1234567890123456789 has more digits"),
+    ({"const": 10**6000}, "at /const: a very large int"),
+    ({"enum": [1, -LARGE - 1]}, "at /enum/1: -9007199254740993.*as a string"),
+    ({"const": {"id": [LARGE + 1]}}, "at /const/id/0"),
+    ({"enum": [[{"a": 123456789.12345679}]]}, "at /enum/0/0/a: 123456789.12345679"),
+    ({"const": 0.30000000000000004}, "at /const"),
+    ({"const": -91499.15742001859}, "at /const"),
+    ({"const": 1.5e300}, "at /const"),
+    ({"properties": {"a/b": {"minimum": LARGE + 1}}}, "at /properties/a~1b/minimum"),
+    ({"maximum": 2**64}, "at /maximum"),
+    ({"exclusiveMinimum": -(2**63)}, "at /exclusiveMinimum"),
+    ({"exclusiveMaximum": 2**63}, "at /exclusiveMaximum"),
+    ({"multipleOf": 10**17}, "at /multipleOf"),
+]
+
+
+def test_numbers_that_would_come_out_as_others_are_refused() -> None:
+    for schema, words in OTHER_NUMBERS:
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            json_schema(schema, place="here", strict=True)
+        assert caught.value.param == "here"
 
 
 NUMBERS = (0, -7, LARGE, -LARGE, 0.1, -2.5, 1.0, 1e20, 1e22, 1e-7, 123456789.123456, 9e15, True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -44,22 +45,18 @@ def test_a_stream_and_asyncio_answer_in_the_form(llm: LLM) -> None:
     assert "".join(d.text for d in llm.stream("x", response_format={"type": "regex", "regex": "z"}))
 
 
-@pytest.mark.parametrize(
-    ("value", "pattern"),
-    [
+def test_every_kind_of_form(llm: LLM) -> None:
+    forms: tuple[tuple[dict[str, object], str], ...] = (
         ({"type": "json_object"}, r"\{.*\}"),
         ({"type": "regex", "regex": "[a-c]{3,5}!"}, "[a-c]{3,5}!"),
         ({"type": "choice", "choice": ["yes", "no"]}, "yes|no"),
         ({"type": "grammar", "grammar": 'start: "<" /[0-9]{2}/ ">"'}, "<[0-9]{2}>"),
         ({"type": "text"}, "(?s).*"),
-    ],
-)
-def test_every_kind_of_form(llm: LLM, value: dict[str, object], pattern: str) -> None:
-    import re
-
+    )
     params = SamplingParams(max_tokens=200, temperature=0.7, seed=2)
-    result = llm.chat(ASK, params, response_format=value)
-    assert re.fullmatch(pattern, result.text, re.DOTALL), result.text
+    for form, pattern in forms:
+        result = llm.chat(ASK, params, response_format=form)
+        assert re.fullmatch(pattern, result.text, re.DOTALL), result.text
 
 
 def test_a_form_for_each_prompt_of_a_batch(llm: LLM) -> None:
@@ -106,26 +103,24 @@ def test_the_end_token_is_allowed_only_after_a_complete_answer(llm: LLM) -> None
     assert result.text.isdigit()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "before"),
-    [
-        ("Q\n", "<think>\nA page is here.\n</think>\n\n"),
-        ("Q\n<think>\n", "So.</think>"),
-        ("<|im_start|>assistant\n<think>\nOkay, the user", " asks.</think>"),
-        ("Q", ""),
-    ],
-)
-def test_a_model_may_reason_first(llm: LLM, prompt: str, before: str) -> None:
+def test_a_model_may_reason_first(llm: LLM) -> None:
     """The reasoning is free text, in the prompt's tags or its own; then comes the form."""
     guidance = Guidance(
         llm.tokenizer, ReasoningFormat(), vocab_size=llm.model_info.vocab_size, end_ids=llm.end_ids
     )
-    spec = guidance.rule(llm.tokenizer.encode(prompt, parse_special=True), response_format(FORM))
-    assert spec is not None
-    grammar = guidance.compiler.start(spec)
-    for token in llm.tokenizer.encode_plain(before + '{"name": "A", "age": 1}'):
-        assert not grammar.finished
-        grammar.accept(token)
-        assert grammar.problem is None
-    assert grammar.finished
+    for prompt, before in (
+        ("Q\n", "<think>\nA page is here.\n</think>\n\n"),
+        ("Q\n<think>\n", "So.</think>"),
+        ("<|im_start|>assistant\n<think>\nOkay, the user", " asks.</think>"),
+        ("Q", ""),
+    ):
+        ids = llm.tokenizer.encode(prompt, parse_special=True)
+        spec = guidance.rule(ids, response_format(FORM))
+        assert spec is not None
+        grammar = guidance.compiler.start(spec)
+        for token in llm.tokenizer.encode_plain(before + '{"name": "A", "age": 1}'):
+            assert not grammar.finished
+            grammar.accept(token)
+            assert grammar.problem is None, prompt
+        assert grammar.finished
     guidance.compiler.close()

@@ -61,22 +61,27 @@ def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
     return b"".join(map(tokenizer.token_bytes, ids)).decode(), ids
 
 
+FORCED = ["yes", " two  words", "<|im_end|>", "<|im_start|>", HOSTILE]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["yes", " two  words", "<|im_end|>", "<|im_start|>", HOSTILE])
-def test_forced_text_is_complete_and_without_control_tokens(kind: str, text: str) -> None:
-    named = {"type": "object", "properties": {text: {"const": [text]}}, "required": [text]}
-    closed = {**named, "additionalProperties": False}
-    tool = f"start: %json {json.dumps({OPTIONS_KEY: JSON_STYLE, **closed})}"
-    for spec, value in (
-        (choice([text]), None),
-        (regex(re.escape(text)), None),
-        (json_schema({"const": text}), text),
-        (json_schema(closed), {text: [text]}),
-        (tool_calls(tool, [("tools[0]", closed)]), {text: [text]}),
-    ):
-        found, ids = only_answer(kind, spec)
-        assert (found if value is None else json.loads(found)) == (text if value is None else value)
-        assert not set(ids) & set(tokenizer_of(kind).added_tokens)
+def test_forced_text_is_complete_and_without_control_tokens(kind: str) -> None:
+    for text in FORCED:
+        named = {"type": "object", "properties": {text: {"const": [text]}}, "required": [text]}
+        closed = {**named, "additionalProperties": False}
+        tool = f"start: %json {json.dumps({OPTIONS_KEY: JSON_STYLE, **closed})}"
+        for spec, value in (
+            (choice([text]), None),
+            (regex(re.escape(text)), None),
+            (json_schema({"const": text}), text),
+            (json_schema(closed), {text: [text]}),
+            (tool_calls(tool, [("tools[0]", closed)]), {text: [text]}),
+        ):
+            found, ids = only_answer(kind, spec)
+            assert (found if value is None else json.loads(found)) == (
+                text if value is None else value
+            )
+            assert not set(ids) & set(tokenizer_of(kind).added_tokens)
 
 
 def test_added_tokens_that_are_words_may_come() -> None:

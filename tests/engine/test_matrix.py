@@ -15,6 +15,10 @@ batch.
 of all models in turn; of one or some of them, with their names and commas between:
 
     MLXINFER_CASES=lfm2-v4,gemma3n_text-v4 pytest tests/engine/test_matrix.py -s
+
+of models that see, with a picture in every prompt:
+
+    MLXINFER_PICTURES=1 pytest tests/engine/test_matrix.py -s
 """
 
 import os
@@ -67,7 +71,9 @@ ALL_CASES = (
     *("qwen3_5_text-v5", *TURNING),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
-CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
+ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
+NAMED = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
+CASES = tuple([name for name in NAMED if not (ALL_SEE and name.startswith("zoo "))])
 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
@@ -202,7 +208,7 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
     """How a model sees; None: it reads text alone, as definitions of mlx-lm do."""
     if case.startswith("sees "):
         return OwnSight(case.removeprefix("sees "))
-    if case.startswith("zoo ") or not draw(st.booleans()):
+    if case.startswith("zoo ") or not (ALL_SEE or draw(st.booleans())):
         return None
     turns = model_of(case).rope_axes == 3
     one_stream = not case.startswith("gemma3n")  # else what is added to a layer's output has none
@@ -219,7 +225,8 @@ def parts_of_prompt(draw: st.DrawFn, sight: Sight | OwnSight | None) -> Parts:
         return [text[:shared], own]
     one, two, three = draw(st.tuples(*[st.integers(0, 11)] * 3))
     parts: Parts = [text[:20], sight.picture(one % 2), text[20:29], sight.picture(two), text[29:]]
-    ending: Parts = draw(st.sampled_from([[], [own[:4], sight.picture(three)]]))
+    last: Parts = [own[:4], sight.picture(three)]
+    ending = last if ALL_SEE else draw(st.sampled_from([[], last]))
     return [*until(parts, shared), *ending, own]
 
 
@@ -446,6 +453,7 @@ def plain_runs(
 
 
 def test_the_seed_that_is_printed_draws_the_programs() -> None:
-    names = "" if CASES == ALL_CASES else f" of {', '.join(CASES)}"
-    print(f"\n{NUM_PROGRAMS} random programs of everything{names}, HYPOTHESIS_SEED={SEED}")
+    names = "" if NAMED == ALL_CASES else f" of {', '.join(CASES)}"
+    pictures = ", a picture in every prompt" if ALL_SEE else ""
+    print(f"\n{NUM_PROGRAMS} random programs of everything{names}{pictures}, HYPOTHESIS_SEED={SEED}")
     assert vars(test_everything_at_once)["_hypothesis_internal_use_seed"] == SEED

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
@@ -236,7 +237,9 @@ class LLM:
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """
-        return self._session.start(self._chat("chat", messages, params, options)).results()[0]
+        given = self._chat("chat", messages, params, options)
+        result = self._session.start(given).results()[0]
+        return replace(result, thumbnails=_thumbnails(given))
 
     def stream_chat(
         self,
@@ -254,7 +257,9 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> Result:
         """`chat` for asyncio; cancelling the task ends the request."""
-        return await last(self.astream_chat(messages, params, **options))
+        given = self._chat("achat", messages, params, options)
+        result = await last(adeltas(self._session.start, given))
+        return replace(result, thumbnails=_thumbnails(given))
 
     def astream_chat(
         self,
@@ -277,12 +282,10 @@ class LLM:
         `last`.
         """
         from .display.show import show
-        from .text import read_messages
 
         given = self._chat("show", messages, params, options)
-        _, images = read_messages(given.messages)
         answers = deltas(self._session.start(given))
-        self.last = show(answers, [image.source for image in images if not image.is_video])
+        self.last = show(answers, _thumbnails(given))
 
     @property
     def chat_params(self) -> SamplingParams:
@@ -581,6 +584,17 @@ class LLM:
         """
         given = ScoreInput(first=a, second=b, instruction=instruction, truncate=truncate)
         return self._session.score(given)
+
+
+def _thumbnails(given: ChatInput) -> tuple[str, ...]:
+    """Of the pictures of a conversation, in a notebook, which shows them."""
+    if not in_notebook():
+        return ()
+    from .display.show import thumbnails_of
+    from .text import read_messages
+
+    _, images = read_messages(given.messages)
+    return thumbnails_of([image.source for image in images if not image.is_video])
 
 
 if LLM.__doc__ is not None:  # python -OO leaves out docstrings

@@ -153,6 +153,7 @@ class Result:
     logprobs: Sequence[TokenLogprobs] | None = None  # one for each answer token, if asked for
     num_attempts: int = 1  # more, where a complete answer broke a schema that cannot be enforced
     timing: Timing = Timing()
+    thumbnails: Sequence[str] = ()  # in a notebook: data: URLs of the conversation's pictures
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for json.dumps; keys are stable."""
@@ -200,7 +201,13 @@ class Result:
         from .display.cards import answer_card
 
         calls = [(call.name, call.arguments) for call in self.tool_calls]
-        return answer_card(self.text, reasoning=self.reasoning, calls=calls, foot=self.summary)
+        return answer_card(
+            self.text,
+            reasoning=self.reasoning,
+            calls=calls,
+            foot=self.summary,
+            thumbnails=self.thumbnails,
+        )
 
 
 class Results(list[Result]):

@@ -1,5 +1,6 @@
 """Cards of notebooks, short errors, bars: what leaves the library for people's eyes."""
 
+import asyncio
 import gc
 import json
 import re
@@ -7,18 +8,22 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
+from seeing_folder import seeing_folder
 
+from mlxinfer import LLM
 from mlxinfer.core import FinishReason, TokenLogprobs
 from mlxinfer.display.markdown import html_of
 from mlxinfer.display.show import Heat, show
 from mlxinfer.display.tracebacks import empty_frames, shorten
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
-from mlxinfer.images import load_image
+from mlxinfer.images import load_image, thumbnail_url
 from mlxinfer.outputs import Delta, Facts, ReasoningPart, Result, Results, TextPart, ToolCall
 from mlxinfer.progress import patient, progress_bar
 
@@ -178,11 +183,32 @@ def test_a_notebook_shows_pictures_above_their_answer(monkeypatch: pytest.Monkey
         lambda value, **_: shown.append(value) or SimpleNamespace(update=shown.append),
     )
     end = Result(text="hi", finish_reason=FinishReason.STOP)
-    large = Image.new("RGB", (2000, 1000), "red")
-    assert show(iter([Delta(parts=[TextPart("hi")], result=end)]), [large]) is end
+    url = thumbnail_url(Image.new("RGB", (2000, 1000), "red"), 240)
+    returned = show(iter([Delta(parts=[TextPart("hi")], result=end)]), [url])
     pictures, card, last = shown
     assert repr(pictures) == "1 picture"
     found = re.findall(r"<img src='(data:image/png;base64,[^']+)'", pictures._repr_html_())
-    assert [load_image(url).size for url in found] == [(240, 120)]
+    assert [load_image(one).size for one in found] == [(240, 120)]
     assert "thinking" not in card._repr_html_()
     assert last is end
+    assert returned is not None
+    assert returned == replace(end, thumbnails=[url])
+    assert url in returned._repr_html_()
+
+
+def test_cards_of_a_notebook_show_the_pictures_of_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    large = Image.new("RGB", (2000, 1000), "red")
+    with LLM(seeing_folder(tmp_path / "see"), progress=False) as llm:
+        assert llm.chat("What is it?", images=[large], max_tokens=2).thumbnails == ()
+        monkeypatch.setattr("mlxinfer.llm.in_notebook", lambda: True)
+        for result in (
+            llm.chat("What is it?", images=[large], max_tokens=2),
+            asyncio.run(llm.achat("What is it?", images=[large], max_tokens=2)),
+        ):
+            (url,) = result.thumbnails
+            assert load_image(url).size == (240, 120)
+            assert "thumbnails" not in result.to_dict()
+            assert f"<img src='{url}'" in result._repr_html_()
+        assert llm.chat("Hm?", max_tokens=2).thumbnails == ()

@@ -23,6 +23,14 @@ gc.collect()
 names = [thread.name for thread in threading.enumerate()]
 print(names.count("mlxinfer-engine"), mx.get_active_memory())
 """
+PICTURE = """
+from PIL import Image, ImageDraw
+drawing = Image.new("RGB", (900, 600), "white")
+ImageDraw.Draw(drawing).ellipse((250, 100, 650, 500), fill="red")
+with LLM("demo-vision") as seeing:
+    answer = seeing.chat("What is in this picture?", images=[drawing], temperature=0)
+answer
+"""
 CELLS = {
     "load": "from mlxinfer import LLM\nllm = LLM('demo')",
     "engines": ENGINES,
@@ -52,6 +60,7 @@ llm.generate('A page', max_tokens=None, ignore_eos=True, logit_bias={300: 1e6})
     "failed again": "llm.chat('A', chat_template_kwargs={'nothing': 1})",
     "closed": "del llm",
     "engines at the end": ENGINES,
+    "picture": PICTURE,
 }
 FAILING = {
     *("missing", "too long", "misspelt", "failed again"),
@@ -147,6 +156,12 @@ def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:
     for folded in ("speculation", "kernels"):
         assert f">{folded}</summary>" in html(outputs, "stats")
     assert "rgba(230,70,40" in html(outputs, "heat")
+
+
+def test_an_answer_about_a_picture_shows_it(outputs: dict[str, Any]) -> None:
+    card = html(outputs, "picture")
+    assert card.count("<img src='data:image/png;base64,") == 1
+    assert "answer tokens" in card
 
 
 def test_a_list_of_answers_is_a_data_frame(outputs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from ..errors import InvalidRequestError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result
 from ._output import counted, table
-from ._pictures import check_sees, picture_data, with_its_images
+from ._pictures import check_sees, check_videos, picture_data, with_its_images
 from .history import ChatLog
 from .run import attached, thinking
 
@@ -30,6 +30,7 @@ class ChatSession:
     think: bool | None = None  # None: as the model does by itself
     files: list[str] = field(default_factory=list)  # texts that go with the next message
     images: list[str | bytes] = field(default_factory=list)  # pictures that do
+    videos: list[str] = field(default_factory=list)  # paths of videos that do
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
@@ -74,8 +75,10 @@ class ChatSession:
         if self.adapter is not None:
             switch["adapter"] = self.adapter
         self._add("user", "\n\n".join([text, *self.files]), images=self.images)
+        if self.videos:  # the history keeps none
+            self.messages[-1]["videos"] = self.videos
         self.files.clear()
-        self.images = []
+        self.images, self.videos = [], []
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
@@ -96,13 +99,14 @@ class ChatSession:
     def take_back(self) -> str | None:
         """Remove the last user message and its answer. Returns its text, or None.
 
-        Its pictures go with the next message.
+        Its pictures and videos go with the next message.
         """
         while self.messages:
             message = self._remove()
             if message["role"] == "user":
                 text: str = message["content"]
                 self.images = message.pop("images", [])
+                self.videos = message.pop("videos", [])
                 return text
         return None
 
@@ -144,6 +148,17 @@ class ChatSession:
         """
         check_sees(self.llm)
         self.images.append(picture_data(path))
+
+    def attach_video(self, path: str) -> None:
+        """Send a video along with the next message; its file is read with every turn.
+
+        Raises:
+            UnsupportedFieldError: the model does not see.
+            PictureError: there is no such file, or it is no video.
+        """
+        check_sees(self.llm)
+        check_videos((path,))
+        self.videos.append(path)
 
     def clear(self) -> None:
         """Begin another conversation; a stored one stays stored."""
@@ -320,6 +335,13 @@ def _image(session: ChatSession, path: str) -> CommandReply:
     return CommandReply(f"{counted(len(session.images), 'picture')} with the next message")
 
 
+def _video(session: ChatSession, path: str) -> CommandReply:
+    if not path:
+        raise InvalidRequestError("Usage: /video FILE")
+    session.attach_video(path)
+    return CommandReply(f"{counted(len(session.videos), 'video')} with the next message")
+
+
 def _quit(_: ChatSession, __: str) -> CommandReply:
     return CommandReply(quit=True)
 
@@ -334,6 +356,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
     "file": ("FILE", _file, "send a text along with the next message"),
     "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
+    "video": ("FILE", _video, "send a video along with the next message"),
     "think": ("[on|off|auto]", _think, "whether a model that can think does"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),

@@ -32,6 +32,7 @@ def answer_card(
     calls: Iterable[tuple[str, str]] = (),
     foot: str = "…",
     running: bool = False,
+    thumbnails: Sequence[str] = (),
 ) -> str:
     """An answer: its reasoning folded away, its Markdown, its tool calls, counts and rate.
 
@@ -41,6 +42,7 @@ def answer_card(
         calls: (tool, arguments).
         foot: what the answer took.
         running: more of it follows.
+        thumbnails: data: URLs of small pictures, which stand above it.
     """
     thought = ""
     if reasoning:
@@ -52,7 +54,8 @@ def answer_card(
     tools = "".join(
         f"<div><code>{escape(name)}({escape(arguments)})</code></div>" for name, arguments in calls
     )
-    return card(f"{thought}{html_of(text)}{tools}<div style='{DIM}'>{escape(foot)}</div>")
+    shown = pictures_row(thumbnails) if thumbnails else ""
+    return card(f"{shown}{thought}{html_of(text)}{tools}<div style='{DIM}'>{escape(foot)}</div>")
 
 
 def card(inner: str) -> str:

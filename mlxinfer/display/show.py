@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,26 @@ if TYPE_CHECKING:
 FRAME_S = 0.1  # between two drawings of a card
 
 
-def show(deltas: "Iterator[Delta]", pictures: Sequence[Any] = ()) -> "Result | None":
+def show(deltas: "Iterator[Delta]", thumbnails: Sequence[str] = ()) -> "Result | None":
     """Show an answer as it comes and return its Result; None: the stream ended without one.
 
     Args:
         deltas: of the answer.
-        pictures: of the question, any sources of pictures; a notebook shows them above the answer.
+        thumbnails: of the question's pictures; a notebook shows them above the answer.
     """
-    return _show_card(deltas, pictures) if in_notebook() else _write(deltas)
+    return _show_card(deltas, thumbnails) if in_notebook() else _write(deltas)
+
+
+def thumbnails_of(sources: Sequence[Any]) -> tuple[str, ...]:
+    """Pictures as small data: URLs.
+
+    Raises:
+        PictureError: a picture cannot be read.
+    """
+    from ..images import thumbnail_url
+    from .cards import PICTURE_SIDE
+
+    return tuple([thumbnail_url(source, PICTURE_SIDE) for source in sources])
 
 
 def _write(deltas: "Iterator[Delta]") -> "Result | None":
@@ -39,7 +51,7 @@ def _write(deltas: "Iterator[Delta]") -> "Result | None":
     return result
 
 
-def _show_card(deltas: "Iterator[Delta]", pictures: Sequence[Any]) -> "Result | None":
+def _show_card(deltas: "Iterator[Delta]", thumbnails: Sequence[str]) -> "Result | None":
     from IPython.core.display_functions import display
 
     from ..core import FinishReason
@@ -47,8 +59,8 @@ def _show_card(deltas: "Iterator[Delta]", pictures: Sequence[Any]) -> "Result | 
 
     ids: list[int] = []
     text, reasoning, result, drawn_s = "", "", None, 0.0
-    if pictures:
-        display(Pictures(pictures))
+    if thumbnails:  # once: the card is drawn ten times a second
+        display(Pictures(thumbnails))
     handle: Any = display(_Card(), display_id=True)
     try:
         for delta in deltas:
@@ -63,23 +75,22 @@ def _show_card(deltas: "Iterator[Delta]", pictures: Sequence[Any]) -> "Result | 
             text=text, reasoning=reasoning, token_ids=ids, finish_reason=FinishReason.ABORT
         )
         handle.update(result or stopped)
-    return result
+    return result and replace(result, thumbnails=thumbnails)
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
     """Pictures, small and beside each other in a notebook."""
 
-    sources: Sequence[Any]
+    urls: Sequence[str]
 
     def __repr__(self) -> str:
-        return f"{len(self.sources)} picture{'s' * (len(self.sources) != 1)}"
+        return f"{len(self.urls)} picture{'s' * (len(self.urls) != 1)}"
 
     def _repr_html_(self) -> str:
-        from ..images import thumbnail_url
-        from .cards import PICTURE_SIDE, pictures_row
+        from .cards import pictures_row
 
-        return pictures_row([thumbnail_url(source, PICTURE_SIDE) for source in self.sources])
+        return pictures_row(self.urls)
 
 
 @dataclass(frozen=True, slots=True)

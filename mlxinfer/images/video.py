@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FPS = 2.0  # of frames that come without a rate
 MAX_FRAMES = 1 << 20  # of a file: ten hours
+# other formats, such as playlists, name files and addresses that would be opened
+CONTAINERS = {"format_whitelist": "mov,mp4,matroska,webm,gif,avi"}
 _FILES = "the path or the bytes of a video such as an MP4, MOV, WebM or GIF, or a list of frames"
 
 
@@ -98,7 +100,7 @@ def _of_file(opened: Callable[[], Any], digest: bytes, place: str) -> Video:
     """The video of a file; `opened` gives what PyAV opens."""
     av = _av(place)
     try:
-        with av.open(opened()) as container:
+        with av.open(opened(), options=CONTAINERS) as container:
             if not container.streams.video:
                 raise PictureError("The file has no moving pictures in it.", param=place)
             stream = container.streams.video[0]
@@ -120,7 +122,7 @@ def _decoded(opened: Callable[[], Any], numbers: Sequence[int], place: str) -> "
     """The frames of a file with these numbers, turned as the file says."""
     av, wanted, last = _av(place), list(numbers), None
     try:
-        with av.open(opened()) as container:
+        with av.open(opened(), options=CONTAINERS) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             for number, frame in enumerate(container.decode(stream)):

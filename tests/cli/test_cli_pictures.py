@@ -33,6 +33,13 @@ def seeing(fake: FakeLLM) -> FakeLLM:
     return fake
 
 
+def moving(path: Path, *colours: str) -> Path:
+    """A video of frames of one colour each, two a second; its path."""
+    frames = [Image.new("RGB", (40, 30), colour) for colour in colours]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+    return path
+
+
 def chat_of(llm: FakeLLM) -> ChatSession:
     return ChatSession("fake", lambda _: llm)
 
@@ -138,9 +145,7 @@ def test_run_takes_a_data_url(seeing: FakeLLM, outcome: Any, photo: Path) -> Non
 
 def test_run_sends_videos(seeing: FakeLLM, outcome: Any, tmp_path: Path) -> None:
     pytest.importorskip("av")
-    path = tmp_path / "clip.gif"
-    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "white")]
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+    path = moving(tmp_path / "clip.gif", "red", "blue", "white")
     assert outcome("run", "What?", "--video", str(path)).code == 0
     assert list(seeing.options[0]["videos"]) == [str(path)]
     seen = outcome("run", "What?", "--video", str(tmp_path / "no.mp4"))
@@ -157,8 +162,7 @@ def test_run_answers_about_a_video_with_a_real_model(outcome: Any, tmp_path: Pat
     given = ["run", "What?", "-m", str(folder), "--max-tokens", "4", "--json", "--video", str(path)]
     answers = []
     for colours in (("red", "blue"), ("red", "white")):
-        frames = [Image.new("RGB", (40, 30), colour) for colour in colours]
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=500)
+        moving(path, *colours)
         answers.append(outcome(*given, "--temperature", "0"))
     assert [one.code for one in answers] == [0, 0]
     assert answers[0].out != answers[1].out
@@ -192,6 +196,21 @@ def test_a_message_that_is_sent_again_keeps_its_picture(seeing: FakeLLM, photo: 
     say(session, "/edit Who?")
     edited: Any = seeing.asked[2][0]
     assert [part["type"] for part in edited[0]["content"]] == ["image", "text"]
+
+
+def test_chat_sends_a_video_with_the_next_message(seeing: FakeLLM, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    path, session = moving(tmp_path / "clip.gif", "red", "blue"), chat_of(seeing)
+    assert say(session, f"/video {path}") == "1 video with the next message\n"
+    say(session, "What?")
+    say(session, "/regen")
+    say(session, "And now?")
+    video = {"type": "video", "video": str(path)}
+    shown = {"role": "user", "content": [video, {"type": "text", "text": "What?"}]}
+    assert [asked[0][0] for asked in seeing.asked] == [shown] * 3
+    assert seeing.asked[2][0][2] == {"role": "user", "content": "And now?"}
+    with pytest.raises(PictureError, match="There is no file"):
+        say(session, f"/video {tmp_path / 'no.mp4'}")
 
 
 def test_a_dropped_file_is_a_picture(seeing: FakeLLM, photo: Path) -> None:

@@ -455,5 +455,7 @@ def plain_runs(
 def test_the_seed_that_is_printed_draws_the_programs() -> None:
     names = "" if NAMED == ALL_CASES else f" of {', '.join(CASES)}"
     pictures = ", a picture in every prompt" if ALL_SEE else ""
-    print(f"\n{NUM_PROGRAMS} random programs of everything{names}{pictures}, HYPOTHESIS_SEED={SEED}")
+    print(
+        f"\n{NUM_PROGRAMS} random programs of everything{names}{pictures}, HYPOTHESIS_SEED={SEED}"
+    )
     assert vars(test_everything_at_once)["_hypothesis_internal_use_seed"] == SEED

@@ -85,6 +85,16 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         list(video.read([1, 99]))
 
 
+def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "private.mp4").write_bytes(clip())
+    playlist = tmp_path / "list.mp4"
+    playlist.write_bytes(b"ffconcat version 1.0\nfile private.mp4\n")
+    monkeypatch.chdir(tmp_path)
+    for source in (playlist, playlist.read_bytes()):
+        with pytest.raises(PictureError, match="broken or of no known format"):
+            load_video(source)
+
+
 def test_without_the_package_frames_are_read_and_files_say_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

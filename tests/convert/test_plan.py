@@ -47,13 +47,6 @@ def test_experts_are_stacked_and_routers_keep_eight_bits(tmp_path: Path) -> None
     assert downs == {"dense"}  # 40 inputs: no group fills a row
 
 
-def test_smaller_groups_where_a_row_has_no_room(tmp_path: Path) -> None:
-    found = formats(plan(write_source(tmp_path / "m"), "4bit"))
-    assert found["model.layers.0.mlp.up_proj"] == "4bit-g64"
-    assert found["model.layers.0.mlp.down_proj"] == "4bit-g32"  # 96 inputs
-    assert found["model.norm"] == "dense"
-
-
 def test_overrides_and_floors(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "m", "llama-v4")
     found = formats(plan(folder, "2bit-g32", "lm_head=8bit", "layers.1=dense", "*.q_proj=3bit-g32"))
@@ -107,11 +100,6 @@ def test_mixed_is_a_target(tmp_path: Path) -> None:
         ConversionOptions(recipe=mixed)
     with pytest.raises(InvalidRequestError, match="group_size"):
         make_recipe("mixed", group_size=32)
-
-
-def test_tied_heads_and_what_sees_images_are_left_out(tmp_path: Path) -> None:
-    arranged = arrange(open_source(write_source(tmp_path / "m", "gemma3_text-v4")))
-    assert not any("lm_head" in output.name for output in arranged.outputs)
 
 
 @pytest.mark.parametrize(

@@ -202,15 +202,6 @@ def test_mxfp8_that_is_not_finite_is_refused(tmp_path: Path, where: str) -> None
         opened(tmp_path, leaves, compressed("mxfp8-quantized")).read_packed(NAME)
 
 
-def test_scales_of_no_known_shape_are_refused(tmp_path: Path) -> None:
-    leaves = {
-        "weight": ("F8_E4M3", finite_e4m3((OUT, IN), 1)),
-        "weight_scale": f32(np.ones((2, 5))),
-    }
-    with pytest.raises(CheckpointError, match="neither"):
-        opened(tmp_path, leaves, fp8())
-
-
 @pytest.mark.parametrize("by", ["modelopt", "compressed-tensors"])
 def test_nvfp4_with_a_global_scale(tmp_path: Path, by: str) -> None:
     octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
@@ -243,28 +234,32 @@ def test_modelopt_describes_itself_beside_the_config(tmp_path: Path) -> None:
     assert np.array_equal(np.array(source.read(NAME)), E4M3_VALUES[codes] * 0.5)
 
 
-def test_what_changes_the_inputs_of_a_layer_is_refused(tmp_path: Path) -> None:
-    leaves = {"weight": f16(np.ones((4, 4))), "pre_quant_scale": f16(np.ones(4))}
-    with pytest.raises(UnsupportedModelError, match="multiplies the inputs"):
-        opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    with pytest.raises(UnsupportedModelError, match="NVFP4_AWQ"):
-        opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+PLAIN = f16(np.ones((4, 4)))
+SCALED = {"weight": PLAIN, "pre_quant_scale": f16(np.ones(4))}  # changes the inputs of a layer
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quark"])
-def test_other_methods_are_named(tmp_path: Path, method: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=method):
-        opened(tmp_path, {"weight": f16(np.ones((4, 4)))}, {"quant_method": method})
-
-
-def test_arrays_that_nothing_explains_are_refused(tmp_path: Path) -> None:
-    for leaves in (
-        {"weight": ("I32", np.zeros((4, 4), np.int32))},
-        {"weight": f16(np.ones((4, 4))), "weight_scale_inv": f32(np.ones((1, 1)))},
-        {"weight": ("U8", np.zeros((4, 4), np.uint8)), "weight_scale": f32(1.0)},
-    ):
-        with pytest.raises(CheckpointError, match=r"weight"):
-            opened(tmp_path, leaves, {"quant_method": "modelopt", "quant_algo": "FP8"})
+@pytest.mark.parametrize(
+    ("leaves", "config", "said"),
+    [
+        (SCALED, {**FP8, "quant_algo": "NVFP4"}, "multiplies the inputs"),
+        (SCALED, {**FP8, "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
+        *(({"weight": PLAIN}, {"quant_method": m}, m) for m in ("bitsandbytes", "hqq", "quark")),
+        ({"weight": ("I32", np.zeros((4, 4), np.int32))}, FP8, "weight"),
+        ({"weight": PLAIN, "weight_scale_inv": f32(np.ones((1, 1)))}, FP8, "weight"),
+        ({"weight": ("U8", np.zeros((4, 4), np.uint8)), "weight_scale": f32(1.0)}, FP8, "weight"),
+        (
+            {"weight": ("F8_E4M3", CODES), "weight_scale": f32(np.ones((2, 5)))},
+            fp8(),
+            "neither",  # a shape that scales do not have
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    leaves: dict[str, Any], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        opened(tmp_path, leaves, config)
 
 
 def test_gpt_oss_as_published(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Constrained rows share steps with all others; at random they do in `test_matrix`."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from engine.fake_grammar import FakeGrammar
@@ -20,19 +22,20 @@ def run_one(
     return harness.drain()["a"]
 
 
-def test_a_finished_grammar_ends_the_answer_without_an_end_token() -> None:
-    outcome = run_one(FakeGrammar(length=7))  # as with ignore_eos: nothing else would end it
-    assert (len(outcome.token_ids), outcome.reason) == (7, FinishReason.STOP)
-
-
-def test_a_grammar_that_finishes_with_the_last_token_is_whole() -> None:
-    assert run_one(FakeGrammar(length=7), max_tokens=7).reason is FinishReason.STOP
-    assert run_one(FakeGrammar(length=8), max_tokens=7).reason is FinishReason.LENGTH
-
-
-def test_a_finished_grammar_wins_over_min_tokens() -> None:
-    outcome = run_one(FakeGrammar(length=7), stop_ids=frozenset([1]), min_tokens=20)
-    assert (len(outcome.token_ids), outcome.reason) == (7, FinishReason.STOP)
+@pytest.mark.parametrize(
+    ("length", "how", "reason"),
+    [
+        (7, {}, FinishReason.STOP),  # without an end token, as with ignore_eos
+        (7, {"max_tokens": 7}, FinishReason.STOP),  # whole with its last token
+        (8, {"max_tokens": 7}, FinishReason.LENGTH),
+        (7, {"stop_ids": frozenset([1]), "min_tokens": 20}, FinishReason.STOP),
+    ],
+)
+def test_a_finished_grammar_ends_the_answer(
+    length: int, how: dict[str, Any], reason: FinishReason
+) -> None:
+    outcome = run_one(FakeGrammar(length=length), **how)
+    assert (len(outcome.token_ids), outcome.reason) == (7, reason)
 
 
 @pytest.mark.parametrize("bias", [0.0, 1e6])

@@ -131,7 +131,7 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
     assert len(ids) > PAGE
 
 
-TALK = ["qwen3-v4", "hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
+TALK = ["hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
 
 
 @pytest.mark.parametrize("case", TALK)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
 from mlxinfer.errors import PictureError
-from mlxinfer.images import data_url, from_base64, load, load_image
+from mlxinfer.images import data_url, from_base64, load_image
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -181,11 +181,6 @@ def test_a_cut_off_or_damaged_file_is_an_error_or_a_picture(form: str) -> None:
             except PictureError:
                 continue
         assert image.mode == "RGB"
-
-
-def test_what_pillow_warns_of_is_refused() -> None:
-    assert Image.MAX_IMAGE_PIXELS is not None
-    assert load.MAX_PIXELS < Image.MAX_IMAGE_PIXELS
 
 
 def test_a_picture_from_a_pipe_is_read_and_a_locked_file_is_named(tmp_path: Path) -> None:

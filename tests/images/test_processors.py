@@ -103,7 +103,7 @@ def test_the_verdict_on_all_pixels_is_that_they_are_equal() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("limit", [1, 7, 64, 256, 2560])
+@pytest.mark.parametrize("limit", [1, 7, 64, 800])
 def test_no_size_is_refused_and_no_limit_exceeded(name: str, limit: int) -> None:
     processor, draw = FAMILIES[name].processor, random.Random(limit)
     sizes = [(1, 1), (1, 5000), (5000, 1), (300, 200), (2000, 1500)]

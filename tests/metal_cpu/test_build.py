@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metal_cpu import build, requires_compiler
-from metal_cpu.build import CompileError, clang, kept, zig
+from metal_cpu.build import clang, kept, zig
 from metal_cpu.capture import UTILITIES
 from metal_cpu.mlx_kernels import FOLDER
 from metal_cpu.program import INCLUDES, cpp, with_call_sites
@@ -23,32 +23,6 @@ pytestmark = requires_compiler
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
     return tmp_path
-
-
-def test_what_is_kept_is_not_made_again(folder: Path) -> None:
-    made: list[Path] = []
-
-    def make(work: Path, path: Path) -> None:
-        (work / "part").write_text("left behind")
-        path.write_text("once")
-        made.append(path)
-
-    first = kept(".txt", ("a", 1), make)
-    assert kept(".txt", ("a", 1), make) == first
-    assert len(made) == 1
-    assert kept(".txt", ("a", 2), make) != first
-    assert len(made) == 2
-    assert sorted(path.suffix for path in folder.iterdir()) == [".txt", ".txt"]
-
-
-def test_what_fails_is_not_kept(folder: Path) -> None:
-    def fail(work: Path, path: Path) -> None:
-        path.write_text("half")
-        raise CompileError("no")
-
-    with pytest.raises(CompileError):
-        kept(".txt", ("b",), fail)
-    assert not list(folder.iterdir())
 
 
 def make_at_once(name: str, folder: Path, start: object) -> str:

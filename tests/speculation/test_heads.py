@@ -187,14 +187,6 @@ def test_a_head_that_fails_is_switched_off_for_the_requests_of_the_step(
     assert len(caplog.records) == 1
 
 
-def test_nothing_is_tapped_where_no_source_reads_hidden_states() -> None:
-    model = tiny_model("qwen3-v4", quantized=True)
-    harness = Harness(model)
-    harness.add("a", prompt(20), GREEDY)
-    harness.turn(3)
-    assert harness.loop._in_flight[0].hidden is None
-
-
 # -- parity -------------------------------------------------------------------------------------
 
 

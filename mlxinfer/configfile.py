@@ -12,6 +12,10 @@ pin = true                  # loaded at the start, and never unloaded
 ttl = "30m"                 # unloaded after so long without a request
 kv-bits = "8"               # engine options of this model alone
 max-memory = "4GB"          # of its KV cache; without it a share of the server's
+
+[mcp.files]                 # an MCP server whose tools `mlxinfer chat` and the page offer
+command = ["npx", "-y", "@modelcontextprotocol/server-filesystem", "/Users/me/notes"]
+allow = ["read_text_file"]  # tools that are called without asking
 """
 
 import os
@@ -46,12 +50,30 @@ class ModelEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolServer:
+    """An MCP server: a program that is started, or an address.
+
+    Attributes:
+        command: the program and its arguments; empty: there is an address.
+        url: of a server that runs already, such as http://127.0.0.1:9000/mcp.
+        env: variables of the program's environment, beside the usual ones.
+        allow: names of tools that are called without asking.
+    """
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
     """The content of a config file."""
 
     path: Path | None = None  # None: no file
     serve: Mapping[str, Any] = field(default_factory=dict)  # by the options' Python names
     models: Mapping[str, ModelEntry] = field(default_factory=dict)
+    mcp: Mapping[str, ToolServer] = field(default_factory=dict)
 
 
 def find_config_file() -> Path | None:
@@ -90,16 +112,19 @@ def read_config_file(path: Path | None) -> ConfigFile:
         return ConfigFile()
     document = _parse(path)
     for name in document:
-        if name not in ("serve", "models"):
-            raise _wrong(path, name, "a file has a table [serve] and tables [models.NAME], no more")
+        if name not in ("serve", "models", "mcp"):
+            have = "a table [serve] and tables [models.NAME] and [mcp.NAME]"
+            raise _wrong(path, name, f"a file has {have}, no more")
     serve = _table(path, "serve", document.get("serve", {}))
     tables = _table(path, "models", document.get("models", {}))
     models = {name: _model(path, name, entry) for name, entry in tables.items()}
     _check_names(path, models)
+    servers = _table(path, "mcp", document.get("mcp", {}))
     return ConfigFile(
         path=path,
         serve={name.replace("-", "_"): value for name, value in serve.items()},
         models=models,
+        mcp={name: _tool_server(path, name, entry) for name, entry in servers.items()},
     )
 
 
@@ -141,9 +166,7 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
         hint = f", not {near[0]!r}" if near else ""
         need = "it needs a source: a folder, org/name, or a bundled model"
         raise _wrong(path, place, need + hint)
-    aliases = given.pop("aliases", [])
-    if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
-        raise _wrong(path, f"{place}.aliases", "expected a list of names")
+    aliases = _names(path, f"{place}.aliases", given.pop("aliases", []))
     pin = given.pop("pin", False)
     if not isinstance(pin, bool):
         raise _wrong(path, f"{place}.pin", "expected true or false")
@@ -153,7 +176,28 @@ def _model(path: Path, name: str, entry: object) -> ModelEntry:
     except InvalidRequestError as error:
         raise _wrong(path, f"{place}.ttl", str(error).rstrip(".")) from error
     options = {key.replace("-", "_"): value for key, value in given.items()}
-    return ModelEntry(source=source, aliases=tuple(aliases), pin=pin, ttl_s=ttl_s, options=options)
+    return ModelEntry(source=source, aliases=aliases, pin=pin, ttl_s=ttl_s, options=options)
+
+
+def _tool_server(path: Path, name: str, entry: object) -> ToolServer:
+    place = f"mcp.{name}"
+    given = dict(_table(path, place, entry))
+    command = _names(path, f"{place}.command", given.pop("command", []))
+    url, env = given.pop("url", ""), _table(path, f"{place}.env", given.pop("env", {}))
+    allow = _names(path, f"{place}.allow", given.pop("allow", []))
+    if given:
+        raise _wrong(path, f"{place}.{next(iter(given))}", "known are command, url, env, allow")
+    if not isinstance(url, str) or bool(command) == bool(url):
+        raise _wrong(path, place, "it needs either a command (a list of texts) or a url")
+    if not all(isinstance(value, str) for value in env.values()):
+        raise _wrong(path, f"{place}.env", "expected texts")
+    return ToolServer(command=command, url=url, env=env, allow=allow)
+
+
+def _names(path: Path, place: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise _wrong(path, place, "expected a list of texts")
+    return tuple(value)
 
 
 def _check_names(path: Path, models: Mapping[str, ModelEntry]) -> None:

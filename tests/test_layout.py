@@ -28,6 +28,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "remote": LEAVES | {"http_json", "images", "session", "text"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
+    "mcp_tools": {"configfile", "errors"},
+    "suggestions": set(),
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"images", "layers", "memory", "metal_kernels"},
@@ -60,7 +62,18 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
     | {"pooling"},  # segments: whole sequences without a cache
     "server": LEAVES
-    | {"backend", "database", "grammar", "history", "hub", "images", "memory", "pooling"}
+    | {
+        "backend",
+        "database",
+        "grammar",
+        "history",
+        "hub",
+        "images",
+        "mcp_tools",
+        "memory",
+        "pooling",
+        "suggestions",
+    }
     | {"session", "text"},
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}

@@ -9,11 +9,12 @@ from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
+from ..mcp_tools import McpTools
 from ..memory import human_bytes
-from ..outputs import Delta, Result
+from ..outputs import Delta, Result, ToolCall
 from ._output import counted, table
 from ._pictures import check_sees, check_videos, picture_data, with_its_images
-from .history import ChatLog
+from .history import ChatLog, as_call
 from .run import attached, thinking
 
 Message = dict[str, Any]
@@ -35,6 +36,8 @@ class ChatSession:
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
     adapter: str | None = None  # that the first model answers with
+    tools: McpTools | None = None  # that answers may call
+    allowed: set[str] = field(default_factory=set)  # tools that the user allowed for this chat
     _llm: Any = None
 
     @property
@@ -51,7 +54,13 @@ class ChatSession:
         return params
 
     def close(self) -> None:
-        """Free the model."""
+        """Free the model, and end the servers of tools."""
+        self._free()
+        if self.tools is not None:
+            self.tools.close()
+            self.tools = None
+
+    def _free(self) -> None:
         if self._llm is not None:
             self._llm.close()
             self._llm = None
@@ -61,7 +70,7 @@ class ChatSession:
 
         The old model is freed first: two large models may not fit in memory together.
         """
-        self.close()
+        self._free()
         self._llm = self._opened(model)
         self.model, self.adapter = model, None
 
@@ -71,14 +80,25 @@ class ChatSession:
         If the stream is closed early, or by Ctrl-C, the text so far is kept as the answer. An error
         removes the question again, so that it does not affect the next one.
         """
-        switch = thinking(self.llm, self.think)
-        if self.adapter is not None:
-            switch["adapter"] = self.adapter
         self._add("user", "\n\n".join([text, *self.files]), images=self.images)
         if self.videos:  # the history keeps none
             self.messages[-1]["videos"] = self.videos
         self.files.clear()
         self.images, self.videos = [], []
+        yield from self._answer()
+
+    def tell(self, results: Sequence[tuple[ToolCall, str]]) -> Generator[Delta, None, None]:
+        """Add the results of the calls of the last answer, and stream the next one; as `ask`."""
+        for call, result in results:
+            self._add("tool", result, tool_call_id=call.id)
+        yield from self._answer()
+
+    def _answer(self) -> Generator[Delta, None, None]:
+        switch = thinking(self.llm, self.think)
+        if self.adapter is not None:
+            switch["adapter"] = self.adapter
+        if self.tools is not None:
+            switch["tools"] = self.tools.schemas
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
@@ -89,12 +109,20 @@ class ChatSession:
                 self.last = delta.result
                 yield delta
         except Exception:  # a question without an answer is no part of the conversation
-            self._remove()
+            while self._remove()["role"] != "user":
+                pass
             raise
         except (GeneratorExit, KeyboardInterrupt):
             self._add("assistant", answer, thoughts)
             raise
-        self._add("assistant", answer, thoughts)
+        self._add("assistant", answer, thoughts, calls=self.calls)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the last answer, which wait for their results."""
+        if self.tools is None or self.last is None:
+            return ()
+        return tuple(call for call in self.last.tool_calls if call.complete)
 
     def take_back(self) -> str | None:
         """Remove the last user message and its answer. Returns its text, or None.
@@ -180,12 +208,26 @@ class ChatSession:
         )
 
     def _add(
-        self, role: str, text: str, thoughts: str = "", images: Sequence[str | bytes] = ()
+        self,
+        role: str,
+        text: str,
+        thoughts: str = "",
+        *,
+        images: Sequence[str | bytes] = (),
+        calls: Sequence[ToolCall] = (),
+        **more: Any,
     ) -> None:
-        message: Message = {"role": role, "content": text}
-        self.messages.append({**message, "images": list(images)} if images else message)
+        plain = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in calls]
+        message: Message = {"role": role, "content": text, **more}
+        if images:
+            message["images"] = list(images)
+        if plain:
+            message["tool_calls"] = [as_call(**call) for call in plain]
+        self.messages.append(message)
         if self.log is not None:
-            self.log.add(role, text, thoughts, model=self.model, system=self.system, images=images)
+            details = {**more, "tool_calls": plain} if plain else more
+            stored = {"model": self.model, "system": self.system, "images": images}
+            self.log.add(role, text, thoughts, details=details, **stored)
 
     def _remove(self) -> Message:
         if self.log is not None:
@@ -342,6 +384,16 @@ def _video(session: ChatSession, path: str) -> CommandReply:
     return CommandReply(f"{counted(len(session.videos), 'video')} with the next message")
 
 
+def _tools(session: ChatSession, _: str) -> CommandReply:
+    if session.tools is None:
+        return CommandReply("No MCP server stands in the config file; see docs/tools.md.")
+    names = [tool["function"]["name"] for tool in session.tools.schemas]
+    allows = session.tools.allows
+    rows = [(name, "allowed" if allows(name) else "asks first") for name in names]
+    failed = [f"{server}: {why}" for server, why in session.tools.failures.items()]
+    return CommandReply("\n".join([table(rows), *failed]))
+
+
 def _quit(_: ChatSession, __: str) -> CommandReply:
     return CommandReply(quit=True)
 
@@ -358,6 +410,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
     "video": ("FILE", _video, "send a video along with the next message"),
     "think": ("[on|off|auto]", _think, "whether a model that can think does"),
+    "tools": ("", _tools, "the tools of MCP servers"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),
 }

@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError, ModelError
+from ..mcp_tools import McpTools
 from ..session.options import EngineOptions
 from ._model import fetch, pooling_of
 from ._options import (
@@ -26,6 +27,7 @@ from ._options import (
     RANK_NAMES,
     engine_arguments,
 )
+from ._output import note
 
 if TYPE_CHECKING:
     from ..progress import Watch
@@ -313,3 +315,17 @@ def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[s
         check_adapter_name(name)
         found.setdefault(model, {})[name] = Path(path).expanduser().absolute()
     return found
+
+
+def open_tools(config: ConfigFile) -> McpTools | None:
+    """Connect to the MCP servers of a config file; None: it names none. Failures are noted.
+
+    Raises:
+        UnsupportedFieldError: the extra `mcp` is not installed.
+    """
+    if not config.mcp:
+        return None
+    tools = McpTools(config.mcp)
+    for name, why in tools.failures.items():
+        note(f"MCP server {name} has no tools: {why}")
+    return tools

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ..configfile import find_config_file, read_config_file
 from ..errors import ContextLengthError
-from ..outputs import Delta
+from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
+from ._configuration import open_tools
 from ._model import ADAPTER, open_llm
 from ._options import (
     adapter_option,
@@ -29,6 +31,9 @@ from .history import open_log
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MAX_ROUNDS = 20  # of calls and their results, for one question
+FOLDED = 5  # lines of a result that are shown
 
 
 @click.command()
@@ -69,6 +74,7 @@ def command(
     """
     from rich.console import Console
 
+    tools = open_tools(read_config_file(find_config_file()))
     log = None
     if continued is not None or (history and sys.stdin.isatty()):
         log = open_log(continued=continued, keep=history)
@@ -83,6 +89,7 @@ def command(
         think=options["think"],
         log=log,
         adapter=ADAPTER if adapter else None,
+        tools=tools,
     )
     try:
         summary = session.llm.model_info  # load now, so that a failure ends the command
@@ -160,7 +167,43 @@ def take_turn(
     if reply.ask is not None:
         with silent_interrupts():
             answer(session.ask(reply.ask), session, console, thoughts=thoughts)
+        for _ in range(MAX_ROUNDS):
+            if not (calls := session.calls):
+                break
+            results = [(call, result_of(session, call, console)) for call in calls]
+            with silent_interrupts():
+                answer(session.tell(results), session, console, thoughts=thoughts)
     return reply
+
+
+def result_of(session: ChatSession, call: ToolCall, console: "Console") -> str:
+    """Run a call if the config file or the user allows it, and show it folded."""
+    from rich.text import Text
+
+    tools = session.tools
+    assert tools is not None, "a call without tools"
+    told = Text(f"{call.name}({call.arguments})", style="bold", overflow="ellipsis")
+    console.print(told, no_wrap=True)
+    if not tools.allows(call.name) and call.name not in session.allowed:
+        said = allowed(call.name)
+        if said == "always":
+            session.allowed.add(call.name)
+        elif said != "yes":
+            return "Error: the user did not allow this call."
+    result = tools.call(call.name, call.arguments)
+    lines = result.splitlines()
+    more = [f"… {len(lines) - FOLDED} more lines"] if len(lines) > FOLDED else []
+    console.print(Text("\n".join([*lines[:FOLDED], *more]), style="dim"))
+    return result
+
+
+def allowed(name: str) -> str:
+    """Ask whether a tool may be called: yes, no, or always. Without a terminal: no."""
+    if not sys.stdin.isatty():
+        return "no"
+    choice = click.Choice(["yes", "no", "always"])
+    answered: str = click.prompt(f"Call {name}?", type=choice, default="no", err=True)
+    return answered
 
 
 def reply_to(session: ChatSession, line: str) -> CommandReply:

@@ -1,9 +1,10 @@
 """Conversations on this disk: `mlxinfer history`, and the log of a chat in the terminal."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -201,6 +202,11 @@ def find(history: History, id: str) -> Conversation:
     return found[0]
 
 
+def as_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call as messages have it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class ChatLog:
     """Stores the messages of one conversation as they are said, until storing fails.
 
@@ -245,10 +251,14 @@ class ChatLog:
         """
         found = []
         for message in self._branch:
-            if message.role in ("user", "assistant"):
-                said = {"role": message.role, "content": text_sent(message, sees=sees)}
-                images = pictures_kept(message) if sees else []
-                found.append({**said, "images": images} if images else said)
+            said = {"role": message.role, "content": text_sent(message, sees=sees)}
+            if images := pictures_kept(message) if sees else []:
+                said["images"] = images
+            if calls := message.details.get("tool_calls"):
+                said["tool_calls"] = [as_call(**call) for call in calls]
+            if message.role == "tool":
+                said["tool_call_id"] = message.details.get("tool_call_id")
+            found.append(said)
         return found
 
     def begin(self) -> None:
@@ -264,10 +274,11 @@ class ChatLog:
         model: str,
         system: str | None,
         images: Sequence[str | bytes] = (),
+        details: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Store one message after the last one; a failure is said once, and ends the storing."""
         parent = self._branch[-1].id if self._branch else None
-        details: dict[str, Any] = {"model": model} if role == "assistant" else {}
+        details = {**details, "model": model} if role == "assistant" else dict(details)
         if images:
             details["pictures"] = stored_pictures(images)
         message = StoredMessage(

@@ -25,6 +25,7 @@ from ._configuration import (
     config_of,
     config_option,
     entry_of,
+    open_tools,
     requested_models,
     shown_values,
 )
@@ -443,7 +444,7 @@ def page_routes(
         fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
     )
     settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]
-    return PageRoutes(stored, library, settings)
+    return PageRoutes(stored, library, settings, open_tools(config_of(ctx)))
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

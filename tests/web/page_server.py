@@ -14,6 +14,7 @@ from mlxinfer import hub
 from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
+from mlxinfer.mcp_tools import McpTools
 from mlxinfer.models.weights.files import weights_bytes
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.models import RegistryEntry
@@ -32,7 +33,7 @@ SETTINGS = [
 ]
 
 
-def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
+def routes_of(folder: Path, *, history: bool = True, tools: McpTools | None = None) -> PageRoutes:
     """Return the page's routes as `mlxinfer serve` makes them, with all data below `folder`."""
 
     def entry_of(name: str, source: str) -> RegistryEntry:
@@ -60,7 +61,7 @@ def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
         fit_of=lambda name: fit_of_repository(name, LIMIT_BYTES).as_dict(),
     )
     stored = History(folder / "history.db") if history else None
-    return PageRoutes(stored, library, SETTINGS)
+    return PageRoutes(stored, library, SETTINGS, tools)
 
 
 class PacedScript(Script):
@@ -143,10 +144,16 @@ class PageServer(ScriptedServer):
     script: PacedScript
 
     def __init__(
-        self, folder: Path, *, history: bool = True, template: str = TEMPLATE, **config: Any
+        self,
+        folder: Path,
+        *,
+        history: bool = True,
+        tools: McpTools | None = None,
+        template: str = TEMPLATE,
+        **config: Any,
     ) -> None:
         self.folder = folder
-        self.routes = routes_of(folder, history=history)
+        self.routes = routes_of(folder, history=history, tools=tools)
         self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(template, **config)
         self.service.models.limit_bytes = LIMIT_BYTES  # room for models that are added

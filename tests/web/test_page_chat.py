@@ -2,6 +2,7 @@
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
+from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.keys import ApiKeys
 from tests.pdf_files import pdf
+from tests.test_mcp_tools import SERVER
 
 MARKDOWN = """# Title
 
@@ -186,6 +189,39 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     assert "sunny" in page.server.prompt
     assert "rainy" not in page.server.prompt
     assert page.texts("article.tool .versions span") == ["2/2"]
+
+
+class Counting(McpTools):
+    """Tells the model's script what to say next when a tool is called."""
+
+    script: Any
+
+    def call(self, name: str, arguments: str) -> str:
+        self.script.says(f"So it is, by {name}.")
+        return super().call(name, arguments)
+
+
+def test_tools_of_mcp_servers_run_when_they_are_allowed_or_asked_for(
+    profile: Any, tmp_path: Path
+) -> None:
+    tools = Counting({"one": SERVER})
+    with PageServer(tmp_path, tools=tools) as server, PageDriver(profile, server) as page:
+        tools.script = server.script
+        page.open()
+        server.script.says('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
+        page.ask("How much?")
+        page.wait_for_answer("So it is, by add.")
+        assert page.texts(".tool-result") == ["2 + 3 = 5"]
+        page.wait_idle()
+        server.script.says('<tool_call>{"name": "home", "arguments": {}}</tool_call>')
+        answer = page.answered("Where?")
+        answer.get_by_role("button", name="Run home").click()
+        wait_until(lambda: "some" in answer.get_by_label("Result of home").input_value())
+        answer.get_by_role("button", name="Send results").click()
+        page.wait_for_answer("So it is, by home.")
+        assert "and 6 more lines" in page.texts(".tool-result")[-1]
+        page.wait_idle()
+        assert "some\n0\n1" in server.prompt
 
 
 def test_settings_reach_the_request(page: PageDriver) -> None:

@@ -7,7 +7,8 @@ import { Suggestions } from "./suggestions.jsx";
 import { Settings, settingsOpen } from "./settings.jsx";
 import { sidebarOpen } from "./sidebar.jsx";
 import {
-  arrived, ask, branch, busy, chooseModel, conversation, features, model, models, notice, regenerate, startNew,
+  arrived, ask, branch, busy, chooseModel, conversation, features, model, models, notice, regenerate,
+  startNew, tools,
 } from "./store.js";
 import { requestOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
@@ -69,7 +70,7 @@ function Export() {
     try {
       if (kind === "markdown") await copy(asMarkdown(conversation.value, shown));
       else if (kind === "text") await copy(asText(shown));
-      else await copy(asCurl(requestOf(model.value, conversation.value.settings, questions(shown))));
+      else await copy(asCurl(requestOf(model.value, conversation.value.settings, questions(shown), tools.value.data)));
     } catch (error) {
       notice.value = { text: error.message };
       return;

@@ -4,11 +4,12 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import {
-  ask, branch, busy, children, conversation, notice, resend, rewrite, sendResults, show,
+  ask, branch, busy, canRun, children, conversation, notice, resend, rewrite, runCall, sendResults, show, tools,
 } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Dialog, Icon, IconButton } from "./widgets.jsx";
 
+const FOLDED = 5; // lines of a tool's result that are shown at once
 const WHO = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 export function Message({ message, version, arriving, editing, edit, again }) {
@@ -88,12 +89,26 @@ function Result({ message, editing, edit }) {
   }
   return (
     <>
-      <pre class="tool-result">{message.content}</pre>
+      <Folded text={message.content} />
       <div class="tools">
         <Versions message={message} />
         <IconButton icon="edit" label="Edit this result" disabled={!!busy.value} onClick={() => edit(message.id)} />
       </div>
     </>
+  );
+}
+
+// A result of a tool: its first lines, and all of it when one asks.
+function Folded({ text }) {
+  const lines = text.split("\n");
+  if (lines.length <= FOLDED) return <pre class="tool-result">{text}</pre>;
+  return (
+    <details class="tool-result">
+      <summary>
+        {lines[0]} <small>and {lines.length - 1} more lines</small>
+      </summary>
+      <pre>{text}</pre>
+    </details>
   );
 }
 
@@ -218,20 +233,35 @@ function indented(text) {
   }
 }
 
-// The page runs no tools; whoever tries them out says what they gave back.
+// The server runs tools of MCP servers, when one says so; of others one types what they gave back.
 function Results({ message, calls }) {
+  const [given, setGiven] = useState({});
+  const set = (id, text) => setGiven((before) => ({ ...before, [id]: text }));
+  async function run(call) {
+    try {
+      set(call.id, (await runCall(call)).text);
+    } catch (error) {
+      notice.value = { text: error.message };
+    }
+  }
   function submit(event) {
     event.preventDefault();
-    const given = new FormData(event.target);
-    sendResults(message, calls.map(({ id }) => ({ id, text: given.get(id) })));
+    sendResults(message, calls.map(({ id }) => ({ id, text: given[id] ?? "" })));
   }
   return (
     <form class="results" onSubmit={submit}>
-      {calls.map(({ id, name }) => (
-        <label key={id}>
-          Result of {name}
-          <textarea name={id} rows="2" />
-        </label>
+      {calls.map((call) => (
+        <div key={call.id}>
+          <label>
+            Result of {call.name}
+            <textarea rows="2" value={given[call.id] ?? ""} onInput={(event) => set(call.id, event.target.value)} />
+          </label>
+          {canRun(call) && (
+            <button type="button" onClick={() => run(call)}>
+              Run {call.name}
+            </button>
+          )}
+        </div>
       ))}
       <div class="actions">
         <button class="primary">Send results</button>
@@ -310,7 +340,7 @@ function CurlButton({ message }) {
   async function onClick() {
     const { messages, settings } = conversation.value;
     try {
-      await copy(asCurl(requestOf(message.details.model, settings, branchOf(messages, message.parent))));
+      await copy(asCurl(requestOf(message.details.model, settings, branchOf(messages, message.parent), tools.value.data)));
     } catch (error) {
       notice.value = { text: error.message };
       return;

@@ -103,7 +103,7 @@ export function Settings() {
       <details>
         <summary>Tools</summary>
         <Field
-          label="A JSON list in OpenAI's form. The page shows calls and lets you type their results; it runs nothing."
+          label="A JSON list in OpenAI's form. You type what they give back. Tools of MCP servers are offered beside them."
           wrong={wrong.tools}
         >
           {(more) => (

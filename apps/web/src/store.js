@@ -6,10 +6,12 @@ import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf, weightOf }
 const MODEL = "mlxinfer.model";
 const SAVE_MS = 2000; // between two saves of an answer that arrives
 const DRAW_MS = 30; // between two redraws
+const MAX_ROUNDS = 20; // of allowed calls and their results, for one question
 const OTHER_TABS = new BroadcastChannel("mlxinfer");
 
 export const models = signal([]); // of /v1/models, and those on the disk that can be added
 export const features = signal({ history: false, hub: false, pdf: false, admin: false, max_body_bytes: Infinity });
+export const tools = signal({ data: [], allowed: [] }); // of MCP servers of the config file
 export const chosenModel = signal(localStorage.getItem(MODEL) ?? "");
 export const conversations = signal([]);
 export const moreConversations = signal(false);
@@ -265,18 +267,39 @@ export async function ask(text, details, parent = conversation.value.head) {
   await send([question]);
 }
 
+// Whether a call is of a tool of an MCP server: then the server can run it.
+export const canRun = (call) => tools.value.data.some((tool) => tool.function.name === call.name);
+
+export async function runCall({ id, name, arguments: given }) {
+  const { text } = await request("/page/tools", { body: { name, arguments: given || "{}" } });
+  return { id, text };
+}
+
+// Runs the calls of an answer that has just arrived, if all of them are allowed.
+async function runAllowed(message, rounds) {
+  const calls = (message.details.tool_calls ?? []).filter(Boolean);
+  const complete = calls.length && message.details.finish === "tool_calls" && conversation.value.head === message.id;
+  if (!complete || rounds >= MAX_ROUNDS || !calls.every(({ name }) => tools.value.allowed.includes(name))) return;
+  try {
+    const results = await Promise.all(calls.map(runCall));
+    if (conversation.value.head === message.id) await sendResults(message, results, rounds + 1);
+  } catch (error) {
+    fail(error);
+  }
+}
+
 // Send the results of an answer's tool calls: [{ id, text }].
-export async function sendResults(answer, results) {
+export async function sendResults(answer, results, rounds = 0) {
   let parent = answer.id;
   const messages = results.map(({ id, text }) => {
     const message = newMessage("tool", parent, text, { tool_call_id: id });
     parent = message.id;
     return message;
   });
-  await send(messages);
+  await send(messages, rounds);
 }
 
-async function send(messages) {
+async function send(messages, rounds = 0) {
   for (const message of messages) add(message);
   const { id, settings, stored } = conversation.value;
   for (const message of messages) saveMessage(id, message);
@@ -285,7 +308,7 @@ async function send(messages) {
     const fields = { settings, model: model.value };
     saveFields(fields, id);
   }
-  await answer(messages.at(-1).id);
+  await answer(messages.at(-1).id, rounds);
 }
 
 // Put another text in the place of an answer: a branch of its own, from which the conversation goes on.
@@ -318,12 +341,12 @@ export async function regenerate(message) {
   await answer(message.parent);
 }
 
-async function answer(parent) {
+async function answer(parent, rounds = 0) {
   const { id, settings } = conversation.value;
   notice.value = null;
   let body;
   try {
-    body = requestOf(model.value, settings, branchOf(conversation.value.messages, parent));
+    body = requestOf(model.value, settings, branchOf(conversation.value.messages, parent), tools.value.data);
   } catch (error) {
     return fail(error);
   }
@@ -359,6 +382,7 @@ async function answer(parent) {
   OTHER_TABS.postMessage({ id });
   if (!modelCard.value?.capabilities) await refreshModels(); // it has been loaded
   await refreshConversations();
+  await runAllowed(message, rounds);
 }
 
 // Reads the stream of an answer into its message.
@@ -433,5 +457,6 @@ export async function start() {
     fail(error, start);
     return;
   }
+  if (features.value.tools) request("/page/tools").then((found) => (tools.value = found), fail);
   await Promise.all([refreshModels(), refreshConversations()]);
 }

@@ -70,8 +70,8 @@ function asCall({ id, name, arguments: text }) {
   return { id, type: "function", function: { name, arguments: text || "{}" } };
 }
 
-// The request of an answer to a branch.
-export function requestOf(model, settings, branch) {
+// The request of an answer to a branch; `offered`: tools beside those of the settings.
+export function requestOf(model, settings, branch, offered = []) {
   const body = { model, stream: true, stream_options: { include_usage: true } };
   const system = settings.system?.trim();
   body.messages = [...(system ? [{ role: "system", content: system }] : []), ...branch.map(asSent)];
@@ -81,7 +81,8 @@ export function requestOf(model, settings, branch) {
   }
   if (settings.thinking === "on") body.chat_template_kwargs = { enable_thinking: true };
   if (settings.thinking === "off") body.chat_template_kwargs = { enable_thinking: false };
-  if (settings.tools?.trim()) body.tools = parsed("tools", settings.tools);
+  const tools = [...(settings.tools?.trim() ? parsed("tools", settings.tools) : []), ...offered];
+  if (tools.length) body.tools = tools;
   Object.assign(body, formOf(settings));
   return body;
 }

@@ -11,10 +11,12 @@ from msgspec import Meta
 from ... import __version__
 from ...errors import InvalidRequestError
 from ...history import Conversation, History, StoredMessage, owner_of
+from ...mcp_tools import McpTools
 from ...text.pdf import can_read_pdf
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..service import ServerState
+from ..workers import Workers
 from .library import RECIPES, Library, LibraryRoutes
 
 MAX_LISTED = 200
@@ -148,6 +150,46 @@ def _owner(call: Call) -> str:
     return owner_of(None if call.key is None else digests[call.key])
 
 
+# -- /page/tools: of the MCP servers of the config file ------------------------------------------
+
+
+class ToolCallFields(RequestBody, kw_only=True):
+    """A call of a tool; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolRoutes:
+    """The handlers of /page/tools. Only the page calls them: no API of the server uses tools."""
+
+    def __init__(self, tools: McpTools) -> None:
+        self._tools = tools
+        self._workers = Workers(4)  # a call may take minutes, and texts of requests are not to wait
+
+    async def list(self, call: Call) -> Plain:
+        """The tools in OpenAI's form, and the names of those that are called without asking."""
+        names = [tool["function"]["name"] for tool in self._tools.schemas]
+        allowed = [name for name in names if self._tools.allows(name)]
+        return {"data": self._tools.schemas, "allowed": allowed, "failures": self._tools.failures}
+
+    async def call(self, call: Call, body: ToolCallFields) -> Plain:
+        """The text that a tool gives."""
+        return {"text": await self._workers.run(self._tools.call, body.name, body.arguments)}
+
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of /page/tools."""
+        return (
+            Route("GET", "/page/tools", self.list, "admin"),
+            Route("POST", "/page/tools", self.call, "admin"),
+        )
+
+    def close(self) -> None:
+        """End the servers of tools."""
+        self._tools.close()
+        self._workers.close()
+
+
 # -- all of them --------------------------------------------------------------------------------
 
 
@@ -158,6 +200,7 @@ class PageRoutes:
         history: where conversations are kept; None: nowhere.
         library: models of this disk and of the hub; None: neither.
         settings: of the server.
+        tools: of MCP servers; None: there are none.
     """
 
     def __init__(
@@ -165,9 +208,11 @@ class PageRoutes:
         history: History | None = None,
         library: Library | None = None,
         settings: Sequence[Setting] = (),
+        tools: McpTools | None = None,
     ) -> None:
         self._history = history
         self._library = None if library is None else LibraryRoutes(library)
+        self._tools = None if tools is None else ToolRoutes(tools)
         self._settings = list(settings)
         self._pdf = can_read_pdf()
 
@@ -179,6 +224,7 @@ class PageRoutes:
             "machine": "Mac" if sys.platform == "darwin" else "machine",
             "history": self._history is not None,
             "hub": self._library is not None and is_admin,
+            "tools": self._tools is not None and is_admin,
             "pdf": self._pdf,
             "max_body_bytes": call.service.config.max_body_bytes,
             "admin": is_admin,  # the key may see and do what is under /admin and /hub
@@ -208,6 +254,8 @@ class PageRoutes:
             found += ConversationRoutes(self._history).routes()
         if self._library is not None:
             found += self._library.routes()
+        if self._tools is not None:
+            found += self._tools.routes()
         return (*found, Route("POST", "/page/pdf", self.read_pdf)) if self._pdf else found
 
     def restore(self, service: ServerState) -> None:
@@ -216,7 +264,9 @@ class PageRoutes:
             self._library.restore(service)
 
     def close(self) -> None:
-        """End jobs and threads, and close the history."""
+        """End jobs, servers of tools and threads, and close the history."""
+        if self._tools is not None:
+            self._tools.close()
         if self._library is not None:
             self._library.close()
         if self._history is not None:

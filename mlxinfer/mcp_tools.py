@@ -1,0 +1,140 @@
+"""Tools of MCP servers for one conversation: a client of the Model Context Protocol.
+
+The servers stand in the config file. They run beside the chat as the user; the API of
+`mlxinfer serve` never calls them. See https://modelcontextprotocol.io/specification.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from .configfile import ToolServer
+from .errors import UnsupportedFieldError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+CONNECT_S = 30.0  # for one server to start and to list its tools
+CALL_S = 300.0  # for one call
+MAX_RESULT_CHARS = 100_000
+
+
+class McpTools:
+    """The tools of all servers, while this object is open.
+
+    Attributes:
+        schemas: the tools as OpenAI's API has them. A name that two servers have begins with the
+            server's name and two underscores.
+        failures: server -> why it has no tools.
+
+    Raises:
+        UnsupportedFieldError: the extra `mcp` is not installed.
+    """
+
+    def __init__(self, servers: Mapping[str, ToolServer]) -> None:
+        try:
+            import mcp  # noqa: F401  # checked before a thread starts
+        except ImportError as error:
+            raise UnsupportedFieldError(
+                'MCP servers need the extra mcp: pip install "mlxinfer[mcp]".', param="mcp"
+            ) from error
+        self.schemas: list[dict[str, Any]] = []
+        self.failures: dict[str, str] = {}
+        self._servers = servers
+        self._tools: dict[str, tuple[str, str]] = {}  # name -> server and its name there
+        self._clients: dict[str, Client] = {}
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._run(ready)),
+            name="mlxinfer-mcp",
+            daemon=True,
+        )
+        self._thread.start()
+        ready.result()
+
+    def close(self) -> None:
+        """End the servers that were started, and the connections to others."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join()
+            self._loop.close()
+
+    def allows(self, name: str) -> bool:
+        """Whether the config file allows calls of a tool without asking."""
+        server, own = self._tools.get(name, ("", ""))
+        return bool(server) and own in self._servers[server].allow
+
+    def call(self, name: str, arguments: str) -> str:
+        """Call a tool and return its text; what goes wrong is a text for the model, too.
+
+        Args:
+            name: of a tool in `schemas`.
+            arguments: a JSON object.
+        """
+        if name not in self._tools:
+            return f"Error: there is no tool {name[:100]!r}."
+        try:
+            given = json.loads(arguments or "{}")
+        except ValueError as error:
+            return f"Error: the arguments are no JSON object: {error}"
+        server, own = self._tools[name]
+        future = asyncio.run_coroutine_threadsafe(self._call(server, own, given), self._loop)
+        try:
+            return future.result(CALL_S)
+        except TimeoutError:
+            future.cancel()
+            return f"Error: {name} did not answer in {CALL_S:.0f} seconds."
+        except Exception as error:  # of the server, or of the connection to it
+            return f"Error: {error}"
+
+    # -- on the thread of the loop ------------------------------------------------------------
+
+    async def _run(self, ready: "Future[None]") -> None:
+        async with AsyncExitStack() as stack:
+            found = {}
+            for name, server in self._servers.items():
+                try:
+                    async with asyncio.timeout(CONNECT_S):
+                        found[name] = await self._connect(stack, name, server)
+                except Exception as error:  # one server is broken; the chat goes on
+                    self.failures[name] = str(error) or type(error).__name__
+            self._offer(found)
+            ready.set_result(None)
+            await self._end.wait()
+
+    async def _connect(self, stack: AsyncExitStack, name: str, server: ToolServer) -> list[Any]:
+        from mcp import Client, StdioServerParameters
+
+        target: Any = server.url
+        if server.command:
+            command, *arguments = server.command
+            environment = dict(server.env) or None
+            target = StdioServerParameters(command=command, args=arguments, env=environment)
+        client = await stack.enter_async_context(Client(target))
+        self._clients[name] = client
+        return list((await client.list_tools()).tools)
+
+    def _offer(self, found: Mapping[str, list[Any]]) -> None:
+        names = [tool.name for tools in found.values() for tool in tools]
+        for server, tools in found.items():
+            for tool in tools:
+                shown = tool.name if names.count(tool.name) == 1 else f"{server}__{tool.name}"
+                self._tools[shown] = server, tool.name
+                function = {
+                    "name": shown,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                self.schemas.append({"type": "function", "function": function})
+
+    async def _call(self, server: str, name: str, arguments: dict[str, Any]) -> str:
+        result = await self._clients[server].call_tool(name, arguments)
+        texts = [p.text if p.type == "text" else f"[{p.type}]" for p in result.content]
+        text = "\n".join(texts)[:MAX_RESULT_CHARS]
+        return f"Error: {text}" if result.is_error else text

@@ -1,0 +1,124 @@
+"""Tools of MCP servers: a real server over pipes, and chats that call it."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.fake_llm import FakeLLM
+from rich.console import Console
+
+from mlxinfer.cli import chat
+from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.configfile import ToolServer, read_config_file
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.mcp_tools import McpTools
+from mlxinfer.outputs import Result, ToolCall
+
+COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))
+SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some"}, allow=("add",))
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[McpTools]:
+    opened = McpTools({"one": SERVER, "broken": ToolServer(command=("no-such-program",))})
+    yield opened
+    opened.close()
+
+
+def test_tools_are_listed_and_called(tools: McpTools) -> None:
+    [add] = [t["function"] for t in tools.schemas if t["function"]["name"] == "add"]
+    assert add["description"] == "Add two numbers."
+    assert set(add["parameters"]["properties"]) == {"a", "b"}
+    assert tools.call("add", '{"a": 2, "b": 3}') == "2 + 3 = 5"
+    assert tools.call("home", "").startswith("some\n0")
+    assert (tools.allows("add"), tools.allows("fail"), tools.allows("other")) == (1, 0, 0)
+    assert list(tools.failures) == ["broken"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("fail", "{}"), ("add", '{"a": "x"}'), ("add", "{"), ("none", "{}")]
+)
+def test_what_goes_wrong_is_a_text_for_the_model(
+    tools: McpTools, name: str, arguments: str
+) -> None:
+    assert tools.call(name, arguments).startswith("Error")
+
+
+def test_names_that_two_servers_have_begin_with_the_servers() -> None:
+    tools = McpTools({"one": SERVER, "two": replace(SERVER, allow=())})
+    names = [tool["function"]["name"] for tool in tools.schemas]
+    assert "one__add" in names
+    assert tools.call("two__add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
+    assert (tools.allows("one__add"), tools.allows("two__add")) == (True, False)
+    tools.close()
+
+
+class Caller(FakeLLM):
+    """Calls a tool, then answers with its result."""
+
+    call: tuple[str, dict[str, Any]]
+
+    def _result(self, count: int) -> Result:
+        result = super()._result(count)
+        messages: Any = self.asked[-1][0]
+        if messages[-1]["role"] == "tool":
+            return result
+        name, arguments = self.call
+        call = ToolCall(id="c1", name=name, arguments=json.dumps(arguments))
+        return replace(result, tool_calls=(call,))
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "result", "shown"),
+    [
+        (("add", {"a": 2, "b": 2}), None, "2 + 2 = 4", "2 + 2 = 4"),
+        (("home", {}), "yes", "some\n0\n1\n2\n3\n4\n5", "… 2 more lines"),
+        (("home", {}), "no", "Error: the user did not allow this call.", "home({})"),
+    ],
+)
+def test_a_chat_calls_tools_and_answers_with_their_results(
+    tools: McpTools,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: tuple[str, dict[str, Any]],
+    said: str | None,
+    result: str,
+    shown: str,
+) -> None:
+    asked = []
+    monkeypatch.setattr(chat, "allowed", lambda name: asked.append(name) or said)
+    llm = Caller(tmp_path / "model")
+    llm.call = call
+    session = ChatSession("fake", lambda _: llm, tools=tools)
+    screen = io.StringIO()
+    chat.take_turn(session, "How much is it?", Console(file=screen, width=80))
+    assert [message["role"] for message in session.messages] == [
+        *("user", "assistant", "tool", "assistant")
+    ]
+    _, called, told, _ = session.messages
+    assert called["tool_calls"][0]["function"]["name"] == call[0]
+    assert (told["tool_call_id"], told["content"]) == ("c1", result)
+    assert llm.options[0]["tools"] == tools.schemas
+    assert shown in screen.getvalue()
+    assert asked == ([] if said is None else [call[0]])
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("command = []", "either a command"),
+        ('command = ["x"]\nurl = "http://127.0.0.1"', "either a command"),
+        ('command = "x"', "a list of texts"),
+        ('url = "http://127.0.0.1"\ntimeout = 3', "known are command, url, env, allow"),
+    ],
+)
+def test_wrong_servers_are_named(tmp_path: Path, table: str, message: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"[mcp.files]\n{table}\n")
+    with pytest.raises(InvalidRequestError, match=f"mcp.files.*{message}"):
+        read_config_file(file)

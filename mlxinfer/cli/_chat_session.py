@@ -226,8 +226,15 @@ class ChatSession:
         self.messages.append(message)
         if self.log is not None:
             details = {**more, "tool_calls": plain} if plain else more
-            stored = {"model": self.model, "system": self.system, "images": images}
-            self.log.add(role, text, thoughts, details=details, **stored)
+            self.log.add(
+                role,
+                text,
+                thoughts,
+                model=self.model,
+                system=self.system,
+                images=images,
+                details=details,
+            )
 
     def _remove(self) -> Message:
         if self.log is not None:

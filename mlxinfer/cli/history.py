@@ -251,7 +251,8 @@ class ChatLog:
         """
         found = []
         for message in self._branch:
-            said = {"role": message.role, "content": text_sent(message, sees=sees)}
+            said: dict[str, Any] = {"role": message.role}
+            said["content"] = text_sent(message, sees=sees)
             if images := pictures_kept(message) if sees else []:
                 said["images"] = images
             if calls := message.details.get("tool_calls"):

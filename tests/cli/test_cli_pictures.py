@@ -16,7 +16,7 @@ from mlxinfer.cli._chat_session import ChatSession
 from mlxinfer.cli._pictures import dropped
 from mlxinfer.cli.chat import take_turn
 from mlxinfer.cli.history import open_log
-from mlxinfer.errors import UnsupportedFieldError
+from mlxinfer.errors import PictureError, UnsupportedFieldError
 from mlxinfer.images import from_data_url
 
 

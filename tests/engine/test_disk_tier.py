@@ -50,8 +50,9 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4", "gpt_oss-v4"])
+@pytest.mark.parametrize(
+    ("case", "bits"), [("qwen3-v4", 8), ("gemma3_text-v4", None), ("gpt_oss-v4", None)]
+)
 def test_an_evicted_prefix_comes_back(case: str, bits: int | None, tmp_path: Path) -> None:
     kv = KVOptions(bits=(bits, bits))
     harness = on_disk(tmp_path, case, num_pages=9, kv=kv)

@@ -96,7 +96,7 @@ def test_chunks_beside_others_equal_masked_attention(
     assert off.mean() <= (1e-4 if bits == (None, None) else 0.02)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", BITS[::2])
 def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
     """The logits of a token are the same whether it came in a chunk or in a step."""
     model = tiny_model("gpt_oss-v4")  # learned sinks, windows, key biases
@@ -235,7 +235,7 @@ def test_a_models_own_smaller_window_stands() -> None:
 def test_a_window_bounds_memory_however_long_the_answer() -> None:
     options = KVOptions(window=40, sinks=4, bits=(8, 8))
     harness = Harness(tiny_model("qwen3-v4"), kv=options, max_context=1000, prefill_chunk=32)
-    harness.add("a", prompt(300), SamplingParams(max_tokens=200))
+    harness.add("a", prompt(150), SamplingParams(max_tokens=90))
     most = 0
     while not harness.loop.idle:
         harness.turn()

@@ -109,13 +109,3 @@ def test_a_token_is_counted_with_what_it_is_computed_with(name, active, answers,
     assert limits["decode_tokens_per_s"] == pytest.approx(answers, rel=0.03)
     assert limits["prefill_tokens_per_s"] == pytest.approx(prompts, rel=0.03)
     assert limits["fit"]["verdict"] != "too large"
-
-
-if __name__ == "__main__":  # the figures, for people
-    for name, published in PUBLISHED.items():
-        shapes = expanded(TENSORS[name])
-        count, size = sum(map(prod, shapes.values())), bytes_at_4_bits(shapes)
-        print(
-            f"{name:26} {count / 1e9:8.2f} B  {size / 1e9:7.2f} GB at 4 bits  "
-            f"{published.kv / 1024:6.1f} KiB a token  {published.state / 2**20:6.1f} MiB of state"
-        )

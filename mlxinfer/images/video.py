@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -46,13 +47,21 @@ class Video:
     read: "Callable[[Sequence[int]], Iterator[Image]]" = field(repr=False)
 
 
-def load_video(source: Any, *, fps: float | None = None, place: str = "video") -> Video:
+def load_video(
+    source: Any,
+    *,
+    fps: float | None = None,
+    place: str = "video",
+    abandoned: Callable[[], bool] = lambda: False,
+) -> Video:
     """Open a video.
 
     Args:
         source: a path, the bytes of a file, or a list of frames, each as of `load_image`.
         fps: frames in a second of a list; None: 2. A file says its own.
         place: the field that errors name.
+        abandoned: is called before each frame of a file that is decoded. If it is true, reading
+            ends with a CancelledError.
 
     Raises:
         PictureError: there is no such file, it is no video, PyAV is missing, or a frame is broken
@@ -68,11 +77,11 @@ def load_video(source: Any, *, fps: float | None = None, place: str = "video") -
             raise PictureError(f"There is no file {shown(str(source))}.", param=place)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").digest()[:16]
-        return _of_file(lambda: str(path), digest, place)
+        return _of_file(lambda: str(path), digest, place, abandoned)
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
         digest = hashlib.blake2b(data).digest()[:16]
-        return _of_file(lambda: io.BytesIO(data), digest, place)
+        return _of_file(lambda: io.BytesIO(data), digest, place, abandoned)
     raise PictureError(f"{place} is {shown(source)}; expected {_FILES}.", param=place)
 
 
@@ -96,7 +105,9 @@ def _of_frames(sources: Sequence[Any], fps: float, place: str) -> Video:
     )
 
 
-def _of_file(opened: Callable[[], Any], digest: bytes, place: str) -> Video:
+def _of_file(
+    opened: Callable[[], Any], digest: bytes, place: str, abandoned: Callable[[], bool]
+) -> Video:
     """The video of a file; `opened` gives what PyAV opens."""
     av = _av(place)
     try:
@@ -115,10 +126,16 @@ def _of_file(opened: Callable[[], Any], digest: bytes, place: str) -> Video:
         raise PictureError("The video has no frames, or says no number a second.", param=place)
     if count > MAX_FRAMES:
         raise PictureError(f"The video has more than {MAX_FRAMES:,} frames.", param=place)
-    return Video(count, float(rate), digest, lambda numbers: _decoded(opened, numbers, place))
+
+    def read(numbers: Sequence[int]) -> "Iterator[Image]":
+        return _decoded(opened, numbers, place, abandoned)
+
+    return Video(count, float(rate), digest, read)
 
 
-def _decoded(opened: Callable[[], Any], numbers: Sequence[int], place: str) -> "Iterator[Image]":
+def _decoded(
+    opened: Callable[[], Any], numbers: Sequence[int], place: str, abandoned: Callable[[], bool]
+) -> "Iterator[Image]":
     """The frames of a file with these numbers, turned as the file says."""
     av, wanted, last = _av(place), list(numbers), None
     try:
@@ -126,6 +143,8 @@ def _decoded(opened: Callable[[], Any], numbers: Sequence[int], place: str) -> "
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             for number, frame in enumerate(container.decode(stream)):
+                if abandoned():
+                    raise CancelledError
                 while wanted and wanted[0] == number:
                     image = frame.to_image().convert("RGB")
                     last = image.rotate(frame.rotation, expand=True) if frame.rotation else image

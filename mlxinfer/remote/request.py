@@ -1,12 +1,13 @@
 """Inputs to bodies of OpenAI's API, in the fields that mlxinfer serves."""
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..images import data_url
+from ..images import data_url, picture_file
 from ..session.inputs import ChatInput, Input, Message, TextInput, check_sequence
 from ..text import ImagePart, read_messages
 
@@ -83,7 +84,7 @@ class RemoteRequests:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages with their pictures as data: URLs."""
+    """Messages with their pictures and videos as data: URLs."""
     found, images = read_messages(messages)
     waiting = iter(images)
     for message in found:
@@ -96,12 +97,22 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _picture(image: ImagePart) -> dict[str, Any]:
-    if image.is_video:
-        raise _refused("video", "its API takes pictures, so send some frames as these")
-    url: dict[str, Any] = {"url": data_url(image.source, place=image.place)}
+    kind = "video_url" if image.is_video else "image_url"
+    url: dict[str, Any] = {"url": (_video_url if image.is_video else _image_url)(image)}
     if image.low_detail:
         url["detail"] = "low"
-    return {"type": "image_url", "image_url": url}
+    return {"type": kind, kind: url}
+
+
+def _image_url(image: ImagePart) -> str:
+    return data_url(image.source, place=image.place)
+
+
+def _video_url(image: ImagePart) -> str:
+    data = picture_file(image.source, image.place)
+    if data is None:
+        raise _refused("frames", "give a file, or send some frames as pictures")
+    return f"data:video/mp4;base64,{b64encode(data).decode()}"  # the data say their own format
 
 
 def _values(given: Input) -> dict[str, Any]:

@@ -201,7 +201,8 @@ class PictureReader:
             max_context: tokens of prompt and answer. If the pictures so far exceed it, the rest is
                 not loaded.
             place: the field that an error about this names.
-            abandoned: says whether the caller has left. It is called before each picture.
+            abandoned: says whether the caller has left. It is called before each picture, and
+                before each frame of a file.
 
         Raises:
             CancelledError: the caller has left.
@@ -228,7 +229,7 @@ class PictureReader:
         for image in images:
             if abandoned():
                 raise CancelledError
-            found.append(self._shown(processor, videos, image))
+            found.append(self._shown(processor, videos, image, abandoned))
             num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
             if max_context is not None and num_tokens >= max_context:
                 raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
@@ -236,11 +237,15 @@ class PictureReader:
         return SeenParts(self._name, processor, videos if moving else None, found, spoken)
 
     def _shown(
-        self, processor: ImageProcessor, videos: VideoProcessor | None, part: ImagePart
+        self,
+        processor: ImageProcessor,
+        videos: VideoProcessor | None,
+        part: ImagePart,
+        abandoned: Callable[[], bool],
     ) -> Shown:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens
         if videos is not None and part.is_video:
-            video = load_video(part.source, fps=part.fps, place=part.place)
+            video = load_video(part.source, fps=part.fps, place=part.place, abandoned=abandoned)
             make = partial(videos.prepare, video, max_tokens=limit)
             return self._prepared.prepare(video.digest, limit, make)
         opened = open_image(part.source, place=part.place)

@@ -113,7 +113,8 @@ def _video(part: Mapping[str, Any], path: str) -> ImagePart:
         expected = "a list of pictures" if name == "frames" else "a path or bytes"
         raise _wrong(f"{path}.{name} is {shown(part[name])}; expected {expected}.")
     low = part.get("detail") == "low"
-    return ImagePart(part[name], low, f"{path}.{name}", is_video=True, fps=part.get("fps"))
+    place = part.get("place", f"{path}.{name}")
+    return ImagePart(part[name], low, place, is_video=True, fps=part.get("fps"))
 
 
 def around(content: Content | None, before: str = "", after: str = "") -> Content:

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from concurrent.futures import CancelledError
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     video = load_video(data)
     with pytest.raises(PictureError, match="cut off: its frame 99"):
         list(video.read([1, 99]))
+
+
+def test_a_file_is_read_until_its_reader_leaves() -> None:
+    asked: list[int] = []
+    video = load_video(clip(), abandoned=lambda: len(asked) == 3 or asked.append(0) is not None)
+    with pytest.raises(CancelledError):
+        list(video.read([LAST]))
+    assert len(asked) == 3
 
 
 def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

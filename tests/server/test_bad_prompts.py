@@ -239,7 +239,6 @@ URLS = [
 PARTS: list[dict[str, Any]] = [
     {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     {"type": "audio_url", "audio_url": {"url": URLS[0]}},
-    {"type": "video_url", "video_url": {"url": URLS[0]}},
     {"type": "video", "video": "/etc/passwd"},
     {"type": "video", "frames": ["/etc/passwd"]},
     {"type": "file", "file": {"file_id": "../../etc/passwd"}},
@@ -259,11 +258,14 @@ def test_parts(live: LiveServer, path: str) -> None:
         assert error["code"] == "unsupported_parameter"
 
 
-PICTURES = [
+PICTURES: list[dict[str, Any]] = [
     *({"type": "image_url", "image_url": {"url": url}} for url in URLS),
     *({"type": "image_url", "image_url": url} for url in URLS),
     {"type": "image_url", "image_url": "no URL"},
     {"type": "image_url"},
+    *({"type": "video_url", "video_url": {"url": url}} for url in URLS),
+    {"type": "video_url", "video_url": "no URL"},
+    {"type": "video_url"},
 ]
 
 
@@ -272,7 +274,7 @@ def test_pictures_for_a_text_model(live: LiveServer, path: str) -> None:
     for part in PICTURES:
         content = [{"type": "text", "text": "What is this?"}, part]
         error = expect_refusal(live, path, {"messages": [{"role": "user", "content": content}]})
-        assert error["param"].startswith("messages[0].content[1].image_url")
+        assert error["param"].startswith(f"messages[0].content[1].{part['type']}")
         assert error["code"] in ("unsupported_parameter", "invalid_image")
         assert "secret" not in error["message"]
 

@@ -18,7 +18,7 @@ from raw_http import connect, post
 from sdk_clients import anthropic_client, openai_client
 
 from mlxinfer import LLM
-from mlxinfer.errors import PictureError
+from mlxinfer.errors import InvalidRequestError, PictureError
 from mlxinfer.server import pictures
 from mlxinfer.server.served import ServedModel
 from mlxinfer.server.store import ResponseStore
@@ -242,6 +242,65 @@ def test_what_is_no_picture_is_a_400(seeing: SeeingServer) -> None:
         reply = seeing.post(path, body)
         assert reply.status_code == 400
         assert any(each in reply.text for each in said.split("|")), (said, reply.text)
+
+
+# -- videos -------------------------------------------------------------------------------------
+
+
+def clip(*colours: str) -> bytes:
+    """A GIF of frames of one colour each, two a second."""
+    pytest.importorskip("av")
+    file, frames = io.BytesIO(), [Image.new("RGB", (40, 30), colour) for colour in colours]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    return file.getvalue()
+
+
+def video_with(url: Any) -> dict[str, Any]:
+    video = {"type": "video_url", "video_url": url}
+    return {"messages": [{"role": "user", "content": [video, WHAT]}], **GREEDY}
+
+
+def video_url(data: bytes) -> str:
+    return f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+
+
+def test_a_video_in_a_request_is_seen(tmp_path: Path) -> None:
+    folder = seeing_folder(tmp_path, videos=True)
+    given: Any = {"temperature": 0.0, "max_tokens": 6}
+    with SeeingServer(folder) as server, LLM(server.url) as there, LLM(folder) as here:
+        said = []
+        for data in (clip("red", "blue"), clip("red", "white")):
+            near = here.chat("What is it?", videos=[data], **given)
+            far = there.chat("What is it?", videos=[data], **given)
+            whole: list[Any] = [{"url": video_url(data)}, video_url(data)]
+            for url in whole:
+                reply = server.post(CHAT, video_with(url))
+                said.append(answer_of(CHAT, reply.json()))
+                assert said[-1] == (near.text, near.prompt_tokens)
+            assert (far.token_ids, far.prompt_tokens) == (near.token_ids, near.prompt_tokens)
+        assert said[0] != said[2]
+        counted = server.post("/tokenize", {"messages": video_with(video_url(data))["messages"]})
+        assert counted.json()["count"] == near.prompt_tokens
+        with pytest.raises(InvalidRequestError, match="frames does not go over HTTP"):
+            there.chat("What is it?", videos=[[Image.new("RGB", (40, 30))]], **given)
+        for url, expected in (
+            (video_url(b"junk"), "no known format"),
+            (video_url(b"ffconcat version 1.0\nfile clip.mp4\n"), "no known format"),
+            ("https://example.com/a.mp4", "send data:video/mp4;base64, and the video"),
+            ("file:///etc/passwd", "send data:video/mp4;base64, and the video"),
+            (None, "send data:video/mp4;base64, and the video"),
+        ):
+            refused = server.post(CHAT, video_with(url))
+            assert (refused.status_code, expected in refused.text) == (400, True), refused.text
+
+
+def test_models_that_see_no_videos_refuse_them(seeing: SeeingServer, server: LiveServer) -> None:
+    for one, expected in (
+        (seeing, "The model 'tiny-see' sees pictures and no videos"),
+        (server, "The model 'demo' reads text only"),
+    ):
+        refused = one.post(CHAT, video_with(video_url(clip("red", "blue"))))
+        assert (refused.status_code, expected in refused.text) == (400, True), refused.text
 
 
 # -- pictures behind URLs -----------------------------------------------------------------------

@@ -41,6 +41,7 @@ from .tools import (
     report_skipped,
     text_part,
     url_part,
+    video_part,
 )
 from .usage import (
     FINGERPRINT,
@@ -67,6 +68,7 @@ class MessagePart(msgspec.Struct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
+    video_url: ImageUrl | str | None = None  # as vLLM has it
 
 
 class CalledTool(msgspec.Struct, kw_only=True):
@@ -311,12 +313,18 @@ def template_message(message: Message, path: str) -> Plain:
 
 
 def _part(part: MessagePart, path: str) -> Plain:
-    if part.type != "image_url":
-        return text_part(part_text(part.type, part.text or part.refusal, path))
-    image = part.image_url
-    if not isinstance(image, ImageUrl):
-        return url_part(image, None, f"{path}.image_url")
-    return url_part(image.url, image.detail, f"{path}.image_url.url")
+    if part.type == "image_url":
+        return url_part(*_url(part.image_url, f"{path}.image_url"))
+    if part.type == "video_url":
+        return video_part(*_url(part.video_url, f"{path}.video_url"))
+    return text_part(part_text(part.type, part.text or part.refusal, path))
+
+
+def _url(given: ImageUrl | str | None, path: str) -> tuple[str | None, str | None, str]:
+    """The URL, the detail, and the field that has the URL."""
+    if isinstance(given, ImageUrl):
+        return given.url, given.detail, f"{path}.url"
+    return given, None, path
 
 
 def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:

@@ -339,7 +339,7 @@ def texts_of(given: Prompts, name: str, most: int) -> dict[str, str | list[int]]
 
 
 class ImageUrl(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A picture of OpenAI's chat."""
+    """A picture of OpenAI's chat, or a video of vLLM's."""
 
     url: str
     detail: str | None = None
@@ -370,6 +370,18 @@ def url_part(url: str | None, detail: str | None, path: str) -> Plain:
     return _image(url, path, detail)
 
 
+def video_part(url: str | None, detail: str | None, path: str) -> Plain:
+    """The part of a video with a data: URL; raises PictureError for another URL."""
+    if url is None or not url.startswith("data:"):
+        raise PictureError.of(path, "is no URL of data; send data:video/mp4;base64, and the video.")
+    return {
+        "type": "video",
+        "video": from_data_url(url, place=path),
+        "detail": detail,
+        "place": path,
+    }
+
+
 def base64_part(data: str, path: str) -> Plain:
     """The part of a picture in base64; raises PictureError where it is none."""
     return _image(from_base64(data, place=path), path)
@@ -387,8 +399,8 @@ def read_content(content: str | Sequence[P], read: Callable[[P, str], Plain], pa
 
 
 def content_of(parts: Iterable[Plain]) -> Content:
-    """The content of a message: its parts if some are pictures, else its texts, line by line."""
+    """The content of a message: its parts if the model sees some, else its texts, line by line."""
     found = list(parts)
-    if any(part["type"] == "image" for part in found):
+    if any(part["type"] != "text" for part in found):
         return found
     return "\n".join(part["text"] for part in found)

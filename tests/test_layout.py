@@ -102,7 +102,6 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "call": SERVER_MODELS | {"pictures", "protocol", "service"},
     "apis": SERVER_MODELS | {"call"},
     "ops": SERVER_MODELS | {"call", "service"},
-    "openapi": SERVER_BASE | {"call"},
     "page": SERVER_MODELS | {"call", "ops", "service"},
 }
 SERVER_ASSEMBLERS = {"app", "run", "__init__"}

@@ -20,7 +20,6 @@ from .apis.responses import RESPONSES
 from .call import CLIENT_GONE, Call
 from .errors import HttpError
 from .http import OPENAI, ClientGoneError, ErrorForm, Receive, Route, Scope, Send
-from .openapi import documentation
 from .page import files
 from .service import ServerState
 
@@ -93,16 +92,14 @@ class App:
 
     Args:
         service: answers.
-        routes: no two of them with one method and path; those of the documentation and of the
-            page's files are added.
+        routes: no two of them with one method and path; those of the page's files are added.
     """
 
     def __init__(self, service: ServerState, routes: Iterable[Route] = ROUTES) -> None:
-        listed = tuple(routes)
         self._service = service
         self._exact: dict[str, dict[str, Route]] = {}  # path -> method -> route
         self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
-        for route in (*listed, *documentation(listed), *files.ROUTES):
+        for route in (*routes, *files.ROUTES):
             if _PARAM.search(route.path):
                 methods = self._patterns.setdefault(_pattern(route.path), {})
             else:

@@ -21,7 +21,6 @@ from mlxinfer.server.call import Call
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.http import Message, Route, Scope
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.openapi import documentation
 from mlxinfer.server.page import files
 from mlxinfer.server.page.library import LibraryRoutes
 from mlxinfer.server.page.routes import ConversationRoutes, PageRoutes
@@ -194,7 +193,6 @@ KEYS = ApiKeys().with_named(
 )
 ALL: tuple[Route, ...] = (
     *ROUTES,
-    *documentation(ROUTES),
     *files.ROUTES,
     *PageRoutes().routes(),
     *ConversationRoutes(NOTHING).routes(),
@@ -214,7 +212,7 @@ async def served(call: Call) -> dict[str, Any]:
 def app_with(keys: ApiKeys) -> App:
     """All routes, each with a handler that answers at once."""
     service: Any = SimpleNamespace(config=ServerConfig(keys=keys), calls=set())
-    own = {(each.method, each.path) for each in (*documentation(()), *files.ROUTES)}
+    own = {(each.method, each.path) for each in files.ROUTES}
     routes = [replace(each, handler=served) for each in ALL if (each.method, each.path) not in own]
     return App(service, routes)
 
@@ -265,7 +263,7 @@ def test_what_others_see_is_for_administrators() -> None:
     shown = {route.path for route in ALL if route.access == "anyone"} - {
         route.path for route in files.ROUTES
     }
-    assert shown == {"/health", "/ready", "/docs", "/openapi.json"}
+    assert shown == {"/health", "/ready"}
 
 
 def test_a_user_does_not_unload_a_model() -> None:

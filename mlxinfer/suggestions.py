@@ -11,7 +11,7 @@ BITS = 4.5  # a parameter of a 4-bit model, scales included
 KV_BYTES = 2  # of a number in the KV cache
 TASKS = ("chat", "code", "reasoning", "tools")
 BALANCED_CONTEXT = 16384  # tokens
-BALANCED_SHARE = 0.75  # of the memory for models; other programs run beside them
+BALANCED_SHARE = 0.8  # of the memory for models; other programs run beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,17 @@ def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Sug
     return sorted((s for s in found if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes)
 
 
-def by_balance(found: Sequence[Suggestion], limit_bytes: int) -> list[Suggestion]:
+def by_balance(
+    found: Sequence[Suggestion], limit_bytes: int, task: str = "chat"
+) -> list[Suggestion]:
     """The same models, the best balance first.
 
     First come those that leave room for 16,384 tokens and for other programs, the largest first;
-    then the others, the smallest first.
+    then the others, the smallest first. Those that are not good at `task` come after.
     """
 
-    def order(each: Suggestion) -> tuple[bool, int]:
+    def order(each: Suggestion) -> tuple[bool, bool, int]:
         tight = each.bytes_at(BALANCED_CONTEXT) > BALANCED_SHARE * limit_bytes
-        return tight, each.bytes if tight else -each.bytes
+        return task not in each.tasks, tight, each.bytes if tight else -each.bytes
 
     return sorted(found, key=order)

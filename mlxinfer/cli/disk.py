@@ -204,7 +204,7 @@ def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -
 
     limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
     found = fitting(limit, context, task)
-    pick = next(iter(by_balance(found, limit)), None)
+    pick = next(iter(by_balance(found, limit, task or "chat")), None)
     if as_json:
         models = [{**each.as_dict(limit), "pick": each is pick} for each in found]
         emit_json({"limit_bytes": limit, "models": models})

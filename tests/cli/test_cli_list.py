@@ -22,6 +22,9 @@ def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> Non
     assert len(larger) > len(found["models"])
     code = json.loads(outcome("suggest", "--memory", "96GB", "--for", "code", "--json").out)
     assert {"code"} == {"code"}.intersection(*[model["tasks"] for model in code["models"]])
+    [pick] = [model["name"] for model in found["models"] if model["pick"]]
+    assert pick == "mlx-community/gpt-oss-20b-MXFP4-Q8"  # the largest leaves no room
+    assert f"Best balance of quality and room: {pick}" in outcome("suggest", "--memory", "24GB").out
     assert outcome("suggest", "--memory", "100MB").code == 1
 
 

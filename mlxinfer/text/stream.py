@@ -7,6 +7,7 @@ tokens that a later one could still change.
 
 import codecs
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -400,8 +401,9 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._longest = max(map(len, stops), default=0)
+        self._stops = sorted(stops)
+        self._known = frozenset(stops)
+        self._sizes = sorted(set(map(len, stops)), reverse=True)
         self._held = ""
         self.matched: str | None = None
 
@@ -431,17 +433,18 @@ class StopMatcher:
 
     def _first(self, text: str, old: int) -> tuple[int, str] | None:
         """Return where the first stop string ends after the `old` characters, and that string."""
-        ends = []
-        for stop in self._stops:
-            start = text.find(stop, max(old + 1 - len(stop), 0))
-            if start >= 0:
-                ends.append((start + len(stop), stop))
-        return min(ends, key=lambda found: (found[0], -len(found[1])), default=None)
+        for end in range(old + 1, len(text) + 1):
+            for size in self._sizes:
+                if size <= end and (part := text[end - size : end]) in self._known:
+                    return end, part
+        return None
 
     def _num_held(self, text: str) -> int:
         """Return how many of the last characters are the beginning of a stop string."""
-        for size in range(min(len(text), self._longest - 1), 0, -1):
+        longest = self._sizes[0] if self._sizes else 1
+        for size in range(min(len(text), longest - 1), 0, -1):
             end = text[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stops):
+            at = bisect_right(self._stops, end)  # longer strings with this beginning come next
+            if at < len(self._stops) and self._stops[at].startswith(end):
                 return size
         return 0

@@ -11,8 +11,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from sdk_clients import HELLO, openai_client, strictly
 
+from mlxinfer import __version__
 from mlxinfer.session import session
 from mlxinfer.text.fim import FimTokens
+
+COMPLETIONS = "/v1/completions"
 
 
 def content(answer: Any) -> str:
@@ -37,6 +40,16 @@ def test_a_stream_says_role_content_reason_counts_done(server: LiveServer) -> No
     text = "".join(c["delta"].get("content", "") for c in choices)
     assert text == whole["choices"][0]["message"]["content"]
     assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_every_part_of_every_answer_has_the_fingerprint_of_the_server(server: LiveServer) -> None:
+    found = [server.post(CHAT, chat()).json() for _ in range(2)]
+    found += server.events(CHAT, chat(stream=True))[:-1]
+    text = {"prompt": "A", "max_tokens": 2}
+    found.append(server.post(COMPLETIONS, text).json())
+    found += server.events(COMPLETIONS, {**text, "stream": True})[:-1]
+    assert len(found) > 6
+    assert {part["system_fingerprint"] for part in found} == {f"mlxinfer-{__version__}"}
 
 
 def test_seeded_choices_differ_and_repeat_whole_and_streamed(server: LiveServer) -> None:

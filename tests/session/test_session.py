@@ -141,3 +141,29 @@ def test_limits_are_values_and_handed_over_again_after_a_restart(
         assert llm.generate("A", SamplingParams(max_tokens=2)).token_ids
         assert session.limits == before
         assert session.limits is not before
+
+
+def test_the_vocabulary_is_searched_once_for_each_breaker_however_many_tokens_follow(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+    ids_with = session.tokenizer.ids_with
+
+    def counted(text: str) -> frozenset[int]:
+        searched.append(text)
+        return ids_with(text)
+
+    monkeypatch.setattr(session.tokenizer, "ids_with", counted)
+    breakers = [f"breaker {number}" for number in range(200)]
+    for max_tokens in (4, 40):
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            dry_multiplier=0.8,
+            dry_sequence_breakers=breakers,
+        )
+        (result,) = session.start(TextInput(prompt="A page", params=params)).results()
+        assert len(result.token_ids) == max_tokens
+        assert sorted(searched) == sorted(breakers)
+    with pytest.raises(InvalidRequestError, match="10000 strings; expected 256"):
+        SamplingParams(dry_sequence_breakers=[str(number) for number in range(10_000)])

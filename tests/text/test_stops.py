@@ -1,5 +1,7 @@
 """Stop strings against a plain definition of what they mean."""
 
+from typing import ClassVar
+
 from hypothesis import given
 from hypothesis import strategies as st
 from text_data import pieces
@@ -51,3 +53,41 @@ def test_a_match_does_not_count_while_it_is_disabled():
     matcher.push("b")
     assert matcher.matched == "ab"
     assert matcher.push("more") == ""
+
+
+class CountedText(str):
+    """A text that counts how often it is looked at."""
+
+    looks: ClassVar = 0
+
+    def __lt__(self, other):
+        CountedText.looks += 1
+        return str.__lt__(self, other)
+
+    def __gt__(self, other):
+        CountedText.looks += 1
+        return str.__gt__(self, other)
+
+    def __eq__(self, other):
+        CountedText.looks += 1
+        return str.__eq__(self, other)
+
+    def __len__(self):
+        CountedText.looks += 1
+        return str.__len__(self)
+
+    def startswith(self, *args):
+        CountedText.looks += 1
+        return str.startswith(self, *args)
+
+    __hash__ = str.__hash__
+
+
+def test_a_token_looks_at_few_of_many_stop_strings():
+    matcher = StopMatcher([CountedText(f"stop {i}") for i in range(10_000)])
+    CountedText.looks = 0
+    for _ in range(10):
+        assert matcher.push("a token") == "a token"
+    assert matcher.push(" then stop 12345") == " then "
+    assert matcher.matched == "stop 1"
+    assert CountedText.looks < 2000

@@ -142,6 +142,7 @@ def _decoded(
         with av.open(opened(), options=CONTAINERS) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
+            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # a frame may say more
             for number, frame in enumerate(container.decode(stream)):
                 if abandoned():
                     raise CancelledError

@@ -26,6 +26,7 @@ MAX_REDIRECTS = 3
 CHUNK = 1 << 16
 REDIRECTS = (301, 302, 303, 307, 308)
 TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+UNICAST = ipaddress.ip_network("2000::/3")  # all that is given to networks of the internet
 FetchPicture = Callable[[str, str], bytes]  # the URL and the field that errors name -> the data
 
 
@@ -102,6 +103,8 @@ def _is_public(address: str) -> bool:
         # 64:ff9b::/96 leads to IPv4 addresses through a translator
         if parsed in ipaddress.ip_network("64:ff9b::/96"):
             inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if inner is None and parsed not in UNICAST:
+            return False
         if inner is not None and not _is_public(str(inner)):
             return False
     return parsed.is_global and not parsed.is_multicast

@@ -163,6 +163,7 @@ class PictureReader:
         name: of the model.
         processors: make them ready for it.
         max_tokens: of a picture; larger ones are scaled down.
+        max_context: tokens that the model can read; 0: it sees no pictures.
     """
 
     def __init__(
@@ -170,8 +171,10 @@ class PictureReader:
         name: str,
         processors: Processors = Processors(),  # noqa: B008
         max_tokens: int = MAX_IMAGE_TOKENS,
+        max_context: int = 0,
     ) -> None:
         self._name = name
+        self._max_context = max_context
         self._processors = processors
         self._max_tokens = max_tokens
         self._prepared = PreparedPictures()
@@ -185,7 +188,7 @@ class PictureReader:
             processors = Processors(
                 image_processor(info.path, token_id), video_processor(info.path, token_id)
             )
-        return cls(info.name, processors, max_tokens)
+        return cls(info.name, processors, max_tokens, info.max_context)
 
     def read(
         self,
@@ -198,8 +201,8 @@ class PictureReader:
 
         Args:
             images: of the messages, in their order; one at least.
-            max_context: tokens of prompt and answer. If the pictures so far exceed it, the rest is
-                not loaded.
+            max_context: tokens of prompt and answer; None: all that the model can read. If the
+                pictures so far exceed it, the rest is not loaded: each holds its patches.
             place: the field that an error about this names.
             abandoned: says whether the caller has left. It is called before each picture, and
                 before each frame of a file.
@@ -225,14 +228,14 @@ class PictureReader:
                 param=moving[0].place,
             )
         found: list[Shown] = []
-        num_tokens = 0
+        num_tokens, most = 0, self._max_context if max_context is None else max_context
         for image in images:
             if abandoned():
                 raise CancelledError
             found.append(self._shown(processor, videos, image, abandoned))
             num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
-            if max_context is not None and num_tokens >= max_context:
-                raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
+            if num_tokens >= most:
+                raise PromptTooLongError(num_tokens, most, param=place, exact=False)
         spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
         return SeenParts(self._name, processor, videos if moving else None, found, spoken)
 

@@ -94,6 +94,15 @@ def test_a_file_is_read_until_its_reader_leaves() -> None:
     assert len(asked) == 3
 
 
+def test_a_frame_that_is_larger_than_its_file_says_is_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    video = load_video(clip())
+    monkeypatch.setattr(f"{load_video.__module__}.MAX_PIXELS", 64 * 48 - 1)
+    with pytest.raises(PictureError, match="broken or of no known format|cut off"):
+        list(video.read([0]))
+
+
 def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "private.mp4").write_bytes(clip())
     playlist = tmp_path / "list.mp4"

@@ -153,9 +153,10 @@ def test_a_template_that_shows_no_pictures_is_an_error(tmp_path: Path) -> None:
 
 
 def test_pictures_that_cannot_fit_are_refused_before_all_are_read(qwen: RequestBuilder) -> None:
-    many = [image(Image.new("RGB", (320, 320))) for _ in range(5)]
-    with pytest.raises(PromptTooLongError):
-        qwen.conversation(chat(*many, image("/not/reached.png")), 450)
+    one, last = image(Image.new("RGB", (320, 320))), image("/not/reached.png")
+    for count, max_context in ((5, 450), (20, None)):  # None: for counting, up to the model's own
+        with pytest.raises(PromptTooLongError):
+            qwen.conversation(chat(*[one] * count, last), max_context)
 
 
 def test_images_of_a_call_stand_before_the_last_text_of_the_user() -> None:

@@ -99,7 +99,7 @@ def test_a_frame_that_is_larger_than_its_file_says_is_not_decoded(
 ) -> None:
     video = load_video(clip())
     monkeypatch.setattr(f"{load_video.__module__}.MAX_PIXELS", 64 * 48 - 1)
-    with pytest.raises(PictureError, match="broken or of no known format|cut off"):
+    with pytest.raises(PictureError, match=r"no known format|cut off"):
         list(video.read([0]))
 
 

@@ -37,14 +37,17 @@ def prepare(
     """
     if metadata.spans is not None and not group.window.sees_spans:
         metadata = replace(metadata, spans=None)
-    found: list[tuple[Segments, AttentionPart]] = []
+    short: list[AttentionPart] = []
+    rows: list[Segments] = []  # of each part
     for segments in metadata.short:
         if _has_kernel(segments, metadata, layers):
-            found.append((segments, kernel_part(segments, metadata, group)))
-        else:
-            found += gathered_parts(segments, metadata, group, layers)
-    short = [part for _, part in found]
-    order = _order([own for own, _ in found], len(metadata.positions)) if len(found) > 1 else None
+            rows.append(segments)
+            short.append(kernel_part(segments, metadata, group))
+            continue
+        for own, part in gathered_parts(segments, metadata, group, layers):
+            rows.append(own)
+            short.append(part)
+    order = _order(rows, len(metadata.positions)) if len(rows) > 1 else None
     if not metadata.long:  # most steps
         return Prepared(metadata, group, place, short, order)
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None

@@ -55,8 +55,7 @@ def _blocks(
 ) -> list[NDArray[np.int64]]:
     """Which of the segments are gathered together."""
     pages = num_visible(segments, group.window, group.page_size)
-    # Of a token's keys and values in one layer, as they are attended to.
-    token_bytes = max([layer.spec.numbers * layer.dtype.size for layer in layers], default=1)
+    token_bytes = max([layer.read_bytes for layer in layers], default=1)
     return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
 
 

@@ -169,6 +169,7 @@ class PagedLayer(ABC):
         prepared: the current step, as `attention.prepare` gave it for the layer's group.
         heads: settings of the kernel that writes heads in this step; None: the mixer does its work.
         token_bytes: that are kept of one token.
+        read_bytes: of one token's keys and values, as they are attended to.
         ready: for how many query tokens of a sequence the attention kernel may be used.
         tiles: prefill chunks attend through a kernel.
         write_heads: norm, rope and storage format in one kernel; None: the mixer does them.
@@ -205,6 +206,7 @@ class PagedLayer(ABC):
         self.planes: list[Plane] = []
         self._kinds, self._heads, self._joined = kinds, heads, joined
         self._tail_heads = 2 * heads if joined else heads
+        self.read_bytes = spec.numbers * dtype.size
         self.token_bytes = heads * sum(vector_bytes(fmt, dim, dtype) for fmt, dim in kinds)
 
     def take_from(self, mixer: Any) -> None:

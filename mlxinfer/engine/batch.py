@@ -170,8 +170,6 @@ def step_metadata(
         single: segments of one token that come first of all; None: there are none.
         verified: tails of segments that end with proposals.
     """
-    if single is not None and not short and not long:  # most steps
-        return StepMetadata([single], [], single.starts)
     # Single tokens together, and the few wider segments together: padding stays small.
     ones = [segment for segment in short if segment.num_tokens == 1]
     wide = [segment for segment in short if segment.num_tokens > 1]
@@ -295,19 +293,14 @@ class SamplingRows:
     slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
     flat_rows: Ints | None  # (R,) the logits of these give it; None: all rows of the step, in order
-    num_constrained: int = 0  # the last so many have a grammar
+    num_free: int  # the first so many have no grammar
     proposals: Proposals | None = None  # None: the step verifies nothing
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    @property
-    def num_free(self) -> int:
-        """Rows without a grammar."""
-        return len(self.sequences) - self.num_constrained
 
-
-NO_ROWS = SamplingRows([], (), ints([]), np.zeros(0, dtype=np.int64), None)
+NO_ROWS = SamplingRows([], (), ints([]), np.zeros(0, dtype=np.int64), None, 0)
 
 
 def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
@@ -315,7 +308,7 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
     sequences, slots, slot_ids = decodes.sequences, decodes.slots, decodes.segments.slots
     output_index, flat_rows, proposals = decodes.output_index, None, None
     if not ragged and not decodes.has_grammar:  # most steps
-        return SamplingRows(sequences, slots, slot_ids, output_index, flat_rows)
+        return SamplingRows(sequences, slots, slot_ids, output_index, flat_rows, len(sequences))
     if ragged:
         samples = [(s, i) for s in ragged for i in range(s.num_samples)]
         sequences = sequences + [s.sequence for s, _ in samples]
@@ -326,7 +319,8 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
         flat_rows = np.append(decodes.segments.rows, ints(rows))
         proposals = _proposals(len(decodes.sequences), samples)
     constrained = [s.request.grammar is not None for s in sequences]
-    found = SamplingRows(sequences, slots, slot_ids, output_index, flat_rows, 0, proposals)
+    rest = flat_rows, len(sequences), proposals
+    found = SamplingRows(sequences, slots, slot_ids, output_index, *rest)
     return _constrained_last(found, constrained) if any(constrained) else found
 
 
@@ -358,7 +352,7 @@ def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRo
         rows.slot_ids[order],
         rows.output_index[order],
         order.astype(np.int32) if rows.flat_rows is None else rows.flat_rows[order],
-        sum(constrained),
+        len(constrained) - sum(constrained),
         proposals,
     )
 
@@ -419,10 +413,13 @@ class Batch:
     @property
     def segments(self) -> StepMetadata:
         """The tokens of the step as the KV cache sees them."""
-        single = self.decodes.segments if self.decodes.sequences else None
-        verified = [s.slot for s in self.short if s.proposals] if self.short else []
-        found = step_metadata(self.short, self.long, single, verified=verified)
-        if not self.has_pictures and self.decodes.rope_delta is None:  # most steps
+        single, turns = self.decodes.segments, self.decodes.rope_delta is not None
+        if not self.ragged and not turns:  # most steps
+            return StepMetadata([single], [], single.starts)
+        verified = [s.slot for s in self.short if s.proposals]
+        decodes = single if self.decodes.sequences else None
+        found = step_metadata(self.short, self.long, decodes, verified=verified)
+        if not self.has_pictures and not turns:
             return found
         with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
         spans = _spans(with_pictures, found.positions)

@@ -589,10 +589,11 @@ class Runner:
         if logits is None:
             return Launched(batch, None, prompt_logits, outputs)
         sampled, free = None, sampling.num_free
+        all_free = free == len(sampling.sequences)
         if free:
             recent, proposals = _recent(step, sampling, computed.ids), sampling.proposals
             sampled = self.sampler.sample(
-                logits[:free] if sampling.num_constrained else logits,
+                logits if all_free else logits[:free],
                 sampling.slots[:free],
                 sampling.output_index[:free],
                 None if recent is None else recent[:free],
@@ -600,7 +601,7 @@ class Runner:
             )
             outputs += sampled.arrays()
         launched = Launched(batch, sampled, prompt_logits, outputs)
-        if sampling.num_constrained:
+        if not all_free:
             launched.constrained_logits = logits[free:]
             outputs.append(launched.constrained_logits)
         if batch.checks_logits:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,17 @@ def test_the_verdict_on_all_pixels_is_that_they_are_equal() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("limit", [1, 7, 64, 800])
-def test_no_size_is_refused_and_no_limit_exceeded(name: str, limit: int) -> None:
-    processor, draw = FAMILIES[name].processor, random.Random(limit)
+def test_no_size_is_refused_and_no_limit_exceeded(name: str) -> None:
+    processor, draw = FAMILIES[name].processor, random.Random(1)
     sizes = [(1, 1), (1, 5000), (5000, 1), (300, 200), (2000, 1500)]
     sizes += [(draw.randint(1, 900), draw.randint(1, 900)) for _ in range(3)]
-    for size in sizes:
+    for limit, size in product([1, 7, 64, 800], sizes):
         found = processor.prepare(Image.new("RGB", size[::-1]), max_tokens=limit)
         assert found.num_features == found.token_ids.count(found.feature_id)
         for tile in found.tiles:
             assert len(tile.patches) == np.prod(tile.grid)
             assert tile.num_features > 0
-        assert found.num_features <= limit or name == "gemma3", size
+        assert found.num_features <= limit or name == "gemma3", (limit, size)
         if found.turns is not None:
             assert np.prod(found.turns) == found.num_features
 

@@ -12,7 +12,7 @@ from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.linear import Linear
-from mlxinfer.layers.rope import FusedRope, LongRope
+from mlxinfer.layers.rope import FusedRope, LongRope, MultiRope
 from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
@@ -71,10 +71,11 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
-    attention = next(mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec))
-    assert type(attention.o_proj) is Linear
-    if any(model.config.ropes):
-        assert type(attention.rope) in (FusedRope, LongRope)
+    attentions = [mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec)]
+    assert type(attentions[0].o_proj) is Linear
+    ropes = {type(mixer.rope) for mixer in attentions if mixer.rope is not None}
+    assert ropes <= {FusedRope, LongRope, MultiRope}
+    assert bool(ropes) == any(model.config.ropes)
     with np.load(DATA / f"{name}.npz") as reference:
         ids = reference["ids"].tolist()
         assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference["logits"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub
 from .backend import require_mlx
+from .display.tracebacks import shorten_errors
 from .memory import human_bytes, parse_bytes
 from .progress import progress_bar, progress_bars
 
@@ -49,6 +50,7 @@ def pull(name: str, *, progress: bool | None = None) -> Path:
         ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
     """
+    shorten_errors()
     with progress_bar(f"download {name}", wanted=progress) as show:
         return hub.pull(name, progress=show)
 
@@ -86,6 +88,7 @@ def convert_model(
         ConversionError, ModelError: the target, the disk or the source is not as it should be.
         InvalidRequestError: options that do not go together.
     """
+    shorten_errors()
     require_mlx()
     from .convert.read import open_source
     from .convert.run import Conversion

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 from . import hub
 from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names, check_switch
+from .display.tracebacks import shorten_errors
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
@@ -78,6 +79,7 @@ class LLM:
         tool_format: str = "auto",
         **options: Unpack[EngineArguments],
     ) -> None:
+        shorten_errors()
         check_names("LLM", options, EngineArguments.__annotations__)
         if progress is not None:
             check_switch("progress", progress)
@@ -99,10 +101,6 @@ class LLM:
         self._session = session
         self._max_batch = options.get("max_batch", EngineOptions().max_batch)
         self.model_info = session.info
-        if in_notebook():
-            from .display.tracebacks import shorten_errors
-
-            shorten_errors()
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -169,7 +167,9 @@ class LLM:
             return answers.results()[0]
         with progress_bar("answers", unit="answers", wanted=self._progress) as show:
             done = iter(range(1, len(every) + 1))
-            return Results(answers.results(lambda _: show(next(done), len(every))))
+            results = answers.results(lambda _: show(next(done), len(every)))
+        pairs = zip(results, every, strict=True)
+        return Results(replace(result, prompt=prompt) for result, prompt in pairs)
 
     def stream(
         self,
@@ -307,7 +307,7 @@ class LLM:
         """
         from .display.show import Heat
 
-        return Heat.of(result, self.tokenizer.token_bytes)
+        return Heat.of(result, self.tokenizer.token_bytes, self.end_ids)
 
     def _chat(
         self,
@@ -322,9 +322,12 @@ class LLM:
         return chat_input(method, messages, params, options)
 
     def _say_params(self) -> None:
-        """Say once, if somebody watches, that answers are sampled as the model's files say."""
-        params = self._session.chat_params
-        if params is None or params.greedy or self._said_params or not is_watched(self._progress):
+        """Say once on a terminal that answers are sampled as the model's files say.
+
+        In a notebook the foot of a card says how its answer was.
+        """
+        params, seen = self._session.chat_params, is_watched(self._progress) and not in_notebook()
+        if params is None or params.greedy or self._said_params or not seen:
             return
         self._said_params = True
         print(f"{self.model_info.name} answers with its own {params.words}", file=sys.stderr)

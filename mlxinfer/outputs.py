@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from .core import FinishReason, TokenLogprobs
+from .core import FinishReason, SamplingParams, TokenLogprobs
 from .errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
+IN_SIGHT = (  # of the figures of an engine
+    *("requests", "running", "tokens_sampled", "prompt_tokens_reused", "active_memory_bytes"),
+)
 
 
 class CallStatus(StrEnum):
@@ -154,6 +157,8 @@ class Result:
     num_attempts: int = 1  # more, where a complete answer broke a schema that cannot be enforced
     timing: Timing = Timing()
     thumbnails: Sequence[str] = ()  # in a notebook: data: URLs of the conversation's pictures
+    params: SamplingParams | None = None  # how its tokens were chosen; None: not known here
+    prompt: str | Sequence[int] | None = None  # that it continues, in a batch
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for json.dumps; keys are stable."""
@@ -183,6 +188,7 @@ class Result:
         if self.timing.time_to_first_token_s:
             parts.append(f"first after {self.timing.time_to_first_token_s:.2f} s")
         parts.append(str(self.finish_reason))
+        parts += [] if self.params is None else [self.params.words]
         return " · ".join(parts)
 
     def __repr__(self) -> str:
@@ -217,6 +223,7 @@ class Results(list[Result]):
         """One flat dict for each answer: the columns of `to_pandas`."""
         return [
             {
+                "prompt": result.prompt,
                 "text": result.text,
                 "reasoning": result.reasoning,
                 "finish_reason": str(result.finish_reason),
@@ -249,6 +256,7 @@ class Results(list[Result]):
         return answers_table(
             [
                 (
+                    "" if r.prompt is None else str(r.prompt),
                     r.text,
                     str(r.finish_reason),
                     str(len(r.token_ids)),
@@ -267,7 +275,7 @@ class Facts(dict[str, Any]):
     def _repr_html_(self) -> str:
         from .display.cards import facts_card
 
-        return facts_card(self.title, self)
+        return facts_card(self.title, self, IN_SIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

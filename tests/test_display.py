@@ -73,23 +73,28 @@ def test_thoughts_are_folded_and_calls_are_shown() -> None:
 
 
 def test_results_are_a_list_with_columns() -> None:
-    results = Results([Result(text="a" * 999, token_ids=[1, 2]), Result(text="b")] * 20)
+    results = Results([Result(text="a" * 999, token_ids=[1, 2], prompt="<p>")] * 20)
+    results += [Result(text="b")] * 20
     assert results == [*results]
     assert results.to_records()[0]["answer_tokens"] == 2
     assert json.dumps(results.to_records())
     shown = results._repr_html_()
     assert "and 20 more" in shown
+    assert shown.count("&lt;p&gt;") == 20
+    assert results.to_records()[0]["prompt"] == "<p>"
     assert "a" * 500 not in shown
 
 
 def test_facts_and_heat_have_cards() -> None:
     shown = Facts(active_memory_bytes=5_000_000, groups=[{"pages": 3}], none=None)._repr_html_()
-    assert "5.0 MB" in shown
-    assert "0 pages" in shown
-    found = [TokenLogprobs(-0.1, ((65, -0.1), (66, -2.5)))]
-    result = Result(text="A", token_ids=[65], logprobs=found)
-    heat = Heat.of(result, lambda i: bytes([i]))
-    assert "90.48%" in repr(heat)
+    in_sight, folded = shown.split("<details")
+    assert "5.0 MB" in in_sight
+    assert "0 pages" in folded
+    assert "none" in folded
+    found = [TokenLogprobs(-0.1, ((65, -0.1), (66, -2.5))), TokenLogprobs(-0.2, ())]
+    result = Result(text="A", token_ids=[65, 67], logprobs=found)
+    heat = Heat.of(result, lambda i: bytes([i]), {67})
+    assert repr(heat) == "  90.48%  'A'"
     assert "8.21%" in heat._repr_html_()
     with pytest.raises(InvalidRequestError, match="logprobs=3"):
         Heat.of(Result(text="A"), lambda i: b"")

@@ -45,6 +45,7 @@ def test_one_prompt_gives_a_result_and_many_give_a_list(llm: LLM) -> None:
     assert llm.generate(ids, params).token_ids == result.token_ids
     many = llm.generate(["The KV cache", ids, "A page"], params)
     assert [r.token_ids for r in many[:2]] == [result.token_ids] * 2
+    assert [r.prompt for r in many] == ["The KV cache", ids, "A page"]
     assert len(llm.generate(["one", "two"], [params, SamplingParams(max_tokens=2)])) == 2
 
 
@@ -231,9 +232,16 @@ def test_chats_are_sampled_as_the_model_wants_and_texts_are_continued_greedily(l
     assert llm.generate("A page", max_tokens=6).token_ids == greedy.token_ids
 
 
-def test_how_chats_are_sampled_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_chats_are_sampled_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM("demo-draft", progress=True) as made:
         capsys.readouterr()
+        with monkeypatch.context() as notebook:  # the card says it
+            notebook.setattr("mlxinfer.llm.in_notebook", lambda: True)
+            shown = made.chat("Hello", max_tokens=1)._repr_html_()
+            assert "temperature 0.3, top_p 0.9</div>" in shown
+            assert capsys.readouterr().err == ""
         for _ in range(2):
             made.chat("Hello", max_tokens=1)
     assert capsys.readouterr().err == "demo-draft answers with its own temperature 0.3, top_p 0.9\n"

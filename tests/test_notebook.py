@@ -32,6 +32,7 @@ with LLM("demo-vision") as seeing:
 answer
 """
 CELLS = {
+    "first": "import mlxinfer\nmlxinfer.pull('org/nothing')",
     "load": "from mlxinfer import LLM\nllm = LLM('demo')",
     "engines": ENGINES,
     "model": "display(llm)",
@@ -63,6 +64,7 @@ llm.generate('A page', max_tokens=None, ignore_eos=True, logit_bias={300: 1e6})
     "picture": PICTURE,
 }
 FAILING = {
+    "first",
     *("missing", "too long", "misspelt", "failed again"),
     *("interrupted", "interrupted stream"),
 }
@@ -153,9 +155,9 @@ def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:
     assert table.count("<tr>") == 4
     assert "<script" not in table
     assert "kv bytes cached" in html(outputs, "stats")
-    for folded in ("speculation", "kernels"):
-        assert f">{folded}</summary>" in html(outputs, "stats")
+    assert html(outputs, "stats").partition("<details")[0].count("<tr>") == 5
     assert "rgba(230,70,40" in html(outputs, "heat")
+    assert "im_end" not in html(outputs, "heat")
 
 
 def test_an_answer_about_a_picture_shows_it(outputs: dict[str, Any]) -> None:
@@ -182,6 +184,7 @@ def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("cell", "kind", "words"),
     [
+        ("first", "DownloadError", "HF_HUB_OFFLINE forbids requests"),
         ("missing", "ModelNotFoundError", "org/nothing is not on this disk"),
         ("too long", "PromptTooLongError", "context"),
         ("misspelt", "UnknownArgumentError", "Did you mean 'max_tokens'"),

@@ -70,15 +70,19 @@ def pictures_row(urls: Iterable[str]) -> str:
 
 
 def answers_table(rows: Sequence[Sequence[str]]) -> str:
-    """Answers one below the other; rows are (text, why it ended, tokens, rate)."""
+    """Answers one below the other; rows are (prompt, text, why it ended, tokens, rate)."""
     shown = [
-        [str(index), f"<div style='{PLAIN}'>{escape(clipped(text))}</div>", *map(escape, rest)]
-        for index, (text, *rest) in enumerate(rows[:SHOWN_ROWS])
+        [str(index), _text_cell(prompt), _text_cell(text), *map(escape, rest)]
+        for index, (prompt, text, *rest) in enumerate(rows[:SHOWN_ROWS])
     ]
-    table = html_table(shown, header=("", "answer", "ended by", "tokens", "tok/s"))
+    table = html_table(shown, header=("", "prompt", "answer", "ended by", "tokens", "tok/s"))
     more = len(rows) - SHOWN_ROWS
     rest = f"<div style='{DIM}'>and {more} more; .to_pandas() has all</div>" if more > 0 else ""
     return card(table + rest)
+
+
+def _text_cell(text: str) -> str:
+    return f"<div style='{PLAIN}'>{escape(clipped(text.strip()))}</div>"
 
 
 def model_card(info: Any, chat_params: SamplingParams | None, *, closed: bool) -> str:
@@ -96,18 +100,14 @@ def model_card(info: Any, chat_params: SamplingParams | None, *, closed: bool) -
     return facts_card(f"{info.name}{' (closed)' if closed else ''}", facts)
 
 
-def facts_card(title: str, facts: Mapping[str, Any]) -> str:
-    """Names and values. Nested values are folded away."""
-    plain = [(k, v) for k, v in facts.items() if not isinstance(v, Mapping | list)]
-    rows = [[_named(name), escape(shown_value(value, name))] for name, value in plain]
-    folded = "".join(
-        f"<details><summary style='{DIM}'>{_named(name)}</summary>"
-        f"{html_table([escape(k), escape(shown_value(v, k))] for k, v in flat('', value))}"
-        "</details>"
-        for name, value in facts.items()
-        if isinstance(value, Mapping | list) and value
-    )
-    return card(f"<strong>{escape(title)}</strong>{html_table(rows)}{folded}")
+def facts_card(title: str, facts: Mapping[str, Any], first: Sequence[str] = ()) -> str:
+    """Names and values; `first`: the names that are in sight, others are folded away. (): all."""
+    seen = {name: facts[name] for name in first if name in facts} or facts
+    rest = {name: value for name, value in facts.items() if name not in seen}
+    table = html_table([_named(name), escape(shown_value(v, name))] for name, v in seen.items())
+    more = html_table([escape(k), escape(shown_value(v, k))] for k, v in flat("", rest))
+    folded = f"<details><summary style='{DIM}'>all figures</summary>{more}</details>"
+    return card(f"<strong>{escape(title)}</strong>{table}{folded if rest else ''}")
 
 
 def _named(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from typing import TYPE_CHECKING, Any
@@ -113,8 +113,10 @@ class Heat:
     tokens: Sequence[tuple[str, float, Sequence[tuple[str, float]]]]
 
     @classmethod
-    def of(cls, result: "Result", token_bytes: Callable[[int], bytes]) -> "Heat":
-        """The heat of an answer.
+    def of(
+        cls, result: "Result", token_bytes: Callable[[int], bytes], ends: Collection[int] = ()
+    ) -> "Heat":
+        """The heat of an answer; tokens of `ends` are left out.
 
         Raises:
             InvalidRequestError: it has no log-probabilities.
@@ -131,6 +133,7 @@ class Heat:
             [
                 (text(token), found.logprob, [(text(i), logprob) for i, logprob in found.top])
                 for token, found in zip(result.token_ids, result.logprobs, strict=False)
+                if token not in ends
             ]
         )
 

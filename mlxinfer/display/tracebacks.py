@@ -7,22 +7,25 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import MlxinferError
+from ..progress import in_notebook
 
 TRACEBACK = "MLXINFER_TRACEBACK"  # environment variable: tracebacks stay as they are
 _LIBRARY = str(Path(__file__).parents[1])
 
 
 def shorten_errors() -> None:
-    """Let this process's notebook show errors of the library without the library's own frames.
+    """Let a notebook show errors of the library without the library's own frames.
 
     A notebook keeps the last traceback, and with it the variables of all frames in it: a model that
     is replaced after an error would stay in memory. So frames of the library are emptied after
     each cell.
     """
+    if not in_notebook() or os.environ.get(TRACEBACK):
+        return
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    if shell is not None and not os.environ.get(TRACEBACK):
+    if shell is not None:
         shell.set_custom_exc((MlxinferError, KeyboardInterrupt), _show_short)
         shell.events.register("post_run_cell", _empty_frames)
 

@@ -196,7 +196,7 @@ def _fetch(repo: RepoName, progress: Progress | None) -> Path:
     try:
         return download_repo(repo, progress=progress)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"{error}{_suggestion(str(repo))}") from error.__cause__
+        raise ModelNotFoundError(f"{error}{_suggestion(str(repo))}") from None
 
 
 def _why_not_here(repo: RepoName, snapshot: Path | None) -> str:

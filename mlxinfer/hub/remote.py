@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ ANSWERS = {  # HTTP status -> message
 }
 METADATA_TIMEOUT_S = 15.0
 MAX_FOUND = 30
+ERRNO = re.compile(r"\[Errno -?\d+\] ")
 EXPANDED = ["downloads", "likes", "lastModified", "safetensors", "gated", "pipeline_tag"]
 
 
@@ -138,7 +140,7 @@ def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
     except (HTTPError, OSError, ValueError, KeyError) as error:
         raise DownloadError(
             f"The hub cannot be searched ({_first_line(error)}). Check the network."
-        ) from error
+        ) from None
     return [_found(info) for info in found]
 
 
@@ -220,7 +222,7 @@ def hub_failures(repo: RepoName) -> Iterator[None]:
     except MlxinferError:
         raise
     except (HTTPError, OSError, HFValidationError) as error:
-        raise _translate(error, repo) from error
+        raise _translate(error, repo) from None
 
 
 def patiently(ask: Callable[[], Found]) -> Found:
@@ -256,8 +258,9 @@ def wait_s(error: Exception, failures: int) -> float:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if there is none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message without "[Errno 8]", or its class if empty."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ERRNO.sub("", line)
 
 
 def _translate(error: BaseException, repo: RepoName) -> MlxinferError:

@@ -247,6 +247,7 @@ class Answer:
             cached_tokens=self._cached_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             timing=self._timing(finished_s),
+            params=self.request.params,
         )
 
     def _timing(self, finished_s: float) -> Timing:

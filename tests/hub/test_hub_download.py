@@ -5,6 +5,7 @@ import hashlib
 import shutil
 import threading
 import time
+import traceback
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,8 +209,11 @@ def test_refusals_say_what_to_do(
 
 def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
-    with pytest.raises(DownloadError, match="cannot be reached"):
+    with pytest.raises(DownloadError, match=r"cannot be reached \(Connection refused\)") as caught:
         hub.resolve("org/tiny")
+    assert len(traceback.format_exception_only(caught.value)) == 1
+    assert "\nDuring handling" not in "".join(traceback.format_exception(caught.value))
+    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_offline_uses_the_cache_without_requests(

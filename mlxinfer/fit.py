@@ -8,13 +8,13 @@ from typing import Any
 
 from .core import LatentSpec
 from .errors import InsufficientMemoryError, UnsupportedModelError
-from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
+from .memory import MODELS_SHARE, human_bytes, total_memory_bytes, weights_bytes
 from .models import load_any_config
 from .models.config import load_config
 from .models.language import LanguageConfig
 from .models.registry import family
 from .models.towers.loading import tower_bytes
-from .models.weights.files import expert_bytes, weights_bytes
+from .models.weights.files import expert_bytes
 from .models.weights.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache

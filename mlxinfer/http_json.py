@@ -2,12 +2,14 @@
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
 
 from .errors import MlxinferError
 
+_REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
 MAX_ANSWER = 64 << 20  # bytes of an answer; a server's lists are far below
 
 
@@ -66,7 +68,7 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise _silent(base, timeout_s) from None
-        raise NoServerError(f"No server answers at {base}: {_reason(error.reason)}.") from None
+        raise unreachable(base, _reason(error.reason)) from None
     except (http.client.HTTPException, ConnectionError, ValueError, RecursionError):
         raise _foreign(base) from None
 
@@ -76,6 +78,17 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         """Follow none."""
+
+
+def unreachable(base: str, reason: str) -> ServerError:
+    """The error of an address: nothing listens there, or its certificate is not trusted."""
+    refused = _REFUSED.search(reason)
+    if refused is None:
+        return NoServerError(f"No server answers at {base}: {reason}.")
+    said = refused[1]
+    hint = " If the server is yours, set SSL_CERT_FILE to the file of its --tls-cert."
+    hint = "" if "mismatch" in said else hint  # of names: trust would not help
+    return ServerError(f"This machine does not trust the certificate of {base}: {said}.{hint}")
 
 
 def _foreign(base: str) -> ServerError:

@@ -1,4 +1,4 @@
-"""Limits of a process: memory, the KV cache's share of it, and open files.
+"""Limits of a process (memory, the KV cache's share of it, open files), and sizes.
 
 Knows sizes, not models.
 """
@@ -6,6 +6,7 @@ Knows sizes, not models.
 import os
 import re
 import resource
+from pathlib import Path
 
 from .errors import InvalidRequestError, shown
 
@@ -40,6 +41,17 @@ def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
             param=param,
         )
     return int(number)
+
+
+def weights_bytes(folder: Path) -> int:
+    """Bytes of the weight files in a folder, each weight once; 0: there are none.
+
+    Beside model*.safetensors, consolidated*.safetensors are the same weights in another layout.
+    """
+    files = [file for file in folder.glob("*.safetensors") if file.is_file()]
+    if any(file.name.startswith("model") for file in files):
+        files = [file for file in files if not file.name.startswith("consolidated")]
+    return sum(file.stat().st_size for file in files)
 
 
 def total_memory_bytes() -> int:

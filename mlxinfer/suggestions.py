@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import hub
+
 TABLE = Path(__file__).parent / "assets" / "suggestions.json"
 BITS = 4.5  # a parameter of a 4-bit model, scales included
 KV_BYTES = 2  # of a number in the KV cache
@@ -75,9 +77,10 @@ class Suggestion:
 
 
 def suggestions() -> list[Suggestion]:
-    """The models of the table."""
-    found = json.loads(TABLE.read_text(encoding="utf-8"))
-    return [Suggestion(**each) for each in found["models"]]
+    """The models of the table; those on this disk have the size of their files."""
+    found = json.loads(TABLE.read_text(encoding="utf-8"))["models"]
+    here = {m.name: {"weights_bytes": m.size_bytes} for m in hub.list_models() if m.complete}
+    return [Suggestion(**{**each, **here.get(each["name"], {})}) for each in found]
 
 
 def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Suggestion]:

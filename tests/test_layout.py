@@ -29,7 +29,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "config": {"core", "errors"},
     "configfile": {"errors"},
     "mcp_tools": {"configfile", "errors"},
-    "suggestions": set(),
+    "suggestions": {"hub"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"images", "layers", "memory", "metal_kernels"},

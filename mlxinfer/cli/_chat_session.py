@@ -312,8 +312,13 @@ def _set(session: ChatSession, argument: str) -> CommandReply:
         session.set(key, value.strip())
     elif key:
         check_setting(key)
-    settings = [(f.name, str(getattr(session.params, f.name))) for f in fields(session.params)]
-    return CommandReply(table([row for row in settings if not key or row[0] == key]))
+    names = [f.name for f in fields(session.params) if not key or f.name == key]
+    return CommandReply(table([(n, _typed(getattr(session.params, n))) for n in names]))
+
+
+def _typed(value: Any) -> str:
+    """A value as /set takes it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _clear(session: ChatSession, _: str) -> CommandReply:

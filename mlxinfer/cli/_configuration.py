@@ -187,9 +187,8 @@ def entry_of(
         server: options of the command line that hold for all models, by Python name.
         ttl_s: for models without one of their own.
     """
-    from ..memory import parse_bytes
+    from ..memory import parse_bytes, weights_bytes
     from ..models import stoppable
-    from ..models.weights.files import weights_bytes
     from ..server.models import RegistryEntry
 
     options, tool_format = checked_settings(requested, server)

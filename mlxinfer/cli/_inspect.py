@@ -9,6 +9,7 @@ from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..fit import Fit, FitVerdict, fit_of
 from ..hub.remote import read_range
+from ..memory import weights_bytes
 from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
@@ -24,19 +25,15 @@ MAX_CONFIG_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Sizes from the safetensors headers."""
+    """Sizes of the weights, those of parts from the safetensors headers."""
 
     parameters: int
-    num_bytes: int
+    num_bytes: int  # of their files
+    bits_per_weight: float  # average over all tensors, scales included
     work: Work  # of one token
     expert_bytes: int = 0  # of experts that a router chooses from
     active_expert_bytes: int = 0  # of those that one token goes to
     tower_bytes: int = 0  # of what sees pictures
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Average over all tensors, scales included."""
-        return round(8 * self.num_bytes / self.parameters, 2) if self.parameters else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,9 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     if config is not None and config.num_experts:
         chosen = config.experts_per_token / config.num_experts
     active, seeing = round(expert_bytes * chosen), 0 if config is None else tower_bytes(folder)
-    return WeightSizes(parameters, num_bytes, work, expert_bytes, active, seeing)
+    bits = round(8 * num_bytes / parameters, 2) if parameters else 0.0
+    size = weights_bytes(folder)
+    return WeightSizes(parameters, size, bits, work, expert_bytes, active, seeing)
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import click
 
+NARROW = 24  # characters; columns of a table are not made narrower
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
 
@@ -36,13 +37,53 @@ def counted(count: int, what: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:
-    """Return left-aligned columns, two spaces apart, without borders, for awk and for people."""
-    lines = [header, *rows] if header else list(rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+    """Return left-aligned columns, two spaces apart, without borders, for awk and for people.
+
+    Lines have room in a terminal: long cells are cut, or without a header wrapped.
+    """
+    lines: Sequence[Sequence[str]] = [header, *rows] if header else rows
+    if header and sys.stdout.isatty():
+        lines = _cut_columns(lines, shutil.get_terminal_size().columns)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return fitted(
+        "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
     )
+
+
+def _cut_columns(lines: Sequence[Sequence[str]], room: int) -> list[list[str]]:
+    """Make the widest columns narrower until all have room; then leave out the last ones."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > room and max(widths) > NARROW:
+        widths[widths.index(max(widths))] -= 1
+    more: list[str] = []
+    while sum(widths) + 2 * (len(widths) - 1) + 3 * len(more) > room and len(widths) > 1:
+        widths.pop()
+        more = ["…"]
+    return [[cut(*pair) for pair in zip(line, widths, strict=False)] + more for line in lines]
+
+
+def cut(cell: str, width: int) -> str:
+    """Return a text with an ellipsis for what has no room: the beginning of a path, or the end.
+
+    Only a word that is too long by itself is split.
+    """
+    if len(cell) <= width:
+        return cell
+    path = cell.split("/") if " " not in cell else [cell]
+    ends = (f"…{'/'.join(path[i:])}" for i in range(1, len(path)))
+    if end := next((end for end in ends if len(end) <= width), None):
+        return end
+    return f"{path[-1][:width].rpartition(' ')[0] or path[-1][: width - 1]}…"
+
+
+def fitted(text: str) -> str:
+    """Return the text, its lines broken between words where stdout is a narrower terminal."""
+    if not sys.stdout.isatty():
+        return text
+    return wrapped(text, shutil.get_terminal_size().columns)
 
 
 def colours(stream: IO[str]) -> bool:

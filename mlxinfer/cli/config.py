@@ -59,7 +59,13 @@ def init(force: bool) -> None:
     if place.exists() and not force:
         raise click.UsageError(f"{place} is there; --force replaces it.")
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(TEMPLATE, encoding="utf-8")
+    new = place.with_name(f"{place.name}.new")
+    try:
+        new.write_text(TEMPLATE, encoding="utf-8")
+        new.replace(place)
+    except OSError:  # such as a full disk
+        new.unlink(missing_ok=True)
+        raise
     click.echo(place)
 
 

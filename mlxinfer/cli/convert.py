@@ -1,5 +1,6 @@
 """`mlxinfer convert`: any checkpoint into an MLX folder, quantised and checked."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -271,7 +272,7 @@ def show_report(report: "ConversionReport", out: str) -> None:
         click.echo(line)
     if report.passed and report.loads and any(Path(out).glob("tokenizer.*")):
         name = f"./{out}" if is_bundled(str(out)) else out  # the bundled one comes first
-        click.echo(f'try it: mlxinfer run -m {name} "Hello"')
+        click.echo(f'try it: mlxinfer run -m {shlex.quote(name)} "Hello"')
 
 
 # -- the command ------------------------------------------------------------------------------

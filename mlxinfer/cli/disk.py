@@ -13,11 +13,11 @@ import click
 from .. import hub
 from ..config import default_disk_folder
 from ..errors import InsufficientMemoryError, MlxinferError
-from ..memory import MODELS_SHARE, human_bytes, parse_bytes
+from ..memory import MODELS_SHARE, human_bytes, parse_bytes, weights_bytes
 from ..progress import progress_bar
 from ..suggestions import TASKS, Suggestion, by_balance, fitting
 from ._options import Size, complete_models, json_option, yes_option
-from ._output import confirm, counted, emit_json, human_count, note, table, when
+from ._output import confirm, counted, emit_json, fitted, human_count, note, table, when
 
 
 @click.command()
@@ -71,9 +71,10 @@ def _as_dict(model: hub.LocalModel) -> dict[str, object]:
 
 
 def _short(name: str) -> str:
-    """A path below the home folder from there, as a shell reads it."""
-    home = str(Path.home())
-    return f"~{name.removeprefix(home)}" if name.startswith(f"{home}/") else name
+    """A path as a shell reads it, one below the home folder from there."""
+    home = f"{Path.home()}/"
+    quoted = shlex.quote(name.removeprefix(home))
+    return f"~/{quoted}" if name.startswith(home) else quoted
 
 
 def _state(model: hub.LocalModel) -> str:
@@ -103,8 +104,7 @@ def pull(name: str, dry_run: bool, as_json: bool) -> None:
     with progress_bar(f"download {name}") as progress:
         folder = hub.pull(name, progress=progress)
     if as_json:
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        emit_json({"name": name, "path": str(folder), "size_bytes": size})
+        emit_json({"name": name, "path": str(folder), "size_bytes": weights_bytes(folder)})
     else:
         click.echo(f"{name} is in {folder}")
         _say_whether_it_fits(name, folder)
@@ -218,7 +218,7 @@ def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -
     shown = len(header) if shutil.get_terminal_size().columns >= WIDE else 3
     rows = [_row(each, limit)[:shown] for each in found]
     click.echo(table(rows, header=header[:shown]))
-    click.echo(f"\nBest balance of quality and room: {pick.name}")
+    click.echo(fitted(f"\nBest balance of quality and room: {pick.name}"))
     click.echo(f"mlxinfer pull {pick.name}")
     click.echo(f"mlxinfer chat -m {pick.name}")
 
@@ -244,9 +244,12 @@ _dir_option = click.option(
 )
 
 
-@click.group()
-def cache() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def cache(ctx: click.Context) -> None:
     """Show or delete what --disk-cache keeps."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(info)
 
 
 @cache.command()

@@ -17,7 +17,7 @@ from ..backend import command_buffer_limits, require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes, total_memory_bytes
 from ._options import complete_models, json_option
-from ._output import counted, emit_json, styled
+from ._output import counted, emit_json, fitted, styled
 
 if TYPE_CHECKING:
     from ..metal_kernels.selfcheck import Verdict
@@ -332,6 +332,7 @@ def _report(path: Path, model: str | None, as_json: bool) -> bool:
 
 
 def _line(check: Check) -> str:
-    label = styled(f"{check.status:4}", _STYLES[check.status], sys.stdout)
+    status = f"{check.status:4}"
     advice = f"\n      -> {check.advice}" if check.advice else ""
-    return f"{label}  {check.name}: {check.detail}{advice}"
+    text = fitted(f"{status}  {check.name}: {check.detail}{advice}")
+    return styled(status, _STYLES[check.status], sys.stdout) + text.removeprefix(status)

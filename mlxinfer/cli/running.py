@@ -87,8 +87,13 @@ def ps(url: str | None, as_json: bool) -> None:
         emit_json(reply)
         return
     click.echo(table([row_of(model) for model in reply["models"]], header=HEADER))
-    taken, limit = reply["memory_reserved_bytes"], reply["memory_limit_bytes"]
-    click.echo(f"{human_bytes(taken)} of {human_bytes(limit)} for models", err=True)
+    taken = sum(
+        model["weights_bytes"] + model["kv_used_bytes"]
+        for model in reply["models"]
+        if model["kv_used_bytes"] is not None
+    )
+    limit = human_bytes(reply["memory_limit_bytes"])
+    click.echo(f"{human_bytes(taken)} in use of {limit} for models", err=True)
 
 
 def row_of(model: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelNotFoundError, shown
+from ..memory import weights_bytes
 
 ASSETS = Path(__file__).parent.parent / "assets"
 BUNDLED = ("demo", "demo-vision", "demo-draft")
@@ -84,7 +85,7 @@ class LocalModel:
 
     name: str  # what resolve() takes
     path: Path
-    size_bytes: int
+    size_bytes: int  # of the weights, as everywhere; of all files that are here, where none are
     files: int
     modified: float  # seconds since 1970
     complete: bool
@@ -218,7 +219,7 @@ def _describe(
     return LocalModel(
         name=name,
         path=path,
-        size_bytes=sum(stat.st_size for stat in stats),
+        size_bytes=weights_bytes(path) or sum(stat.st_size for stat in stats),
         files=len(stats),
         modified=max((stat.st_mtime for stat in stats), default=path.stat().st_mtime),
         complete=complete,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from ..errors import EngineClosedError, InvalidRequestError
-from ..http_json import NoServerError, ServerError
+from ..http_json import ServerError, unreachable
 from ..outputs import Result
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession
@@ -179,6 +179,7 @@ class RemoteSession(ModelSession):
             "headers": self._headers,
             "timeout": httpx2.Timeout(ASK_S, read=timeout_s),
             "trust_env": False,
+            "verify": httpx2.create_ssl_context(),  # SSL_CERT_FILE is read, proxies are not
             "follow_redirects": False,
         }
 
@@ -190,7 +191,7 @@ class RemoteSession(ModelSession):
         try:
             yield
         except httpx2.ConnectError as error:
-            raise NoServerError(f"No server answers at {self._url}: {error}.") from None
+            raise unreachable(self._url, str(error)) from None
         except httpx2.HTTPError as error:
             raise ServerError(f"The connection to {self._url} broke: {error}.") from None
 

@@ -72,11 +72,11 @@ def json_line(record: logging.LogRecord) -> str:
 
 
 def text_line(record: logging.LogRecord) -> str:
-    """`12:00:00 info POST /v1/messages 200 83.1 ms model=demo …`, and a traceback if there is one.
+    """`2026-11-26 12:00:00 info POST /v1/messages 200 83.1 ms model=demo …`, and a traceback.
 
     What people look for first comes first.
     """
-    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
     said = extras(record)
     message = record.getMessage()
     if record.name == ACCESS:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_llm import FakeLLM
 
-from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.cli._chat_session import ChatSession, run_command
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 
 
@@ -54,6 +54,9 @@ def test_set_reads_a_value_by_its_fields_type(
     session: ChatSession, key: str, value: str, expected: Any
 ) -> None:
     session.set(key, value)
+    assert getattr(session.params, key) == expected
+    shown = run_command(session, f"/set {key}").text
+    run_command(session, f"/set {shown}")  # as it is typed
     assert getattr(session.params, key) == expected
 
 

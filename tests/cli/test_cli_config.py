@@ -1,6 +1,7 @@
 """mlxinfer config: what counts, and where it was said."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def test_config_init_writes_a_file_that_holds(
     assert list(read_config_file(place).models) == ["demo"]
     assert outcome("config", "init").code == 2
     place.write_text("changed")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a full disk
+        assert outcome("config", "init", "--force").code == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(file, file.read_text()) for file in place.parent.iterdir()] == [(place, "changed")]
     assert outcome("config", "init", "--force").code == 0
     plain = place.read_text()
     options = [line.removeprefix("# ") for line in plain.splitlines() if " = " in line]

@@ -47,7 +47,7 @@ def test_version_and_help(outcome: Any) -> None:
 
 
 def test_a_group_without_a_command_shows_its_help(outcome: Any) -> None:
-    for group in ((), ("cache",), ("config",), ("service",)):
+    for group in ((), ("config",), ("service",)):
         seen = outcome(*group)
         assert (seen.code, seen.out) == (2, "")
         assert seen.err == outcome(*group, "--help").out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxinfer.hub.cache import ASSETS, WHOLE
 from mlxinfer.suggestions import TASKS, suggestions
 
 
@@ -35,6 +37,23 @@ def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:
         assert each.bytes_at(8192) > each.bytes
 
 
+def test_a_model_has_one_size_everywhere(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    name = "mlx-community/Qwen3-0.6B-4bit"
+    here = tmp_path / f"models--{name.replace('/', '--')}"
+    weights = Path(shutil.copytree(ASSETS / "demo-draft", here / "snapshots/c")) / WHOLE
+    (here / "refs").mkdir()
+    (here / "refs/main").write_text("c")
+    listed = json.loads(outcome("list", "--json").out)["models"]
+    suggested = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)["models"]
+    sizes = [model["size_bytes"] for model in listed if model["name"] == name]
+    sizes += [model["weights_bytes"] for model in suggested if model["name"] == name]
+    sizes += [json.loads(outcome("show", name, "--json").out)["weight_bytes"]]
+    assert sizes == [weights.stat().st_size] * 3
+
+
 def gguf(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"GGUF" + struct.pack("<I", 3))
@@ -46,7 +65,7 @@ def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
 ) -> None:
     for name in ("HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-    studio, own = tmp_path / ".lmstudio/models/mlx-community/Tiny", tmp_path / "disk/Other"
+    studio, own = tmp_path / ".lmstudio/models/mlx-community/My Tiny", tmp_path / "disk/Other"
     for folder in (studio, own):
         folder.mkdir(parents=True)
         for file in ("config.json", "tokenizer.json", "model.safetensors"):
@@ -64,7 +83,7 @@ def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
     assert [m["name"] for m in seen["gguf"]] == ["org/Big/big-00001-of-00002.gguf", "llama:8b"]
     assert seen["gguf"][1]["convert"] == f"mlxinfer convert {blob} llama-8b"
     shown = outcome("list").out
-    assert "~/.lmstudio/models/mlx-community/Tiny" in shown
+    assert "~/'.lmstudio/models/mlx-community/My Tiny' " in shown  # as a shell reads it
     assert "GGUF, ollama" in shown
     monkeypatch.setenv("MLXINFER_MODELS", os.pathsep.join([str(tmp_path / "disk"), "/none"]))
     assert "~/disk/Other" in outcome("list").out

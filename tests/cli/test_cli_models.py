@@ -9,8 +9,9 @@ from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
+from mlxinfer.memory import weights_bytes
 from mlxinfer.models import ExpertOptions
-from mlxinfer.models.weights.files import expert_bytes, weights_bytes
+from mlxinfer.models.weights.files import expert_bytes
 from mlxinfer.server.models import RegistryEntry
 from mlxinfer.session.options import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE

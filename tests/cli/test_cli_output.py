@@ -1,10 +1,11 @@
 """Sizes, tables, colours: how commands write."""
 
 import io
+import sys
 
 import pytest
 
-from mlxinfer.cli._output import colours, human_count, printable, styled
+from mlxinfer.cli._output import colours, cut, human_count, printable, styled, table
 from mlxinfer.memory import human_bytes
 
 
@@ -42,3 +43,29 @@ def test_colours_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2J\x07\r\x9bb\tc\n\x7f") == "a[2Jb\tc\n"
+
+
+def test_lines_of_tables_have_room_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = ("NAME", "SIZE", "STATE")
+    rows = [("org/" + "n" * 30, "4.5 MB", "ready, lm studio"), ("demo", "1 B", "bundled")]
+    whole = table(rows, header=header)
+    assert max(map(len, whole.splitlines())) == 60  # a pipe gets all
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for width, shown in {
+        60: whole.splitlines()[1],
+        52: "nnnnnnnnnnnnnnnnnnnnnnnnn…  4.5 MB  ready, lm studio",
+        40: "nnnnnnnnnnnnnnnnnnnnnnn…  4.5 MB  …",
+    }.items():
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert table(rows, header=header).splitlines()[1] == shown
+    monkeypatch.setenv("COLUMNS", "16")
+    assert table([("about", "some words here")]) == "about  some\n       words\n       here"
+
+
+def test_what_is_cut_keeps_whole_words_and_the_ends_of_paths() -> None:
+    for text, shown in {
+        "mlx-community/Qwen3-4B": "…Qwen3-4B",
+        "Summarise the report of today": "Summarise the…",
+        "Donaudampfschifffahrt": "Donaudampfschi…",
+    }.items():
+        assert cut(text, 15) == shown

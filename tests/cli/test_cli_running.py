@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,9 +18,14 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from lazy_server import LazyServer
 
+from mlxinfer import LLM
 from mlxinfer.cli import running
 from mlxinfer.cli.running import duration, state_of
+from mlxinfer.http_json import ServerError
+from mlxinfer.memory import human_bytes
 from mlxinfer.server.keys import ApiKeys
+
+TLS = Path(__file__).parents[1] / "server" / "tls"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,8 @@ def test_load_ps_unload(ask: Any) -> None:
     assert ask("unload", "tiny", "--drain", "1").out == "small is unloaded\n"
     shown = json.loads(ask("ps", "--json").out)
     assert [m["state"] for m in shown["models"]] == ["loaded", "unloaded"]
+    used = human_bytes(shown["models"][0]["weights_bytes"])  # and no KV cache yet
+    assert ask("ps").err == f"{used} in use of 100 MB for models\n"
     assert 0 < shown["memory_reserved_bytes"] < shown["memory_limit_bytes"]
     assert json.loads(ask("unload", "big", "--json").out)["state"] == "unloaded"
 
@@ -135,6 +143,32 @@ def test_durations() -> None:
         **{None: "-", 0.2: "0s", 59: "59s", 60: "1m 0s", 3599.9: "1h 0m", 7260: "2h 1m"},
     }.items():
         assert duration(seconds) == text
+
+
+def test_a_certificate_of_ones_own_is_trusted_by_name(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SomethingElse.seen = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
+    with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
+        other.says = (404, "x-a", "b")  # type: ignore[attr-defined]
+        other.socket = context.wrap_socket(other.socket, server_side=True)
+        url = f"https://127.0.0.1:{other.server_port}"
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            refused = outcome("ps", "--url", url).err
+            assert "self-signed certificate. If the server is yours, set SSL_CERT_FILE" in refused
+            with pytest.raises(ServerError, match="set SSL_CERT_FILE"):
+                LLM(url)
+            monkeypatch.setenv("SSL_CERT_FILE", str(TLS / "cert.pem"))
+            assert "is no mlxinfer server" in outcome("ps", "--url", url).err
+            with pytest.raises(ServerError, match="404"):
+                LLM(url)
+        finally:
+            other.shutdown()
+            thread.join()
 
 
 def test_a_model_that_cannot_be_loaded_says_when_it_is_tried_again() -> None:

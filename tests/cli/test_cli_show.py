@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import summarise
-from mlxinfer.memory import human_bytes
+from mlxinfer.memory import human_bytes, weights_bytes
 from mlxinfer.models.zoo.definitions import module_of
 from mlxinfer.roofline import machine
 
@@ -58,7 +58,8 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
     assert summary.problem is None
     assert summary.weights is not None
     assert summary.weights.parameters == 32 * 64 + 64
-    assert summary.weights.num_bytes == 32 * 8 * 4 + 2 * 32 * 2 + 64 * 2
+    tensors = 32 * 8 * 4 + 2 * 32 * 2 + 64 * 2
+    assert summary.weights.bits_per_weight == round(8 * tensors / summary.weights.parameters, 2)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
     facts = json.loads(outcome("show", str(folder), "--json").out)
     seeing = sum(value.nbytes for name, value in tensors.items() if "visual." in name)
     assert facts["tower_bytes"] == seeing
-    assert facts["weight_bytes"] == sum(value.nbytes for value in tensors.values())
+    assert facts["weight_bytes"] == weights_bytes(folder)
     assert facts["memory"][0]["total_bytes"] > facts["weight_bytes"]
     size = human_bytes(seeing)
     assert f"pictures, with {size} of the weights" in outcome("show", str(folder)).out

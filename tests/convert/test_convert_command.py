@@ -61,11 +61,12 @@ def test_a_number_that_is_none_is_refused_by_name(
 def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    seen = outcome(source, tmp_path / "out", "--recipe", "8bit-g32", "--calibration", text)
+    out = tmp_path / "an out"
+    seen = outcome(source, out, "--recipe", "8bit-g32", "--calibration", text)
     assert seen.code == 0, seen.err
     assert seen.err == ""  # no bars where there is no terminal
     assert "in contexts of 64 tokens: KL divergence" in seen.out
-    assert seen.out.endswith(f'try it: mlxinfer run -m {tmp_path / "out"} "Hello"\n')
+    assert seen.out.endswith(f"try it: mlxinfer run -m '{out}' \"Hello\"\n")
 
 
 def test_keep_format_alone_quantises_nothing(

@@ -6,7 +6,7 @@ from typing import Any
 from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
-from mlxinfer.models.weights.files import weights_bytes
+from mlxinfer.memory import weights_bytes
 from mlxinfer.server.models import ModelRegistry, RegistryEntry
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,8 @@ def test_a_request_is_a_line_without_its_text(
     assert (bad["status"], bad["request_id"]) == (400, "abc")
     assert (bad["error"], bad["param"]) == ("InvalidRequestError", "n")
     assert good["duration_ms"] > 0
+    date = time.strftime("%Y-%m-%d ", time.localtime(lines[0].created))
+    assert text_line(lines[0]).startswith(date)
     assert " info POST /v1/chat/completions 200 " in text_line(lines[0])
     assert text_line(lines[1]).endswith(" request_id=abc")
     for record in lines:

@@ -15,7 +15,7 @@ from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
 from mlxinfer.mcp_tools import McpTools
-from mlxinfer.models.weights.files import weights_bytes
+from mlxinfer.memory import weights_bytes
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.models import RegistryEntry
 from mlxinfer.server.page.library import Library

@@ -122,17 +122,6 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def weights_bytes(folder: Path) -> int:
-    """Bytes of the weight files in a folder, each weight once; 0: there are none.
-
-    Beside model*.safetensors, consolidated*.safetensors are the same weights in another layout.
-    """
-    files = list(folder.glob("*.safetensors"))
-    if any(file.name.startswith("model") for file in files):
-        files = [file for file in files if not file.name.startswith("consolidated")]
-    return sum(file.stat().st_size for file in files)
-
-
 def expert_bytes(folder: Path) -> int:
     """Bytes of the experts of a mixture in a checkpoint, by their tensors' names.
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from ... import hub
 from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
-from ...hub.cache import parse_repo_name
+from ...hub.cache import disk_bytes, parse_repo_name
 from ...hub.remote import search_models
+from ...memory import weights_bytes
 from ...suggestions import by_balance, fitting
 from ..call import Call
 from ..http import Plain, RequestBody, Route
@@ -112,7 +113,7 @@ class LibraryRoutes:
         chips of this name; null where the chip is not known.
         """
         library = self._library
-        found = fitting(library.limit_bytes, SUGGESTED_CONTEXT)
+        found = await self._workers.run(fitting, library.limit_bytes, SUGGESTED_CONTEXT)
         here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
         data = [
             {
@@ -281,7 +282,7 @@ class LibraryRoutes:
     def _remove(self, name: str) -> int:
         for folder in self._conversions():
             if folder.name == name:
-                size = int(_converted(folder)["size_bytes"])
+                size = disk_bytes(folder)
                 shutil.rmtree(folder)
                 return size
         return hub.remove(str(parse_repo_name(name)))
@@ -300,7 +301,7 @@ def _converted(folder: Path) -> dict[str, Any]:
     files = [file.stat() for file in folder.iterdir() if file.is_file()]
     return {
         "name": folder.name,
-        "size_bytes": sum(file.st_size for file in files),
+        "size_bytes": weights_bytes(folder),
         "complete": True,
         "source": "converted",
         "modified_s": max((file.st_mtime for file in files), default=0.0),

@@ -24,6 +24,7 @@ class FakeModel:
     closed: bool = False
     max_context: int = 2048
     capabilities: dict[str, bool] = field(default_factory=dict)
+    defaults: Any = None
     created_s: int = 1
     adapters: list[str] = field(default_factory=list)
 

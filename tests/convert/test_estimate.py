@@ -1,0 +1,36 @@
+"""How long a conversion says that it takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from convert_cases import TEXT, write_source
+
+from mlxinfer.convert.calibration import estimate
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
+from mlxinfer.convert.run import Conversion
+
+
+def test_a_shorter_text_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(work: Callable[[], object]) -> float:
+        work()
+        return 1.0
+
+    monkeypatch.setattr(estimate, "_timed", second)
+    source = write_source(tmp_path / "source")
+
+    def seconds(text: str | None) -> float:
+        options = ConversionOptions(recipe=make_recipe("4bit-g32"), calibration=text)
+        return Conversion(open_source(source), tmp_path / "out", options).seconds()
+
+    times = [seconds(TEXT * count) for count in (1, 2, 40, 4000, 40_000)]
+    assert seconds(None) == 0 < times[0] < times[1] < times[2] < times[3] == times[4]
+
+
+def test_a_moment_in_which_the_machine_does_other_things_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([0.0, 9.0, 9.0, 10.0, 10.0, 15.0])
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(times))
+    assert estimate._timed(lambda: None) == 1.0

@@ -66,17 +66,18 @@ def _cut_columns(lines: Sequence[Sequence[str]], room: int) -> list[list[str]]:
 
 
 def cut(cell: str, width: int) -> str:
-    """Return a text with an ellipsis for what has no room: the beginning of a path, or the end.
+    """Return a text with an ellipsis for what has no room: the beginning of a name, or last words.
 
-    Only a word that is too long by itself is split.
+    Names are org/name and layers.0.mlp: the end tells them from others. Only a part that is too
+    long by itself is split.
     """
     if len(cell) <= width:
         return cell
-    path = cell.split("/") if " " not in cell else [cell]
-    ends = (f"…{'/'.join(path[i:])}" for i in range(1, len(path)))
-    if end := next((end for end in ends if len(end) <= width), None):
-        return end
-    return f"{path[-1][:width].rpartition(' ')[0] or path[-1][: width - 1]}…"
+    if words := cell[:width].rpartition(" ")[0]:
+        return f"{words}…"
+    parts = (cell[part.end() :] for part in re.finditer("[/.]", cell))
+    end = next((end for end in parts if width // 2 < len(end) < width), cell[1 - width :])
+    return f"…{end}"
 
 
 def fitted(text: str) -> str:

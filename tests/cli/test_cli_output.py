@@ -53,8 +53,8 @@ def test_lines_of_tables_have_room_in_a_terminal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for width, shown in {
         60: whole.splitlines()[1],
-        52: "nnnnnnnnnnnnnnnnnnnnnnnnn…  4.5 MB  ready, lm studio",
-        40: "nnnnnnnnnnnnnnnnnnnnnnn…  4.5 MB  …",
+        52: "…nnnnnnnnnnnnnnnnnnnnnnnnn  4.5 MB  ready, lm studio",
+        40: "…nnnnnnnnnnnnnnnnnnnnnnn  4.5 MB  …",
     }.items():
         monkeypatch.setenv("COLUMNS", str(width))
         assert table(rows, header=header).splitlines()[1] == shown
@@ -62,10 +62,11 @@ def test_lines_of_tables_have_room_in_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert table([("about", "some words here")]) == "about  some\n       words\n       here"
 
 
-def test_what_is_cut_keeps_whole_words_and_the_ends_of_paths() -> None:
+def test_what_is_cut_keeps_whole_words_and_the_ends_of_names() -> None:
     for text, shown in {
         "mlx-community/Qwen3-4B": "…Qwen3-4B",
+        "model.layers.0.mlp.down": "…0.mlp.down",
         "Summarise the report of today": "Summarise the…",
-        "Donaudampfschifffahrt": "Donaudampfschi…",
+        "Donaudampfschifffahrt": "…mpfschifffahrt",
     }.items():
         assert cut(text, 15) == shown

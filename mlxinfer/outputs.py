@@ -188,7 +188,6 @@ class Result:
         if self.timing.time_to_first_token_s:
             parts.append(f"first after {self.timing.time_to_first_token_s:.2f} s")
         parts.append(str(self.finish_reason))
-        parts += [] if self.params is None else [self.params.words]
         return " · ".join(parts)
 
     def __repr__(self) -> str:
@@ -211,7 +210,7 @@ class Result:
             self.text,
             reasoning=self.reasoning,
             calls=calls,
-            foot=self.summary,
+            foot=self.summary if self.params is None else f"{self.summary} · {self.params.words}",
             thumbnails=self.thumbnails,
         )
 

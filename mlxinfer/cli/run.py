@@ -113,7 +113,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     if options["as_json"]:
         emit_json({"model": model, **result.to_dict()})
     elif options["stats"] or (sys.stderr.isatty() and sys.stdout.isatty()):
-        note(result.summary)
+        note(f"{result.summary} · {llm.chat_params.changed(values).words}")
     if not options["as_json"]:
         explain_end(result, limited="max_tokens" in values)
     if interrupted:

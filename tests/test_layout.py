@@ -79,6 +79,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
     "served",
+    "slots",
     "models",
     "metrics",
     "log",
@@ -94,8 +95,10 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "http": {"config", "errors"},
     "protocol": {"http"},
     "served": set(),
-    "models": {"errors", "served", "workers"},
-    "metrics": {"models", "served", "workers"},
+    "slots": {"errors", "served"},
+    "budgets": {"slots"},
+    "models": {"budgets", "errors", "served", "slots", "workers"},
+    "metrics": {"models", "served", "slots", "workers"},
     "service": SERVER_MODELS,
     "guard": {"config", "errors", "http", "keys", "protocol"},
     "pictures": {"workers"},

@@ -31,8 +31,8 @@ from ._output import note
 
 if TYPE_CHECKING:
     from ..progress import Watch
-    from ..server.models import RegistryEntry
     from ..server.served import ServedModel
+    from ..server.slots import RegistryEntry
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -189,7 +189,7 @@ def entry_of(
     """
     from ..memory import parse_bytes, weights_bytes
     from ..models import stoppable
-    from ..server.models import RegistryEntry
+    from ..server.slots import RegistryEntry
 
     options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)

@@ -41,9 +41,10 @@ from ._options import (
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
 
 if TYPE_CHECKING:
-    from ..server.models import ModelRegistry, RegistryEntry
+    from ..server.models import ModelRegistry
     from ..server.page.routes import PageRoutes
     from ..server.service import Fetch
+    from ..server.slots import RegistryEntry
     from ..server.store import ResponseStore
 
 log = logging.getLogger("mlxinfer.server")

@@ -8,19 +8,15 @@ locked.
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core import SamplingParams
 from ..errors import (
     DeviceLostError,
     EngineClosedError,
@@ -29,179 +25,18 @@ from ..errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from ..memory import KV_SHARE, human_bytes
+from ..memory import human_bytes
+from .budgets import kv_budgets
 from .errors import HttpError, ModelLoadError
 from .served import ServedModel
+from .slots import BUSY_RETRY_S, ModelSlot, RegistryEntry, State
 from .workers import apart, in_background
 
-FIRST_PAUSE_S = 10.0
-MAX_PAUSE_S = 600.0
-BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
 UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
 CLOSE_S = 30.0  # that all may take at the end of the server
 POLL_S = 0.02
 TEND_S = 0.5  # between two checks for idle models
 log = logging.getLogger("mlxinfer.server")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryEntry:
-    """One model that a server may load.
-
-    Attributes:
-        name: that requests and answers use.
-        load: makes the model run within so many bytes, weights and KV cache together (the cache
-            alone has `kv_bytes`, where that is given); called off the event loop.
-        weights_bytes: as its files say. The true size is known once it was loaded.
-        aliases: further names that requests may use; `*` in one stands for anything.
-        kv_bytes: a KV budget of its own; None: a share of the server's.
-        pinned: loaded at the start, and never unloaded.
-        preload: loaded at the start, as far as there is room.
-        ttl_s: seconds without a request after which it is unloaded; None: never.
-        created_s: seconds since 1970.
-        source: a repository, a folder or a bundled name by which the model was asked for.
-        kv_bits: of keys and of values in its KV cache; None: as computed.
-        adapters: that it has from its first load on: name -> folder.
-        stop: makes a load that is under way raise soon, and all later ones: the server ends.
-    """
-
-    name: str
-    load: Callable[[int], ServedModel]
-    weights_bytes: int = 0
-    aliases: tuple[str, ...] = ()
-    kv_bytes: int | None = None
-    pinned: bool = False
-    preload: bool = False
-    ttl_s: float | None = None
-    created_s: int = 0
-    source: str = ""
-    kv_bits: tuple[int | None, int | None] = (None, None)
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    stop: Callable[[], None] = lambda: None
-
-
-class State(StrEnum):
-    """Whether a model is in memory, or being loaded or unloaded."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    UNLOADING = "unloading"
-
-
-@dataclass(slots=True, eq=False)
-class ModelSlot:
-    """One model of the server: its entry, its state and its users.
-
-    Attributes:
-        users: calls that use it or wait for it; while there is one it stays.
-        clock: monotonic seconds.
-        used_s: when the last user left.
-        pinned: never unloaded; at first as the entry says.
-        leaving: explicit unloads in progress; meanwhile new requests are refused.
-        adapters: that it has whenever it is loaded: name -> folder.
-        adapter_failures: why some adapters are missing although the model is loaded.
-        retry_s: after failures in a row it is not loaded before.
-    """
-
-    entry: RegistryEntry
-    kv_bytes: int
-    weights_bytes: int
-    clock: Callable[[], float] = time.monotonic
-    state: State = State.UNLOADED
-    served: ServedModel | None = None
-    users: int = 0
-    used_s: float = 0.0
-    leaving: int = 0
-    loading: "asyncio.Task[ServedModel] | None" = None
-    opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
-    failure: Exception | None = None  # why the last try to load it failed
-    adapter_failures: dict[str, Exception] = field(default_factory=dict)
-    failures_in_a_row: int = 0
-    retry_s: float = 0.0
-    max_context: int | None = None  # known once it was loaded
-    capabilities: dict[str, bool] | None = None  # the same
-    defaults: SamplingParams | None = None  # the same
-    num_loads: int = 0
-    num_failures: int = 0  # loads that failed
-    unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
-    pinned: bool = field(init=False)
-    adapters: dict[str, Path] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pinned = self.entry.pinned
-        self.adapters = dict(self.entry.adapters)
-
-    def check_adapter(self, name: str) -> None:
-        """Raise ModelLoadError where an adapter could not be loaded with the model."""
-        if name in self.adapter_failures:
-            raise ModelLoadError(
-                f"The adapter {name} of {self.entry.name} could not be loaded; the server's log "
-                "says why. It is tried again whenever the model is loaded."
-            )
-
-    @property
-    def need_bytes(self) -> int:
-        """Bytes that the model takes when it is loaded."""
-        return self.weights_bytes + self.kv_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that the model takes now; all of them while it is being loaded or unloaded."""
-        return 0 if self.state is State.UNLOADED else self.need_bytes
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the model is in memory."""
-        return self.state is State.LOADED
-
-    @property
-    def idle(self) -> bool:
-        """Loaded, without users, and not pinned: it may be unloaded."""
-        return self.loaded and not self.users and not self.pinned
-
-    @property
-    def ttl_left_s(self) -> float | None:
-        """Seconds until it may be unloaded for idleness; None: that does not happen."""
-        ttl_s = self.entry.ttl_s
-        if ttl_s is None or self.pinned or not self.loaded:
-            return None
-        return ttl_s if self.users else max(self.used_s + ttl_s - self.clock(), 0.0)
-
-    @property
-    def retry_left_s(self) -> float:
-        """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
-        return max(self.retry_s - self.clock(), 0.0) if self.failures_in_a_row else 0.0
-
-    def fail(self) -> float:
-        """Count a failure; returns the seconds until the next attempt.
-
-        A load that fails may have read hundreds of gigabytes, and unloaded other models to make
-        room. So the pause doubles with each failure in a row. A load that succeeds, and an explicit
-        request to load, end it.
-        """
-        doublings = min(self.failures_in_a_row, 30)  # far past the longest pause
-        pause_s = min(FIRST_PAUSE_S * 2**doublings, MAX_PAUSE_S)
-        self.failures_in_a_row += 1
-        self.retry_s = self.clock() + pause_s
-        return pause_s
-
-    def not_loaded(self, left_s: float) -> ModelLoadError:
-        """The error of requests to a model that failed to load, and is tried again in `left_s`."""
-        count = self.failures_in_a_row
-        times = "" if count == 1 else f" {count} times in a row"
-        return ModelLoadError(
-            f"The model {self.entry.name} could not be loaded{times}; the server's log says why. "
-            f"It is tried again in {math.ceil(left_s)} seconds, or by `mlxinfer load`.",
-            retry_after_s=left_s,
-        )
-
-    def stuck(self) -> OverloadedError:
-        """The error of requests to a model that does not end."""
-        return OverloadedError(
-            f"The model {self.entry.name} is stuck while it is unloaded.",
-            retry_after_s=BUSY_RETRY_S,
-        )
 
 
 class ModelRegistry:
@@ -700,71 +535,3 @@ def _end(slot: ModelSlot) -> None:
         served = slot.opening.result()
     if served is not None:
         served.session.close()
-
-
-# -- how memory is divided ----------------------------------------------------------------------
-#
-# The rules, so that people can do the sum themselves. Budgets depend on the settings alone, never
-# on which model was loaded first.
-#
-# - The limit is of weights and KV caches together. By default it is seven tenths of the machine's
-#   memory; the arrays of a step come on top, for a moment.
-# - A model with a KV budget of its own gets that.
-# - If the weights of all models fit together and leave enough, the others share the rest equally,
-#   and nothing is ever unloaded for want of memory.
-# - Otherwise models take turns. Each then gets the same share of what the pinned models and the
-#   largest of the others leave, so that a few of them are loaded at once.
-
-ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
-MIN_KV_BYTES = 8 * 10**6
-
-
-def kv_budgets(slots: Sequence[ModelSlot], limit_bytes: int) -> dict[str, int]:
-    """Bytes of KV cache for each model, by name.
-
-    Raises:
-        InvalidRequestError: a model does not fit beside the pinned ones.
-    """
-    share = _common_share(slots, limit_bytes)
-    budgets = {n.entry.name: share if n.entry.kv_bytes is None else n.entry.kv_bytes for n in slots}
-    for slot in slots:
-        taken = sum(n.weights_bytes + budgets[n.entry.name] for n in _beside(slots, slot))
-        if taken > limit_bytes or (slot.entry.kv_bytes is None and share < MIN_KV_BYTES):
-            raise _does_not_fit(slot, slots, limit_bytes)
-    return budgets
-
-
-def _common_share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
-    """Bytes of KV cache for each model without a budget of its own."""
-    together = _share(slots, limit_bytes)
-    crowds = [_beside(slots, slot) for slot in slots]
-    shares = [_share(c, limit_bytes) for c in crowds if any(n.entry.kv_bytes is None for n in c)]
-    alone = min(shares, default=0)
-    enough = max(alone * ENOUGH_SHARE, MIN_KV_BYTES)
-    return together if together >= enough else int(alone * KV_SHARE)
-
-
-def _beside(slots: Sequence[ModelSlot], one: ModelSlot) -> list[ModelSlot]:
-    """The pinned models and this one, which have to fit into memory together."""
-    return [slot for slot in slots if slot.pinned or slot is one]
-
-
-def _share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
-    """An equal share of the memory that these models leave; at least 0."""
-    sharing = sum(slot.entry.kv_bytes is None for slot in slots)
-    left = limit_bytes - sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in slots)
-    return max(left // max(sharing, 1), 0)
-
-
-def _does_not_fit(
-    one: ModelSlot, slots: Sequence[ModelSlot], limit_bytes: int
-) -> InvalidRequestError:
-    others = [slot for slot in slots if slot.pinned and slot is not one]
-    beside = f" beside the pinned {', '.join(n.entry.name for n in others)}" if others else ""
-    taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *others])
-    return InvalidRequestError(
-        f"The model {one.entry.name} does not fit{beside}: weights and KV caches need "
-        f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "
-        "with --max-memory, or take smaller weights.",
-        param="max_memory",
-    )

@@ -14,8 +14,8 @@ from ..memory import total_memory_bytes
 from .call import Call
 from .http import Body, Plain, RequestBody, encode
 from .metrics import ServerMetrics
-from .models import ModelSlot
 from .service import Health, ServerState
+from .slots import ModelSlot
 
 MAX_DRAIN_S = 3600.0
 RETRY_S = {Health.LOADING: 5, Health.DRAINING: 30, Health.STUCK: 30, Health.FAILING: 10}

@@ -18,8 +18,9 @@ from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
 from .metrics import Admission, EngineStats, RequestMetrics, ServerMetrics
-from .models import ModelRegistry, RegistryEntry
+from .models import ModelRegistry
 from .served import ServedModel
+from .slots import RegistryEntry
 from .store import ResponseStore
 from .workers import Workers
 

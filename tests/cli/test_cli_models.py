@@ -12,7 +12,7 @@ from mlxinfer.configfile import read_config_file
 from mlxinfer.memory import weights_bytes
 from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes
-from mlxinfer.server.models import RegistryEntry
+from mlxinfer.server.slots import RegistryEntry
 from mlxinfer.session.options import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE
 

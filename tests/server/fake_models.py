@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.models import ModelRegistry, RegistryEntry
+from mlxinfer.server.models import ModelRegistry
+from mlxinfer.server.slots import RegistryEntry
 
 MB = 10**6
 
@@ -24,7 +26,7 @@ class FakeModel:
     closed: bool = False
     max_context: int = 2048
     capabilities: dict[str, bool] = field(default_factory=dict)
-    defaults: Any = None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
     created_s: int = 1
     adapters: list[str] = field(default_factory=list)
 

@@ -7,8 +7,9 @@ from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
 from mlxinfer.memory import weights_bytes
-from mlxinfer.server.models import ModelRegistry, RegistryEntry
+from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import RegistryEntry
 from mlxinfer.session.options import EngineOptions
 
 MB = 10**6

@@ -16,10 +16,11 @@ from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.http import Route
-from mlxinfer.server.models import ModelRegistry, RegistryEntry
+from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.run import Server, bind, url_of
 from mlxinfer.server.served import ServedModel
 from mlxinfer.server.service import ServerState
+from mlxinfer.server.slots import RegistryEntry
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
 

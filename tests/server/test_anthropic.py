@@ -14,8 +14,9 @@ from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, strictly
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.models import ModelRegistry, RegistryEntry
+from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import RegistryEntry
 
 TOOLS: Any = [
     {"name": "get_weather", "description": "The weather", "input_schema": CITY},

@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError, MlxinferError
-from mlxinfer.server.models import (
-    MAX_PAUSE_S,
-    MIN_KV_BYTES,
-    ModelRegistry,
-    ModelSlot,
-    RegistryEntry,
-    State,
-    kv_budgets,
-)
+from mlxinfer.server.budgets import MIN_KV_BYTES, kv_budgets
+from mlxinfer.server.models import ModelRegistry
+from mlxinfer.server.slots import MAX_PAUSE_S, ModelSlot, RegistryEntry, State
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)

@@ -19,7 +19,8 @@ from mlxinfer.errors import (
 from mlxinfer.server import models as registry_module
 from mlxinfer.server import workers
 from mlxinfer.server.errors import HttpError, ModelLoadError
-from mlxinfer.server.models import FIRST_PAUSE_S, MAX_PAUSE_S, ModelRegistry, RegistryEntry, State
+from mlxinfer.server.models import ModelRegistry
+from mlxinfer.server.slots import FIRST_PAUSE_S, MAX_PAUSE_S, RegistryEntry, State
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from urllib.parse import parse_qsl
 
 from ..call import Call
 from ..http import Plain, page_of
-from ..models import ModelSlot
+from ..slots import ModelSlot
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),

@@ -20,9 +20,9 @@ from ...memory import weights_bytes
 from ...suggestions import by_balance, fitting
 from ..call import Call
 from ..http import Plain, RequestBody, Route
-from ..models import RegistryEntry
 from ..ops import LoadRequest
 from ..service import ServerState
+from ..slots import RegistryEntry
 from ..workers import Workers
 from .jobs import Job, Jobs
 

@@ -86,6 +86,8 @@ def shown_values(ctx: click.Context) -> list[tuple[str, Any, str]]:
         value = ctx.params[name]
         if "api_key" in name:
             value = f"{len(value)} set" if value else None
+        elif isinstance(value, Path):
+            value = str(value)  # JSON has no paths
         value = list(value) if isinstance(value, tuple) else value
         found.append((parameter.opts[-1].lstrip("-"), value, origin_of(ctx, parameter)))
     return found

@@ -161,7 +161,7 @@ class App:
         if scope["method"] == "POST":
             guard.check_media_type(scope["headers"])
         if not methods:
-            raise HttpError("not_found", "Nothing is served at this path; /docs lists all paths.")
+            raise HttpError("not_found", "Nothing is served at this path.")
         if route is None:
             raise HttpError("method_not_allowed", "This path is there, but not for this method.")
         call.headers += guard.cors_headers(scope, config)

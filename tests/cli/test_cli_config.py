@@ -31,6 +31,17 @@ def test_command_line_before_environment_before_file(
     assert shown["serve"]["drain"] == {"value": 30.0, "origin": "default"}
 
 
+def test_paths_are_shown_as_texts(
+    file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the page too, which gets the same values."""
+    monkeypatch.setenv("MLXINFER_SERVE_KEYS_FILE", str(file))
+    monkeypatch.setenv("MLXINFER_SERVE_HOSTFILE", str(file))
+    shown = json.loads(outcome("config", "show", "--json").out)["serve"]
+    for name in ("keys-file", "hostfile"):
+        assert shown[name] == {"value": str(file), "origin": "environment"}
+
+
 def test_the_table_names_the_origin_and_hides_keys(file: Path, outcome: Any) -> None:
     lines = outcome("config", "show", "--origin").out.splitlines()
     assert lines[0] == f"# {file}"

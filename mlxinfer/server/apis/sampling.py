@@ -261,7 +261,7 @@ def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> No
 
 # -- the form of an answer: a GrammarSpec -------------------------------------------------------
 
-_SCHEMA = Meta(description="JSON schema")  # /docs lists fields of any type only if described
+_SCHEMA = Meta(description="JSON schema")
 _REGEX = Meta(description="regular expression")
 
 

@@ -24,6 +24,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import engine  # noqa: E402
 
 from mlxinfer import hub  # noqa: E402
 
@@ -36,6 +37,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+engine.MAX_SHRINKING_SECONDS = 20  # not 300: a broken tree would take an hour to say that it is
 
 
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.

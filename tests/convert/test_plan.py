@@ -102,30 +102,30 @@ def test_mixed_is_a_target(tmp_path: Path) -> None:
         make_recipe("mixed", group_size=32)
 
 
-@pytest.mark.parametrize(
-    ("path", "bits"),
-    [
-        ("model.layers.0.mlp.gate", 8),
-        ("model.layers.0.mlp.router", 8),
-        ("model.layers.0.mlp.gate_proj", 0),
-        ("model.layers.0.linear_attn.out_proj", 8),
-        ("model.layers.0.linear_attn.in_proj_qkv", 6),
-        ("model.layers.0.mamba.out_proj", 8),
-        ("model.layers.0.mixer.in_proj", 6),
-        ("model.layers.0.router.proj", 8),
-        ("model.layers.0.block_sparse_moe.router.layer", 8),
-        ("mtp.fc", 8),
-        ("mtp.layers.0.mlp.up_proj", 4),
-        ("model.layers.0.mlp.shared_expert.up_proj", 5),
-        ("model.layers.0.mlp.shared_expert_gate", 8),
-        ("model.embed_tokens", 4),
-        ("lm_head", 4),
-        ("model.layers.0.self_attn.o_proj", 0),
-    ],
-)
-def test_the_least_bits_of_a_layer(path: str, bits: int) -> None:
-    assert floor_bits(path) == bits
-    assert raised(affine(2, 32), path).bits == max(2, bits)
+LEAST_BITS = {
+    "model.layers.0.mlp.gate": 8,
+    "model.layers.0.mlp.router": 8,
+    "model.layers.0.mlp.gate_proj": 0,
+    "model.layers.0.linear_attn.out_proj": 8,
+    "model.layers.0.linear_attn.in_proj_qkv": 6,
+    "model.layers.0.mamba.out_proj": 8,
+    "model.layers.0.mixer.in_proj": 6,
+    "model.layers.0.router.proj": 8,
+    "model.layers.0.block_sparse_moe.router.layer": 8,
+    "mtp.fc": 8,
+    "mtp.layers.0.mlp.up_proj": 4,
+    "model.layers.0.mlp.shared_expert.up_proj": 5,
+    "model.layers.0.mlp.shared_expert_gate": 8,
+    "model.embed_tokens": 4,
+    "lm_head": 4,
+    "model.layers.0.self_attn.o_proj": 0,
+}
+
+
+def test_the_least_bits_of_a_layer() -> None:
+    assert {path: floor_bits(path) for path in LEAST_BITS} == LEAST_BITS
+    for path, bits in LEAST_BITS.items():
+        assert raised(affine(2, 32), path).bits == max(2, bits), path
 
 
 def output(name: str, dtype: str = "float32", **more: object) -> OutputTensor:
@@ -163,27 +163,27 @@ def test_a_target_chooses_neither_for_routers_nor_for_what_was_said(tmp_path: Pa
 SAID = ConversionOptions(recipe=make_recipe("4bit"), calibration="text")
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(SAID, recipe=make_recipe("8bit")),
-        replace(SAID, recipe=make_recipe("4bit", group_size=32)),
-        replace(SAID, recipe=make_recipe("4bit", dtype="float16")),
-        replace(SAID, recipe=make_recipe("4bit", overrides=("lm_head=8bit",))),
-        replace(SAID, recipe=make_recipe("4bit", keep_format=True)),
-        replace(SAID, target_bpw=4.5),
-        replace(SAID, target_bytes=1000),
-        replace(SAID, searched=False),
-        replace(SAID, calibration="another"),
-        replace(SAID, check_text="another"),
-        replace(SAID, shard_bytes=1000),
-        replace(SAID, figures=False),
-        replace(SAID, check_tensors=False),
-    ],
-)
-def test_whatever_shapes_the_output_is_part_of_what_is_resumed(other: ConversionOptions) -> None:
-    assert identity(other, comparing=True) != identity(SAID, comparing=True)
-    assert identity(other, comparing=True) != identity(other, comparing=False)
+OTHERS = [
+    replace(SAID, recipe=make_recipe("8bit")),
+    replace(SAID, recipe=make_recipe("4bit", group_size=32)),
+    replace(SAID, recipe=make_recipe("4bit", dtype="float16")),
+    replace(SAID, recipe=make_recipe("4bit", overrides=("lm_head=8bit",))),
+    replace(SAID, recipe=make_recipe("4bit", keep_format=True)),
+    replace(SAID, target_bpw=4.5),
+    replace(SAID, target_bytes=1000),
+    replace(SAID, searched=False),
+    replace(SAID, calibration="another"),
+    replace(SAID, check_text="another"),
+    replace(SAID, shard_bytes=1000),
+    replace(SAID, figures=False),
+    replace(SAID, check_tensors=False),
+]
+
+
+def test_whatever_shapes_the_output_is_part_of_what_is_resumed() -> None:
+    for other in OTHERS:
+        assert identity(other, comparing=True) != identity(SAID, comparing=True), other
+        assert identity(other, comparing=True) != identity(other, comparing=False)
 
 
 def test_code_is_never_carried_along(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ The merge is numpy's, on the tensors of the checkpoint: nothing of it is shared 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,3 @@ def dense_tensors(base: Path) -> dict[str, mx.array]:
         form = (how["group_size"], how["bits"], how.get("mode", "affine"))
         tensors[f"{path}.weight"] = mx.dequantize(*parts, *form)
     return tensors
-
-
-def names_of(drawn: Sequence[Drawn]) -> set[str]:
-    """Every path that one of these changes."""
-    return {path for each in drawn for path in each.a}

@@ -422,13 +422,14 @@ class Engine:
             wait_s: for the first one; None: until it comes.
         """
         came = False
-        while True:
+        while wait_s != 0.0 or not self._inbox.empty():
             try:
-                message = self._inbox.get(wait_s != 0.0, wait_s)
+                message = self._inbox.get(timeout=wait_s)
             except queue.Empty:
-                return came
+                break
             message()
             came, wait_s = True, 0.0
+        return came
 
     def _add(self, request: Any, checked: Any, listener: Listener) -> None:
         self._listeners[request.id] = listener

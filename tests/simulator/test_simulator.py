@@ -81,7 +81,7 @@ def test_random_programs_with_pictures_share_what_was_computed_of_equal_ones() -
             for _, start in asked.request.pictures:
                 cached += asked.sequence.num_cached > start
     print(f"\n{seen} passes of the tower, {cached} pictures were cached")
-    assert NUM_SEEDS < 30 or (seen > 40 and cached > 10)
+    assert NUM_SEEDS < 30 or (seen > NUM_SEEDS // 2 and cached > NUM_SEEDS // 8)
 
 
 def test_a_sequence_that_is_admitted_again_while_nothing_runs_has_new_tables() -> None:

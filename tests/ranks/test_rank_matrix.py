@@ -360,7 +360,7 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
         rows = [s for step in [launched, *in_flight] for s in step.batch.decodes.sequences]
         alone = len(harness.loop.scheduler.queues.unfinished()) == 1
         assert alone or len({s.request.id for s in rows}) == len(rows), "a row is in two steps"
-        seen.append((len(launched.batch.decodes), len(in_flight)))
+        seen.append((len(launched.batch.decodes.sequences), len(in_flight)))
         return commit(launched)
 
     harness.loop._commit = read  # type: ignore[method-assign]

@@ -56,7 +56,8 @@ class Database:
             if self._db is None:
                 self._db = self._open()
             try:
-                yield self._db
+                with _decoding():
+                    yield self._db
             except sqlite3.DatabaseError as error:
                 if self._sets_aside and is_damaged(error):
                     self._db.close()
@@ -101,7 +102,8 @@ class Database:
             self.path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
         try:
-            self._prepare(db)
+            with _decoding():
+                self._prepare(db)
         except BaseException:  # interrupted as well as failed
             db.close()
             raise
@@ -118,6 +120,17 @@ class Database:
         log.error(
             "%s is damaged (%s); it is kept as %s, and a new one begins", self.path, error, kept
         )
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Raise DatabaseError where a message of SQLite quotes a damaged file and is no UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        damaged = sqlite3.DatabaseError("the file holds names that are no UTF-8")
+        damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise damaged from error
 
 
 def is_damaged(error: sqlite3.DatabaseError) -> bool:

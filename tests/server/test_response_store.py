@@ -199,6 +199,17 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, begin: int) -> None:
     assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
 
 
+def test_a_file_with_names_that_are_no_text_is_set_aside(tmp_path: Path) -> None:
+    """SQLite quotes them in the message of its error, which then is no UTF-8."""
+    path = tmp_path / "responses.db"
+    ResponseStore(path).close()
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE", b"CREATE TAB\x80E"))
+    store = ResponseStore(path)
+    store.put("", stored(3))
+    assert store.chain("", "r3") is not None
+    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+
+
 def test_a_place_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "home"
     folder.write_text("in the way")

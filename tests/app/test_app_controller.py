@@ -160,17 +160,15 @@ def another_program(answer: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("answer", [b"<h1>Hello</h1>", b'{"requests": 1}', b"[]"])
-def test_another_program_at_the_address_is_said_and_left_alone(
-    tmp_path: Path, answer: bytes
-) -> None:
-    with another_program(answer) as url:
-        controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
-        controller.change(Settings(url=url))
-        assert controller.refresh().phase is Phase.FOREIGN
-        with pytest.raises(StartError, match="Another program answers"):
-            controller.start()
-        assert not (tmp_path / "server.json").exists()
+def test_another_program_at_the_address_is_said_and_left_alone(tmp_path: Path) -> None:
+    for answer in (b"<h1>Hello</h1>", b'{"requests": 1}', b"[]"):
+        with another_program(answer) as url:
+            controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+            controller.change(Settings(url=url))
+            assert controller.refresh().phase is Phase.FOREIGN, answer
+            with pytest.raises(StartError, match="Another program answers"):
+                controller.start()
+            assert not (tmp_path / "server.json").exists()
 
 
 def test_a_server_is_started_on_this_machine_alone(tmp_path: Path) -> None:

@@ -14,16 +14,11 @@ from live_server import wait_until
 from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError, start_of
 from mlxinfer.app.settings import Settings
+from tests.bench.processes import free_port
 
 pytestmark = pytest.mark.ci
 
 DEADLINE_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def app(folder: Path, notices: list[tuple[str, str]], port: int) -> AppController:
@@ -123,9 +118,9 @@ def test_a_process_id_that_was_given_to_another_program_is_not_ended(tmp_path: P
         other.communicate(b"\n")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', '{"pid": 1}'])
-def test_a_broken_record_is_no_server(tmp_path: Path, content: str) -> None:
-    (tmp_path / "server.json").write_text(content)
-    process = ServerProcess(tmp_path)
-    process.attach()
-    assert not process.alive()
+def test_a_broken_record_is_no_server(tmp_path: Path) -> None:
+    for content in ("", "{", "[]", '{"pid": "x"}', '{"pid": 1}'):
+        (tmp_path / "server.json").write_text(content)
+        process = ServerProcess(tmp_path)
+        process.attach()
+        assert not process.alive(), content

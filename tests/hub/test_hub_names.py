@@ -28,10 +28,10 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name", WRONG, ids=lambda name: f"{name!r:.20}")
-def test_names_that_the_hub_cannot_hold_are_refused(name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="is not a model name"):
-        parse_repo_name(name)
+def test_names_that_the_hub_cannot_hold_are_refused() -> None:
+    for name in WRONG:
+        with pytest.raises(ModelNotFoundError, match="is not a model name"):
+            parse_repo_name(name)
 
 
 @given(st.text(max_size=40))

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from bad_input import unharmed
 from live_server import LiveServer
 from scripted import ScriptedServer
+from sdk_clients import openai_client
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,14 @@ def scripted() -> Iterator[ScriptedServer]:
     """A server with a model that says what a test tells it to."""
     with ScriptedServer() as server:
         yield server
+
+
+@pytest.fixture
+def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of that server."""
+    with openai_client(scripted) as client:
+        yield client
+    scripted.check_idle()
 
 
 @pytest.fixture(scope="module")

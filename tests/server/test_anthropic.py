@@ -261,26 +261,21 @@ def test_hosted_tools_and_their_blocks_are_skipped_and_named(
     )
 
 
-@pytest.mark.parametrize(
-    ("tool", "given"),
-    [
-        ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
-        (
-            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
-            {"command": "view", "path": "/a"},
-        ),
-        ({"type": "memory_20250818", "name": "memory"}, {"command": "view", "path": "/memories"}),
-    ],
-)
 def test_tools_of_anthropics_schemas_are_called(
-    scripted: ScriptedServer, client: anthropic.Anthropic, tool: Any, given: Any
+    scripted: ScriptedServer, client: anthropic.Anthropic
 ) -> None:
-    said = json.dumps({"name": tool["name"], "arguments": given})
-    with scripted.says(f"<tool_call>{said}</tool_call>"):
-        answer = ask(client, tools=[tool])
-        assert '"command"' in scripted.prompt
-    (block,) = answer.content
-    assert (block.name, block.input) == (tool["name"], given)
+    view = {"command": "view", "path": "/a"}
+    for kind, name, given in (
+        ("bash_20250124", "bash", {"command": "ls"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", view),
+        ("memory_20250818", "memory", view),
+    ):
+        said = json.dumps({"name": name, "arguments": given})
+        with scripted.says(f"<tool_call>{said}</tool_call>"):
+            answer = ask(client, tools=[{"type": kind, "name": name}])
+            assert '"command"' in scripted.prompt
+        (block,) = answer.content
+        assert (block.name, block.input) == (name, given)
 
 
 def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
@@ -329,15 +324,6 @@ def models_client(lazy: LiveServer) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_models_are_listed(models_client: anthropic.Anthropic) -> None:
-    page = models_client.models.list()
-    assert [model.id for model in page.data] == NAMES
-    assert (page.first_id, page.last_id, page.has_more) == ("one", "three", False)
-    assert {model.lifecycle for model in page.data} == {"active"}
-    assert {model.type for model in page.data} == {"model"}
-    assert [model.display_name for model in page.data] == NAMES
-
-
 def test_a_model_is_shown(live: LiveServer) -> None:
     with anthropic_client(live) as models_client:
         model = models_client.models.retrieve("demo")
@@ -347,20 +333,18 @@ def test_a_model_is_shown(live: LiveServer) -> None:
     ) * 2
 
 
-def test_pages_add_up(models_client: anthropic.Anthropic) -> None:
+def test_models_are_listed_in_pages(models_client: anthropic.Anthropic) -> None:
+    page = models_client.models.list()
+    assert (page.first_id, page.last_id, page.has_more) == ("one", "three", False)
+    assert {(model.lifecycle, model.type) for model in page.data} == {("active", "model")}
+    assert [model.display_name for model in page.data] == NAMES
     for limit in (1, 2, 3):
         assert [model.id for model in models_client.models.list(limit=limit)] == NAMES
     assert [model.id for model in models_client.beta.models.list().data] == NAMES
-
-
-def test_pages_before(models_client: anthropic.Anthropic) -> None:
     page = models_client.models.list(before_id="three", limit=1)
     assert ([model.id for model in page.data], page.has_more) == (["two"], True)
     assert [model.id for model in page.get_next_page().data] == ["one"]
     assert models_client.models.list(before_id="one").data == []
-
-
-def test_none_is_retired(models_client: anthropic.Anthropic) -> None:
     assert models_client.models.list(lifecycle=["retired"]).data == []
     assert len(models_client.models.list(lifecycle=["active", "retired"]).data) == len(NAMES)
 

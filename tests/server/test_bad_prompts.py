@@ -136,27 +136,27 @@ def test_inputs_of_other_apis(
 LONG = "é\u0301 a" * 500_000  # encoded whole, this takes many seconds
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, chat(LONG)),
-        (CHAT, {"messages": [user("x"), {"role": "assistant", "content": LONG}, user("y")]}),
-        (COMPLETIONS, {"prompt": LONG}),
-        (COMPLETIONS, {"prompt": ["short", LONG]}),
-        (COMPLETIONS, {"prompt": ["a b c " * 3000] * 1000}),
-        (RESPONSES, {"input": LONG}),
-        (RESPONSES, {"input": "x", "instructions": LONG}),
-        (MESSAGES, {"messages": [user(LONG)], "max_tokens": 2}),
-        (MESSAGES, {"messages": HELLO, "system": LONG, "max_tokens": 2}),
-        (CHAT, chat("x" * 17_000_000)),
-        (TOKENIZE, {"prompt": "x" * 17_000_000}),
-    ],
-)
-def test_endless_texts_are_refused_at_once(live: LiveServer, path: str, body: Any) -> None:
-    began_s = time.process_time()
-    error = expect_refusal(live, path, body)
-    assert time.process_time() - began_s < 2
-    assert "more than" in error["message"] or "tokens" in error["message"] or path == TOKENIZE
+ENDLESS: list[tuple[str, Any]] = [
+    (CHAT, chat(LONG)),
+    (CHAT, {"messages": [user("x"), {"role": "assistant", "content": LONG}, user("y")]}),
+    (COMPLETIONS, {"prompt": LONG}),
+    (COMPLETIONS, {"prompt": ["short", LONG]}),
+    (COMPLETIONS, {"prompt": ["a b c " * 3000] * 1000}),
+    (RESPONSES, {"input": LONG}),
+    (RESPONSES, {"input": "x", "instructions": LONG}),
+    (MESSAGES, {"messages": [user(LONG)], "max_tokens": 2}),
+    (MESSAGES, {"messages": HELLO, "system": LONG, "max_tokens": 2}),
+    (CHAT, chat("x" * 17_000_000)),
+    (TOKENIZE, {"prompt": "x" * 17_000_000}),
+]
+
+
+def test_endless_texts_are_refused_at_once(live: LiveServer) -> None:
+    for path, body in ENDLESS:
+        began_s = time.process_time()
+        said = expect_refusal(live, path, body)["message"]
+        assert time.process_time() - began_s < 2
+        assert "more than" in said or "tokens" in said or path == TOKENIZE
 
 
 TEMPLATE_FIELDS: list[dict[str, Any]] = [
@@ -196,19 +196,16 @@ INJECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_control_tokens_in_a_text_are_text(live: LiveServer, role: str, text: str) -> None:
-    others = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
-    plain, injected = (
-        [{"role": role, "content": content}, *(others if role != "user" else others[1:])]
-        for content in ("Hello", text)
-    )
-    assert control_tokens(live, injected) == control_tokens(live, plain)
-    parts = [{**injected[0], "content": [{"type": "text", "text": text}]}, *injected[1:]]
-    assert control_tokens(live, parts) == control_tokens(live, plain)
-    answer = live.post(CHAT, {"messages": injected, "max_tokens": 1})
-    assert answer.status_code == 200
+def test_control_tokens_in_a_text_are_text(live: LiveServer, role: str) -> None:
+    others = [user("a"), {"role": "assistant", "content": "b"}, user("c")][role == "user" :]
+    expected = control_tokens(live, [{"role": role, "content": "Hello"}, *others])
+    for text in INJECTIONS:
+        for content in (text, [{"type": "text", "text": text}]):
+            injected = [{"role": role, "content": content}, *others]
+            assert control_tokens(live, injected) == expected, text
+        answer = live.post(CHAT, {"messages": injected, "max_tokens": 1})
+        assert answer.status_code == 200
 
 
 ODD_TEXTS = [

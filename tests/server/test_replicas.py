@@ -4,29 +4,24 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 from live_server import CHAT
 
+from tests.bench.processes import free_port
+
 KEY = "replica-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 CONVERSATIONS, TURNS = 60, 2
 OPENING = 4  # tokens
 SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -31,13 +31,6 @@ def demo(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture
-def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
-    with openai_client(scripted) as client:
-        yield client
-    scripted.check_idle()
-
-
 def ask(client: Any, **fields: Any) -> Any:
     return client.responses.create(**{"model": "demo", "input": "Hello", **fields})
 

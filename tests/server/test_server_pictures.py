@@ -388,28 +388,26 @@ def test_a_picture_is_fetched_also_behind_a_redirect(site: str) -> None:
     assert pictures.fetch_picture(f"{site}/to?{site}/red.png", "here") == RED
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("/page", "of type 'text/html'"),
-        ("/missing", "status 404"),
-        ("/large", "more than 1,000 bytes"),
-        ("/to?/to?/to?/to?/red.png", "redirects more than 3 times"),
-        ("/to?http://127.0.0.1:1/red.png", "not public"),
-        ("/to?http://localhost:1/red.png", "not public"),
-        ("/to?http://[::1]:1/red.png", "not public"),
-        ("/to?file:///etc/passwd", "is no http URL"),
-        ("/to?ftp://example.com/", "is no http URL"),
-        ("/to?http://a:b@example.com/", "is no http URL"),
-        ("/to?http://x:99999999/", "cannot be fetched"),
-    ],
-)
-def test_what_is_not_fetched(
-    site: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NOT_FETCHED = {
+    "/page": "of type 'text/html'",
+    "/missing": "status 404",
+    "/large": "more than 1,000 bytes",
+    "/to?/to?/to?/to?/red.png": "redirects more than 3 times",
+    "/to?http://127.0.0.1:1/red.png": "not public",
+    "/to?http://localhost:1/red.png": "not public",
+    "/to?http://[::1]:1/red.png": "not public",
+    "/to?file:///etc/passwd": "is no http URL",
+    "/to?ftp://example.com/": "is no http URL",
+    "/to?http://a:b@example.com/": "is no http URL",
+    "/to?http://x:99999999/": "cannot be fetched",
+}
+
+
+def test_what_is_not_fetched(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_BYTES", 1000)
-    with pytest.raises(PictureError, match=said):
-        pictures.fetch_picture(site + path, "here")
+    for path, said in NOT_FETCHED.items():
+        with pytest.raises(PictureError, match=said):
+            pictures.fetch_picture(site + path, "here")
 
 
 def test_a_server_that_sends_byte_after_byte_is_left(
@@ -433,23 +431,20 @@ def test_a_name_that_is_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> No
     answered.set()
 
 
-@pytest.mark.parametrize(
-    ("url", "port", "host"),
-    [
+def test_port_and_host_of_a_url() -> None:
+    for url, port, host in (
         ("http://[2606:2800::1]/a", 80, "[2606:2800::1]"),
         ("https://name.example/a", 443, "name.example"),
         ("https://name.example:8443/a", 8443, "name.example:8443"),
         ("https://name.example:80/a", 80, "name.example:80"),
-    ],
-)
-def test_port_and_host_of_a_url(url: str, port: int, host: str) -> None:
-    sent = bytearray()
-    connection = pictures._PinnedConnection(urlsplit(url), "192.0.2.1", time.monotonic() + 9)
-    connection.connect = lambda: None  # type: ignore[method-assign]
-    connection.send = sent.extend  # type: ignore[method-assign, assignment]
-    connection.request("GET", "/a")
-    assert connection.port == port
-    assert f"Host: {host}\r\n".encode() in sent
+    ):
+        sent = bytearray()
+        connection = pictures._PinnedConnection(urlsplit(url), "192.0.2.1", time.monotonic() + 9)
+        connection.connect = lambda: None  # type: ignore[method-assign]
+        connection.send = sent.extend  # type: ignore[method-assign, assignment]
+        connection.request("GET", "/a")
+        assert connection.port == port
+        assert f"Host: {host}\r\n".encode() in sent
 
 
 def test_the_pictures_of_a_request_have_limits_together(

@@ -26,13 +26,6 @@ from sdk_clients import (
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
-    with openai_client(scripted) as client:
-        yield client
-    scripted.check_idle()
-
-
 def ask(client: Any, **fields: Any) -> Any:
     return client.chat.completions.create(
         **{"model": "demo", "messages": HI, "tools": CHAT_TOOLS, **fields}

@@ -40,28 +40,28 @@ def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
     assert answer_prefix(tokenizer, THINK, ids) == ""
 
 
+ENDINGS = [
+    ("{start}\n", "{start}\n"),
+    ("{start}{stop}{start}", "{start}"),
+    ("{start}a{stop}b", None),
+    ("{start}\n\n{stop}\n\n", None),
+    ("{stop}", ""),
+    ("Hello", ""),
+]
+
+
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
 @pytest.mark.parametrize("before", ["", ASKED, PAST], ids=["plain", "asked", "past"])
-@pytest.mark.parametrize(
-    ("end", "thought"),
-    [
-        ("{start}\n", "{start}\n"),
-        ("{start}{stop}{start}", "{start}"),
-        ("{start}a{stop}b", None),
-        ("{start}\n\n{stop}\n\n", None),
-        ("{stop}", ""),
-        ("Hello", ""),
-    ],
-)
-def test_a_thought_is_open_until_its_end_tag(reasoning, before, end, thought):
-    tags = {"start": reasoning.start, "stop": reasoning.end}
-    prompt = (before + end).format(**tags)
-    found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
-    if thought is None:
-        assert not reasoning.is_open(found)
-        return
-    assert not reasoning.is_closed(found)
-    assert found.strip() == thought.format(**tags).strip()
+def test_a_thought_is_open_until_its_end_tag(reasoning, before) -> None:
+    for end, thought in ENDINGS:
+        tags = {"start": reasoning.start, "stop": reasoning.end}
+        prompt = (before + end).format(**tags)
+        found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
+        if thought is None:
+            assert not reasoning.is_open(found)
+            return
+        assert not reasoning.is_closed(found)
+        assert found.strip() == thought.format(**tags).strip()
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])

@@ -46,31 +46,31 @@ def test_pictures_are_taken_out_in_their_order() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ("Hello", r"messages is 'Hello'; expected a list such as \[\{"),
-        (HELLO, r"messages is \{'role'"),
-        ([], r"messages is \[\]"),
-        (["Hello"], r"messages\[0\] is 'Hello'; expected one such as"),
-        ([{"content": "Hello"}], r"messages\[0\] is \{'content'"),
-        ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content is 3; expected a text"),
-        ([{"role": "user", "content": ["Hello"]}], r"content\[0\] is 'Hello'; expected \{\"type\""),
-        (
-            [{"role": "user", "content": [part("see"), {"type": "image_url", "image_url": "x"}]}],
-            r"messages\[0\].content\[1\].image_url is 'x'; expected a data: URL",
-        ),
-        ([{"role": "user", "content": [part("a", "audio")]}], r"content\[0\] is of type 'audio'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image is missing"),
-        ([{"role": "user", "content": [part(None)]}], r"content\[0\].text is None"),
-        ([{"role": "user", "content": b"x" * 100}], r"content is b'x+…; expected a text"),
-    ],
-)
-def test_anything_else_is_named(messages: Any, problem: str) -> None:
-    with pytest.raises(InvalidRequestError, match=problem) as caught:
-        read_messages(messages)
-    assert caught.value.param == "messages"
+WRONG = [
+    ("Hello", r"messages is 'Hello'; expected a list such as \[\{"),
+    (HELLO, r"messages is \{'role'"),
+    ([], r"messages is \[\]"),
+    (["Hello"], r"messages\[0\] is 'Hello'; expected one such as"),
+    ([{"content": "Hello"}], r"messages\[0\] is \{'content'"),
+    ([HELLO, {"role": "user"}], r"messages\[1\] has no content"),
+    ([{"role": "user", "content": 3}], r"messages\[0\].content is 3; expected a text"),
+    ([{"role": "user", "content": ["Hello"]}], r"content\[0\] is 'Hello'; expected \{\"type\""),
+    (
+        [{"role": "user", "content": [part("see"), {"type": "image_url", "image_url": "x"}]}],
+        r"messages\[0\].content\[1\].image_url is 'x'; expected a data: URL",
+    ),
+    ([{"role": "user", "content": [part("a", "audio")]}], r"content\[0\] is of type 'audio'"),
+    ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image is missing"),
+    ([{"role": "user", "content": [part(None)]}], r"content\[0\].text is None"),
+    ([{"role": "user", "content": b"x" * 100}], r"content is b'x+…; expected a text"),
+]
+
+
+def test_anything_else_is_named() -> None:
+    for messages, problem in WRONG:
+        with pytest.raises(InvalidRequestError, match=problem) as caught:
+            read_messages(messages)
+        assert caught.value.param == "messages"
 
 
 def test_videos_are_taken_out_with_the_rate_of_their_frames() -> None:

@@ -1,25 +1,24 @@
 """Prompts with a gap: which tokens divide them, and in which order the texts stand."""
 
-import pytest
 from text_data import load_tokenizer, tokenizer_with
 
 from mlxinfer.text import fim_tokens
 from mlxinfer.text.fim import _MARKS
 
 
-@pytest.mark.parametrize("marks", _MARKS, ids=str)
-def test_the_gap_is_at_the_end_of_the_prompt(marks):
-    tokenizer = tokenizer_with(tokens=[*(mark for mark in marks if mark), "<|fim_pad|>"])
-    prefix, suffix, middle = marks
-    tokens = fim_tokens(tokenizer)
-    ids = tokens.prompt_ids(tokenizer, "def f(x):", "return y\n")
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    if middle is None:
-        assert text == f"{suffix}return y\n{prefix}def f(x):"
-    else:
-        assert text == f"{prefix}def f(x):{suffix}return y\n{middle}"
-    assert tokenizer.piece_to_id("<|fim_pad|>") in tokens.end_ids
-    assert tokenizer.eos_token_ids <= tokens.end_ids
+def test_the_gap_is_at_the_end_of_the_prompt() -> None:
+    for marks in _MARKS:
+        tokenizer = tokenizer_with(tokens=[*(mark for mark in marks if mark), "<|fim_pad|>"])
+        prefix, suffix, middle = marks
+        tokens = fim_tokens(tokenizer)
+        ids = tokens.prompt_ids(tokenizer, "def f(x):", "return y\n")
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        if middle is None:
+            assert text == f"{suffix}return y\n{prefix}def f(x):"
+        else:
+            assert text == f"{prefix}def f(x):{suffix}return y\n{middle}"
+        assert tokenizer.piece_to_id("<|fim_pad|>") in tokens.end_ids
+        assert tokenizer.eos_token_ids <= tokens.end_ids
 
 
 def test_control_tokens_in_the_texts_stay_text():

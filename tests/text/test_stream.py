@@ -105,25 +105,25 @@ def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     assert run(after, ids)[0] == "a b c d e"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>\nhm\n</think>\n\nyes", ("yes", "hm")),
-        ("<think></think>yes", ("yes", "")),
-        ("\n<think>hm</think>yes", ("yes", "hm")),
-        ("yes <think>hm</think>", ("yes <think>hm</think>", "")),
-        ("<think>a</think>b<think>c</think>", ("b<think>c</think>", "a")),
-        ("<think>endless", ("", "endless")),
-        ("<think>half</thi", ("", "half</thi")),
-        ("<thi", ("<thi", "")),
-        ("  plain ", ("  plain ", "")),
-        ("<think>a\n\n b\n</think>  c  ", ("c  ", "a\n\n b")),
-        ("", ("", "")),
-    ],
-)
-def test_reasoning_between_tags(text, expected):
-    tokenizer = load_tokenizer("bytelevel")
-    assert answer(tokenizer, text, reasoning=THINK) == expected
+THOUGHTS = [
+    ("<think>\nhm\n</think>\n\nyes", ("yes", "hm")),
+    ("<think></think>yes", ("yes", "")),
+    ("\n<think>hm</think>yes", ("yes", "hm")),
+    ("yes <think>hm</think>", ("yes <think>hm</think>", "")),
+    ("<think>a</think>b<think>c</think>", ("b<think>c</think>", "a")),
+    ("<think>endless", ("", "endless")),
+    ("<think>half</thi", ("", "half</thi")),
+    ("<thi", ("<thi", "")),
+    ("  plain ", ("  plain ", "")),
+    ("<think>a\n\n b\n</think>  c  ", ("c  ", "a\n\n b")),
+    ("", ("", "")),
+]
+
+
+def test_reasoning_between_tags() -> None:
+    for text, expected in THOUGHTS:
+        tokenizer = load_tokenizer("bytelevel")
+        assert answer(tokenizer, text, reasoning=THINK) == expected
 
 
 def test_the_prompt_may_have_opened_the_tag(tokenizer):
@@ -156,34 +156,34 @@ def test_stop_strings_are_looked_for_in_the_answer_only(tokenizer):
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "<|channel|>analysis<|message|>hm<|end|>"
-            "<|start|>assistant<|channel|>final<|message|>yes<|return|>",
-            ("yes", "hm"),
-        ),
-        ("<|channel|>final<|message|>yes", ("yes", "")),
-        ("<|message|>yes", ("yes", "")),
-        ("plain answer", ("plain answer", "")),
-        ("<|channel|>analysis<|message|>cut off", ("", "cut off")),
-        ("<|channel|>analysis<|message|>hm<|end|><|start|>assist", ("", "hm")),
-        ("<|channel|>commentary<|message|>I look it up.<|end|>", ("I look it up.", "")),
-        (CALL, ("<|start|>" + CALL, "")),
-        (
-            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + CALL,
-            ("<|start|>assistant" + CALL, "hm"),
-        ),
-        (" to=functions.f" + CALL.replace(" to=functions.f", ""), None),
-    ],
-)
-def test_harmony_channels(harmony, text, expected):
-    shown = answer(harmony, text, reasoning=HARMONY)
-    if expected is None:  # the recipient may stand before the channel: all of it is kept
-        assert shown == ("<|start|>" + text, "")
-    else:
-        assert shown == expected
+CHANNELS = [
+    (
+        "<|channel|>analysis<|message|>hm<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>yes<|return|>",
+        ("yes", "hm"),
+    ),
+    ("<|channel|>final<|message|>yes", ("yes", "")),
+    ("<|message|>yes", ("yes", "")),
+    ("plain answer", ("plain answer", "")),
+    ("<|channel|>analysis<|message|>cut off", ("", "cut off")),
+    ("<|channel|>analysis<|message|>hm<|end|><|start|>assist", ("", "hm")),
+    ("<|channel|>commentary<|message|>I look it up.<|end|>", ("I look it up.", "")),
+    (CALL, ("<|start|>" + CALL, "")),
+    (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + CALL,
+        ("<|start|>assistant" + CALL, "hm"),
+    ),
+    (" to=functions.f" + CALL.replace(" to=functions.f", ""), None),
+]
+
+
+def test_harmony_channels(harmony) -> None:
+    for text, expected in CHANNELS:
+        shown = answer(harmony, text, reasoning=HARMONY)
+        if expected is None:  # the recipient may stand before the channel: all of it is kept
+            assert shown == ("<|start|>" + text, "")
+        else:
+            assert shown == expected
 
 
 @pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])

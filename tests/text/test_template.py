@@ -83,10 +83,10 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("source", BROKEN, ids=lambda source: source[:20])
-def test_a_broken_template_is_a_template_error(source):
-    with pytest.raises(TemplateError):
-        ChatTemplate(source).render(HI)
+def test_a_broken_template_is_a_template_error() -> None:
+    for source in BROKEN:
+        with pytest.raises(TemplateError):
+            ChatTemplate(source).render(HI)
 
 
 PROBES = [
@@ -98,9 +98,9 @@ PROBES = [
 ]
 
 
-@pytest.mark.parametrize("source", PROBES)
-def test_the_sandbox_shows_no_internals(source):
-    shown = ""
-    with suppress(TemplateError):
-        shown = ChatTemplate(source).render(HI)
-    assert shown == ""
+def test_the_sandbox_shows_no_internals() -> None:
+    for source in PROBES:
+        shown = ""
+        with suppress(TemplateError):
+            shown = ChatTemplate(source).render(HI)
+        assert shown == ""

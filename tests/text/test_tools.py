@@ -149,28 +149,28 @@ def test_a_broken_call_is_marked_and_comes_as_text():
     assert again[-1].index == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("llama", '{"name": "Grace", "age": 47}'),
-        ("llama", '{"name": "Grace", "parameters": {"age": 47}}'),
-        ("llama", "[1, 2, 3]"),
-        ("llama", 'An answer, then {"name": "now", "parameters": {}}'),
-        ("python_list", "[f(x), g(y)]"),
-        ("python_list", "[now(1)]"),
-        ("python_list", "[link](https://example.org)"),
-        ("hermes", "use <tool_call> and </tool_call>"),
-        ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>["now"]</tool_call>'),
-        ("harmony", "<|start|>assistant<|channel|>commentary to=python<|message|>print(1)<|call|>"),
-        ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
-    ],
-)
-def test_what_is_no_call_is_text(name, text):
-    parts = parse(name, [text])
-    assert calls_of(parts) == []
-    assert text_of(parts) == text
+NO_CALLS = [
+    ("llama", '{"name": "Grace", "age": 47}'),
+    ("llama", '{"name": "Grace", "parameters": {"age": 47}}'),
+    ("llama", "[1, 2, 3]"),
+    ("llama", 'An answer, then {"name": "now", "parameters": {}}'),
+    ("python_list", "[f(x), g(y)]"),
+    ("python_list", "[now(1)]"),
+    ("python_list", "[link](https://example.org)"),
+    ("hermes", "use <tool_call> and </tool_call>"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>["now"]</tool_call>'),
+    ("harmony", "<|start|>assistant<|channel|>commentary to=python<|message|>print(1)<|call|>"),
+    ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+]
+
+
+def test_what_is_no_call_is_text() -> None:
+    for name, text in NO_CALLS:
+        parts = parse(name, [text])
+        assert calls_of(parts) == []
+        assert text_of(parts) == text
 
 
 def test_a_call_of_an_unknown_tool_is_a_call_where_it_is_marked():

@@ -69,9 +69,10 @@ def test_a_call_within_the_reasoning_is_none():
     assert call == WEATHER
 
 
-@pytest.mark.parametrize(("name", "writer"), WRITERS.items(), ids=WRITERS)
-def test_marks_that_are_control_tokens(special, name, writer):
-    assert [p.arguments for p in answer(special, writer([("now", {})]), name)] == ["{}"]
+def test_marks_that_are_control_tokens(special):
+    for name, writer in WRITERS.items():
+        parts = answer(special, writer([("now", {})]), name)
+        assert [part.arguments for part in parts] == ["{}"], name
 
 
 @pytest.mark.parametrize("kind", KINDS)

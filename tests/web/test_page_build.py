@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import httpx2 as httpx
-import pytest
 from page_driver import missing
 from page_server import PageServer
 
@@ -73,6 +72,7 @@ def test_styles_and_the_frame_name_no_other_host() -> None:
         assert "http" not in (BUILT / name).read_text(), name
 
 
-@pytest.mark.parametrize("name", ["preact", "markdown-it", "dompurify", "highlight.js", "katex"])
-def test_licences_of_what_is_bundled_come_along(name: str) -> None:
-    assert f"{name}\n{'=' * len(name)}\n" in (BUILT / "LICENSES.txt").read_text()
+def test_licences_of_what_is_bundled_come_along() -> None:
+    licences = (BUILT / "LICENSES.txt").read_text()
+    for name in ("preact", "markdown-it", "dompurify", "highlight.js", "katex"):
+        assert f"{name}\n{'=' * len(name)}\n" in licences

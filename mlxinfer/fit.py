@@ -8,7 +8,7 @@ from typing import Any
 
 from .core import LatentSpec
 from .errors import InsufficientMemoryError, UnsupportedModelError
-from .memory import MODELS_SHARE, human_bytes, total_memory_bytes, weights_bytes
+from .memory import human_bytes, models_limit_bytes, weights_bytes
 from .models import load_any_config
 from .models.config import load_config
 from .models.language import LanguageConfig
@@ -115,11 +115,6 @@ class Fit:
         if self.expert_memory is not None:
             size = f"{self.expert_memory / 1e9:.1f}GB"
             yield f"experts read from the disk when they are needed (--expert-memory {size})"
-
-
-def models_limit_bytes() -> int:
-    """The memory that a server gives to models on this machine by default."""
-    return int(MODELS_SHARE * total_memory_bytes())
 
 
 def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:

@@ -59,6 +59,11 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def models_limit_bytes() -> int:
+    """The memory that a server gives to models on this machine by default."""
+    return int(MODELS_SHARE * total_memory_bytes())
+
+
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
     """The default budget of the KV cache beside weights of this size."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)

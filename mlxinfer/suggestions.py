@@ -12,6 +12,7 @@ TABLE = Path(__file__).parent / "assets" / "suggestions.json"
 BITS = 4.5  # a parameter of a 4-bit model, scales included
 KV_BYTES = 2  # of a number in the KV cache
 TASKS = ("chat", "code", "reasoning", "tools")
+BEGINNING_CONTEXT = 8192  # tokens that fit beside the weights of a model to begin with
 BALANCED_CONTEXT = 16384  # tokens
 BALANCED_SHARE = 0.8  # of the memory for models; other programs run beside them
 
@@ -87,6 +88,11 @@ def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Sug
     """Models that fit with so many tokens of context, the largest first; `task`: good at it."""
     found = [s for s in suggestions() if task is None or task in s.tasks]
     return sorted((s for s in found if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes)
+
+
+def to_begin_with(limit_bytes: int) -> list[Suggestion]:
+    """Models that fit into so many bytes, the best balance first."""
+    return by_balance(fitting(limit_bytes, BEGINNING_CONTEXT), limit_bytes)
 
 
 def by_balance(

@@ -25,10 +25,9 @@ from mlxinfer.fit import (
     held_bytes,
     kv_bytes,
     longest_context,
-    models_limit_bytes,
     require_fit,
 )
-from mlxinfer.memory import MODELS_SHARE, human_bytes
+from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.weights.files import expert_bytes
@@ -147,7 +146,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
     """Give this machine so many bytes of memory; returns what models may take of it."""
 
     def set_to(num_bytes: float) -> int:
-        for place in ("fit", "memory", "session.engine_factory", "session.options"):
+        for place in ("memory", "session.engine_factory", "session.options"):
             monkeypatch.setattr(f"mlxinfer.{place}.total_memory_bytes", lambda: int(num_bytes))
         return models_limit_bytes()
 

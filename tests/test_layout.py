@@ -47,7 +47,13 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "fit": LEAVES | {"memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
-    "app": {"errors", "history", "http_json", "memory"},  # HTTP, and the folder of the user's data
+    "app": {
+        "errors",
+        "history",
+        "http_json",
+        "memory",
+        "suggestions",
+    },  # HTTP, and the folder of the user's data
     "threads": set(),
     "killable": {"errors", "threads"},
     "backend": LEAVES | {"memory"},

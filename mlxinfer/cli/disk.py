@@ -13,7 +13,7 @@ import click
 from .. import hub
 from ..config import default_disk_folder
 from ..errors import InsufficientMemoryError, MlxinferError
-from ..memory import MODELS_SHARE, human_bytes, parse_bytes, weights_bytes
+from ..memory import MODELS_SHARE, human_bytes, models_limit_bytes, parse_bytes, weights_bytes
 from ..progress import progress_bar
 from ..suggestions import TASKS, Suggestion, by_balance, fitting
 from ._options import Size, complete_models, json_option, yes_option
@@ -123,7 +123,6 @@ def _say_whether_it_fits(name: str, folder: Path) -> None:
 
 
 def _plan(name: str, *, as_json: bool) -> None:
-    from ..fit import models_limit_bytes
     from ._inspect import fit_of_repository
 
     plan = hub.plan_pull(name)
@@ -200,8 +199,6 @@ def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -
     The largest come first. The best balance leaves room for 16,384 tokens and for other programs.
     Sizes come from a table; nothing is downloaded.
     """
-    from ..fit import models_limit_bytes
-
     limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
     found = fitting(limit, context, task)
     pick = next(iter(by_balance(found, limit, task or "chat")), None)

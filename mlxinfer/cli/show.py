@@ -104,7 +104,8 @@ def _needs(
     mac: "Machine | None",
 ) -> dict[str, Any]:
     """Return the memory of one sequence at some lengths, and what this and another Mac can do."""
-    from ..fit import fit_of, kv_bytes, models_limit_bytes
+    from ..fit import fit_of, kv_bytes
+    from ..memory import models_limit_bytes
     from ..roofline import estimate
 
     num_bytes, longest = weights.num_bytes, config.max_context

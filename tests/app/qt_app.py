@@ -16,7 +16,7 @@ from PySide6.QtWidgets import QMenu, QSystemTrayIcon
 
 from mlxinfer.app import settings as stored
 from mlxinfer.app.application import MenubarApp, in_thread
-from mlxinfer.app.controller import AppController
+from mlxinfer.app.controller import AppController, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do
 from mlxinfer.app.process import ServerProcess
@@ -44,15 +44,21 @@ async def scenario(app: MenubarApp, folder: Path) -> dict[str, Any]:
     """Use the app as a person does; the order matters."""
     said: dict[str, Any] = {}
     await app.refresh()
-    for step in (1, 2, 3):
-        shoot(app.introduction.window, f"introduction-{step}", folder)
-        app.introduction.on_next()
-    said["main shown"] = app.main.window.visible
-    while not any(
-        each.name == "demo" and each.state == "loaded"
-        for each in app.controller.view.activity.models
-    ):
+    first = app.introduction
+    shoot(first.window, "welcome-models", folder)
+    first.choose("org/large-model")  # which the server downloads
+    first.getting = True
+    first._show_step()
+    first.show(app.controller.view)
+    shoot(first.window, "welcome-download", folder)
+    first.on_back()
+    first.choose("demo")
+    first.on_next()
+    while not first.next.enabled:
         await asyncio.sleep(0.05)
+    shoot(first.window, "welcome-ready", folder)
+    first.on_end()
+    said["main shown"] = app.main.window.visible
     await app.refresh()
     for tab in TABS:
         app.main.tabs.current_tab = tab
@@ -70,6 +76,9 @@ async def scenario(app: MenubarApp, folder: Path) -> dict[str, Any]:
     await app.perform(Action(Do.COPY_URL))
     said["copied"] = QGuiApplication.clipboard().text()
     app.main.window._impl.native.close()
+    app.main.tabs.current_tab = "Server"
+    app.show(View(url="http://127.0.0.1:8080", problem="Start `mlxinfer serve` there. " * 4))
+    shoot(app.main.window, "main-stopped", folder)
     said["closed"] = app.main.window.visible
     said["second start"] = await in_thread(Instance(folder / "app.sock").show_other)
     await asyncio.sleep(0.1)

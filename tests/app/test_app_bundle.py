@@ -85,6 +85,19 @@ def test_without_toga_the_command_says_in_one_line_what_to_install(
     assert done.output == 'Error: The menubar app needs Toga: pip install "mlxinfer[app]"\n'
 
 
+def test_where_qt_would_abort_the_command_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for program, said in (
+        ("import ctypes; ctypes.CDLL('libnot-here.so.7')", "the library libnot-here.so.7,"),
+        ("import os; os.abort()", "a screen,"),
+    ):
+        monkeypatch.setattr(mlxinfer.app, "TRY_QT", program)
+        with pytest.raises(mlxinfer.app.ScreenError, match=f"need {said} which is not here"):
+            mlxinfer.app.platform_of_this_system()
+
+
 def test_a_second_start_needs_no_toga_and_ends_at_once(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,39 @@ def test_a_download_is_paused_resumed_and_its_end_is_notified(
     assert len(notices) == 1
 
 
+def test_a_model_is_downloaded_served_and_loaded_by_one_action(
+    controller: AppController, server: PageServer, standin: StandIn
+) -> None:
+    standin.repos["org/app-get"] = Repo(dict(DEMO))
+    controller.get("org/app-get")
+    states = {each.name: each.state for each in controller.refresh().activity.models}
+    assert states["org/app-get"] == "loaded"
+    controller.client.unload("org/app-get")
+    standin.faults.gate_files = True
+    standin.repos["org/app-gated"] = Repo(dict(DEMO))
+    with pytest.raises(StartError, match="gated"):
+        controller.get("org/app-gated")
+
+
+def test_a_cancelled_download_ends_the_wait_for_its_model(
+    controller: AppController, server: PageServer, standin: StandIn
+) -> None:
+    standin.repos["org/app-left"] = Repo(dict(DEMO))
+    standin.faults.on_chunk = lambda: time.sleep(0.05)
+    waiting = threading.Thread(target=controller.get, args=("org/app-left",))
+    waiting.start()
+
+    def found() -> list[str]:
+        return [t.id for t in controller.refresh().transfers if t.name == "org/app-left"]
+
+    wait_until(lambda: bool(found()))
+    controller.client.act(found()[0], "cancel")
+    standin.faults.on_chunk = None
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert not controller.client.has("org/app-left")
+
+
 def test_a_failed_download_is_notified_with_its_reason(
     controller: AppController,
     server: PageServer,

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import webbrowser
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ except ImportError:
     missing("Toga", 'pip install "mlxinfer[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp
+from mlxinfer.app.client import Chat
 from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
-from mlxinfer.app.menu import Action, Do, menu_of
+from mlxinfer.app.menu import STATUS, Action, Do, menu_of
 from mlxinfer.app.platforms import Hotkey
 from mlxinfer.app.process import ServerProcess
+from mlxinfer.app.welcome import cards_of, time_text
+from mlxinfer.memory import models_limit_bytes
+from mlxinfer.suggestions import to_begin_with
 
 Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]
 
@@ -70,6 +75,16 @@ def buttons(widget: Any) -> dict[str, Any]:
     return found
 
 
+def texts(widget: Any) -> list[str]:
+    """What all labels and buttons below a widget say, and the rows of its lists."""
+    if isinstance(widget, toga.OptionContainer):
+        return [text for item in widget.content for text in texts(item.content)]
+    if isinstance(widget, toga.DetailedList):
+        return [row.title for row in widget.data]
+    own = [widget.text] if isinstance(widget, toga.Label | toga.Button | toga.Switch) else []
+    return own + [text for child in widget.children or () for text in texts(child)]
+
+
 async def until(condition: Callable[[], bool]) -> None:
     for _ in range(500):
         if condition():
@@ -86,7 +101,7 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         assert app.controller.view.phase is Phase.RUNNING
-        assert lines(app)[0] == "Running: demo"
+        assert lines(app)[0] == "● Ready · demo"
         assert app.status.icon.path.name == "status.png"
         assert {"Chat", "Settings…", "Quit", "Unpin", "Open dashboard"} <= set(lines(app))
         assert len(lines(app)) >= len(menu_of(app.controller.view))
@@ -200,7 +215,7 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
     monkeypatch.setattr(webbrowser, "open", opened.append)
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
-        app.form.hide_icon.value = True
+        app.form.switches["hide_icon"].value = True
         app.form.on_save()
         assert app.status is None
         assert len(app.status_icons) == 0
@@ -210,11 +225,11 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         assert app.main.window.visible
         assert platform.front_window is app.main.window
         found = buttons(app.main.tabs.content[0].content)
-        assert {"Chat", "Copy address", "Quit", "Quit and stop the server"} <= set(found)
-        found["Models and downloads"].on_press()
+        assert {"Open chat", "Open chats", "Copy address", "Quit"} <= set(found)
+        found["Open models"].on_press()
         await until(lambda: opened == [f"{server.url}/#models"])
         await app.refresh()
-        app.form.hide_icon.value = False
+        app.form.switches["hide_icon"].value = False
         app.form.on_save()
         await app.refresh()
         assert "Chat" in lines(app)
@@ -239,14 +254,15 @@ def test_settings_are_checked_before_they_are_saved(run: Any, controller: AppCon
     before = controller.settings
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
-        for field, wrong in ((app.form.url, "nowhere at all"), (app.form.hotkey, "a")):
+        texts, switches = app.form.texts, app.form.switches
+        for field, wrong in ((texts["url"], "nowhere at all"), (texts["hotkey"], "a")):
             right, field.value = field.value, wrong
             app.form.on_save()
             assert "expected" in app.form.said.text or "looks like" in app.form.said.text
             assert controller.settings == before
             field.value = right
-        app.form.hotkey.value = "cmd+shift+m"
-        app.form.show_rate.value = app.form.at_login.value = True
+        texts["hotkey"].value = "cmd+shift+m"
+        switches["show_rate"].value = app.form.at_login.value = True
         app.form.on_save()
         assert platform.hotkey == Hotkey("m", frozenset({"cmd", "shift"}))
         assert controller.settings.show_rate
@@ -294,7 +310,7 @@ def test_at_login_no_window_opens(run: Any, background: bool) -> None:
     run(scenario, background=background)
 
 
-def test_the_first_run_takes_three_steps_and_is_not_repeated(
+def test_the_first_run_begins_with_three_models_and_is_not_repeated(
     run: Any, controller: AppController, tmp_path: Path
 ) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
@@ -302,36 +318,90 @@ def test_the_first_run_takes_three_steps_and_is_not_repeated(
         assert first is not None
         assert first.window.visible
         assert not app.main.window.visible
+        assert len(first.cards) == 3
+        best = app.controller.view.suggested[0]["name"]
+        assert [name for name, (_, choose) in first.cards.items() if "✓" in choose.text] == [best]
         first.folder.value = str(tmp_path)
+        first.choose("demo-draft")
         first.on_next()
-        first.start_with_app.value = True
-        first.on_next()
-        assert "demo-draft" in [item.value for item in first.model.items]
-        first.model.value = "demo-draft"
-        first.on_next()
+        assert not first.next.enabled
+        await until(lambda: first.title.text == "demo-draft is ready")
+        assert (first.bar.value, first.next.text, first.next.enabled) == (1, "Open chat", True)
+        first.on_back()
+        assert first.title.text == "Choose a model"
+        first.on_end()
         assert not first.window.visible
         assert app.main.window.visible
-        await until(
-            lambda: any(
-                each.name == "demo-draft" and each.state == "loaded"
-                for each in app.controller.view.activity.models
-            )
-        )
-        app.controller.client.unload("demo-draft")
+        await asyncio.to_thread(app.controller.client.unload, "demo-draft")
 
     controller.change(type(controller.settings)(url=controller.settings.url))
     run(scenario)
-    kept = controller.settings
-    assert (kept.introduced, kept.models_folder, kept.start_server) == (True, str(tmp_path), True)
+    assert (controller.settings.introduced, controller.settings.models_folder) == (
+        True,
+        str(tmp_path),
+    )
+
+
+def test_without_a_server_the_first_run_offers_what_fits_this_machine(
+    run: Any, controller: AppController
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        limit = models_limit_bytes()
+        assert app.introduction is not None
+        assert set(app.introduction.cards) <= {each.name for each in to_begin_with(limit)}
+        assert len(app.introduction.cards) == min(3, len(to_begin_with(limit)))
+        assert app.main.head.first.text == "Start the server"
+
+    controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
+    run(scenario)
+
+
+def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
+    sizes = [9e9, 8e9, 4e9, 3e9, 1e9, 20e9]
+    found = [{"name": f"{size:.0f}", "weights_bytes": size} for size in sizes]
+    assert [each["weights_bytes"] for each in cards_of(found)] == [9e9, 4e9, 1e9]
+    assert [each["weights_bytes"] for each in cards_of(found[:2])] == [9e9, 8e9]
+    times = [time_text(int(size)) for size in (5e8, 5e9, 100e9)]
+    assert times == ["under a minute", "about 7 min", "about 2.2 h"]
+
+
+def test_no_text_of_a_window_has_the_backticks_of_a_terminal(run: Any) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        problem, chats = "Run `mlxinfer pull a/b` first.", (Chat(id="a" * 16, title="Why `x`?"),)
+        for phase in Phase:
+            app.show(View(phase=phase, problem=problem, chats=chats))
+            assert app.main.head.problem.text == "Run mlxinfer pull a/b first."
+            assert app.main.head.word.text == STATUS[phase].word
+            assert "`" not in " ".join(
+                texts(app.main.window.content) + texts(app.chat.window.content)
+            )
+
+    run(scenario, web=False)
+
+
+def test_a_chat_of_the_list_opens_in_the_browser(
+    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        view = replace(app.controller.view, chats=(Chat(id="b" * 16, title="A question"),))
+        app.chat.show(view, "")
+        assert [row.title for row in app.chat.chats.data] == ["A question"]
+        app.chat.chats._impl.simulate_selection(0)
+        await until(lambda: opened == [f"{server.url}/#chat/{'b' * 16}"])
+
+    run(scenario, web=False)
 
 
 def test_what_goes_wrong_is_shown_in_no_dialog(run: Any) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         await app.perform(Action(Do.LOAD, "nothing"))
-        assert "nothing" in app.main.problem.text
+        assert "nothing" in app.main.head.problem.text
         assert "nothing" in lines(app)[1]
         await app.perform(Action(Do.LOAD, "demo"))
-        assert app.main.problem.text == ""
+        assert app.main.head.problem.text == ""
 
     run(scenario)
 

@@ -29,6 +29,7 @@ from mlxinfer.app.platforms import (
     MODIFIERS,
     Hotkey,
     LoginAgent,
+    Look,
     below,
     guarded,
     parse_hotkey,
@@ -61,17 +62,18 @@ def running(**fields: Any) -> View:
 def test_a_server_that_is_stopped_can_be_started_and_nothing_else() -> None:
     found = lines(menu_of(View(url=URL)))
     assert found["Server > Start"] == Action(Do.START)
-    assert not {line for line in found if "Stop" in line or "Models" in line}
+    assert not {line for line in found if "> Stop" in line or "Models" in line}
     assert found["Quit"] == Action(Do.QUIT)
 
 
 def test_only_a_server_of_the_app_can_be_ended() -> None:
-    ends = {"Server > Stop", "Server > Restart", "Quit and stop the server"}
+    ends = {"Server > Stop", "Server > Restart"}
     for ours in (True, False):
         found = lines(menu_of(running(ours=ours)))
         assert ends & set(found) == (ends if ours else set())
         assert ("Server > Started elsewhere: it is ended there" in found) is not ours
         assert "Server > Start" not in found
+        assert [line for line in found if line.startswith("Quit")] == ["Quit"]
 
 
 def test_each_model_can_be_loaded_or_unloaded_as_its_state_is() -> None:
@@ -111,14 +113,20 @@ def test_recent_chats_open_by_their_titles() -> None:
 
 
 def test_the_state_is_said_in_one_line() -> None:
-    busy = Activity(models=(LOADED,), running=2, waiting=1)
+    busy, key = Activity(models=(LOADED,), running=2, waiting=1), "key that may administer it"
     for view, text in (
-        (View(url=URL), "The server is stopped"),
-        (View(url=URL, phase=Phase.LOCKED), "The server needs a key that may administer it"),
-        (View(url=URL, phase=Phase.FOREIGN), f"Another program answers at {URL}"),
-        (running(), "Running: chat"),
-        (running(activity=Activity()), "Running, no model loaded"),
-        (running(activity=busy, rate=31.4), "Running: chat · 2 answers, 1 waiting, 31 tokens/s"),
+        (View(url=URL), f"○ Stopped · {URL}"),
+        (View(url=URL, phase=Phase.LOCKED), f"▲ Locked · It needs a {key}"),
+        (
+            View(url=URL, phase=Phase.FOREIGN),
+            f"▲ Address taken · Another program answers at {URL}",
+        ),
+        (running(), "● Ready · chat"),
+        (running(activity=Activity()), "● Ready · no model is loaded"),
+        (
+            running(activity=busy, rate=31.4),
+            "◉ Answering · chat · 2 answers, 1 waiting, 31 tokens/s",
+        ),
     ):
         assert state_text(view).partition(": see ")[0] == text
 
@@ -255,6 +263,12 @@ def test_the_parts_of_a_mac_touch_what_they_are_to_touch(
     platform, icon, window = cocoa.CocoaPlatform(bundled=True), MagicMock(), MagicMock()
     platform.style_icon(icon)
     icon._impl.native.button.image.setTemplate.assert_called_once_with(True)
+    card = MagicMock()
+    for look, width in ((Look.CHOSEN, cocoa.BORDER), (Look.CARD, 0)):
+        platform.style(card, look)
+        assert card._impl.native.layer.borderWidth == width
+    platform.style(card, Look.PRIMARY)
+    assert card._impl.native.keyEquivalent == "\r"
     platform.set_title(icon, "12 tokens/s")
     assert icon._impl.native.button.title == "12 tokens/s"
     frame = icon._impl.native.button.window.frame

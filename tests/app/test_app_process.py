@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,18 @@ def test_a_server_outlives_the_app_that_started_it_and_obeys_the_next(tmp_path: 
     second.start()
     wait_until(lambda: second.refresh().phase is Phase.RUNNING, DEADLINE_S)
     assert second.view.problem == ""
+    second.end()
+    assert second.refresh().phase is Phase.RUNNING, "to quit the app ends no server unasked"
     second.stop()
     assert second.refresh().phase is Phase.STOPPED
     assert len(notices) == 1, "an end that was asked for is no news"
     assert not (tmp_path / "server.json").exists()
+
+    second.change(replace(second.settings, stop_server=True))
+    second.get("demo")
+    assert [each.state for each in second.refresh().activity.models] == ["loaded"]
+    second.end()
+    wait_until(lambda: second.refresh().phase is Phase.STOPPED, DEADLINE_S)
 
 
 def test_a_port_that_is_taken_is_said_in_the_server_s_words(tmp_path: Path) -> None:

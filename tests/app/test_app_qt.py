@@ -38,6 +38,11 @@ def width_and_height(png: bytes) -> tuple[int, int]:
 
 def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageServer) -> None:
     require_qt()
+    message = {"conversation": "c" * 16, "id": "d" * 16, "role": "user"}
+    for number in range(5):
+        message |= {"conversation": f"{number}" * 16, "id": f"{number}" * 15 + "a"}
+        question = "How do I serve a model to other programs?"
+        server.post("/history/messages", {**message, "content": f"{question} {number}"})
     for name, state in (("org/large-model", JobState.RUNNING), ("org/other", JobState.PAUSED)):
         job = Job("download", name, [], [], lambda: None, id=name[-5:], state=state)
         job.done, job.total = 3_100_000_000, 7_200_000_000
@@ -58,7 +63,7 @@ def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageSer
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["problems"] == []
     menu = said["menu"]
-    assert menu[0] == "Running: demo"
+    assert menu[0] == "● Ready · demo"
     assert menu[menu.index("Models") + 1][0].startswith("demo: loaded")
     assert "Started elsewhere: it is ended there" in menu[menu.index("Server") + 1]
     assert menu[menu.index("Downloads") + 1][:2] == [
@@ -71,6 +76,6 @@ def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageSer
     assert said["copied"] == f"{server.url}/v1"
     assert (said["closed"], said["second start"], said["shown again"]) == (False, True, True)
     shots = {path.stem: path.read_bytes() for path in tmp_path.glob("*.png")}
-    assert len(shots) == 6
+    assert len(shots) == 7
     assert width_and_height(shots["chat-without-web-view"]) == (440, 640)
     assert all(len(png) > 3000 for png in shots.values()), "an empty window is smaller"

@@ -19,15 +19,15 @@ import toga
 from ..errors import MlxinferError
 from .client import ServerClient
 from .controller import AppController, View
-from .forms import Introduction, SettingsForm
+from .forms import SettingsForm
 from .instance import Instance
 from .menu import Action, Do, MenuEntry, menu_of, rate_text
 from .platforms import Platform, parse_hotkey
 from .process import StartError
-from .windows import HIDE, ChatWindow, MainWindow
+from .welcome import Introduction
+from .windows import HIDE, RESOURCES, ChatWindow, MainWindow
 
 APP_ID = "io.mlxinfer.app"
-RESOURCES = Path(__file__).parent / "resources"
 RUNNING, NOT_RUNNING = RESOURCES / "status.png", RESOURCES / "status-off.png"
 WATCHED_S, IDLE_S = 1.0, 3.0  # between two looks at the server: a window is open, or none
 EVERYTHING_EVERY = 10  # looks, to also read what changes rarely
@@ -68,7 +68,7 @@ class MenubarApp(toga.App):
         self._image = NOT_RUNNING
         self._looks = 0
         self._wake = asyncio.Event()
-        super().__init__(formal_name="mlxinfer", app_id=APP_ID, app_name="mlxinfer")
+        super().__init__("mlxinfer", APP_ID, app_name="mlxinfer", icon=str(RESOURCES / "icon.png"))
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -77,8 +77,8 @@ class MenubarApp(toga.App):
         settings = self.controller.settings
         self.main_window = toga.App.BACKGROUND
         self.form = SettingsForm(settings, self.platform, self.change)
-        self.chat = ChatWindow(self.act, web=self._web)
-        self.main = MainWindow(self.act, self.form.content)
+        self.chat = ChatWindow(self.act, self.platform, web=self._web)
+        self.main = MainWindow(self.act, self.platform, self.form.content)
         self.introduction: Introduction | None = None
         self.status: toga.MenuStatusIcon | None = None
         self.platform.on_escape(self.chat.window, self.chat.window.hide)
@@ -102,18 +102,20 @@ class MenubarApp(toga.App):
         while True:
             watched = self.main.window.visible or self.chat.window.visible
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), WATCHED_S if watched else IDLE_S)
+                async with asyncio.timeout(WATCHED_S if watched else IDLE_S):
+                    await self._wake.wait()
             self._wake.clear()
             await self.refresh()
 
     def on_exit(self) -> bool:
-        """Let the app end; the server is another process and goes on."""
+        """Let the app end; its server goes on, unless the settings end it too."""
+        self.controller.end()
         self._instance.close()
         return True
 
     def _introduce(self) -> None:
         self.introduction = Introduction(
-            self.controller.settings, self.act, self.change, self.show_up
+            self.controller.settings, self.platform, self.act, self.change, self.show_up
         )
         self.show_up()
 
@@ -275,9 +277,7 @@ class MenubarApp(toga.App):
             await in_thread(SERVER_ACTIONS[action.do], self.controller.client, action.target)
         elif action.do in PROCESS_ACTIONS:
             self._wake.set()
-            await in_thread(PROCESS_ACTIONS[action.do], self.controller)
-            if action.do is Do.QUIT_AND_STOP:
-                self.request_exit()
+            await in_thread(PROCESS_ACTIONS[action.do], self.controller, action.target)
         elif action.do is Do.SCREENSHOT:
             await self._ask_about_screen()
         else:
@@ -306,7 +306,7 @@ class MenubarApp(toga.App):
             Do.NEW_CHAT: lambda _: self._show_chat("#new"),
             Do.OPEN_CHAT: lambda id: self._show_chat(f"#chat/{id}"),
             Do.COPY_URL: lambda _: self.platform.copy(f"{url}/v1"),
-            Do.BROWSER: lambda _: self._browse(""),
+            Do.BROWSER: self._browse,
             Do.DASHBOARD: lambda _: self._browse("#dashboard"),
             Do.SEARCH: lambda _: self._browse("#models"),
             Do.LOG: lambda _: webbrowser.open(self.controller.log_path.as_uri()),
@@ -356,9 +356,9 @@ SERVER_ACTIONS: dict[Do, Callable[[ServerClient, str], None]] = {
     Do.RESUME: lambda client, id: client.act(id, "resume"),
     Do.CANCEL: lambda client, id: client.act(id, "cancel"),
 }
-PROCESS_ACTIONS: dict[Do, Callable[[AppController], None]] = {
-    Do.START: AppController.start,
-    Do.STOP: AppController.stop,
-    Do.RESTART: AppController.restart,
-    Do.QUIT_AND_STOP: AppController.stop,
+PROCESS_ACTIONS: dict[Do, Callable[[AppController, str], None]] = {
+    Do.START: lambda controller, _: controller.start(),
+    Do.STOP: lambda controller, _: controller.stop(),
+    Do.RESTART: lambda controller, _: controller.restart(),
+    Do.GET: AppController.get,
 }

@@ -53,6 +53,7 @@ class Chat:
 
     id: str
     title: str
+    changed_s: float = 0.0  # since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +113,27 @@ class ServerClient:
     def chats(self) -> tuple[Chat, ...]:
         """The newest conversations."""
         found = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
-        return tuple(Chat(id=each["id"], title=each["title"]) for each in found)
+        return tuple(
+            Chat(id=each["id"], title=each["title"], changed_s=each["changed_s"]) for each in found
+        )
 
     def models_on_disk(self) -> tuple[str, ...]:
         """Names of complete models that the server does not serve yet."""
         found = self._ask("/hub/models")["data"]
         return tuple(each["name"] for each in found if each["complete"] and not each["served"])
+
+    def has(self, model: str) -> bool:
+        """Whether a model is complete on the server's disk."""
+        found = self._ask("/hub/models")["data"]
+        return any(each["name"] == model and each["complete"] for each in found)
+
+    def suggestions(self) -> tuple[Mapping[str, Any], ...]:
+        """Models that fit the server's machine, the best balance first: `Suggestion.as_dict`."""
+        return tuple(self._ask("/hub/suggestions")["data"])
+
+    def download(self, model: str) -> None:
+        """Begin to download a model of the hub, or go on with it."""
+        self._ask("/hub/downloads", {"model": model})
 
     def load(self, model: str) -> None:
         """Load a model; returns when it is loaded."""

@@ -14,7 +14,7 @@ from rubicon.objc import SEL, NSObject, ObjCClass, objc_method, objc_property
 from rubicon.objc.runtime import load_library
 from toga_cocoa.app import AppDelegate
 
-from .platforms import Hotkey, LoginAgent, Platform, below, guarded, run_quietly
+from .platforms import Hotkey, LoginAgent, Look, Platform, below, guarded, run_quietly
 
 VARIABLE_LENGTH = -1.0  # NSVariableStatusItemLength
 IMAGE_LEFT = 2  # NSImageLeft
@@ -23,6 +23,7 @@ RIGHT_EVENTS = (3, 4)  # NSEventTypeRightMouseDown, NSEventTypeRightMouseUp
 CONTROL = 1 << 18  # NSEventModifierFlagControl
 FLOATING = 3  # NSFloatingWindowLevel
 EVERY_SPACE = 1 << 0 | 1 << 8  # NSWindowCollectionBehavior: all spaces, beside full screens
+CORNER, BORDER = 10, 2  # points, of a card
 LOGIN_ENABLED = 1  # SMAppServiceStatusEnabled
 CARBON = "/System/Library/Frameworks/Carbon.framework/Carbon"
 KEYBOARD, HOTKEY_PRESSED = int.from_bytes(b"keyb", "big"), 5
@@ -97,6 +98,20 @@ class CocoaPlatform(Platform):
     def style_icon(self, icon: Any) -> None:
         """Make the image a template, which the system colours."""
         icon._impl.native.button.image.setTemplate(True)
+
+    @guarded()
+    def style(self, widget: Any, look: Look) -> None:
+        """By colours of the system, which are others in a dark window."""
+        native, colors = widget._impl.native, ObjCClass("NSColor")
+        if look is Look.PRIMARY:
+            native.keyEquivalent = "\r"
+        elif look is Look.QUIET:
+            native.textColor = colors.secondaryLabelColor
+        elif look in (Look.CARD, Look.CHOSEN):
+            native.layer.cornerRadius = CORNER
+            native.layer.backgroundColor = colors.quaternaryLabelColor.CGColor
+            native.layer.borderColor = colors.controlAccentColor.CGColor
+            native.layer.borderWidth = BORDER if look is Look.CHOSEN else 0
 
     @guarded()
     def set_title(self, icon: Any, text: str) -> None:

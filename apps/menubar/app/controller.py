@@ -5,16 +5,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import MlxinferError
 from ..http_json import NoServerError, ServerError, SilentServerError
+from ..memory import models_limit_bytes
+from ..suggestions import to_begin_with
 from . import settings as stored
 from .client import Activity, Chat, ServerClient, Transfer, is_local, port_of
 from .process import ServerProcess, StartError
 from .settings import Settings
 
 START_S = 60.0  # that a server may take until it answers
+LOOK_S = 0.5  # between two looks at a start or a download that is waited for
 NOT_ALLOWED = (401, 403)  # no key, or one that may not administer the server
 
 
@@ -39,6 +44,7 @@ class View:
         problem: of the last action, or why the server has ended.
         rate: tokens a second; None: not known yet.
         hub: whether the server offers models of its disk and of the hub.
+        suggested: models that fit the server's machine, the best balance first.
     """
 
     url: str = ""
@@ -51,6 +57,7 @@ class View:
     transfers: tuple[Transfer, ...] = ()
     chats: tuple[Chat, ...] = ()
     on_disk: tuple[str, ...] = ()
+    suggested: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -120,7 +127,7 @@ class AppController:
                 f"Another program answers at {url}. End it, or choose another port in the settings."
             )
         if not is_local(url):
-            raise StartError(f"{url} is another machine; start `mlxinfer serve` there.")
+            raise StartError(f"{url} is another machine; start the server there.")
         self._begun_s = time.monotonic()
         self._process.start(url, port_of(url), self._environment())
         self.say("")
@@ -133,6 +140,37 @@ class AppController:
         finally:
             self._stopping = False
         self.say("")
+
+    def end(self) -> None:
+        """Let the server of the app end with the app, where the settings say so."""
+        if self.settings.stop_server:
+            self._process.end()
+
+    def get(self, model: str) -> None:
+        """Have a model answer: start the server, download the model and load it, where needed.
+
+        Returns when the model is loaded, its download was cancelled, or there is no server.
+
+        Raises:
+            MlxinferError: the server cannot be started, or the download has failed.
+        """
+        self.say("")
+        self.start()
+        while (phase := self._look()[0]) is Phase.STARTING:
+            time.sleep(LOOK_S)
+        if phase is not Phase.RUNNING:
+            return  # `refresh` says why
+        if not self.client.has(model):
+            self.client.download(model)
+        while not self.client.has(model):
+            found = [each for each in self.client.transfers() if each.name == model]
+            if not found:
+                return
+            if found[0].error:
+                raise StartError(found[0].error)
+            time.sleep(LOOK_S)
+        self.client.serve(model)
+        self.client.load(model)
 
     def restart(self) -> None:
         """End the server that the app started, and start it again."""
@@ -175,7 +213,8 @@ class AppController:
                 view = self._details(view, everything=everything)
             else:
                 self._features = None
-                view = replace(view, transfers=(), on_disk=(), chats=())
+                here = _for_this_machine() if is_local(view.url) else ()
+                view = replace(view, transfers=(), on_disk=(), chats=(), suggested=here)
             if view.url == self.settings.url:  # else they were changed meanwhile
                 self._announce(before, view)
                 self.view = replace(view, problem=self._problem)  # which may have changed as well
@@ -220,7 +259,8 @@ class AppController:
             hub, history = bool(self._features["hub"]), bool(self._features["history"])
             view = replace(view, hub=hub, transfers=self.client.transfers() if hub else ())
             if everything and hub:
-                view = replace(view, on_disk=self.client.models_on_disk())
+                on_disk, fitting = self.client.models_on_disk(), self.client.suggestions()
+                view = replace(view, on_disk=on_disk, suggested=fitting)
             if everything and history:
                 view = replace(view, chats=self.client.chats())
         except MlxinferError as error:  # the server has ended meanwhile, or refuses
@@ -235,3 +275,10 @@ class AppController:
                 self._notify(f"{each.kind.capitalize()} complete", each.name)
             elif each.id in was_open and each.state == "failed":
                 self._notify(f"{each.kind.capitalize()} failed", f"{each.name}: {each.error}")
+
+
+@cache
+def _for_this_machine() -> tuple[Mapping[str, Any], ...]:
+    """The suggestions that a server on this machine makes."""
+    limit_bytes = models_limit_bytes()
+    return tuple(each.as_dict(limit_bytes) for each in to_begin_with(limit_bytes))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from ..memory import human_bytes
 from .client import ModelStatus, Transfer, is_local
@@ -31,13 +32,13 @@ class Do(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
     SERVE = "serve"
+    GET = "get"  # download where it is not here, serve and load
     PAUSE = "pause"
     RESUME = "resume"
     CANCEL = "cancel"
     WINDOW = "window"
     SETTINGS = "settings"
     QUIT = "quit"
-    QUIT_AND_STOP = "quit and stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +83,72 @@ def menu_of(view: View) -> tuple[MenuEntry, ...]:
         MenuEntry("Server", section=2, entries=_server(view)),
         MenuEntry("Open mlxinfer", Action(Do.WINDOW), 3),
         MenuEntry("Settings…", Action(Do.SETTINGS), 3),
-        *_quit(view),
+        MenuEntry("Quit", Action(Do.QUIT), 4),
     )
 
 
-def state_text(view: View) -> str:
-    """The state in one line."""
-    if view.phase is not Phase.RUNNING:
+class Status(NamedTuple):
+    """The state as an icon and a word; no two differ in colour alone."""
+
+    icon: str
+    word: str
+    colour: str
+
+
+GREEN, BLUE, AMBER, GREY, RED = "#34c759", "#0a84ff", "#ff9f0a", "#8e8e93", "#ff453a"
+ANSWERING, LOADING = Status("◉", "Answering", BLUE), Status("◌", "Loading", AMBER)
+STATUS = {
+    Phase.RUNNING: Status("●", "Ready", GREEN),
+    Phase.STOPPED: Status("○", "Stopped", GREY),
+    Phase.STARTING: Status("◌", "Starting", AMBER),
+    Phase.STOPPING: Status("◌", "Stopping", AMBER),
+    Phase.LOCKED: Status("▲", "Locked", RED),
+    Phase.SILENT: Status("▲", "No answer", RED),
+    Phase.FOREIGN: Status("▲", "Address taken", RED),
+}
+
+
+def status_of(view: View) -> Status:
+    """The state of the server, and of its answers while there are some."""
+    if view.activity.running or view.activity.waiting:
+        return ANSWERING
+    loading = any(model.state == "loading" for model in view.activity.models)
+    return LOADING if loading else STATUS[view.phase]
+
+
+def detail_text(view: View) -> str:
+    """What the status is about: the models and requests, or what to do."""
+    if not view.usable:
         texts = {
-            Phase.LOCKED: "The server needs a key that may administer it: see Settings",
-            Phase.SILENT: "The server does not answer",
+            Phase.LOCKED: "It needs a key that may administer it: see Settings",
             Phase.FOREIGN: f"Another program answers at {view.url}",
         }
-        return texts.get(view.phase, f"The server is {view.phase}")
+        return texts.get(view.phase, view.url)
     loaded = [model.name for model in view.activity.models if model.state == "loaded"]
-    parts = [f"Running: {', '.join(loaded)}" if loaded else "Running, no model loaded"]
+    parts = [shortened(", ".join(loaded), 48) or "no model is loaded"]
     if view.activity.running or view.activity.waiting:
         parts.append(batch_text(view))
     return " · ".join(parts)
 
 
+def state_text(view: View) -> str:
+    """The state in one line: "● Ready · demo"."""
+    status = status_of(view)
+    return f"{status.icon} {status.word} · {detail_text(view)}"
+
+
+def first_action(view: View, usable: tuple[str, Action]) -> tuple[str, Action]:
+    """What to do first, in words too: `usable` if a server answers, else what brings one about."""
+    if view.phase in (Phase.RUNNING, Phase.STARTING, Phase.STOPPING):
+        return usable
+    if view.phase is Phase.STOPPED and is_local(view.url):
+        return "Start the server", Action(Do.START)
+    return "Open Settings", Action(Do.SETTINGS)
+
+
 def batch_text(view: View) -> str:
     """The running requests in words: "2 answers, 1 waiting, 31 tokens/s"."""
     running, waiting = view.activity.running, view.activity.waiting
-    if not running and not waiting:
-        return "nothing runs"
     parts = [f"{running} {'answer' if running == 1 else 'answers'}"]
     if waiting:
         parts.append(f"{waiting} waiting")
@@ -123,7 +165,7 @@ def rate_text(view: View) -> str:
 def transfer_text(transfer: Transfer) -> str:
     """The progress of a transfer in words: "42 %, 3.1 of 7.2 GB"."""
     if transfer.error:
-        return f"{transfer.state}: {transfer.error}"
+        return f"{transfer.state}: {shortened(transfer.error, 90)}"
     if not transfer.total:
         return transfer.state
     share = f"{100 * transfer.done / transfer.total:.0f} %"
@@ -143,8 +185,8 @@ def model_text(model: ModelStatus) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of one line and at most so many characters."""
-    line = " ".join(text.split())
+    """A text of one line and at most so many characters, without the backticks of a terminal."""
+    line = " ".join(text.replace("`", "").split())
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
 
 
@@ -221,12 +263,3 @@ def _server(view: View) -> tuple[MenuEntry, ...]:
     if view.ours or view.problem:
         entries.append(MenuEntry("Show log", Action(Do.LOG), 1))
     return tuple(entries)
-
-
-def _quit(view: View) -> tuple[MenuEntry, ...]:
-    if not view.ours:
-        return (MenuEntry("Quit", Action(Do.QUIT), 4),)
-    return (
-        MenuEntry("Quit, keep the server running", Action(Do.QUIT), 4),
-        MenuEntry("Quit and stop the server", Action(Do.QUIT_AND_STOP), 4),
-    )

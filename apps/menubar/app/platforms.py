@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +24,16 @@ MODIFIERS = ("ctrl", "alt", "shift", "cmd")
 KEYS = ("space", *"abcdefghijklmnopqrstuvwxyz0123456789", *(f"f{n}" for n in range(1, 13)))
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Look(StrEnum):
+    """Looks of widgets that Toga does not have."""
+
+    PRIMARY = "the button that Return presses"
+    QUIET = "a label beside a more important one"
+    CARD = "a box with a background and round corners"
+    CHOSEN = "a card with a border"
+    BAR = "a progress bar without a text of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,9 @@ class Platform:
 
     def style_icon(self, icon: Any) -> None:
         """Let the system colour the status icon for light, dark and tinted bars."""
+
+    def style(self, widget: Any, look: Look) -> None:
+        """Give a widget of Toga a look."""
 
     def set_title(self, icon: Any, text: str) -> None:
         """Show a text beside the icon; empty: the icon alone."""

@@ -127,6 +127,11 @@ class ServerProcess:
                 self._wait(timeout_s)
         self.forget()
 
+    def end(self) -> None:
+        """Let the server end by itself, after its running requests."""
+        if self._record is not None and self.alive():
+            os.kill(self._record.pid, signal.SIGTERM)
+
     def forget(self) -> str:
         """Drop a server that has ended; returns the reason as far as it is known."""
         code = None if self._child is None else self._child.poll()
@@ -182,4 +187,4 @@ def problem_of(log: Path) -> str | None:
     except OSError:
         return None
     found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return found[-1][:MAX_PROBLEM] if found else None
+    return found[-1][:MAX_PROBLEM].replace("`", "") if found else None

@@ -3,12 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication, QKeySequence, QShortcut
 from PySide6.QtWidgets import QSystemTrayIcon
 
-from .platforms import Platform, guarded
+from .platforms import Look, Platform, guarded
 
 SHOWN_MS = 8000  # of a message
+CARD = "background: palette(base); border-radius: 10px; border: 2px solid palette({});"
+STYLES = {
+    Look.PRIMARY: "QPushButton { padding: 4px 16px; border-radius: 4px; } "
+    "QPushButton:enabled { background: palette(highlight); color: palette(highlighted-text); } "
+    "QPushButton:!enabled { background: palette(midlight); }",
+    Look.QUIET: "color: palette(placeholder-text);",
+    Look.CARD: CARD.format("midlight"),
+    Look.CHOSEN: CARD.format("highlight"),
+    Look.BAR: "color: transparent;",
+}
 
 
 class QtPlatform(Platform):
@@ -20,6 +31,12 @@ class QtPlatform(Platform):
     def style_icon(self, icon: Any) -> None:
         """Remember the icon, which shows messages."""
         self._icon = icon
+
+    @guarded()
+    def style(self, widget: Any, look: Look) -> None:
+        """By colours of the palette, which is another in a dark theme."""
+        widget._impl.native.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
+        widget._impl.native.setStyleSheet(STYLES[look])
 
     @guarded()
     def set_title(self, icon: Any, text: str) -> None:

@@ -14,6 +14,7 @@ class Settings:
     url: str = "http://127.0.0.1:8080"
     key: str = ""  # of the server; empty: none
     start_server: bool = False  # when the app starts
+    stop_server: bool = False  # that the app started, when the app is quit
     models_folder: str = ""  # of a server that the app starts; empty: the hub's usual one
     hotkey: str = "ctrl+shift+space"  # of the chat window; empty: none
     show_rate: bool = False  # tokens a second beside the icon

@@ -6,24 +6,41 @@ chats are on the server's page.
 
 import base64
 import json
+import textwrap
+import time
+from pathlib import Path
 from typing import Any
 
 import toga
 
+from .client import Chat
 from .controller import View
 from .menu import (
     Act,
     Action,
     Do,
     MenuEntry,
-    batch_text,
+    detail_text,
+    first_action,
     server_actions,
     shortened,
-    state_text,
+    status_of,
+    transfer_text,
 )
+from .platforms import Look, Platform
 
-MARGIN, GAP = 14, 8
-CHAT_SIZE, WINDOW_SIZE = (440, 640), (560, 360)
+RESOURCES = Path(__file__).parent / "resources"
+MARGIN, GAP = 20, 8
+TITLE = 15  # points
+CHAT_SIZE, WINDOW_SIZE = (440, 640), (600, 420)
+BUTTON_WIDTH = 140
+PLACES = (
+    ("models", "Models", "Find, download and load them", "Open models", Do.SEARCH),
+    ("chat", "Chats", "All of them, with a search", "Open chats", Do.BROWSER),
+    ("dashboard", "Dashboard", "What runs, and how full it is", "Open dashboard", Do.DASHBOARD),
+    ("log", "Log", "Of the server that the app started", "Show log", Do.LOG),
+    ("address", "For other programs", "", "Copy address", Do.COPY_URL),
+)
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
 ATTACH = """(function attach(name, data) {
   const field = document.getElementById("question");
@@ -43,21 +60,79 @@ def button(text: str, action: Action, act: Act) -> toga.Button:
 
 def row(*widgets: toga.Widget) -> toga.Box:
     """Widgets beside each other."""
-    return toga.Box(children=list(widgets), direction="row", gap=GAP, align_items="center")
+    return toga.Box(children=list(widgets), gap=GAP, align_items="center")
 
 
-def column(*widgets: toga.Widget) -> toga.Box:
+def column(*widgets: toga.Widget, margin: int = MARGIN, **style: Any) -> toga.Box:
     """Widgets below each other, with a margin around them."""
-    return toga.Box(children=list(widgets), direction="column", gap=GAP, margin=MARGIN)
+    style = {"direction": "column", "gap": GAP, "margin": margin, **style}
+    return toga.Box(children=list(widgets), **style)
+
+
+def space() -> toga.Box:
+    """What pushes the widgets after it to the edge."""
+    return toga.Box(flex=1)
+
+
+def picture(name: str, size: int) -> toga.ImageView:
+    """A picture of the app's resources."""
+    return toga.ImageView(toga.Image(RESOURCES / f"{name}.png"), width=size, height=size)
+
+
+def bold(text: str = "", **style: Any) -> toga.Label:
+    """A label that leads."""
+    return toga.Label(text, font_weight="bold", **style)
+
+
+def quiet(platform: Platform, text: str = "") -> toga.Label:
+    """A label beside a more important one."""
+    label = toga.Label(text)
+    platform.style(label, Look.QUIET)
+    return label
+
+
+def wrapped(text: str) -> str:
+    """A problem in a few lines that fit a window."""
+    return textwrap.fill(shortened(text, 240), 58)
+
+
+class Head:
+    """The head of a window: the server's state as icon and word, and the first thing to do.
+
+    Args:
+        text, action: the first thing to do with a server that answers.
+    """
+
+    def __init__(self, act: Act, platform: Platform, text: str, action: Action) -> None:
+        self._usable, self._action = (text, action), action
+        self.first = toga.Button(text, on_press=lambda _: act(self._action))
+        platform.style(self.first, Look.PRIMARY)
+        self.icon = toga.Label("", font_size=TITLE)
+        self.word = bold(font_size=TITLE)
+        self.detail, self.problem = quiet(platform), toga.Label("", color="#d93025")
+        lines = column(row(self.icon, self.word), self.detail, margin=0, gap=0)
+        self.others = row()
+        line = row(picture("icon", 48), lines, space(), self.others, self.first)
+        self.content = column(line, self.problem, margin=0)
+
+    def show(self, view: View) -> None:
+        """Show a view."""
+        status = status_of(view)
+        self.icon.text, self.word.text = status.icon, status.word
+        self.icon.style.color = status.colour
+        self.detail.text, self.problem.text = detail_text(view), wrapped(view.problem)
+        first = first_action(view, self._usable)
+        self.first.text, self._action = first
+        self.first.enabled = view.usable or first != self._usable
 
 
 class ChatWindow:
-    """The page in its compact form; where there is no server, what to do about it.
+    """The page in its compact form; without a server or a web view, the chats and what to do.
 
     It is hidden, not closed, so that an answer goes on and comes back as it was.
     """
 
-    def __init__(self, act: Act, *, web: bool = True) -> None:
+    def __init__(self, act: Act, platform: Platform, *, web: bool = True) -> None:
         self._act = act
         self.window = toga.Window(title="mlxinfer", size=CHAT_SIZE, on_close=_hide)
         self.web = _web_view() if web else None
@@ -67,11 +142,15 @@ class ChatWindow:
         self._loaded = False
         if self.web is not None:
             self.web.on_webview_load = self._on_load
-        self._text = toga.Label("", text_align="center")
-        self._browser = button("Open in the browser", Action(Do.BROWSER), act)
-        self._start = button("Start the server", Action(Do.START), act)
+        self._head = Head(act, platform, "Open in browser", Action(Do.BROWSER))
+        self._icon = toga.Icon(str(RESOURCES / "chat.png"))
+        self._shown: tuple[Chat, ...] = ()
+        self.chats = toga.DetailedList(on_select=self._on_select, flex=1)
+        self._recent = column(margin=0, flex=1)
         self._help = column(
-            self._text, self._browser, self._start, button("Open mlxinfer", Action(Do.WINDOW), act)
+            self._head.content,
+            self._recent,
+            row(space(), button("Open mlxinfer", Action(Do.WINDOW), act)),
         )
         self.window.content = self._help
 
@@ -100,9 +179,8 @@ class ChatWindow:
         """Show the page at an address of the server, or why it cannot be shown."""
         if not view.usable or self.web is None:
             self._url = ""
-            self._text.text = shortened(view.problem, 60) or state_text(view)
-            self._browser.enabled = view.usable
-            self._start.enabled = bool(server_actions(view)) and not view.ours
+            self._head.show(view)
+            self._show_chats(view.chats)
             self._set_content(self._help)
             return
         self._set_content(self.web)
@@ -112,6 +190,20 @@ class ChatWindow:
         elif self._wanted != "#":
             self.web.evaluate_javascript(f"location.hash = {json.dumps(self._wanted)}")
         self._url, self._wanted = address, "#"
+
+    def _show_chats(self, chats: tuple[Chat, ...]) -> None:
+        if chats != self._shown:
+            self._shown = chats
+            self._recent.clear()
+            self._recent.add(*([bold("Recent chats"), self.chats] if chats else []))
+            whens = [time.strftime("%d %B, %H:%M", time.localtime(c.changed_s)) for c in chats]
+            titles = [shortened(each.title, 44) or "Untitled" for each in chats]
+            self.chats.data = [(*row, self._icon) for row in zip(titles, whens, strict=True)]
+
+    def _on_select(self, _: Any) -> None:
+        if self.chats.selection is not None:
+            chat = self._shown[self.chats.data.index(self.chats.selection)]
+            self._act(Action(Do.BROWSER, f"#chat/{chat.id}"))
 
     def _set_content(self, widget: toga.Widget) -> None:
         if self.window.content is not widget:
@@ -135,14 +227,12 @@ def _web_view() -> toga.WebView | None:
 class MainWindow:
     """The server and the settings on tabs. Closing it hides it; the server goes on."""
 
-    def __init__(self, act: Act, settings: toga.Widget) -> None:
-        self._act = act
+    def __init__(self, act: Act, platform: Platform, settings: toga.Widget) -> None:
+        self._act, self._platform = act, platform
         self.window = toga.Window(title="mlxinfer", size=WINDOW_SIZE, on_close=_hide)
-        self.state = toga.Label("", font_weight="bold")
-        self.batch, self.problem = toga.Label(""), toga.Label("", color="#b3261e")
-        self._quit = button("Quit and stop the server", Action(Do.QUIT_AND_STOP), act)
-        self._actions = row()
-        self._entries: tuple[MenuEntry, ...] = ()  # that `_actions` has buttons for
+        self.head = Head(act, platform, "Open chat", Action(Do.CHAT))
+        self.places: list[toga.Label] = []  # what is there, in the order of PLACES
+        self._entries: tuple[MenuEntry, ...] = ()  # that the head has buttons for
         scrolled = toga.ScrollContainer(content=settings, horizontal=False)
         self.tabs = toga.OptionContainer(
             content=[("Server", self._server_tab()), ("Settings", scrolled)]
@@ -151,14 +241,17 @@ class MainWindow:
 
     def show(self, view: View) -> None:
         """Show a view."""
-        self.state.text = state_text(view)
-        self.batch.text = f"{view.url}: {batch_text(view)}" if view.usable else view.url
-        self._quit.enabled = view.ours
-        self.problem.text = shortened(view.problem, 200)
-        if (entries := server_actions(view)) != self._entries:
+        self.head.show(view)
+        self.places[-1].text = f"{view.url}/v1"
+        running = [f"{each.name}: {transfer_text(each)}" for each in view.transfers if each.open]
+        self.places[0].text = shortened(running[0], 56) if running else PLACES[0][2]
+        entries = tuple(e for e in server_actions(view) if e.action != Action(Do.START))
+        if entries != self._entries:
             self._entries = entries
-            self._actions.clear()
-            self._actions.add(*[button(e.text, e.action, self._act) for e in entries if e.action])
+            self.head.others.clear()
+            self.head.others.add(
+                *[button(e.text, e.action, self._act) for e in entries if e.action]
+            )
 
     def show_settings(self) -> None:
         """Show the settings."""
@@ -166,18 +259,12 @@ class MainWindow:
         self.window.show()
 
     def _server_tab(self) -> toga.Box:
-        places = {
-            "Chat": Do.CHAT,
-            "All chats": Do.BROWSER,
-            "Models and downloads": Do.SEARCH,
-            "Dashboard": Do.DASHBOARD,
-        }
-        return column(
-            *(self.state, self.batch, self.problem, self._actions),
-            row(*[button(text, Action(do), self._act) for text, do in places.items()]),
-            row(
-                button("Copy address", Action(Do.COPY_URL), self._act),
-                button("Show log", Action(Do.LOG), self._act),
-            ),
-            row(button("Quit", Action(Do.QUIT), self._act), self._quit),
-        )
+        rows = []
+        for icon, title, about, label, do in PLACES:
+            self.places.append(quiet(self._platform, about))
+            lines = column(bold(title), self.places[-1], margin=0, gap=0)
+            open_it = button(label, Action(do), self._act)
+            open_it.style.width = BUTTON_WIDTH
+            rows.append(row(picture(icon, 24), lines, space(), open_it))
+        leave = row(space(), button("Quit", Action(Do.QUIT), self._act))
+        return column(self.head.content, toga.Divider(), *rows, toga.Divider(), leave, gap=12)

@@ -17,7 +17,7 @@ from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import disk_bytes, parse_repo_name
 from ...hub.remote import search_models
 from ...memory import weights_bytes
-from ...suggestions import by_balance, fitting
+from ...suggestions import to_begin_with
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..ops import LoadRequest
@@ -28,7 +28,6 @@ from .jobs import Job, Jobs
 
 RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
 DRAIN_S = 30.0  # that the requests of a model get that is served no longer
-SUGGESTED_CONTEXT = 8192  # tokens that must fit beside the weights of a suggestion
 MAX_FITS = 200  # verdicts that are remembered
 log = logging.getLogger("mlxinfer.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -113,7 +112,7 @@ class LibraryRoutes:
         chips of this name; null where the chip is not known.
         """
         library = self._library
-        found = await self._workers.run(fitting, library.limit_bytes, SUGGESTED_CONTEXT)
+        found = await self._workers.run(to_begin_with, library.limit_bytes)
         here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
         data = [
             {
@@ -122,7 +121,7 @@ class LibraryRoutes:
                 and [round(rate * 1e9 / each.read_bytes) for rate in library.bandwidth],
                 "here": here.get(each.name),
             }
-            for each in by_balance(found, library.limit_bytes)
+            for each in found
         ]
         return {"data": data}
 

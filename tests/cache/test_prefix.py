@@ -58,12 +58,6 @@ def pass_by(tree: PrefixTree, lease: Lease, token_ids: list[int]) -> None:
         tree.trim(lease, 1, tables[1].first)
 
 
-# -- matching -----------------------------------------------------------------------------------
-
-
-# -- sharing ------------------------------------------------------------------------------------
-
-
 def test_a_table_tells_how_far_its_window_is() -> None:
     tree = make_tree(SIZE)
     tokens = list(range(12))

@@ -17,7 +17,7 @@ import json, os, queue, signal, sys, time
 from pathlib import Path
 
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.ranks import group, open as opened
+from mlxinfer.ranks import group
 from mlxinfer.session.engine_factory import open_engine
 from mlxinfer.session.options import EngineOptions
 
@@ -45,7 +45,7 @@ if when != "idle":
         [events.get(timeout=60) for _ in range(60)]
         drafted = engine.stats()["speculation"]["drafted"] if head else 0
 began = time.monotonic()
-os.kill(opened._open[0]._local.pids[1], getattr(signal, how))
+os.kill(group._open[0]._local.pids[1], getattr(signal, how))
 found = {"error": "EngineClosedError", "says": ""}
 if when != "idle":
     event = events.get(timeout=60)

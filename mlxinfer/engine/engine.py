@@ -389,7 +389,10 @@ class Engine:
         if sound:  # else every request has had its last event
             sound = self._survives(loop.abort_all)
         loop.close(save=sound)
-        mx.clear_cache()
+        if (
+            sound
+        ):  # it waits for all streams, with the GIL held: one may wait for a rank that is gone
+            mx.clear_cache()
 
     def _survives(self, last_work: Callable[[], object]) -> bool:
         """Do the last work of a closing engine; False: it failed, and every request ends so."""

@@ -6,6 +6,7 @@ Each in a process of its own, since a group fails for good. pytest -m slow tests
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -64,13 +65,18 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+KILLS = [("prefill", "SIGKILL"), ("decode", "SIGKILL"), ("idle", "SIGKILL"), ("decode", "SIGSTOP")]
+HUNG = (True, "stages", "prefill", "SIGKILL")  # once, at the end of the engine
+
+
 @pytest.mark.parametrize(
-    ("when", "how"),
-    [("prefill", "SIGKILL"), ("decode", "SIGKILL"), ("idle", "SIGKILL"), ("decode", "SIGSTOP")],
+    ("head", "form", "when", "how"),
+    [
+        pytest.param(*case, marks=pytest.mark.ci if case == HUNG else pytest.mark.slow)
+        for head, form, kill in product([False, True], ["parts", "stages"], KILLS)
+        for case in [(head, form, *kill)]
+    ],
 )
-@pytest.mark.parametrize("form", ["parts", "stages"])
-@pytest.mark.parametrize("head", [False, True], ids=["plain", "with a head"])
 def test_requests_of_a_failed_group_end_with_a_clear_error(
     head: bool, form: str, when: str, how: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,28 @@ TESTS = Path(__file__).parent
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, since tests of servers and processes wait."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A test that ended its worker, as one that hangs does, is not begun again by the next one.
+
+    pytest-xdist gives it to each of eight others: for over an hour, and the rest of its file never.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def remove_node(self, node: Any) -> str | None:
+            units = self.assigned_work[node].values()
+            left = [(unit, test) for unit in units for test, done in unit.items() if not done]
+            if left:
+                unit, ended = left[0]
+                unit[ended] = True
+            super().remove_node(node)  # gives the others away
+            return str(ended) if left else None
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,33 @@
+"""How the tests are given to workers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import os
+def test_1(): pass
+def test_2(): os._exit(1)
+def test_3(): pass
+"""
+
+
+@pytest.mark.ci
+def test_a_test_that_ends_its_worker_is_begun_once_and_the_rest_of_its_file_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler")
+    (tmp_path / "test_file.py").write_text(TESTS)
+    options = ["-q", "-n2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr

@@ -25,7 +25,7 @@ except ImportError:
     missing("Toga", 'pip install "mlxinfer[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp
-from mlxinfer.app.client import Chat
+from mlxinfer.app.client import Chat, Transfer
 from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import STATUS, Action, Do, menu_of
@@ -363,6 +363,29 @@ def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
     assert [each["weights_bytes"] for each in cards_of(found[:2])] == [9e9, 8e9]
     times = [time_text(int(size)) for size in (5e8, 5e9, 100e9)]
     assert times == ["under a minute", "about 7 min", "about 2.2 h"]
+
+
+def test_a_download_has_one_percentage_from_its_first_byte_to_its_end(
+    run: Any, controller: AppController
+) -> None:
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        first = app.introduction
+        assert first is not None
+        first.chosen, first.getting = "org/a", True
+        for done, said in ((0, "0 %, 0 B of 200 B"), (84, "42 %, 84 B of 200 B")):
+            moving = Transfer(
+                id="t", kind="download", name="org/a", state="running", done=done, total=200
+            )
+            first.show(replace(app.controller.view, transfers=(moving,)))
+            assert (first.bar.value, first.said.text) == (done / 200, said)
+            assert (first.back.enabled, first.next.enabled) == (True, False)
+        first.show(replace(app.controller.view, problem="No room."))
+        assert (first.bar.value, first.said.text, first.back.enabled) == (0, "No room.", True)
+        first.show(app.controller.view)
+        assert (first.bar.max, first.back.enabled) == (None, False)
+
+    controller.change(type(controller.settings)(url=controller.settings.url))
+    run(scenario)
 
 
 def test_no_text_of_a_window_has_the_backticks_of_a_terminal(run: Any) -> None:

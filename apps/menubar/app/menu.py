@@ -124,8 +124,8 @@ def detail_text(view: View) -> str:
             Phase.FOREIGN: f"Another program answers at {view.url}",
         }
         return texts.get(view.phase, view.url)
-    loaded = [model.name for model in view.activity.models if model.state == "loaded"]
-    parts = [shortened(", ".join(loaded), 48) or "no model is loaded"]
+    loaded = [m.name.rpartition("/")[2] for m in view.activity.models if m.state == "loaded"]
+    parts = [shortened(", ".join(loaded), 32) or "no model is loaded"]
     if view.activity.running or view.activity.waiting:
         parts.append(batch_text(view))
     return " · ".join(parts)

@@ -58,7 +58,7 @@ class Introduction:
         self.cards: dict[str, tuple[toga.Box, toga.Button]] = {}  # by model
         self.title, self.about = bold(font_size=TITLE), quiet(platform)
         self.said = toga.Label("")
-        self.bar = toga.ProgressBar(max=None)
+        self.bar = toga.ProgressBar(max=None, running=True)
         self.back = toga.Button("Back", on_press=self.on_back)
         self.next = toga.Button("Continue", on_press=self.on_next)
         platform.style(self.bar, Look.BAR)
@@ -80,12 +80,12 @@ class Introduction:
 
     def _model_step(self) -> toga.Box:
         about = f"Times are estimates for a link of {LINK_BITS_S / 1e6:.0f} Mbit/s."
-        demo = toga.Button("Try the small demo", on_press=lambda _: self.choose(DEMO))
+        self.demo = toga.Button("Try the small demo", on_press=lambda _: self.choose(DEMO))
         self.more = button("More models…", Action(Do.SEARCH), self._act)
         choose = toga.Button("Choose folder…", on_press=self._choose_folder)
         return column(
             self._models,
-            row(quiet(self._platform, about), space(), demo, self.more),
+            row(quiet(self._platform, about), space(), self.demo, self.more),
             row(toga.Label("Kept in"), self.folder, choose),
             margin=0,
             flex=1,
@@ -97,7 +97,7 @@ class Introduction:
         choose = toga.Button("Choose", on_press=lambda _: self.choose(name))
         inside = column(
             toga.Label("★ Recommended" if first else " "),
-            bold(shortened(name.rpartition("/")[2], 24)),
+            bold(shortened(name.rpartition("/")[2].removesuffix("-4bit"), 22)),
             quiet(owner, f"Good at {', '.join(model['tasks'][:2])}"),
             toga.Label(human_bytes(size), font_size=TITLE, margin_top=GAP),
             quiet(owner, "On this disk" if model.get("here") else f"Download: {time_text(size)}"),
@@ -126,6 +126,7 @@ class Introduction:
         """Take a model."""
         self.chosen = model
         self.about.text = TINY if model == DEMO else PRIVATE
+        self.demo.text = "✓ The small demo" if model == DEMO else "Try the small demo"
         for name, (box, choose) in self.cards.items():
             choose.text = "✓ Chosen" if name == model else "Choose"
             self._platform.style(box, Look.CHOSEN if name == model else Look.CARD)
@@ -144,10 +145,10 @@ class Introduction:
         self.title.text = f"{name} is ready" if ready else f"Getting {name}"
         self.next.text, self.next.enabled = "Open chat", ready
         self.back.enabled = bool(found or view.problem)
-        share = 1.0 if ready else found.done / found.total if found and found.total else None
-        self.bar.max = share and 1.0
-        if share:
-            self.bar.value = share
+        known = ready or view.problem or (found and found.total)
+        self.bar.max = 1.0 if known else None
+        if known:
+            self.bar.value = 1.0 if ready else found.done / (found.total or 1) if found else 0.0
         self.said.text = f"{status_of(view).word}…"
         if ready:
             self.said.text = f"Programs reach it at {view.url}/v1"

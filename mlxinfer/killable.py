@@ -6,6 +6,7 @@ runs a module that calls `serve`. Messages on stdin and stdout are JSON after th
 big-endian).
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -121,14 +122,12 @@ class KillableProcess:
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._process is None or self._process.poll() is not None:
             self._stop()
-            root = str(Path(__file__).resolve().parents[1])
-            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(self.max_bytes)],
+                _command(self._module, self.max_bytes),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env=_environment(),
             )
             self.num_started += 1
             self._finalizer = weakref.finalize(self, _end, self._process)
@@ -140,6 +139,51 @@ class KillableProcess:
         self._process = None
         if self._finalizer is not None:
             self._finalizer()
+
+
+async def ask_once(module: str, job: Any, *, max_seconds: float, max_bytes: int = 1 << 30) -> Any:
+    """Return the reply to a job, of a process for it alone; a caller that is cancelled kills it.
+
+    Args:
+        module: the module to run; it calls `serve`.
+        job: of the process.
+        max_seconds: limit of the job, the start included.
+        max_bytes: memory that the process may take.
+
+    Raises:
+        EndedError: the job took too much.
+    """
+    data = json.dumps(job).encode()
+    process = await asyncio.create_subprocess_exec(
+        *_command(module, max_bytes),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+    )
+    try:
+        async with asyncio.timeout(max_seconds):
+            reply, _ = await process.communicate(HEADER.pack(len(data)) + data)
+    except TimeoutError:
+        raise EndedError(is_to_blame=True) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if len(reply) < HEADER.size:
+        raise EndedError(is_to_blame=True)
+    return json.loads(reply[HEADER.size :])
+
+
+def _command(module: str, max_bytes: int) -> list[str]:
+    return [sys.executable, "-P", "-m", module, str(max_bytes)]
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a process that finds this package."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _exchange(process: "subprocess.Popen[bytes]", job: Any, seconds: float) -> Any:

@@ -56,6 +56,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     },  # HTTP, and the folder of the user's data
     "threads": set(),
     "killable": {"errors", "threads"},
+    "pdf": {"errors", "killable"},
     "backend": LEAVES | {"memory"},
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
@@ -80,7 +81,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
         "pooling",
         "suggestions",
     }
-    | {"session", "text"},
+    | {"pdf", "session", "text"},
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
@@ -139,6 +140,7 @@ WITHOUT_MLX = (
     "http_json",
     "threads",
     "killable",
+    "pdf",
     "ranks.control",
     "ranks.hosts",
     "session",

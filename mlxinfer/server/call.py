@@ -18,7 +18,6 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import Input
-from ..text.pdf import pdf_texts
 from .errors import HttpError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
@@ -370,8 +369,8 @@ class Call:
             return num_tokens, await self._interruptible(pooled.aresult())
 
     async def pdf_texts(self, files: Mapping[str, str]) -> list[str]:
-        """The texts of PDFs; see `text.pdf.pdf_texts`."""
-        return await self._interruptible(self.service.pdf_readers.run(pdf_texts, files))
+        """The texts of PDFs; see `PdfReader.texts`."""
+        return await self._interruptible(self.service.pdfs.texts(files))
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop.

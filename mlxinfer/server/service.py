@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..errors import EngineClosedError, MlxinferError
+from ..pdf import PdfReader
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
@@ -110,7 +111,6 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
-MAX_WAITING_PDFS = 16  # requests with PDFs; each may take 30 s
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 # a name -> its entry, downloaded; reports (bytes done, bytes in all)
@@ -132,7 +132,7 @@ class ServerState:
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
-    pdf_readers: Workers = field(init=False)  # wait for the process that reads PDFs
+    pdfs: PdfReader = field(default_factory=PdfReader)
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
@@ -143,7 +143,6 @@ class ServerState:
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
         self.fetchers = Workers(self.config.image_fetchers)
-        self.pdf_readers = Workers(1, MAX_WAITING_PDFS)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
@@ -184,7 +183,6 @@ class ServerState:
         self.workers.close()
         self.long_workers.close()
         self.fetchers.close()
-        self.pdf_readers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

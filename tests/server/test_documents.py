@@ -1,16 +1,16 @@
 """Files in conversations reach the model as text; what cannot be read is refused by name."""
 
 import base64
+import contextlib
 import threading
-from collections.abc import Mapping
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from bad_input import expect_refusal
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, wait_until
 from scripted import ScriptedServer
 
-from mlxinfer.server import call
 from mlxinfer.server.store import ResponseStore
 from tests.pdf_files import encrypted, pdf
 
@@ -106,27 +106,35 @@ def test_a_stored_response_keeps_the_text(live: LiveServer) -> None:
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
-def test_a_slow_pdf_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, over = threading.Event(), threading.Event()
-
-    def slow(files: Mapping[str, str]) -> list[str]:
-        begun.set()
-        assert over.wait(60)
-        return ["Text"] * len(files)
-
-    monkeypatch.setattr(call, "pdf_texts", slow)
+def test_a_slow_pdf_holds_up_no_other_request_and_ends_with_its_client() -> None:
+    slow = pdf(*["x) Tj (x" * 3000] * 400)
     answers: list[int] = []
     with LiveServer(text_workers=1, long_text_workers=1, image_fetchers=1) as server:
-        body = asked(RESPONSES, part_of(RESPONSES, pdf("Text")))
-        asking = threading.Thread(
-            target=lambda: answers.append(server.post(RESPONSES, body).status_code)
-        )
+
+        def ask() -> None:
+            body = asked(RESPONSES, part_of(RESPONSES, slow))
+            with contextlib.suppress(httpx.ReadTimeout):
+                answers.append(server.client.post(RESPONSES, json=body, timeout=3).status_code)
+
+        asking = threading.Thread(target=ask)
         asking.start()
-        try:
-            assert begun.wait(60)
-            assert server.post(CHAT, chat()).status_code == 200
-            assert not answers
-        finally:
-            over.set()
-            asking.join()
-    assert answers == [200]
+        wait_until(lambda: bool(server.service.calls))
+        assert server.post(CHAT, chat()).status_code == 200
+        asking.join()
+        assert not answers
+        wait_until(lambda: not server.service.calls)
+
+
+def test_a_pdf_may_be_part_of_a_system_prompt(scripted: ScriptedServer) -> None:
+    body = {
+        **asked(MESSAGES, {"type": "text", "text": "?"}),
+        "system": [part_of(MESSAGES, pdf("A"))],
+    }
+    with scripted.says("Yes"):
+        assert scripted.post(MESSAGES, body).status_code == 200
+        assert '<file name="a.pdf">\nA\n</file>' in scripted.prompt
+
+
+def test_a_file_without_data_is_named(live: LiveServer) -> None:
+    body = asked(RESPONSES, {"type": "input_file", "filename": "a.pdf"})
+    expect_refusal(live, RESPONSES, body, param="input[0].content[0].file_data")

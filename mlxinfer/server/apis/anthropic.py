@@ -431,7 +431,9 @@ def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
 
 
 def _pdfs(body: CountRequest) -> Iterator[PdfPart]:
-    """The PDFs in messages and tool results."""
+    """The PDFs in the system prompt, in messages and tool results."""
+    for block, path in _blocks(body.system, "system"):
+        yield from _pdf(block, path)
     for number, message in enumerate(body.messages):
         place = f"messages[{number}].content"
         for block, path in _blocks(message.content, place):
@@ -452,7 +454,7 @@ def _pdf(block: ContentBlock, path: str) -> Iterator[PdfPart]:
     if (
         block.type == "document"
         and isinstance(source, BlockSource)
-        and (source.type, source.media_type) == ("base64", PDF)
+        and (source.type, source.media_type.lower()) == ("base64", PDF)
         and source.data is not None
     ):
         yield PdfPart(source.data, f"{path}.source.data", partial(_be_text, source))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
-from ...text.pdf import BEGINNING
+from ...pdf import BEGINNING
 from ..call import Call
 
 PDF = "application/pdf"
@@ -31,7 +31,7 @@ class PdfPart:
 
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
-    """Put texts in place of PDFs; raises as `pdf_texts`."""
+    """Put texts in place of PDFs; raises as `PdfReader.texts`."""
     found = await call.in_worker(list, parts)
     if found:
         texts = await call.pdf_texts({part.place: part.data for part in found})

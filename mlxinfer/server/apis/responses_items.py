@@ -198,6 +198,8 @@ def _file(part: InputPart, path: str) -> str:
     """The text of a file that the part holds itself."""
     if part.file_data is not None:
         return text_of_file(part.file_data, f"{path}.file_data")
+    if part.file_url is None and part.file_id is None:
+        raise InvalidRequestError.of(f"{path}.file_data", "is missing.")
     name = "file_id" if part.file_url is None else "file_url"
     raise UnsupportedFieldError.of(
         f"{path}.{name}", "names a file elsewhere; send the file itself in file_data."

@@ -12,7 +12,7 @@ from ... import __version__
 from ...errors import InvalidRequestError
 from ...history import Conversation, History, StoredMessage, owner_of
 from ...mcp_tools import McpTools
-from ...text.pdf import can_read_pdf
+from ...pdf import can_read_pdf
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..service import ServerState

@@ -1,13 +1,14 @@
 """PDFs are read in a process that may be killed, and every one that cannot be read says why."""
 
+import asyncio
 import base64
 import zlib
 
 import pytest
 
-from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
-from mlxinfer.text import pdf as reader
-from mlxinfer.text.pdf import MAX_BYTES, MAX_PAGES, pdf_texts
+from mlxinfer import pdf as reader
+from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
+from mlxinfer.pdf import MAX_BYTES, MAX_PAGES, MAX_WAITING, PdfReader
 from tests.pdf_files import encrypted, pdf
 
 pytest.importorskip("pypdf")
@@ -15,6 +16,10 @@ pytest.importorskip("pypdf")
 
 def coded(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def pdf_texts(files: dict[str, str]) -> list[str]:
+    return asyncio.run(PdfReader().texts(files))
 
 
 def refusal(*files: str) -> str:
@@ -64,14 +69,27 @@ def test_a_file_that_unpacks_to_too_much_is_refused() -> None:
     assert refusal(coded(data)).startswith(("is no PDF that can be read (Limit", "takes more than"))
 
 
-def test_a_file_that_takes_long_is_stopped_and_the_next_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert pdf_texts({"a": coded(pdf("Text"))}) == ["Text"]  # the process has started
-    monkeypatch.setattr(reader._process, "max_seconds", 0.2)
-    assert refusal(coded(pdf(*["x) Tj (x" * 3000] * 40))).startswith("takes more than 0.2 s")
-    monkeypatch.undo()
-    assert pdf_texts({"a": coded(pdf("Text"))}) == ["Text"]
+SLOW = coded(pdf(*["x) Tj (x" * 3000] * 400))
+
+
+def test_a_file_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_SECONDS", 0.5)
+    assert refusal(SLOW).startswith("takes more than 0.5 s")
+
+
+def test_a_file_that_nobody_waits_for_is_stopped_and_others_go_on() -> None:
+    async def left_and_asked() -> None:
+        pdfs = PdfReader()
+        slow = [asyncio.create_task(pdfs.texts({"a": SLOW})) for _ in range(MAX_WAITING)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(OverloadedError):
+            await pdfs.texts({"a": SLOW})
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        assert await pdfs.texts({"a": coded(pdf("Text"))}) == ["Text"]
+
+    asyncio.run(left_and_asked())
 
 
 def test_without_pypdf_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,22 +5,26 @@ A PDF is a program of a stranger: it may be small and take hours, or unpack to g
 the file at fault}.
 """
 
+import asyncio
 import base64
 import binascii
 import io
+import resource
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from ..errors import InvalidRequestError, UnsupportedFieldError
-from ..killable import EndedError, KillableProcess, serve
+from .errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
+from .killable import EndedError, ask_once, serve
 
 MAX_BYTES = 32 << 20  # of a file
 MAX_PAGES = 1000  # of a file
 MAX_CHARS = 4_000_000  # of a file's text
-IDLE_S = 30.0
+MAX_SECONDS = 30  # of all PDFs of a request
+MAX_MEMORY = 1 << 30  # bytes
+PROCESSES = 2
+MAX_WAITING = 16  # requests whose PDFs are read, or wait for it
 BEGINNING = "JVBERi"  # of each PDF in base64: %PDF
-_process = KillableProcess("mlxinfer.text.pdf", {"files": []}, max_seconds=30.0)
 
 
 def can_read_pdf() -> bool:
@@ -28,33 +32,55 @@ def can_read_pdf() -> bool:
     return find_spec("pypdf") is not None
 
 
-def pdf_texts(files: Mapping[str, str]) -> list[str]:
-    """Return the texts of PDFs, the pages of each separated by empty lines. Takes a while.
+class PdfReader:
+    """Reads the PDFs of a few requests at a time, each in a process of its own."""
 
-    Args:
-        files: the field that errors name -> the PDF in base64.
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(PROCESSES)
+        self._waiting = 0
 
-    Raises:
-        UnsupportedFieldError: pypdf is not installed.
-        InvalidRequestError: a PDF is broken, encrypted, too large or without text, or all of them
-            together take too much time or memory.
-        OverloadedError: other PDFs are being read.
-    """
-    places = list(files)
-    if not can_read_pdf():
-        raise UnsupportedFieldError.of(
-            places[0], "is a PDF, which this server cannot read: pip install 'mlxinfer[pdf]'."
-        )
+    async def texts(self, files: Mapping[str, str]) -> list[str]:
+        """Return the texts of PDFs, the pages of each separated by empty lines.
+
+        Args:
+            files: the field that errors name -> the PDF in base64.
+
+        Raises:
+            UnsupportedFieldError: pypdf is not installed.
+            InvalidRequestError: a PDF is broken, encrypted, too large or without text, or all of
+                them together take too much time or memory.
+            OverloadedError: too many requests wait.
+        """
+        _check(files)
+        if self._waiting >= MAX_WAITING:
+            raise OverloadedError("Too many PDFs wait to be read; try again soon.")
+        self._waiting += 1
+        try:
+            async with self._free:
+                return await _texts(files)
+        finally:
+            self._waiting -= 1
+
+
+def _check(files: Mapping[str, str]) -> None:
     for place, data in files.items():
+        if not can_read_pdf():
+            raise UnsupportedFieldError.of(
+                place, "is a PDF, which this server cannot read: pip install 'mlxinfer[pdf]'."
+            )
         if len(data) * 3 // 4 > MAX_BYTES:
             raise InvalidRequestError.of(place, f"has more than {MAX_BYTES:,} bytes.")
+
+
+async def _texts(files: Mapping[str, str]) -> list[str]:
+    places, job = list(files), {"files": list(files.values())}
     try:
-        found = _process.ask({"files": list(files.values())})
+        found = await ask_once("mlxinfer.pdf", job, max_seconds=MAX_SECONDS, max_bytes=MAX_MEMORY)
     except EndedError:
         raise InvalidRequestError.of(
             places[0],
-            f"takes more than {_process.max_seconds:g} s or {_process.max_bytes / 1e6:.0f} MB to "
-            "read, alone or with the other PDFs of the request.",
+            f"takes more than {MAX_SECONDS:g} s or {MAX_MEMORY / 1e6:.0f} MB to read, alone or "
+            "with the other PDFs of the request.",
         ) from None
     if "error" in found:
         raise InvalidRequestError.of(places[found["index"]], found["error"])
@@ -117,4 +143,6 @@ def _text_of(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    serve(answer, idle_s=IDLE_S)
+    # where the server is killed, nobody else ends a file that takes for ever
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
+    serve(answer)

@@ -139,6 +139,15 @@ CLAIMS = {
             plain("--peer-python", "Python that has sentence-transformers."),
         ),
     ),
+    "pictures": Claim(
+        "Models that see beside mlx-vlm, and answers beside transformers; each in its own Python.",
+        (
+            runs(3, "Timed conversations of each side; the median counts."),
+            plain("--reference-python", "Python that has torch and transformers.", required=True),
+            plain("--peer-python", "Python that has mlx-vlm."),
+            cpu_time,
+        ),
+    ),
     "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
         (

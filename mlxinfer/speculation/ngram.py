@@ -83,6 +83,7 @@ class Followed:
     """
 
     text: TokenBuffer  # key ids
+    name: Hashable  # see `_namespace`
     length: int = 0  # tokens that agree; 0: there is no match
     place: int = 0  # of the token in the matched text that may come next
     other: Ints | None = None  # the matched text, as it was searched; None: the sequence's own
@@ -146,7 +147,8 @@ class NgramProposer(ProposalSource):
         for sequence in sequences:
             followed = self._followed.get(sequence)
             if followed is None:
-                followed = self._followed[sequence] = Followed(TokenBuffer(dtype=np.int64))
+                followed = Followed(TokenBuffer(dtype=np.int64), _namespace(sequence))
+                self._followed[sequence] = followed
             found[sequence] = followed
             num_read = len(followed.text)
             if num_read < sequence.num_known:
@@ -156,7 +158,7 @@ class NgramProposer(ProposalSource):
                     self._check(sequence, followed, new)
             if not followed.length and left > 0:
                 left -= 1
-                self._search(sequence, followed)
+                self._search(followed)
         return found
 
     def _check(self, sequence: Sequence, followed: Followed, new: list[int]) -> None:
@@ -170,7 +172,7 @@ class NgramProposer(ProposalSource):
                 followed.length = 0
                 return
 
-    def _search(self, sequence: Sequence, followed: Followed) -> None:
+    def _search(self, followed: Followed) -> None:
         """Find the longest match in the sequence's own text or in earlier answers."""
         text = followed.text.ids
         if len(text) <= MIN_MATCH:
@@ -178,7 +180,7 @@ class NgramProposer(ProposalSource):
         suffix, first = text[-MAX_MATCH:], max(len(text) - SEARCHED, 0)
         place, length = find_longest(text[first:-1], suffix)
         place, other = first + place, None
-        kept = self._answers.get(_namespace(sequence)) if self._answers else None
+        kept = self._answers.get(followed.name)
         if kept is not None:
             answers = kept.ids[-SEARCHED:]
             there, longer = find_longest(answers[:-1], suffix)

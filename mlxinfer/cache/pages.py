@@ -188,7 +188,7 @@ class PageAllocator:
         self.num_present = num_pages
         self.extent = 0
         self.headroom = headroom
-        self._free = np.ones(0, np.int8)  # by page id; pages beyond are free
+        self._free = bytearray()  # by page id: 1 or 0; pages beyond are free
 
     @property
     def num_held(self) -> int:
@@ -197,8 +197,8 @@ class PageAllocator:
 
     def resize(self, num_pages: int) -> None:
         """Set the number of pages; pages that go must be free."""
-        assert self._free[num_pages:].all(), "pages that are to go are held"
-        self._free = self._free[:num_pages]
+        assert 0 not in self._free[num_pages:], "pages that are to go are held"
+        del self._free[num_pages:]
         self.num_free += num_pages - self.num_pages
         self.num_pages = num_pages
 
@@ -242,13 +242,10 @@ class PageAllocator:
 
     def _take(self, start: int, count: int) -> list[int]:
         """Up to `count` free pages, one after another, from page `start` on."""
-        own = self._free[start : start + count]
-        stop = min(start + count, self.num_pages) if own.all() else start + int(own.argmin())
-        more = stop - len(self._free)
-        if more > 0:
-            grown = max(more, len(self._free))  # copying stays rare
-            self._free = np.append(self._free, np.ones(grown, np.int8))[: self.num_pages]
-        self._free[start:stop] = 0
+        held = self._free.find(0, start, start + count)
+        stop = min(start + count, self.num_pages) if held < 0 else held
+        self._free += b"\1" * (stop - len(self._free))  # none where all are known
+        self._free[start:stop] = bytes(stop - start)
         self.num_free -= stop - start
         if stop > start:
             self.extent = max(self.extent, stop)
@@ -260,8 +257,8 @@ class PageAllocator:
         Where there is none: the longest near run, if that is long enough; the lowest place with
         headroom anywhere; the longest run.
         """
-        known = len(self._free)
-        free = np.append(self._free, np.int8(known < self.num_pages))  # and a page behind them
+        known, page_behind = len(self._free), np.int8(len(self._free) < self.num_pages)
+        free = np.append(np.frombuffer(self._free, np.int8), page_behind)
         edges = np.flatnonzero(np.diff(free, prepend=np.int8(0), append=np.int8(0)))
         starts, stops = edges[::2], edges[1::2]  # of free runs
         stops[stops > known] = self.num_pages  # the last one goes on

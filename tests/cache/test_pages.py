@@ -92,7 +92,7 @@ def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> 
                 tables[1][i].append(ways[1].allocate(1, after=tables[1][i].last))
         assert tables[0] == tables[1]
         assert (ways[0].num_free, ways[0].extent) == (ways[1].num_free, ways[1].extent)
-        assert ways[0]._free.tolist() == ways[1]._free.tolist()
+        assert ways[0]._free == ways[1]._free
 
 
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:

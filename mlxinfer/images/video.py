@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import PictureError, shown
-from .load import MAX_PIXELS, load_image
+from .load import load_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FPS = 2.0  # of frames that come without a rate
+MAX_FRAME_PIXELS = 36_000_000  # 8K; each thread that decodes holds a frame of up to 54 MB
 MAX_FRAMES = 1 << 20  # of a file: ten hours
 # other formats, such as playlists, name files and addresses that would be opened
 CONTAINERS = {"format_whitelist": "mov,mp4,matroska,webm,gif,avi"}
@@ -115,8 +116,10 @@ def _of_file(
             if not container.streams.video:
                 raise PictureError("The file has no moving pictures in it.", param=place)
             stream = container.streams.video[0]
-            if stream.codec_context.width * stream.codec_context.height > MAX_PIXELS:
-                raise PictureError(f"A frame has more than {MAX_PIXELS:,} pixels.", param=place)
+            if stream.codec_context.width * stream.codec_context.height > MAX_FRAME_PIXELS:
+                raise PictureError(
+                    f"A frame has more than {MAX_FRAME_PIXELS:,} pixels.", param=place
+                )
             rate = stream.average_rate or stream.guessed_rate
             packets = (packet for packet in container.demux(stream) if packet.size)
             count = stream.frames or sum(1 for _ in islice(packets, MAX_FRAMES + 1))
@@ -142,7 +145,8 @@ def _decoded(
         with av.open(opened(), options=CONTAINERS) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # a frame may say more
+            # a frame may be larger than its file says
+            stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
             for number, frame in enumerate(container.decode(stream)):
                 if abandoned():
                     raise CancelledError

@@ -98,9 +98,11 @@ def test_a_frame_that_is_larger_than_its_file_says_is_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     video = load_video(clip())
-    monkeypatch.setattr(f"{load_video.__module__}.MAX_PIXELS", 64 * 48 - 1)
+    monkeypatch.setattr(f"{load_video.__module__}.MAX_FRAME_PIXELS", 64 * 48 - 1)
     with pytest.raises(PictureError, match=r"no known format|cut off"):
         list(video.read([0]))
+    with pytest.raises(PictureError, match="A frame has more than 3,071 pixels"):
+        load_video(clip())
 
 
 def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,10 +312,10 @@ class Branches(tuple[Program, ...]):
 
     __slots__ = ()
 
-    def user(self, text: str, images: Sequence[Any] = ()) -> None:
+    def user(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> None:
         """Add the same message of the user to each."""
         for branch in self:
-            branch.user(text, images)
+            branch.user(text, images, videos)
 
     def gen(self, name: str, **options: Unpack[PartArguments]) -> Results:
         """`Program.gen` of all, in one batch."""

@@ -107,6 +107,9 @@ def test_videos_argument_puts_frames_before_the_text(seeing: tuple[str, LLM]) ->
     with llm.program() as program:
         program.user("What?", videos=[frames])
         assert program.gen("seen", **options).token_ids == expected.token_ids
+    branches = llm.program().fork(2)
+    branches.user("What?", videos=[frames])
+    assert [one.token_ids for one in branches.gen("seen", **options)] == [expected.token_ids] * 2
 
 
 def test_text_of_a_message_takes_no_videos_place(seeing: tuple[str, LLM]) -> None:

@@ -14,7 +14,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,9 +26,6 @@ from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
 from ..metal_kernels.variants import ReadyFor, Variant, never
 from .inputs import Ints, StepMetadata
-
-if TYPE_CHECKING:
-    from .chunks import Chunk
 
 MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
 
@@ -46,6 +43,13 @@ KEY_BIAS = (
     "kv_bits=(8, 4)."
 )
 GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
+
+
+class ChunkPlace(Protocol):
+    """Where the tokens of a prefill chunk go: rows of the step, and slots of pages."""
+
+    rows: slice
+    writes: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -296,7 +300,7 @@ class PagedLayer(ABC):
         """Bytes of all tails: what a step copies while another is in flight."""
         return sum(part.nbytes for tails in self._tails for part in tails)
 
-    def write(self, stored: Stored, place: TailPlace, chunks: "Sequence[Chunk]" = ()) -> None:
+    def write(self, stored: Stored, place: TailPlace, chunks: Sequence[ChunkPlace] = ()) -> None:
         """Store the parts (T, heads, W) of a step's tokens: chunks in pages, others in tails."""
         for chunk in chunks:
             self.write_pages(chunk.writes, chunk.rows.start, stored)

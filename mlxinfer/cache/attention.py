@@ -172,7 +172,10 @@ class Prepared:
         tiles: the same chunks through a kernel, for layers that have one.
     """
 
-    __slots__ = ("_order", "_parts", "_tiled", "chunks", "group", "metadata", "place", "short")
+    __slots__ = (
+        *("_order", "_parts", "_tiled", "chunks", "group", "metadata", "page_writes", "place"),
+        "short",
+    )
 
     def __init__(
         self,
@@ -186,6 +189,7 @@ class Prepared:
     ) -> None:
         self.metadata, self.group, self.place = metadata, group, place
         self.short, self.chunks = short, chunks
+        self.page_writes = [(chunk.rows.start, chunk.writes) for chunk in chunks]
         self._parts: list[AttentionPart] = [*short, *chunks]
         self._tiled = self._parts if tiles is None else [*short, tiles]
         self._order = order

@@ -189,7 +189,7 @@ class KeyValueLayer(PagedLayer):
             self.replace_tails(tails)
         else:
             queries, stored = kv_write(qkv, place.positions, heads)
-            self.write(stored, place, prepared.chunks)
+            self.write(stored, place, prepared.page_writes)
         return self.restored(prepared.attend(self, queries, softmax))
 
     def attend(
@@ -210,9 +210,9 @@ class KeyValueLayer(PagedLayer):
         """
         prepared = self.prepared
         if self._as_they_are:
-            self.write([[keys], [values]], prepared.place, prepared.chunks)
+            self.write([[keys], [values]], prepared.place, prepared.page_writes)
             return prepared.attend(self, queries, softmax)
-        self.write(self.encode(keys, values), prepared.place, prepared.chunks)
+        self.write(self.encode(keys, values), prepared.place, prepared.page_writes)
         return self.attend_again(queries, softmax)
 
     def attend_again(self, queries: mx.array, softmax: Softmax) -> mx.array:

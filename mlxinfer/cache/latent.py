@@ -169,7 +169,7 @@ class LatentLayer(PagedLayer):
             (T, H, dv).
         """
         stored = self.encode(latent, k_rope, index)
-        self.write(stored, self.prepared.place, self.prepared.chunks)
+        self.write(stored, self.prepared.place, self.prepared.page_writes)
         return self._read(q_nope, q_rope, projection, scale, index)
 
     def _read(

@@ -14,7 +14,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -45,11 +45,8 @@ KEY_BIAS = (
 GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
 
 
-class ChunkPlace(Protocol):
-    """Where the tokens of a prefill chunk go: rows of the step, and slots of pages."""
-
-    rows: slice
-    writes: list[tuple[int, int]]
+PageWrites = Sequence[tuple[int, Runs]]
+"""Of each prefill chunk: its first row of the step, and the page slots of its tokens."""
 
 
 @dataclass(slots=True)
@@ -300,10 +297,10 @@ class PagedLayer(ABC):
         """Bytes of all tails: what a step copies while another is in flight."""
         return sum(part.nbytes for tails in self._tails for part in tails)
 
-    def write(self, stored: Stored, place: TailPlace, chunks: Sequence[ChunkPlace] = ()) -> None:
+    def write(self, stored: Stored, place: TailPlace, pages: PageWrites = ()) -> None:
         """Store the parts (T, heads, W) of a step's tokens: chunks in pages, others in tails."""
-        for chunk in chunks:
-            self.write_pages(chunk.writes, chunk.rows.start, stored)
+        for row, runs in pages:
+            self.write_pages(runs, row, stored)
         if not len(place.slots):
             return
         if place.rows is not None:

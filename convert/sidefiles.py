@@ -17,7 +17,7 @@ from ..models.registry import family
 from ..models.weights.files import INDEX
 from .arrange import language_config
 from .files import write_file
-from .mlx_lm import asked_for, respelled
+from .mlx_lm import UNDEFINED_BY_MLX_LM, asked_for, respelled
 from .plan import ConversionPlan
 from .read import SourceModel
 
@@ -98,7 +98,8 @@ def spelled_out(
     defaults = family(model.model_type).defaults
     if "sliding_window_pattern" in defaults:
         _spell_windows(text, model)
-    _spell_silent(text, model)
+    if model.model_type not in UNDEFINED_BY_MLX_LM:
+        _spell_silent(text, model)
     for key in defaults:
         _fill(text, key, model.fields.get(key))
     text |= respelled(text, model)

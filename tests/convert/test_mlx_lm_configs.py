@@ -7,25 +7,25 @@ have keys that published checkpoints leave as they are: what is told of them is 
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from convert_cases import agreed, convert, write_source
+from convert_cases import agreed, by_mlxinfer, convert, write_source
 from models.cases import CASES
 
 from mlxinfer.convert.mlx_lm import OTHERWISE, UNDEFINED_BY_MLX_LM
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64, 33, 71, 12, 50]  # more than the windows, less than contexts
-READ = [
-    case
-    for case, config in CASES.items()
-    if config["model_type"] not in (*UNDEFINED_BY_MLX_LM, *OTHERWISE)
-]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", READ)
+@pytest.mark.parametrize("case", CASES)
 def test_a_config_is_read_as_it_is_meant_or_its_reader_is_warned(tmp_path: Path, case: str) -> None:
     source = write_source(tmp_path / "source", case, dtype=mx.float32)
     report = convert(source, tmp_path / "out", "fp32")
+    ours = by_mlxinfer(tmp_path / "out", IDS)
+    assert np.allclose(ours, by_mlxinfer(source, IDS), atol=1e-5)
+    if CASES[case]["model_type"] in (*UNDEFINED_BY_MLX_LM, *OTHERWISE):
+        return
     if any(note.startswith("mlx-lm's definition") for note in report.notes):
         with pytest.raises((AssertionError, ValueError)):
             agreed(tmp_path / "out", IDS)

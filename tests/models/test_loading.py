@@ -67,6 +67,13 @@ def test_every_tensor_must_be_there_and_have_its_shape(case):
             assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [None, 0])
+def test_a_mixture_whose_config_has_no_experts_is_refused(number):
+    config = {**tiny_config("qwen3_moe-v4"), "num_experts": number}
+    with pytest.raises(CheckpointError, match="missing"):
+        built(config, arrays_of("qwen3_moe-v4"))
+
+
 def test_a_transposed_square_matrix_would_load_but_a_wrong_dtype_does_not(tmp_path):
     config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
     write(tmp_path, config, tensors | {"model.norm.weight": np.ones(64, np.int32)})

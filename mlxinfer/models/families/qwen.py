@@ -74,7 +74,7 @@ class Qwen3MoE(_Qwen):
     def mlp(self, index: int) -> FeedForward:
         """A mixture of experts, or a dense MLP where the config leaves a layer dense."""
         config, k = self.config, self.config.experts_per_token
-        if not config.sparse_layers[index]:
+        if not config.num_experts or not config.sparse_layers[index]:
             return super().mlp(index)
         choose = ExpertChoice(Routing(k, normalised=config.norm_topk_prob))
         return self.experts(f"model.layers.{index}.mlp", choose)

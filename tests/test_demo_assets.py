@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from random import Random
 
+import jsonschema
 import pytest
 from tokenizers import Tokenizer
+
+from mlxinfer.text import ChatTemplate
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "mlxinfer" / "assets"
@@ -21,6 +24,9 @@ questions = importlib.import_module("examples.demo_model.questions")
 skills = importlib.import_module("examples.demo_model.skills")
 sums = importlib.import_module("examples.demo_model.sums")
 variation = importlib.import_module("examples.demo_model.variation")
+tool_form = importlib.import_module("examples.demo_model.tools.form")
+tool_talk = importlib.import_module("examples.demo_model.tools.conversations")
+held_out = importlib.import_module("examples.demo_model.tools.held_out")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +105,9 @@ def test_exercises_are_right_and_only_their_solutions_count_fully(tokenizer: Tok
 
 def test_training_never_asks_a_question_by_which_the_loss_is_watched() -> None:
     rng = Random(11)
-    asked = [corpus._turn(rng, held=False) for _ in range(2000)]
+    asked = [corpus.turn(rng, held=False) for _ in range(2000)]
     assert all(turn.canonical or not variation.held_out(turn.question) for turn in asked)
-    assert variation.held_out(corpus._turn(rng, held=True).question)
+    assert variation.held_out(corpus.turn(rng, held=True).question)
 
 
 def test_there_are_150_held_out_questions_and_their_grades_can_be_given() -> None:
@@ -146,13 +152,16 @@ def test_training_asks_no_held_out_question_nor_one_that_is_nearly_the_same() ->
     """Compares words and, for questions of 20 letters or more, letters: 4 in 100 may differ."""
     rng = Random(5)
     asked: set[str] = set()
-    for _ in range(20_000):
-        said = [m.content for m in corpus.conversation(rng) if m.role == "user"]
+    for i in range(20_000):
+        make = tool_talk.tool_conversation if i % 4 == 0 else corpus.conversation
+        said = [m.content for m in make(rng) if m.role == "user"]
         asked |= {" ".join(questions.words_of(*said[i : i + n])) for i in range(3) for n in (1, 2)}
-    for question in questions.questions():
-        held = " ".join(questions.words_of(*question.turns))
+    with_tools = [(question.asked,) for question in held_out.tool_questions()]
+    with_sums = {q.turns for q in questions.questions() if q.grade.startswith("= ")}
+    for turns in [*(question.turns for question in questions.questions()), *with_tools]:
+        held = " ".join(questions.words_of(*turns))
         assert held not in asked
-        if question.grade.startswith("= ") or len(held) < 20 or held[-1].isdigit():
+        if turns in with_sums or len(held) < 20 or re.search(r"\d", turns[-1]):
             continue  # digits are other questions
         near = [a for a in asked if abs(len(a) - len(held)) <= 2 and a[:3] == held[:3]]
         assert [a for a in near if distance(a, held) <= len(held) * 0.04] == []
@@ -179,3 +188,51 @@ def test_a_follow_up_keeps_what_it_does_not_name() -> None:
             word, language = re.search(r"In (\w+), (.+) is", answer).group(2, 1)
             assert word in asked or word in turn.answer
             assert language in asked or language in turn.answer
+
+
+def test_there_are_40_held_out_conversations_with_tools() -> None:
+    asked = held_out.tool_questions()
+    assert len(asked) == len({question.asked for question in asked}) == 40
+    assert sum(question.call is not None for question in asked) == 27
+    for question in asked:
+        assert questions.is_near(question.asked)
+        if question.call is not None:
+            name, arguments = question.call
+            (tool,) = (tool for tool in question.tools if tool.name == name)
+            jsonschema.validate(arguments, tool.schema["function"]["parameters"])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_conversation_with_tools_is_trained_as_the_chat_template_writes_it(seed: int) -> None:
+    said = tool_talk.tool_conversation(Random(seed))
+    system, _, signatures = said[0].content.rpartition("Tools:\n")
+    tools = [tool_form.read_tool(line) for line in signatures.splitlines()]
+    messages = [as_openai(message) for message in said[1:]]
+    if system:
+        messages.insert(0, {"role": "system", "content": system.strip()})
+    written = ChatTemplate(tokenizing.CHAT_TEMPLATE).render(
+        messages, tools=[tool.schema for tool in tools], add_generation_prompt=False
+    )
+    assert written == "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in said)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_trained_call_is_of_an_offered_tool_and_keeps_to_its_schema(seed: int) -> None:
+    said = tool_talk.tool_conversation(Random(seed))
+    lines = said[0].content.rpartition("Tools:\n")[2].splitlines()
+    tools = {tool.name: tool for tool in map(tool_form.read_tool, lines)}
+    for message in said:
+        for call in as_openai(message).get("tool_calls", ()):
+            tool = tools[call["function"]["name"]]
+            schema = {**tool.schema["function"]["parameters"], "additionalProperties": False}
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+
+
+def as_openai(message: corpus.Message) -> dict:
+    """A trained message as a client would send it."""
+    found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", message.content)
+    if found is None:
+        return message._asdict()
+    call = json.loads(found.group(1))
+    function = {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}

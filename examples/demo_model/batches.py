@@ -17,30 +17,31 @@ from tokenizers import Tokenizer
 from .corpus import conversation, document
 from .skills import drill
 from .tokenizer import render_chat, render_document, render_drill
+from .tools.conversations import tool_conversation
 
 PROSE_SHARE = 0.04  # of the texts; they are longer than conversations
 DRILL_SHARE = 0.15  # of the texts: sums take longer to learn than sentences
-TOKENS_PER_STEP = 4096
-ROW_LENGTHS = (256, 256, 256, 512)  # by step; the long rows teach far distances
+TOOL_SHARE = 0.2  # of the texts, and of the tokens four tenths: they are long
+ROW_LENGTHS = (256, 256, 512, 512)  # by step; the long rows teach far distances, and tools
 
 Tokens = tuple[list[int], list[float]]  # ids, how much each counts in the loss
 Batch = tuple[NDArray[np.int32], NDArray[np.float32]]  # ids (B, L + 1), weights (B, L)
 
 
-def batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
-    """Return the batch of one step; the same seed and step always give the same one."""
+def batch(tokenizer: Tokenizer, seed: int, step: int, num_tokens: int) -> Batch:
+    """Return the batch of one step; the same arguments always give the same one."""
     length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
     rng = Random(f"{seed}/{step}")
-    return _stacked([_row(tokenizer, rng, length) for _ in range(TOKENS_PER_STEP // length)])
+    return _stacked([_row(tokenizer, rng, length) for _ in range(num_tokens // length)])
 
 
-def batches(tokenizer: Path, seed: int, first: int, last: int) -> Iterator[Batch]:
+def batches(tokenizer: Path, seed: int, first: int, last: int, num_tokens: int) -> Iterator[Batch]:
     """Yield the batches of the steps from `first` up to `last`, made by other processes ahead."""
     workers = max(1, min(8, (os.cpu_count() or 2) // 2))
     ahead: deque[Future[Batch]] = deque()
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for step in range(first, last):
-            ahead.append(pool.submit(_batch_of, tokenizer, seed, step))
+            ahead.append(pool.submit(_batch_of, tokenizer, seed, step, num_tokens))
             if len(ahead) > 4 * workers:
                 yield ahead.popleft().result()
         for made in ahead:
@@ -54,8 +55,8 @@ def held_out_batch(tokenizer: Tokenizer, num_rows: int = 64, length: int = 192) 
     return _stacked([_cut(texts, length) for _ in range(num_rows)])
 
 
-def _batch_of(tokenizer: Path, seed: int, step: int) -> Batch:
-    return batch(_tokenizer(tokenizer), seed, step)
+def _batch_of(tokenizer: Path, seed: int, step: int, num_tokens: int) -> Batch:
+    return batch(_tokenizer(tokenizer), seed, step, num_tokens)
 
 
 @cache
@@ -71,6 +72,8 @@ def _row(tokenizer: Tokenizer, rng: Random, length: int) -> Tokens:
                 yield render_document(tokenizer, document(rng))
             elif kind < PROSE_SHARE + DRILL_SHARE:
                 yield render_drill(tokenizer, drill(rng))
+            elif kind < PROSE_SHARE + DRILL_SHARE + TOOL_SHARE:
+                yield render_chat(tokenizer, tool_conversation(rng))
             else:
                 yield render_chat(tokenizer, conversation(rng))
 

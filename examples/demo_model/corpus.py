@@ -100,13 +100,13 @@ def conversation(rng: Random, *, held: bool = False) -> list[Message]:
     system = _system_prompt(rng)
     messages = [Message("system", system)] if system else []
     for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
-        turn = _turn(rng, held)
-        answer = first_sentence(turn.answer) if system in BRIEF else turn.answer
+        asked = turn(rng, held=held)
+        answer = first_sentence(asked.answer) if system in BRIEF else asked.answer
         if system in IN_JSON and not answer.startswith(("{", "[")):
             answer = json.dumps({"answer": first_sentence(answer)}, ensure_ascii=False)
-        messages += _exchange(typed(rng, turn.question, exact=turn.exact), answer)
-        if system not in IN_JSON and rng.random() < (0.7 if turn.then else 0.15):
-            messages += _follow_up(rng, turn)
+        messages += _exchange(typed(rng, asked.question, exact=asked.exact), answer)
+        if system not in IN_JSON and rng.random() < (0.7 if asked.then else 0.15):
+            messages += _follow_up(rng, asked)
     return messages
 
 
@@ -125,14 +125,15 @@ def document(rng: Random) -> str:
     return text[start:]
 
 
-def _turn(rng: Random, held: bool) -> Turn:
+def turn(rng: Random, *, held: bool = False) -> Turn:
+    """Return one question with its answer; `held` chooses those that training never sees."""
     kinds = (_knowledge, _fact, _skill, _unknown, _haiku, _name, _longer_list)
     while True:
-        turn = rng.choices(kinds, (40, 12, 28, 15, 3, 1.5, 1.5))[0](rng)
-        if is_near(turn.question):
+        drawn = rng.choices(kinds, (40, 12, 28, 15, 3, 1.5, 1.5))[0](rng)
+        if is_near(drawn.question):
             continue
-        if held == (held_out(turn.question) and not turn.canonical):
-            return turn
+        if held == (held_out(drawn.question) and not drawn.canonical):
+            return drawn
 
 
 def _knowledge(rng: Random) -> Turn:
@@ -186,8 +187,8 @@ def _longer_list(rng: Random) -> Turn:
 
 
 def _unknown(rng: Random) -> Turn:
-    forms = (_unlike_anything, _like_a_fact, _like_knowledge)
-    question = rng.choices(forms, (70, 15, 15))[0](rng)
+    forms = (_unlike_anything, _like_a_fact, _like_knowledge, _no_country)
+    question = rng.choices(forms, (65, 15, 15, 5))[0](rng)
     answer = UNKNOWN_ANSWERS[rng.random() < 0.2]
     return Turn(question[0].upper() + question[1:] if rng.random() < 0.8 else question, answer)
 
@@ -206,6 +207,14 @@ def _like_a_fact(rng: Random) -> str:
         fields = tuple(str(words[rng.choice(kinds)]) for _ in table.rows[0])
         if known.isdisjoint(field.lower() for field in fields):
             return fill(rng.choice(table.questions), fields)
+
+
+def _no_country(rng: Random) -> str:
+    """Ask for the capital of what is no country, or of one that nobody knows."""
+    where = slots(rng)["region"] if rng.random() < 0.5 else invented_name(rng)
+    if rng.random() < 0.2:
+        where = f"{invented_name(rng)}{rng.choice(('ia', 'land', 'stan', 'onia'))}"
+    return fill(rng.choice(tables()[0].questions), (str(where), str(where)))
 
 
 def _like_knowledge(rng: Random) -> str:

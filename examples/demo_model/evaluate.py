@@ -1,50 +1,27 @@
 """Measures the demo models: `python -m examples.demo_model.evaluate`.
 
 Held-out loss of the weights as shipped, all sums to 100 (`--sums`), then the answers to the
-held-out questions with their grades.
+held-out questions with their grades, and how it goes on in held-out conversations with tools.
 """
 
 import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from .train import held_out_loss, wrong_sums  # first: it makes matrix products fast, before mlx
+from .train import held_out_loss, wrong_sums  # isort: skip  # first: it makes mlx fast
 
-import mlx.core as mx  # isort: skip
-from mlx.utils import tree_unflatten
 from tokenizers import Tokenizer
 
 from mlxinfer import LLM
 
 from .grade import answers, report
-from .model import SHAPES, Model
-from .quantise import BITS, GROUP_SIZE
+from .model import SHAPES
 from .questions import questions
+from .shipped import shipped_model
 from .sums import SMALL_PRODUCTS, Sum
-
-
-def shipped_weights(folder: Path) -> dict[str, mx.array]:
-    """Return the weights of a bundled folder, as the numbers that its 4 bits stand for."""
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
-    weights = {}
-    for name, array in arrays.items():
-        stem = name.removesuffix(".weight")
-        if name.endswith((".scales", ".biases")):
-            continue
-        if f"{stem}.scales" in arrays:
-            scales, biases = arrays[f"{stem}.scales"], arrays[f"{stem}.biases"]
-            array = mx.dequantize(array, scales, biases, GROUP_SIZE, BITS)
-        weights[name] = array.astype(mx.float32)
-    return weights
-
-
-def shipped_model(folder: Path) -> Model:
-    """Return a bundled model as training has it."""
-    model = Model(SHAPES[folder.name])
-    model.update(tree_unflatten(list(shipped_weights(folder).items())))
-    return model
+from .tools.grade import tool_answers, tool_report
+from .tools.held_out import tool_questions
 
 
 def all_sums() -> Iterator[Sum]:
@@ -72,6 +49,7 @@ def main() -> None:
             print(f"{name}: {len(wrong)} of {len(sums)} sums wrong: {wrong[:20]}")
     with LLM(str(args.assets / "demo")) as llm:
         print(report(questions(), answers(llm, questions())))
+        print(tool_report(tool_questions(), tool_answers(llm, tool_questions())))
 
 
 if __name__ == "__main__":

@@ -53,12 +53,12 @@ def grade(question: Question, answer: str) -> str:
     asked = question.turns[-1]
     passed = {
         "=": lambda: re.findall(r"= (-?\d+)", answer)[-1:] == [wanted],
-        "~": lambda: _holds(answer, wanted),
+        "~": lambda: holds(answer, wanted),
         "refusal": lambda: False,
         "list": lambda: _lists(answer, *wanted.split(" ", 1)),
         "json": lambda: _parses(answer, wanted),
         "summary": lambda: (
-            "\n" not in answer and len(answer) < len(asked) and _holds(answer, wanted)
+            "\n" not in answer and len(answer) < len(asked) and holds(answer, wanted)
         ),
         "haiku": lambda: len(answer.splitlines()) == 3,
     }[kind]()
@@ -76,17 +76,14 @@ def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _holds(answer: str, wanted: str) -> bool:
+def holds(answer: str, wanted: str) -> bool:
+    """Return whether an answer holds a word of each of the groups that & separates."""
     groups = [group.split("|") for group in wanted.lower().split("&")]
     return all(any(word.strip() in answer.lower() for word in group) for group in groups)
 
 
 def _refuses(answer: str) -> bool:
     return answer in (*UNKNOWN_ANSWERS, TOO_LARGE)
-
-
-def _sums_up(asked: str, answer: str) -> bool:
-    return "\n" not in answer and len(answer) < len(asked)
 
 
 def _lists(answer: str, count: str, what: str) -> bool:

@@ -1,9 +1,14 @@
-"""The held-out questions of `questions.txt`, and what is too near to them to train on."""
+"""The held-out questions of `questions.txt`, and what is too near to them to train on.
+
+Those of the held-out conversations with tools are too near as well.
+"""
 
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from .tools.held_out import tool_questions
 
 FILE = Path(__file__).with_name("questions.txt")
 POLITE = frozenset(
@@ -57,7 +62,9 @@ def is_held_sum(a: int, sign: str, b: int) -> bool:
 
 @cache
 def _held() -> tuple[frozenset[Words], frozenset[Words]]:
-    exact = frozenset(words_of(*question.turns) for question in questions())
+    asked = [question.turns for question in questions()]
+    asked += [(question.asked,) for question in tool_questions()]
+    exact = frozenset(words_of(*turns) for turns in asked)
     shortened = frozenset(s for words in exact if len(words) > 2 for s in _shortened(words))
     return exact, shortened
 

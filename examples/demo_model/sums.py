@@ -152,13 +152,18 @@ def _drawn(rng: Random, sign: str) -> Sum:
         a, b = 100 - a, 100 - b
     if sign == "-" and rng.random() < 0.35:  # near ones, of which chance draws too few
         a = min(b + rng.randint(0, 12), 100)
+    if sign == "-" and rng.random() < 0.07:  # three digits, of which chance draws too few
+        a = 100
     if sign == "-" and a < b and rng.random() < 0.85:
         a, b = b, a
     return a, sign, b
 
 
 def _product(rng: Random) -> Sum:
-    a, b = rng.choice(SMALL_PRODUCTS if rng.random() < 0.8 else PRODUCTS)
+    if rng.random() < 0.2:  # the ones that are hard to know by heart, the smaller factor first
+        a, b = sorted(rng.sample(range(3, 11), 2))
+    else:
+        a, b = rng.choice(SMALL_PRODUCTS if rng.random() < 0.8 else PRODUCTS)
     return a, "*", b
 
 

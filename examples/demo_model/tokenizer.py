@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .corpus import Message, conversation, document
 from .sums import Exchange
+from .tools.conversations import tool_conversation
 
 VOCAB_SIZE = 2048
 START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -16,11 +17,48 @@ SPECIAL = (END_OF_TEXT, START, END)  # ids 0, 1, 2
 QUESTION_WEIGHT = 0.1  # how much the model learns to ask, against to answer
 
 CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{%- if message.role not in ('system', 'user', 'assistant') %}
-{{- raise_exception('Roles are system, user and assistant, not ' ~ message.role) }}
+{%- macro kind(schema) %}
+{%- if schema is mapping and schema.enum %}
+{{- schema.enum | join('|') }}
+{%- elif schema is mapping and schema.type is string %}
+{{- schema.type }}
+{%- else %}
+{{- 'any' }}
 {%- endif %}
-{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+{%- endmacro %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}
+{{- messages[0].content ~ '\\n\\n' }}
+{%- endif %}
+{{- 'Tools:' }}
+{%- for tool in tools %}
+{%- set function = tool.function or tool %}
+{%- set schema = function.parameters or {} %}
+{{- '\\n' ~ function.name ~ '(' }}
+{%- for name, given in (schema.properties or {}).items() %}
+{{- ', ' if not loop.first }}{{ name }}
+{{- '?' if name not in (schema.required or []) }}: {{ kind(given) }}
+{%- endfor %}
+{{- '): ' ~ (function.description or function.name) }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role not in ('system', 'user', 'assistant', 'tool') %}
+{{- raise_exception('Roles are system, user, assistant and tool, not ' ~ message.role) }}
+{%- endif %}
+{%- if not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{{- '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n{"name": ' ~ (function.name | tojson) ~ ', "arguments": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -50,7 +88,8 @@ def train_tokenizer(seed: int = 0) -> Tokenizer:
 
 def _texts(rng: Random, num_texts: int = 20_000) -> Iterator[str]:
     for _ in range(num_texts):
-        yield from (message.content for message in conversation(rng))
+        make = tool_conversation if rng.random() < 0.3 else conversation
+        yield from (message.content for message in make(rng))
         if rng.random() < 0.1:
             yield document(rng)
 

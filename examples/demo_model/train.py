@@ -2,16 +2,19 @@
 
 Runs on MLX's default device. The learning rate stays up and comes down in the last third; the end
 sees the weights as 4 bits hold them. A checkpoint is written every three minutes, and a run that
-was stopped goes on from there. Needs mlx, numpy and tokenizers; on a CPU with Linux
-`scipy-openblas32` and a C compiler make it some twenty times faster. Then
-`python -m examples.demo_model.bundle` writes the files that ship.
+was stopped goes on from there. `--start FOLDER` goes on from the weights of a bundled model instead
+of random ones, with smaller steps that all see 4 bits: so a model learns what was added to the
+data. Needs mlx, numpy and tokenizers; on a CPU with Linux `scipy-openblas32` and a C compiler make
+it some twenty times faster. Then `python -m examples.demo_model.bundle` writes what ships.
 """
 
 import argparse
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -29,20 +32,41 @@ import numpy as np  # noqa: E402
 from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from .batches import TOKENS_PER_STEP, Batch, batches, held_out_batch  # noqa: E402
+from .batches import Batch, batches, held_out_batch  # noqa: E402
 from .corpus import Message  # noqa: E402
 from .model import SHAPES, Model  # noqa: E402
 from .quantise import rounded  # noqa: E402
+from .shipped import shipped_model  # noqa: E402
 from .sums import Sum, draw, solved  # noqa: E402
 from .tokenizer import render_chat, train_tokenizer  # noqa: E402
 
 SEED = 0
-STEPS = {"demo": 9000, "demo-draft": 6000}
-WARMUP_STEPS = 200
 DECAY_SHARE = 0.35  # of the steps, at the end, with a falling learning rate
-ROUNDED_SHARE = 0.2  # of the steps, at the end, see the weights as 4 bits hold them
 CHECKPOINT_S = 180.0
+EVALUATE_STEPS = 250
 ROWS_AT_ONCE = 64  # in measurements: what fits into little memory
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long to train, and how.
+
+    Attributes:
+        rounded_share: of the steps, at the end, see the weights as 4 bits hold them.
+    """
+
+    num_steps: int
+    peak_lr: float = 2e-3
+    warmup_steps: int = 200
+    tokens_per_step: int = 4096
+    rounded_share: float = 0.2
+
+
+FROM_NOTHING = {"demo": Schedule(9000), "demo-draft": Schedule(6000)}
+FURTHER = {
+    name: Schedule(1800, 5e-4, warmup_steps=50, tokens_per_step=1024, rounded_share=1.0)
+    for name in FROM_NOTHING
+}
 
 
 def make_step(model: Model, optimizer: optim.Optimizer, to_weights: Any) -> Any:
@@ -97,14 +121,18 @@ def _asked(a: int, sign: str, b: int) -> list[Message]:
 class Run:
     """One training run: its state, its schedule, its checkpoint file."""
 
-    def __init__(self, name: str, folder: Path, num_steps: int, *, peak_lr: float = 2e-3) -> None:
+    def __init__(
+        self, name: str, folder: Path, schedule: Schedule, start: Path | None = None
+    ) -> None:
         mx.random.seed(SEED)
-        self.folder, self.name, self.peak_lr = folder, name, peak_lr
-        self.num_steps, self.step = num_steps, 0
+        self.folder, self.name, self.schedule = folder, name, schedule
+        self.num_steps, self.step = schedule.num_steps, 0
+        if start is not None:
+            shutil.copyfile(start / "tokenizer.json", self.tokenizer_file)
         self.tokenizer = self._tokenizer()
-        self.model = Model(SHAPES[name])
+        self.model = Model(SHAPES[name]) if start is None else shipped_model(start)
         self.params = self.model.trainable_parameters()
-        self.optimizer = optim.AdamW(peak_lr, betas=[0.9, 0.98], weight_decay=0.05)
+        self.optimizer = optim.AdamW(schedule.peak_lr, betas=[0.9, 0.98], weight_decay=0.05)
         self.optimizer.init(self.params)
         self._resume()
         self.plain_step = make_step(self.model, self.optimizer, lambda params: params)
@@ -112,7 +140,7 @@ class Run:
 
     def advance(self, made: Batch) -> mx.array:
         """Do one step; return its loss."""
-        rounding = self.step >= self.num_steps * (1 - ROUNDED_SHARE)
+        rounding = self.step >= self.num_steps * (1 - self.schedule.rounded_share)
         self.optimizer.learning_rate = mx.array(self._learning_rate())
         ids, weights = map(mx.array, made)
         step = self.rounded_step if rounding else self.plain_step
@@ -157,7 +185,8 @@ class Run:
 
     def _learning_rate(self) -> float:
         left = 1 - self.step / self.num_steps
-        return self.peak_lr * min(1.0, (self.step + 1) / WARMUP_STEPS, left / DECAY_SHARE)
+        warm = (self.step + 1) / self.schedule.warmup_steps
+        return self.schedule.peak_lr * min(1.0, warm, left / DECAY_SHARE)
 
     def _tokenizer(self) -> Tokenizer:
         if not self.tokenizer_file.exists():
@@ -169,16 +198,18 @@ def train(run: Run) -> None:
     """Train until the steps are done, reporting and saving on the way."""
     start_s = saved_s = time.monotonic()
     first = run.step
-    for made in batches(run.tokenizer_file, SEED, first, run.num_steps):
+    num_tokens = run.schedule.tokens_per_step
+    for made in batches(run.tokenizer_file, SEED, first, run.num_steps, num_tokens):
         loss = run.advance(made)
         now_s = time.monotonic()
         if run.step % 100 == 0:
-            speed = (run.step - first) * TOKENS_PER_STEP / (now_s - start_s)
+            speed = (run.step - first) * num_tokens / (now_s - start_s)
             print(f"step {run.step}/{run.num_steps} loss {float(loss):.3f} {speed:.0f} tokens/s")
         if now_s - saved_s > CHECKPOINT_S or run.step == run.num_steps:
             run.save()
-            print(json.dumps(run.evaluate()), flush=True)
             saved_s = time.monotonic()
+        if run.step % EVALUATE_STEPS == 0 or run.step == run.num_steps:
+            print(json.dumps(run.evaluate()), flush=True)
 
 
 def main() -> None:
@@ -186,10 +217,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="demo")
     parser.add_argument("--steps", type=int, help="in all  [default: those of what ships]")
+    parser.add_argument("--start", type=Path, help="go on from the weights of this folder")
     parser.add_argument("--work", type=Path, default=Path("build/demo_model"))
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    train(Run(args.model, args.work, args.steps or STEPS[args.model]))
+    schedule = (FURTHER if args.start else FROM_NOTHING)[args.model]
+    if args.steps:
+        schedule = replace(schedule, num_steps=args.steps)
+    train(Run(args.model, args.work, schedule, args.start))
 
 
 if __name__ == "__main__":

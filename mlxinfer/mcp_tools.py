@@ -47,23 +47,19 @@ class McpTools:
         self._servers = servers
         self._tools: dict[str, tuple[str, str]] = {}  # name -> server and its name there
         self._clients: dict[str, Client] = {}
-        self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        ready: Future[None] = Future()
+        ready: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._run(ready)),
-            name="mlxinfer-mcp",
-            daemon=True,
+            target=lambda: asyncio.run(self._run(ready)), name="mlxinfer-mcp", daemon=True
         )
         self._thread.start()
-        ready.result()
+        self._loop = ready.result()
 
     def close(self) -> None:
         """End the servers that were started, and the connections to others."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
-            self._loop.close()
 
     def allows(self, name: str) -> bool:
         """Whether the config file allows calls of a tool without asking."""
@@ -88,25 +84,36 @@ class McpTools:
         try:
             return future.result(CALL_S)
         except TimeoutError:
-            future.cancel()
             return f"Error: {name} did not answer in {CALL_S:.0f} seconds."
         except Exception as error:  # of the server, or of the connection to it
-            return f"Error: {error}"
+            return f"Error: {_reason(error)}"
+        finally:
+            future.cancel()  # after Ctrl-C, too: nobody waits for it
 
     # -- on the thread of the loop ------------------------------------------------------------
 
-    async def _run(self, ready: "Future[None]") -> None:
-        async with AsyncExitStack() as stack:
-            found = {}
-            for name, server in self._servers.items():
-                try:
-                    async with asyncio.timeout(CONNECT_S):
-                        found[name] = await self._connect(stack, name, server)
-                except Exception as error:  # one server is broken; the chat goes on
-                    self.failures[name] = str(error) or type(error).__name__
-            self._offer(found)
-            ready.set_result(None)
-            await self._end.wait()
+    async def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
+        """Serve calls until the end. Each server has a task: one that ends cancels no other."""
+        loop = asyncio.get_running_loop()
+        listed = {name: loop.create_future() for name in self._servers}
+        tasks = [loop.create_task(self._keep(name, found)) for name, found in listed.items()]
+        self._offer({name: await found for name, found in listed.items()})
+        ready.set_result(loop)
+        await self._end.wait()
+        await asyncio.gather(*tasks)
+
+    async def _keep(self, name: str, listed: "asyncio.Future[list[Any]]") -> None:
+        """List a server's tools, and stay connected until the end, or the server's own."""
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(CONNECT_S):
+                    tools = await self._connect(stack, name, self._servers[name])
+                listed.set_result(tools)
+                await self._end.wait()
+        except Exception as error:  # one server is broken; the chat goes on
+            self.failures[name] = _reason(error)
+        if not listed.done():
+            listed.set_result([])
 
     async def _connect(self, stack: AsyncExitStack, name: str, server: ToolServer) -> list[Any]:
         from mcp import Client, StdioServerParameters
@@ -116,9 +123,8 @@ class McpTools:
             command, *arguments = server.command
             environment = dict(server.env) or None
             target = StdioServerParameters(command=command, args=arguments, env=environment)
-        client = await stack.enter_async_context(Client(target))
-        self._clients[name] = client
-        return list((await client.list_tools()).tools)
+        self._clients[name] = await stack.enter_async_context(Client(target))
+        return list((await self._clients[name].list_tools()).tools)
 
     def _offer(self, found: Mapping[str, list[Any]]) -> None:
         names = [tool.name for tools in found.values() for tool in tools]
@@ -134,7 +140,18 @@ class McpTools:
                 self.schemas.append({"type": "function", "function": function})
 
     async def _call(self, server: str, name: str, arguments: dict[str, Any]) -> str:
+        if server in self.failures:
+            return f"Error: the MCP server {server} has ended: {self.failures[server]}"
         result = await self._clients[server].call_tool(name, arguments)
         texts = [p.text if p.type == "text" else f"[{p.type}]" for p in result.content]
         text = "\n".join(texts)[:MAX_RESULT_CHARS]
         return f"Error: {text}" if result.is_error else text
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an error in words: connections fail in groups of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if type(error) is TimeoutError:
+        return f"it did not answer in {CONNECT_S:.0f} seconds"
+    return str(error) or type(error).__name__

@@ -1,6 +1,7 @@
-"""An MCP server for tests, over its standard streams: `add`, `fail` and `home`."""
+"""An MCP server for tests: over its standard streams, or with an argument at that port."""
 
 import os
+import sys
 
 from mcp.server.mcpserver import MCPServer
 
@@ -25,5 +26,14 @@ def home() -> str:
     return "\n".join([os.environ.get("NUMBERS", "none"), *map(str, range(6))])
 
 
+@server.tool()
+def end() -> str:
+    """End the server, as a crash does."""
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    server.run("stdio")
+    if len(sys.argv) == 1:
+        server.run("stdio")
+    else:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -1,13 +1,18 @@
 """Tools of MCP servers: a real server over pipes, and chats that call it."""
 
+import contextlib
 import io
 import json
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from cli.fake_llm import FakeLLM
 from rich.console import Console
@@ -18,9 +23,10 @@ from mlxinfer.configfile import ToolServer, read_config_file
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.outputs import Result, ToolCall
+from tests.bench.processes import free_port
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))
-SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some"}, allow=("add",))
+SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some\x1b[7m"}, allow=("add",))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def test_tools_are_listed_and_called(tools: McpTools) -> None:
     assert add["description"] == "Add two numbers."
     assert set(add["parameters"]["properties"]) == {"a", "b"}
     assert tools.call("add", '{"a": 2, "b": 3}') == "2 + 3 = 5"
-    assert tools.call("home", "").startswith("some\n0")
+    assert tools.call("home", "").startswith("some\x1b[7m\n0")
     assert (tools.allows("add"), tools.allows("fail"), tools.allows("other")) == (1, 0, 0)
     assert list(tools.failures) == ["broken"]
 
@@ -58,6 +64,34 @@ def test_names_that_two_servers_have_begin_with_the_servers() -> None:
     tools.close()
 
 
+def test_a_server_that_ends_leaves_the_others() -> None:
+    port = free_port()
+    address = ToolServer(url=f"http://127.0.0.1:{port}/mcp")
+    tools = McpTools({"remote": address})
+    assert "connection" in tools.failures["remote"].lower()  # the cause, not "a group of tasks"
+    tools.close()
+    running = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port)
+        tools = McpTools({"remote": address, "local": SERVER})
+        assert tools.failures == {}
+        assert tools.call("remote__end", "{}").startswith("Error")
+        assert tools.call("local__add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
+        assert tools.call("remote__home", "{}").startswith("Error: the MCP server remote has ended")
+        tools.close()
+    finally:
+        running.kill()
+        running.wait()
+
+
+def wait_for_port(port: int) -> None:
+    for _ in range(300):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens at {port}")
+
+
 class Caller(FakeLLM):
     """Calls a tool, then answers with its result."""
 
@@ -77,7 +111,7 @@ class Caller(FakeLLM):
     ("call", "said", "result", "shown"),
     [
         (("add", {"a": 2, "b": 2}), None, "2 + 2 = 4", "2 + 2 = 4"),
-        (("home", {}), "yes", "some\n0\n1\n2\n3\n4\n5", "… 2 more lines"),
+        (("home", {}), "yes", "some\x1b[7m\n0\n1\n2\n3\n4\n5", "… 2 more lines"),
         (("home", {}), "no", "Error: the user did not allow this call.", "home({})"),
     ],
 )
@@ -105,7 +139,40 @@ def test_a_chat_calls_tools_and_answers_with_their_results(
     assert (told["tool_call_id"], told["content"]) == ("c1", result)
     assert llm.options[0]["tools"] == tools.schemas
     assert shown in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()  # no tool steers the terminal
     assert asked == ([] if said is None else [call[0]])
+
+
+def test_a_stopped_call_has_a_result_and_an_empty_answer(
+    tools: McpTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates refuse calls without results, and two questions in turn."""
+
+    def stopped(name: str) -> str:
+        raise click.Abort  # Ctrl-C at the question
+
+    monkeypatch.setattr(chat, "allowed", stopped)
+    llm = Caller(tmp_path / "model")
+    llm.call = ("home", {"text": "long " * 40 + "end"})
+    session = ChatSession("fake", lambda _: llm, tools=tools)
+    screen = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        chat.take_turn(session, "Do it", Console(file=screen, width=80))
+    said = [(message["role"], message["content"]) for message in session.messages]
+    assert said[2:] == [("tool", chat.STOPPED), ("assistant", "")]
+    assert "end" in screen.getvalue()  # whoever is asked sees all of the arguments
+
+
+def test_rounds_of_calls_are_bounded(
+    tools: McpTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "MAX_ROUNDS", 0)
+    llm = Caller(tmp_path / "model")
+    llm.call = ("add", {"a": 2, "b": 2})
+    session = ChatSession("fake", lambda _: llm, tools=tools)
+    chat.take_turn(session, "How much?", Console(file=io.StringIO()))
+    said = [(message["role"], message["content"]) for message in session.messages]
+    assert said[2:] == [("tool", chat.LIMIT), ("assistant", "")]
 
 
 @pytest.mark.parametrize(

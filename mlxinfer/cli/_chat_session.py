@@ -89,9 +89,17 @@ class ChatSession:
 
     def tell(self, results: Sequence[tuple[ToolCall, str]]) -> Generator[Delta, None, None]:
         """Add the results of the calls of the last answer, and stream the next one; as `ask`."""
+        self._add_results(results)
+        yield from self._answer()
+
+    def stop(self, results: Sequence[tuple[ToolCall, str]]) -> None:
+        """Add results as `tell`; the next answer is empty, as one that was stopped at once."""
+        self._add_results(results)
+        self._add("assistant", "")
+
+    def _add_results(self, results: Sequence[tuple[ToolCall, str]]) -> None:
         for call, result in results:
             self._add("tool", result, tool_call_id=call.id)
-        yield from self._answer()
 
     def _answer(self) -> Generator[Delta, None, None]:
         switch = thinking(self.llm, self.think)

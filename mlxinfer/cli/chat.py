@@ -24,7 +24,7 @@ from ._options import (
     system_option,
     think_option,
 )
-from ._output import counted, note, wrapped
+from ._output import counted, note, printable, wrapped
 from ._pictures import dropped
 from ._terminal import Reader, open_reader, silent_interrupts
 from .history import open_log
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_ROUNDS = 20  # of calls and their results, for one question
 FOLDED = 5  # lines of a result that are shown
+STOPPED = "Error: the user stopped this call."
+LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one question at most."
 
 
 @click.command()
@@ -74,7 +76,6 @@ def command(
     """
     from rich.console import Console
 
-    tools = open_tools(read_config_file(find_config_file()))
     log = None
     if continued is not None or (history and sys.stdin.isatty()):
         log = open_log(continued=continued, keep=history)
@@ -89,9 +90,9 @@ def command(
         think=options["think"],
         log=log,
         adapter=ADAPTER if adapter else None,
-        tools=tools,
     )
     try:
+        session.tools = open_tools(read_config_file(find_config_file()))
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if log is not None and continued is not None:
             session.messages = log.messages(sees=summary.sees)
@@ -168,12 +169,31 @@ def take_turn(
         with silent_interrupts():
             answer(session.ask(reply.ask), session, console, thoughts=thoughts)
         for _ in range(MAX_ROUNDS):
-            if not (calls := session.calls):
-                break
-            results = [(call, result_of(session, call, console)) for call in calls]
+            if not session.calls:
+                return reply
+            results = results_of(session, console)
             with silent_interrupts():
                 answer(session.tell(results), session, console, thoughts=thoughts)
+        if session.calls:
+            session.stop([(call, LIMIT) for call in session.calls])
+            note(f"stopped after {MAX_ROUNDS} rounds of calls")
     return reply
+
+
+def results_of(session: ChatSession, console: "Console") -> list[tuple[ToolCall, str]]:
+    """Run the calls of the last answer. Ctrl-C ends them; templates refuse calls without results.
+
+    Raises:
+        KeyboardInterrupt: the user stopped a call, or left the question whether it may run.
+    """
+    calls, results = session.calls, list[tuple[ToolCall, str]]()
+    try:
+        for call in calls:
+            results.append((call, result_of(session, call, console)))
+    except (KeyboardInterrupt, click.Abort):
+        session.stop([*results, *((call, STOPPED) for call in calls[len(results) :])])
+        raise KeyboardInterrupt from None
+    return results
 
 
 def result_of(session: ChatSession, call: ToolCall, console: "Console") -> str:
@@ -182,16 +202,17 @@ def result_of(session: ChatSession, call: ToolCall, console: "Console") -> str:
 
     tools = session.tools
     assert tools is not None, "a call without tools"
-    told = Text(f"{call.name}({call.arguments})", style="bold", overflow="ellipsis")
-    console.print(told, no_wrap=True)
-    if not tools.allows(call.name) and call.name not in session.allowed:
+    asks = not tools.allows(call.name) and call.name not in session.allowed
+    told = Text(printable(f"{call.name}({call.arguments})"), style="bold", overflow="ellipsis")
+    console.print(told, no_wrap=not asks)  # whoever is asked sees all of it
+    if asks:
         said = allowed(call.name)
         if said == "always":
             session.allowed.add(call.name)
         elif said != "yes":
             return "Error: the user did not allow this call."
     result = tools.call(call.name, call.arguments)
-    lines = result.splitlines()
+    lines = printable(result).splitlines()
     more = [f"… {len(lines) - FOLDED} more lines"] if len(lines) > FOLDED else []
     console.print(Text("\n".join([*lines[:FOLDED], *more]), style="dim"))
     return result
@@ -202,7 +223,7 @@ def allowed(name: str) -> str:
     if not sys.stdin.isatty():
         return "no"
     choice = click.Choice(["yes", "no", "always"])
-    answered: str = click.prompt(f"Call {name}?", type=choice, default="no", err=True)
+    answered: str = click.prompt(f"Call {printable(name)}?", type=choice, default="no", err=True)
     return answered
 
 

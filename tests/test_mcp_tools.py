@@ -26,12 +26,13 @@ from mlxinfer.outputs import Result, ToolCall
 from tests.bench.processes import free_port
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))
-SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some\x1b[7m"}, allow=("add",))
+SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some"}, allow=("add",))
 
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[McpTools]:
-    opened = McpTools({"one": SERVER, "broken": ToolServer(command=("no-such-program",))})
+    server = replace(SERVER, env={"NUMBERS": "some\x1b[7m"})
+    opened = McpTools({"one": server, "broken": ToolServer(command=("no-such-program",))})
     yield opened
     opened.close()
 

@@ -77,7 +77,7 @@ class McpTools:
             return f"Error: there is no tool {name[:100]!r}."
         try:
             given = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"Error: the arguments are no JSON object: {error}"
         server, own = self._tools[name]
         future = asyncio.run_coroutine_threadsafe(self._call(server, own, given), self._loop)

@@ -48,7 +48,8 @@ def test_tools_are_listed_and_called(tools: McpTools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("fail", "{}"), ("add", '{"a": "x"}'), ("add", "{"), ("none", "{}")]
+    ("name", "arguments"),
+    [("fail", "{}"), ("add", '{"a": "x"}'), ("add", "{"), ("add", "[" * 100_000), ("none", "{}")],
 )
 def test_what_goes_wrong_is_a_text_for_the_model(
     tools: McpTools, name: str, arguments: str

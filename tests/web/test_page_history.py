@@ -230,3 +230,42 @@ def test_without_history_the_page_says_so_and_keeps_nothing(profile: Any, tmp_pa
         assert page.answered("Twice").inner_text().startswith("ok")
         assert server.get("/history/conversations").status_code == 404
         assert [file.name for file in tmp_path.iterdir()] == []
+
+
+def test_settings_of_two_conversations_are_saved_although_one_follows_the_other(
+    page: PageDriver,
+) -> None:
+    for question in ("Left", "Right"):
+        page.click("New chat", at=0)
+        page.answered(question)
+        page.wait_idle()
+    page.click("Settings of this conversation")
+    temperature = page.page.get_by_label("Temperature")
+    temperature.fill("0.2")
+    entry(page, "Left").locator(".entry").click()
+    page.page.locator(".bubble", has_text="Left").wait_for()
+    temperature.fill("0.4")  # before the other one is saved
+    history = history_of(page.server)
+
+    def saved() -> dict[str, Any]:
+        return {c.title: c.settings.get("sampling") for c in history.conversations("")}
+
+    wait_until(lambda: saved().get("Left") == {"temperature": "0.4"})
+    wait_until(lambda: saved()["Right"] == {"temperature": "0.2"})
+
+
+def test_a_conversation_chosen_while_the_server_was_gone_does_not_replace_a_later_one(
+    page: PageDriver,
+) -> None:
+    page.answered("Far away")
+    page.wait_idle()
+    page.click("New chat", at=0)
+    page.page.route("**/*", lambda route: route.abort())
+    entry(page, "Far away").locator(".entry").click()
+    page.page.locator(".offline").wait_for()
+    page.click("New chat", at=0)
+    page.page.unroute("**/*")
+    page.page.locator(".offline").wait_for(state="detached")
+    page.errors.clear()
+    page.page.wait_for_load_state("networkidle")
+    assert page.page.locator(".bubble").count() == 0

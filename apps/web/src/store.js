@@ -137,7 +137,7 @@ export async function open(id, message) {
     present(card, message);
     notice.value = null;
   } catch (error) {
-    fail(error, () => open(id, message));
+    if (turn === wanted) fail(error, () => turn === wanted && open(id, message));
   }
 }
 
@@ -236,15 +236,15 @@ export async function search(words) {
 
 // -- settings -------------------------------------------------------------------------------------
 
-let settling = 0;
+const settling = new Map(); // conversation id -> timer
 
 // They apply at once, and are saved when typing pauses.
 export function changeSettings(settings) {
   conversation.value = { ...conversation.value, settings };
   const { id, stored } = conversation.value;
   if (!stored) return;
-  clearTimeout(settling);
-  settling = setTimeout(() => saveFields({ settings }, id), 300);
+  clearTimeout(settling.get(id));
+  settling.set(id, setTimeout(() => saveFields({ settings }, id), 300));
 }
 
 // -- asking ---------------------------------------------------------------------------------------

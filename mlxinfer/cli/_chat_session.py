@@ -357,7 +357,7 @@ def _stats(session: ChatSession, _: str) -> CommandReply:
         (
             "saved",
             f"{reused:,} of {read:,} prompt tokens found in the cache, "
-            f"{speculation.get('accepted', 0):,} tokens verified ahead",
+            f"{counted(speculation.get('accepted', 0), 'token')} verified ahead",
         ),
     ]
     return CommandReply(table(rows))

@@ -33,7 +33,7 @@ def human_count(count: float) -> str:
 
 def counted(count: int, what: str) -> str:
     """1, 'file' -> '1 file'; 2, 'file' -> '2 files'."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:

@@ -74,6 +74,7 @@ class FakeLLM:
             "active_memory_bytes": 5_000_000,
             "prompt_tokens_computed": 20,
             "prompt_tokens_reused": 80,
+            "speculation": {"accepted": 1},
         }
 
     def close(self) -> None:

@@ -145,7 +145,7 @@ def test_stats_and_clear(session: ChatSession) -> None:
     shown = talk(session, "hi", "/stats", "/clear")
     assert "7 prompt + 2 answer tokens" in shown
     assert "5.0 MB in use; KV cache 3.0 kB of 8.0 kB" in shown
-    assert "80 of 100 prompt tokens found in the cache" in shown
+    assert "80 of 100 prompt tokens found in the cache, 1 token verified ahead" in shown
     assert session.messages == []
 
 

@@ -58,13 +58,17 @@ def test_every_place_is_accessible_and_fits(
         answer = page.answered("Show everything")
         answer.locator(".thoughts summary").click()
         assert overflow(page.page) == []
+        page.facts(answer)
         page.click("Settings of this conversation")
+        page.page.get_by_label("Temperature").fill("warm")
+        page.page.wait_for_selector(".wrong:has-text('Type a number.')")
         assert violations(page.page) == []
         assert overflow(page.page) == []
         page.click("Close the settings")
         for place in ("dashboard", "models"):
             page.page.evaluate(f"location.hash = '{place}'")
             page.page.wait_for_selector(".cards, td.name")
+            page.page.evaluate("document.querySelectorAll('details').forEach(e => (e.open = true))")
             assert violations(page.page) == []
             assert overflow(page.page) == []
 
@@ -79,6 +83,11 @@ def test_narrow_screens_reach_everything_through_the_menu(profile: Any, server: 
         page.page.locator("#search").wait_for()
         page.page.get_by_role("link", name="Dashboard").click()
         page.page.wait_for_selector("h1:has-text('Dashboard')")
+        page.click("Conversations")
+        page.page.locator("#search").wait_for()
+        page.page.go_back()
+        page.page.wait_for_selector("#question")
+        assert not page.page.locator("#search").is_visible(), "the menu hides the place"
 
 
 def test_the_small_window_has_the_conversation_alone(profile: Any, server: PageServer) -> None:

@@ -31,6 +31,7 @@ function placeOf(hash) {
 function follow() {
   const { hash } = location;
   place.value = placeOf(hash);
+  sidebarOpen.value = false;
   const [, id] = /^#chat\/([\w-]{8,64})$/.exec(hash) ?? [];
   if (id) open(id);
   else if (hash === "#new") startNew();

@@ -1,5 +1,5 @@
 // Models: what is on this disk, what the hub has and whether it fits, downloads, conversions.
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { request } from "./api.js";
 import { bytes, number, seconds, when } from "./format.js";
 import { usePolled } from "./poll.js";
@@ -273,6 +273,12 @@ function Search({ jobs, again }) {
   const [fits, setFits] = useState(new Map());
   const [error, setError] = useState(null);
   const [busy, setBusy] = useState(false);
+  const place = useRef();
+
+  // The search is the last thing on the page: what it finds would come below the window.
+  useLayoutEffect(() => {
+    if (found || error) place.current.scrollIntoView({ block: "nearest" });
+  }, [found, error]);
 
   async function submit(event) {
     event?.preventDefault();
@@ -308,7 +314,7 @@ function Search({ jobs, again }) {
   }
 
   return (
-    <>
+    <div ref={place}>
       <form class="hub-search" role="search" onSubmit={submit}>
         <input type="search" name="words" placeholder="Qwen3 8B" aria-label="Search the hub" />
         <label class="check">
@@ -331,7 +337,7 @@ function Search({ jobs, again }) {
           ))}
         </ul>
       )}
-    </>
+    </div>
   );
 }
 
@@ -351,9 +357,7 @@ function Found({ each, fit, jobs, again }) {
         {each.gated ? " · gated: needs a token" : ""}
       </p>
       <p class="fit">{fit ? fit.text : "Does it fit? Reading sizes…"}</p>
-      <div class="actions">
-        <Get {...each} jobs={jobs} again={again} fits={["fits", "short"].includes(fit?.verdict)} />
-      </div>
+      <Get {...each} jobs={jobs} again={again} fits={["fits", "short"].includes(fit?.verdict)} />
     </li>
   );
 }

@@ -28,9 +28,7 @@ export function Suggestions({ most }) {
             </header>
             <p>Good at {each.tasks.map((task) => TASKS[task]).join(", ")}</p>
             <p class="source">{factsOf(each)}</p>
-            <div class="actions">
-              <Get {...each} jobs={jobs?.data ?? []} again={again} />
-            </div>
+            <Get {...each} jobs={jobs?.data ?? []} again={again} />
           </li>
         ))}
       </ul>
@@ -52,10 +50,17 @@ function factsOf({ weights_bytes, longest_context, tokens_per_s }) {
   return facts.join(" · ");
 }
 
-// Download a model of the hub, see how far it is, or chat with it.
+// Download a model of the hub, see how far it is or why it failed, or chat with it.
 export function Get({ name, here, jobs, again, fits = true }) {
   const job = jobs.find((each) => each.kind === "download" && each.name === name && each.state !== "cancelled");
-  if (here || job?.state === "done") return <Use name={name} />;
+  const state = job?.state;
+  if (here || state === "done") {
+    return (
+      <div class="actions">
+        <Use name={name} />
+      </div>
+    );
+  }
   async function download() {
     try {
       await request("/hub/downloads", { body: { model: name } });
@@ -65,16 +70,26 @@ export function Get({ name, here, jobs, again, fits = true }) {
     }
   }
   const share = job?.total ? ` ${Math.floor((100 * job.done) / job.total)} %` : "…";
+  const begun = here === false || state === "paused";
   return (
-    <button
-      type="button"
-      class={fits ? "primary" : ""}
-      disabled={job && job.state !== "failed"}
-      aria-label={`Download ${name}`}
-      onClick={download}
-    >
-      {job?.state === "running" ? `Downloading${share}` : here === false ? "Go on with the download" : "Download"}
-    </button>
+    <>
+      {state === "failed" && (
+        <p class="error" role="alert">
+          {job.error}
+        </p>
+      )}
+      <div class="actions">
+        <button
+          type="button"
+          class={fits ? "primary" : ""}
+          disabled={["running", "stopping"].includes(state)}
+          aria-label={`Download ${name}`}
+          onClick={download}
+        >
+          {state === "running" ? `Downloading${share}` : begun ? "Go on with the download" : "Download"}
+        </button>
+      </div>
+    </>
   );
 }
 

@@ -102,6 +102,8 @@ class Jobs:
     def start(self, job: Job) -> Job:
         """Run a job; one of the same kind and name that is paused goes on instead.
 
+        It takes the place of one of the same kind and name that failed.
+
         Raises:
             InvalidRequestError: too many run.
         """
@@ -112,6 +114,9 @@ class Jobs:
                 job = open_ones[0]
             elif len([j for j in self._jobs.values() if not j.ended]) >= MAX_RUNNING:
                 raise InvalidRequestError(f"{MAX_RUNNING} jobs run already; wait for one of them.")
+            for each in same:
+                if each.state is JobState.FAILED:
+                    del self._jobs[each.id]
             self._jobs[job.id] = job
             self._forget_old()
         if job.process is None and not job.ended:

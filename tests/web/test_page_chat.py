@@ -10,6 +10,7 @@ from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
+from mlxinfer.configfile import ToolServer
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.keys import ApiKeys
 from tests.pdf_files import pdf
@@ -204,10 +205,11 @@ class Counting(McpTools):
 def test_tools_of_mcp_servers_run_when_they_are_allowed_or_asked_for(
     profile: Any, tmp_path: Path
 ) -> None:
-    tools = Counting({"one": SERVER})
+    tools = Counting({"one": SERVER, "gone": ToolServer(command=("no-such-program",))})
     with PageServer(tmp_path, tools=tools) as server, PageDriver(profile, server) as page:
         tools.script = server.script
         page.open()
+        page.page.locator(".notice", has_text="gone:").wait_for()
         server.script.says('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
         page.ask("How much?")
         page.wait_for_answer("So it is, by add.")

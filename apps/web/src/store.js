@@ -267,6 +267,12 @@ export async function ask(text, details, parent = conversation.value.head) {
   await send([question]);
 }
 
+function offer(found) {
+  tools.value = found;
+  const failed = Object.entries(found.failures).map(([name, why]) => `${name}: ${why}`);
+  if (failed.length) notice.value = { text: `MCP servers without tools: ${failed.join("; ")}` };
+}
+
 // Whether a call is of a tool of an MCP server: then the server can run it.
 export const canRun = (call) => tools.value.data.some((tool) => tool.function.name === call.name);
 
@@ -457,6 +463,6 @@ export async function start() {
     fail(error, start);
     return;
   }
-  if (features.value.tools) request("/page/tools").then((found) => (tools.value = found), fail);
+  if (features.value.tools) request("/page/tools").then(offer, fail);
   await Promise.all([refreshModels(), refreshConversations()]);
 }

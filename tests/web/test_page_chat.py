@@ -280,6 +280,13 @@ def test_a_server_that_is_gone_is_one_banner_until_it_is_back(page: PageDriver) 
     page.page.locator(".entries li", has_text="Are you there?").wait_for()  # stored after all
 
 
+def test_a_message_that_cannot_be_saved_says_so_at_last(page: PageDriver) -> None:
+    page.page.route("**/history/messages", lambda route: route.abort())
+    page.ask("Keep this")
+    page.page.locator(".notice", has_text="Not saved").wait_for()
+    page.errors.clear()
+
+
 def test_what_is_chosen_as_soon_as_the_settings_open_stays(page: PageDriver) -> None:
     chosen = page.page.evaluate("""async () => {
         document.querySelector('[aria-label="Settings of this conversation"]').click();

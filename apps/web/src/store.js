@@ -6,6 +6,7 @@ import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf, weightOf }
 const MODEL = "mlxinfer.model";
 const SAVE_MS = 2000; // between two saves of an answer that arrives
 const DRAW_MS = 30; // between two redraws
+const MAX_TRIES = 5; // of a save that the server does not answer
 const MAX_ROUNDS = 20; // of allowed calls and their results, for one question
 const OTHER_TABS = new BroadcastChannel("mlxinfer");
 
@@ -194,14 +195,25 @@ async function saveFields(fields, id = conversation.value.id) {
   await refreshConversations();
 }
 
+// Waits for a server that does not answer; the saves after this one wait too. What fails again and
+// again although the server answers others is an error.
+async function persist(path, body) {
+  for (let tries = 1; ; tries++) {
+    try {
+      return await request(path, { body });
+    } catch (error) {
+      if (error.code !== "offline" || tries === MAX_TRIES) throw new ApiError(error.message, error.status);
+      await whenOnline();
+    }
+  }
+}
+
 async function storeFields(fields, id) {
   try {
-    await request("/history/conversations", { body: { id, ...fields } });
+    await persist("/history/conversations", { id, ...fields });
     OTHER_TABS.postMessage({ id });
   } catch (error) {
-    if (error.code !== "offline") return fail(error, () => saveFields(fields, id));
-    await whenOnline(); // the saves after this one wait too
-    await storeFields(fields, id);
+    fail(error, () => saveFields(fields, id));
   }
 }
 
@@ -210,15 +222,12 @@ async function storeMessage(id, message, keepalive = false) {
   const { parent, role, content, reasoning, details, created_s } = message;
   const body = { conversation: id, id: message.id, parent, role, content, reasoning, details, created_s };
   try {
-    const card = await request("/history/messages", { body, keepalive });
+    const path = "/history/messages";
+    const card = await (keepalive ? request(path, { body, keepalive }) : persist(path, body));
     if (conversation.value.id === id && conversation.value.title !== card.title) {
       conversation.value = { ...conversation.value, title: card.title };
     }
   } catch (error) {
-    if (error.code === "offline" && !keepalive) {
-      await whenOnline();
-      return storeMessage(id, message);
-    }
     fail(new ApiError(`Not saved: ${error.message}`, error.status), () => saveMessage(id, message));
   }
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub
 from .backend import require_mlx
+from .core import check_switch
 from .display.tracebacks import shorten_errors
 from .memory import human_bytes, parse_bytes
 from .progress import progress_bar, progress_bars
@@ -49,9 +50,10 @@ def pull(name: str, *, progress: bool | None = None) -> Path:
     Raises:
         ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
+        InvalidRequestError: `progress` is no bool.
     """
     shorten_errors()
-    with progress_bar(f"download {name}", wanted=progress) as show:
+    with progress_bar(f"download {name}", wanted=_switch(progress)) as show:
         return hub.pull(name, progress=show)
 
 
@@ -95,7 +97,7 @@ def convert_model(
 
     options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
     opens = open_logits if check else None
-    with progress_bars(unit="it", wanted=progress) as show:
+    with progress_bars(unit="it", wanted=_switch(progress)) as show:
         opened = open_source(str(source), progress=partial(show, "download"))
         return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
 
@@ -125,3 +127,9 @@ def open_logits(folder: Path) -> Iterator[Any]:
 
     with LLM(str(folder), max_batch=1, progress=False) as llm:
         yield llm.logits
+
+
+def _switch(progress: bool | None) -> bool | None:
+    if progress is not None:
+        check_switch("progress", progress)
+    return progress

@@ -32,6 +32,15 @@ def test_a_model_that_is_not_there_cannot_be_pulled(standin: StandIn) -> None:
         mlxinfer.pull("org/nothing-there")
 
 
+def test_progress_is_a_bool() -> None:
+    for work in (
+        lambda: mlxinfer.pull("demo", progress=5),  # type: ignore[arg-type]
+        lambda: mlxinfer.convert_model("demo", "out", progress="no"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequestError, match="expected True or False"):
+            work()
+
+
 def test_a_model_is_converted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with LLM("demo") as demo:

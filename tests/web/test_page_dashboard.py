@@ -50,6 +50,9 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     assert "1 set\tenvironment" in settings
     server.script.go_on.set()
     page.page.wait_for_selector(".busy:has-text('Idle')")
+    page.page.route("**/*", lambda route: route.abort())
+    page.page.wait_for_selector(".busy:has-text('Not reachable; before that: Idle')")
+    page.errors.clear()
 
 
 def test_errors_of_the_log_are_shown_without_prompts(page: PageDriver) -> None:

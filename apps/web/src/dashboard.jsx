@@ -1,6 +1,6 @@
 // What the server does now: memory of the models, the batch, errors, settings.
 import { useEffect, useRef, useState } from "preact/hooks";
-import { request } from "./api.js";
+import { online, request } from "./api.js";
 import { bytes, number, seconds, when } from "./format.js";
 import { usePolled } from "./poll.js";
 import { sidebarOpen } from "./sidebar.jsx";
@@ -83,7 +83,8 @@ function Busy({ state, rates }) {
   const waiting = state.requests.filter((each) => each.waiting).length;
   const running = state.requests.length - waiting;
   const rate = rates.total.at(-1) ?? 0;
-  const said = running || waiting ? `Answering ${plural(running, "request")}` : "Idle";
+  const busy = running || waiting ? `Answering ${plural(running, "request")}` : "Idle";
+  const said = online.value ? busy : `Not reachable; before that: ${busy}`;
   return (
     <>
       <p class="busy" role="status">

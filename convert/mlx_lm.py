@@ -1,7 +1,8 @@
-"""What mlx-lm's definitions (0.32.2) read of a config, and what they pass over.
+"""Makes configs readable for mlx-lm 0.32.2, and names the keys that it ignores.
 
-Keys that they ask for are written beside those of the source. What cannot be said to them is told
-at the end of a conversion: mlx-lm then refuses the folder, or gives other logits.
+Its definitions ask for keys under other names; these are written beside the keys of the source. A
+key that mlx-lm ignores is named at the end of a conversion: mlx-lm then refuses the folder, or
+gives other logits.
 """
 
 from collections.abc import Callable, Iterator, Mapping

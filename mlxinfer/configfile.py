@@ -187,7 +187,9 @@ def _tool_server(path: Path, name: str, entry: object) -> ToolServer:
     allow = _names(path, f"{place}.allow", given.pop("allow", []))
     if given:
         raise _wrong(path, f"{place}.{next(iter(given))}", "known are command, url, env, allow")
-    if not isinstance(url, str) or bool(command) == bool(url):
+    if not isinstance(url, str):
+        raise _wrong(path, f"{place}.url", "expected a text")
+    if bool(command) == bool(url):
         raise _wrong(path, place, "it needs either a command (a list of texts) or a url")
     if not all(isinstance(value, str) for value in env.values()):
         raise _wrong(path, f"{place}.env", "expected texts")

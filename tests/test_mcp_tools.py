@@ -183,6 +183,7 @@ def test_rounds_of_calls_are_bounded(
         ("command = []", "either a command"),
         ('command = ["x"]\nurl = "http://127.0.0.1"', "either a command"),
         ('command = "x"', "a list of texts"),
+        ("url = 3", "url: expected a text"),
         ('url = "http://127.0.0.1"\ntimeout = 3', "known are command, url, env, allow"),
     ],
 )

@@ -52,7 +52,7 @@ class PreparedPictures:
         self._lock = threading.Lock()
 
     def prepare(self, digest: bytes, max_tokens: int, make: Callable[[], Shown]) -> Shown:
-        """What `make` returns, which makes a picture ready in some tenths of a second.
+        """Return the kept result of `make`, or call it: that takes some tenths of a second.
 
         Args:
             digest: of the pixels.

@@ -117,7 +117,7 @@ def status_of(view: View) -> Status:
 
 
 def detail_text(view: View) -> str:
-    """What the status is about: the models and requests, or what to do."""
+    """The loaded models and running requests; or the reason why the server cannot be used."""
     if not view.usable:
         texts = {
             Phase.LOCKED: "It needs a key that may administer it: see Settings",
@@ -138,7 +138,7 @@ def state_text(view: View) -> str:
 
 
 def first_action(view: View, usable: tuple[str, Action]) -> tuple[str, Action]:
-    """What to do first, in words too: `usable` if a server answers, else what brings one about."""
+    """The label and the action of the main button: `usable`, or what makes the server usable."""
     if view.phase in (Phase.RUNNING, Phase.STARTING, Phase.STOPPING):
         return usable
     if view.phase is Phase.STOPPED and is_local(view.url):

@@ -36,7 +36,7 @@ CHAT_SIZE, WINDOW_SIZE = (440, 640), (600, 420)
 BUTTON_WIDTH = 140
 PLACES = (
     ("models", "Models", "Find, download and load them", "Open models", Do.SEARCH),
-    ("chat", "Chats", "All of them, with a search", "Open chats", Do.BROWSER),
+    ("chat", "Chats", "Read and search earlier chats", "Open chats", Do.BROWSER),
     ("dashboard", "Dashboard", "What runs, and how full it is", "Open dashboard", Do.DASHBOARD),
     ("log", "Log", "Of the server that the app started", "Show log", Do.LOG),
     ("address", "For other programs", "", "Copy address", Do.COPY_URL),
@@ -70,7 +70,7 @@ def column(*widgets: toga.Widget, margin: int = MARGIN, **style: Any) -> toga.Bo
 
 
 def space() -> toga.Box:
-    """What pushes the widgets after it to the edge."""
+    """An empty box that takes all room, so that the next widgets stand at the edge."""
     return toga.Box(flex=1)
 
 

@@ -181,7 +181,7 @@ class SamplingParams:
         """Raise InvalidRequestError where a value does not fit a vocabulary of `vocab_size`."""
         if self.top_k > vocab_size:
             raise InvalidRequestError(
-                f"top_k is {self.top_k}, but the vocabulary has {vocab_size} tokens; "
+                f"top_k is {shown(self.top_k)}, but the vocabulary has {vocab_size} tokens; "
                 "use 0 to switch top_k off.",
                 param="top_k",
             )

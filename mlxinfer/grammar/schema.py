@@ -321,10 +321,13 @@ def _dependencies(schema: Schema) -> None:
 
 
 def _negation(schema: Schema) -> None:
-    """`not` of values that `enum` or `type` beside it lists, of a required name, of nothing."""
+    """`not` of nothing, of all, of a required name, of what `enum` or `type` beside it lists."""
     inner = schema.get("not")
     if inner is False:
         del schema["not"]
+    if inner is True or inner == {}:
+        del schema["not"]
+        schema["enum"] = []
     if not isinstance(inner, Mapping):
         return
     keys = set(inner)

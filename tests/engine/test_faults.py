@@ -178,6 +178,7 @@ def test_requests_that_can_never_run_are_refused_at_once() -> None:
     assert "-1" in str(refuse(harness, [-1]).value)
     assert "True" in str(refuse(harness, [True]).value)
     assert "top_k is 97" in str(refuse(harness, [1], top_k=97).value)
+    assert len(str(refuse(harness, [1], top_k=10**400).value)) < 200
     assert "logit_bias" in str(refuse(harness, [1], logit_bias={96: 1.0}).value)
     assert "stop_token_ids" in str(refuse(harness, [1], stop_token_ids=(200,)).value)
     with pytest.raises(InvalidRequestError, match="stop_token_ids holds 96"):

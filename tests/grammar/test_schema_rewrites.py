@@ -46,6 +46,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "not": {"required": ["a"]}},
     {"type": "object", "not": {"required": ["a", "b"]}},
     {"properties": AB, "not": False},
+    {"properties": {**AB, "c": {"not": {}}}, "required": ["a"]},
     {"propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
     {"propertyNames": {"enum": ["a", "c"]}},
     {"propertyNames": True, "properties": AB},

@@ -238,7 +238,6 @@ PARTS: list[dict[str, Any]] = [
     {"type": "audio_url", "audio_url": {"url": URLS[0]}},
     {"type": "video", "video": "/etc/passwd"},
     {"type": "video", "frames": ["/etc/passwd"]},
-    {"type": "file", "file": {"file_id": "../../etc/passwd"}},
     {"type": "image_embeds", "image_embeds": "AAAA"},
     {"type": "prompt_embeds", "data": "AAAA"},
     {"type": "x" * 10_000},

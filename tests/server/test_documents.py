@@ -16,7 +16,17 @@ from tests.pdf_files import encrypted, pdf
 
 pytest.importorskip("pypdf")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-COUNTS = {RESPONSES: f"{RESPONSES}/input_tokens", MESSAGES: f"{MESSAGES}/count_tokens"}
+COUNTS = {
+    RESPONSES: f"{RESPONSES}/input_tokens",
+    MESSAGES: f"{MESSAGES}/count_tokens",
+    CHAT: f"{CHAT}/input_tokens",
+}
+
+PLACES = {  # of the second part of a conversation, in errors
+    RESPONSES: "input[0].content[1].file_data",
+    MESSAGES: "messages[0].content[1].source.data",
+    CHAT: "messages[0].content[1].file.file_data",
+}
 
 
 def coded(data: bytes) -> str:
@@ -29,12 +39,13 @@ def part_of(path: str, data: bytes) -> dict[str, Any]:
         source = {"type": "base64", "media_type": "application/pdf", "data": coded(data)}
         return {"type": "document", "title": "a.pdf", "source": source}
     url = f"data:application/pdf;base64,{coded(data)}"
-    return {"type": "input_file", "filename": "a.pdf", "file_data": url}
+    file = {"filename": "a.pdf", "file_data": url}
+    return {"type": "file", "file": file} if path == CHAT else {"type": "input_file", **file}
 
 
 def asked(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
     turns = [{"role": "user", "content": list(parts)}]
-    return {"max_tokens": 8, "messages": turns} if path == MESSAGES else {"input": turns}
+    return {"input": turns} if path == RESPONSES else {"max_tokens": 8, "messages": turns}
 
 
 def result_of(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +55,8 @@ def result_of(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
         result = {"type": "tool_result", "tool_use_id": "c", "content": list(parts)}
         turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         return {"max_tokens": 8, "messages": turns}
+    if path == CHAT:
+        return asked(path, *parts)
     called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     return {"input": [called, {"type": "function_call_output", "call_id": "c", "output": parts}]}
 
@@ -70,10 +83,9 @@ def test_what_is_wrong_with_a_pdf_is_said(
     live: LiveServer, path: str, data: bytes, said: str
 ) -> None:
     body = asked(path, part_of(path, pdf("Sound")), part_of(path, data))
-    error = expect_refusal(live, path, body, param="input[0].content[1].file_data")
+    error = expect_refusal(live, path, body, param=PLACES[path])
     assert said in error["message"]
-    place = "messages[0].content[1].source.data" if path == MESSAGES else "input[0].content[1]"
-    assert error["message"].startswith(place)
+    assert error["message"].startswith(PLACES[path])
 
 
 def test_a_pdf_without_a_media_type_is_known_by_its_beginning(scripted: ScriptedServer) -> None:
@@ -90,6 +102,8 @@ def test_files_elsewhere_are_refused_by_name(live: LiveServer, field: str) -> No
         live, RESPONSES, asked(RESPONSES, part), param=f"input[0].content[0].{field}"
     )
     assert "file_data" in error["message"]
+    file = {"type": "file", "file": {field: "https://a/b.pdf"}}
+    expect_refusal(live, CHAT, asked(CHAT, file), param=f"messages[0].content[0].file.{field}")
     source = {"type": "url", "url": "https://a/b.pdf"}
     body = asked(MESSAGES, {"type": "document", "source": source})
     assert "base64" in expect_refusal(live, MESSAGES, body)["message"]
@@ -138,3 +152,5 @@ def test_a_pdf_may_be_part_of_a_system_prompt(scripted: ScriptedServer) -> None:
 def test_a_file_without_data_is_named(live: LiveServer) -> None:
     body = asked(RESPONSES, {"type": "input_file", "filename": "a.pdf"})
     expect_refusal(live, RESPONSES, body, param="input[0].content[0].file_data")
+    body = asked(CHAT, {"type": "file"})
+    expect_refusal(live, CHAT, body, param="messages[0].content[0].file.file_data")

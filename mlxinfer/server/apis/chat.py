@@ -16,6 +16,7 @@ from ...text import Content
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
+from .documents import PdfPart, SentFile, read_pdfs
 from .sampling import (
     REFUSED,
     UNLIMITED,
@@ -69,6 +70,7 @@ class MessagePart(msgspec.Struct, kw_only=True):
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
     video_url: ImageUrl | str | None = None  # as vLLM has it
+    file: SentFile | None = None
 
 
 class CalledTool(msgspec.Struct, kw_only=True):
@@ -272,7 +274,7 @@ def template_messages(messages: Sequence[Message]) -> list[Plain]:
     Raises:
         InvalidRequestError: there is no message, or one is incomplete.
         PictureError: a picture is none.
-        UnsupportedFieldError: audio and other parts that are neither text nor pictures.
+        UnsupportedFieldError: audio and other parts that models do not read.
     """
     if not messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
@@ -317,7 +319,18 @@ def _part(part: MessagePart, path: str) -> Plain:
         return url_part(*_url(part.image_url, f"{path}.image_url"))
     if part.type == "video_url":
         return video_part(*_url(part.video_url, f"{path}.video_url"))
+    if part.type == "file":
+        return text_part((part.file or SentFile()).shown(f"{path}.file"))
     return text_part(part_text(part.type, part.text or part.refusal, path))
+
+
+def pdfs_of(messages: Sequence[Message]) -> Iterator[PdfPart]:
+    """The PDFs in messages."""
+    for number, message in enumerate(messages):
+        parts = [] if isinstance(message.content, str) else message.content or ()
+        for place, part in enumerate(parts):
+            if part.file is not None:
+                yield from part.file.pdfs(f"messages[{number}].content[{place}].file")
 
 
 def _url(given: ImageUrl | str | None, path: str) -> tuple[str | None, str | None, str]:
@@ -379,6 +392,7 @@ def read(
 async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
+    await read_pdfs(call, pdfs_of(body.messages))
     tools, allowed = DeclaredTools(), call.service.config.template_kwargs
     answers = await call.start(model, lambda: [read(body, model, tools, allowed)])
     report_skipped(call, tools.skipped)
@@ -391,6 +405,7 @@ async def chat(call: Call, body: ChatRequest) -> Plain | Events:
 async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
     """Count the tokens of a conversation with its tools (llama.cpp's form)."""
     model = await call.model(body.model)
+    await read_pdfs(call, pdfs_of(body.messages))
     allowed = call.service.config.template_kwargs
     ids = await call.encode(model, lambda: read(body, model, DeclaredTools(), allowed))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

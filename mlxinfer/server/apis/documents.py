@@ -3,8 +3,10 @@
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...pdf import BEGINNING
@@ -28,6 +30,39 @@ class PdfPart:
     data: str
     place: str
     replace: Callable[[str], None]
+
+
+class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A file in a message, as OpenAI's APIs send it."""
+
+    file_data: str | None = None  # of a text file or a PDF: a data URL, or base64
+    file_url: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
+    def shown(self, path: str) -> str:
+        """The file as a model reads it.
+
+        Raises:
+            UnsupportedFieldError: it is no text file, or the request does not hold it itself.
+            InvalidRequestError: it is missing, no base64, or no UTF-8.
+        """
+        if self.file_data is not None:
+            return shown_file(text_of_file(self.file_data, f"{path}.file_data"), self.filename)
+        if self.file_url is None and self.file_id is None:
+            raise InvalidRequestError.of(f"{path}.file_data", "is missing.")
+        name = "file_id" if self.file_url is None else "file_url"
+        raise UnsupportedFieldError.of(
+            f"{path}.{name}", "names a file elsewhere; send the file itself in file_data."
+        )
+
+    def pdfs(self, path: str) -> Iterator[PdfPart]:
+        """The PDF, if the file is one."""
+        if self.file_data is not None and (data := pdf_data(self.file_data)) is not None:
+            yield PdfPart(data, f"{path}.file_data", self._be_text)
+
+    def _be_text(self, text: str) -> None:
+        self.file_data = f"data:text/plain,{text}"
 
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:

@@ -3,7 +3,6 @@
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +10,7 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import Plain, named
-from .documents import PdfPart, pdf_data, shown_file, text_of_file
+from .documents import PdfPart, SentFile
 from .tools import (
     INPUT,
     DeclaredTool,
@@ -41,16 +40,12 @@ Status = Literal["in_progress", "completed", "incomplete"]
 # -- a request's items --------------------------------------------------------------------------
 
 
-class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+class InputPart(SentFile, kw_only=True, omit_defaults=True):
     """A part of a message or of a tool's output."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    file_data: str | None = None  # of a text file or a PDF: a data URL, or base64
-    file_url: str | None = None
-    file_id: str | None = None
-    filename: str | None = None
     image_url: str | None = None
     detail: str | None = None
 
@@ -189,29 +184,16 @@ def _part(part: InputPart, path: str) -> Plain:
     if part.type == "input_image":
         return url_part(part.image_url, part.detail, f"{path}.image_url")
     if part.type == "input_file":
-        return text_part(shown_file(_file(part, path), part.filename))
+        return text_part(part.shown(path))
     said = part.refusal if part.type == "refusal" else part.text
     return text_part(part_text(part.type, said, path))
-
-
-def _file(part: InputPart, path: str) -> str:
-    """The text of a file that the part holds itself."""
-    if part.file_data is not None:
-        return text_of_file(part.file_data, f"{path}.file_data")
-    if part.file_url is None and part.file_id is None:
-        raise InvalidRequestError.of(f"{path}.file_data", "is missing.")
-    name = "file_id" if part.file_url is None else "file_url"
-    raise UnsupportedFieldError.of(
-        f"{path}.{name}", "names a file elsewhere; send the file itself in file_data."
-    )
 
 
 def pdfs_of(items: Sequence[InputItem]) -> Iterator[PdfPart]:
     """The PDFs in messages and outputs of calls."""
     for number, item in enumerate(items):
         for part, place in _parts(item, f"input[{number}]"):
-            if part.file_data is not None and (data := pdf_data(part.file_data)) is not None:
-                yield PdfPart(data, f"{place}.file_data", partial(_be_text, part))
+            yield from part.pdfs(place)
 
 
 def _parts(item: InputItem, path: str) -> Iterator[tuple[InputPart, str]]:
@@ -222,10 +204,6 @@ def _parts(item: InputItem, path: str) -> Iterator[tuple[InputPart, str]]:
         item.output = content
     for number, part in enumerate([] if isinstance(content, str) else content or ()):
         yield part, f"{path}.{name}[{number}]"
-
-
-def _be_text(part: InputPart, text: str) -> None:
-    part.file_data = f"data:text/plain,{text}"
 
 
 # -- an answer's items --------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from ...errors import InvalidRequestError
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import RequestBody, refuse
-from .chat import Effort, Message, template_fields, template_messages
+from .chat import Effort, Message, pdfs_of, template_fields, template_messages
+from .documents import read_pdfs
 from .tools import check_tools
 
 
@@ -65,6 +66,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
         encode = partial(model.tokenizer.encode, add_special_tokens=special, parse_special=True)
         ids = await call.in_worker(encode, body.prompt or "")
     else:
+        await read_pdfs(call, pdfs_of(body.messages))
         ids = await call.encode(model, partial(read, body, call.service.config.template_kwargs))
     found = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:

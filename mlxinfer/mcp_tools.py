@@ -29,7 +29,7 @@ class McpTools:
     Attributes:
         schemas: the tools as OpenAI's API has them. A name that two servers have begins with the
             server's name and two underscores.
-        failures: server -> why it has no tools.
+        failures: server -> why it has no tools, or has ended. A call starts it again.
 
     Raises:
         UnsupportedFieldError: the extra `mcp` is not installed.
@@ -47,6 +47,8 @@ class McpTools:
         self._servers = servers
         self._tools: dict[str, tuple[str, str]] = {}  # name -> server and its name there
         self._clients: dict[str, Client] = {}
+        self._kept: dict[str, asyncio.Task[None]] = {}  # the connections
+        self._restarting = asyncio.Lock()
         self._end = asyncio.Event()
         ready: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
@@ -93,14 +95,22 @@ class McpTools:
     # -- on the thread of the loop ------------------------------------------------------------
 
     async def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
-        """Serve calls until the end. Each server has a task: one that ends cancels no other."""
-        loop = asyncio.get_running_loop()
-        listed = {name: loop.create_future() for name in self._servers}
-        tasks = [loop.create_task(self._keep(name, found)) for name, found in listed.items()]
-        self._offer({name: await found for name, found in listed.items()})
-        ready.set_result(loop)
+        """Serve calls until the end."""
+        found = await asyncio.gather(*map(self._start, self._servers))
+        self._offer(dict(zip(self._servers, found, strict=True)))
+        ready.set_result(asyncio.get_running_loop())
         await self._end.wait()
-        await asyncio.gather(*tasks)
+        await asyncio.wait(self._kept.values())
+
+    async def _start(self, server: str) -> list[Any]:
+        """Connect to a server and return its tools; none where that fails.
+
+        Each connection has a task, so that one that breaks cancels no other.
+        """
+        loop = asyncio.get_running_loop()
+        listed: asyncio.Future[list[Any]] = loop.create_future()
+        self._kept[server] = loop.create_task(self._keep(server, listed))
+        return await listed
 
     async def _keep(self, name: str, listed: "asyncio.Future[list[Any]]") -> None:
         """List a server's tools, and stay connected until the end, or the server's own."""
@@ -108,6 +118,7 @@ class McpTools:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(CONNECT_S):
                     tools = await self._connect(stack, name, self._servers[name])
+                self.failures.pop(name, None)
                 listed.set_result(tools)
                 await self._end.wait()
         except Exception as error:  # one server is broken; the chat goes on
@@ -140,12 +151,29 @@ class McpTools:
                 self.schemas.append({"type": "function", "function": function})
 
     async def _call(self, server: str, name: str, arguments: dict[str, Any]) -> str:
+        async with self._restarting:
+            if server in self.failures:
+                self._kept[server].cancel()
+                await asyncio.wait([self._kept[server]])
+                await self._start(server)
         if server in self.failures:
             return f"Error: the MCP server {server} has ended: {self.failures[server]}"
-        result = await self._clients[server].call_tool(name, arguments)
+        client = self._clients[server]
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception:
+            await self._note_end(server, client)
+            raise
         texts = [p.text if p.type == "text" else f"[{p.type}]" for p in result.content]
         text = "\n".join(texts)[:MAX_RESULT_CHARS]
         return f"Error: {text}" if result.is_error else text
+
+    async def _note_end(self, server: str, client: "Client") -> None:
+        """Note that a server has ended, so that the next call starts it again."""
+        try:
+            await client.send_ping()
+        except Exception as error:
+            self.failures.setdefault(server, _reason(error))
 
 
 def _reason(error: BaseException) -> str:

@@ -80,10 +80,22 @@ def test_a_server_that_ends_leaves_the_others() -> None:
         assert tools.call("remote__end", "{}").startswith("Error")
         assert tools.call("local__add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
         assert tools.call("remote__home", "{}").startswith("Error: the MCP server remote has ended")
+        running.wait()
+        running = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
+        wait_for_port(port)
+        assert tools.call("remote__add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
         tools.close()
     finally:
         running.kill()
         running.wait()
+
+
+def test_a_server_that_died_is_started_again_by_the_next_call() -> None:
+    tools = McpTools({"one": SERVER})
+    assert tools.call("end", "{}").startswith("Error")
+    assert tools.call("add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
+    assert tools.failures == {}
+    tools.close()
 
 
 def wait_for_port(port: int) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,35 @@ def test_tools_of_mcp_servers_run_when_they_are_allowed_or_asked_for(
         assert "and 6 more lines" in page.texts(".tool-result")[-1]
         page.wait_idle()
         assert "some\n0\n1" in server.prompt
+
+
+class Slow(McpTools):
+    """Gives a result when it is closed."""
+
+    closed = threading.Event()
+
+    def call(self, name: str, arguments: str) -> str:
+        self.closed.wait()
+        return ""
+
+    def close(self) -> None:
+        self.closed.set()
+        super().close()
+
+
+def test_a_call_that_runs_by_itself_can_be_stopped(profile: Any, tmp_path: Path) -> None:
+    with (
+        PageServer(tmp_path, tools=Slow({"one": SERVER})) as server,
+        PageDriver(profile, server) as page,
+    ):
+        page.open()
+        server.script.says('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
+        page.ask("How much?")
+        page.page.get_by_text('"b": 3').wait_for()
+        page.click("Stop the answer")
+        page.wait_idle()
+        assert page.page.get_by_role("button", name="Run add").is_visible()
+        assert page.texts(".tool-result") == []
 
 
 def test_settings_reach_the_request(page: PageDriver) -> None:

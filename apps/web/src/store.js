@@ -285,8 +285,8 @@ function offer(found) {
 // Whether a call is of a tool of an MCP server: then the server can run it.
 export const canRun = (call) => tools.value.data.some((tool) => tool.function.name === call.name);
 
-export async function runCall({ id, name, arguments: given }) {
-  const { text } = await request("/page/tools", { body: { name, arguments: given || "{}" } });
+export async function runCall({ id, name, arguments: given }, abort) {
+  const { text } = await request("/page/tools", { body: { name, arguments: given || "{}" }, signal: abort });
   return { id, text };
 }
 
@@ -295,12 +295,31 @@ async function runAllowed(message, rounds) {
   const calls = (message.details.tool_calls ?? []).filter(Boolean);
   const complete = calls.length && message.details.finish === "tool_calls" && conversation.value.head === message.id;
   if (!complete || rounds >= MAX_ROUNDS || !calls.every(({ name }) => tools.value.allowed.includes(name))) return;
+  const { id } = conversation.value;
+  const abort = begin(id, message);
+  let results;
   try {
-    const results = await Promise.all(calls.map(runCall));
-    if (conversation.value.head === message.id) await sendResults(message, results, rounds + 1);
+    results = await Promise.all(calls.map((call) => runCall(call, abort)));
   } catch (error) {
-    fail(error);
+    if (error.name !== "AbortError") fail(error);
+    return;
+  } finally {
+    end(id);
   }
+  if (conversation.value.head === message.id) await sendResults(message, results, rounds + 1);
+}
+
+// A conversation is busy from `begin` to `end`. Stop aborts the signal.
+function begin(id, message) {
+  const abort = new AbortController();
+  running.value = new Map(running.value).set(id, { abort, message });
+  return abort.signal;
+}
+
+function end(id) {
+  const rest = new Map(running.value);
+  rest.delete(id);
+  running.value = rest;
 }
 
 // Send the results of an answer's tool calls: [{ id, text }].
@@ -368,12 +387,11 @@ async function answer(parent, rounds = 0) {
   const message = newMessage("assistant", parent, "", { model: model.value });
   if (["schema", "json", "regex", "choice"].includes(settings.form)) message.details.form = settings.form;
   add(message);
-  const abort = new AbortController();
-  running.value = new Map(running.value).set(id, { abort, message });
+  const abort = begin(id, message);
   said.value = "Answering";
   const timer = setInterval(() => saveMessage(id, message), SAVE_MS);
   try {
-    await receive(body, message, abort.signal);
+    await receive(body, message, abort);
     said.value = `Answer: ${message.content.slice(0, 300)}`;
   } catch (error) {
     if (error.name === "AbortError") {
@@ -386,10 +404,8 @@ async function answer(parent, rounds = 0) {
   } finally {
     clearInterval(timer);
     made += 1;
-    const rest = new Map(running.value);
-    rest.delete(id);
     batch(() => {
-      running.value = rest;
+      end(id);
       arrived.value += 1;
     });
   }

@@ -16,7 +16,7 @@ from .read import SourceModel
 OTHERWISE = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
 UNDEFINED_BY_MLX_LM = (
     *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
-    *("hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
+    *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
 )
 _NO_SCALING = {"rope_scaling": None}
 _NO_BIAS = {"attention_bias": False}

@@ -362,6 +362,23 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     return _sectioned(scaled, stated)
 
 
+def with_layer_thetas(
+    fields: Fields, specs: tuple[RopeSpec | None, ...]
+) -> tuple[RopeSpec | None, ...]:
+    """Each layer's rope with the base that `layer_rope_theta` states for it; 0: no positions.
+
+    Raises:
+        CheckpointError: a list of another length.
+    """
+    stated = fields.items("layer_rope_theta")
+    if stated is None:
+        return specs
+    if len(stated) != len(specs):
+        raise CheckpointError(f"layer_rope_theta in {fields.where} must have {len(specs)} entries.")
+    pairs = zip(specs, stated, strict=True)
+    return tuple(spec and replace(spec, theta=float(t)) if t else None for spec, t in pairs)
+
+
 def _sectioned(spec: RopeSpec, stated: Fields) -> RopeSpec:
     """The rope with the sections of M-RoPE, where they are stated."""
     sections = stated.items("mrope_section")

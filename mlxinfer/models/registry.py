@@ -120,6 +120,8 @@ FAMILIES = {  # model_type -> module in families/, class
     "olmo3": ("olmo", "Olmo3"),
     "phi3": ("llama", "Phi3"),
     "granite": ("granite", "Granite"),
+    "granite_swa": ("granite", "GraniteSWA"),
+    "granitemoe_swa": ("granite", "GraniteMoESWA"),
     "granitemoehybrid": ("granite", "GraniteHybrid"),
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),

@@ -312,6 +312,20 @@ PUBLISHED: dict[str, Published] = {
     "Granite-3.1-8B": _model(
         "granite", (40, 4096, 12800, 32, 8, 49_155), 8.17, 163_840, tie_word_embeddings=True
     ),
+    "Granite-Swash-2B": _model(
+        "granite_swa", (24, 2560, 8192, 20, 4, 100_352), 2.13, 49_152, tie_word_embeddings=True
+    ),
+    "Granite-Swash-3B-A600M": _model(
+        "granitemoe_swa",
+        (28, 1280, 512, 20, 4, 100_352),
+        3.0,
+        28_672,
+        layer_types=[_FULL if i == 0 or i % 4 == 3 else _SLIDING for i in range(28)],
+        num_local_experts=48,
+        num_experts_per_tok=4,
+        shared_intermediate_size=1280,
+        tie_word_embeddings=True,
+    ),
     "Granite-4.0-H-Tiny": _model(
         "granitemoehybrid",
         (40, 1536, 512, 12, 4, 100_352),

@@ -194,8 +194,37 @@ _COHERE_MOE = {
     "rope_theta": 300.0,
     "logit_scale": 0.5,
 }
+_GRANITE_SWA = {
+    **_SMALL,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+    "sliding_window": WINDOW,
+}
 _LFM3 = {**_SMALL, "num_hidden_layers": 5, "head_dim": 16, "norm_eps": 1e-5}
 _CASES: dict[str, dict[str, Any]] = {
+    "granite_swa-v4": {**_GRANITE_SWA, **V4, "attention_bias": True, "mlp_bias": True},
+    "granite_swa-v5": {
+        **_GRANITE_SWA,
+        **V5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_rope_theta": [300.0, 0, 50.0, 1000.0],
+    },
+    "granitemoe_swa-v4": {
+        **_GRANITE_SWA,
+        **V4,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+        "layer_rope_theta": [0, 100.0, 100.0, 100.0],
+    },
+    "granitemoe_swa-v5": {
+        **_GRANITE_SWA,
+        **V5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "ministral-v4": {
         **_SMALL,
         **V4,

@@ -1,4 +1,4 @@
-"""Granite 3, and Granite 4 with Mamba-2 and experts: Llama with multipliers."""
+"""Granite 3, with windows and sinks too, and Granite 4 with Mamba-2: Llama with multipliers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
-from ..config import FULL, ModelConfig
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import PACKED, Family
 from ..jsonfields import Fields
 from .mamba import MambaDims, plain_mamba_mixer
 
@@ -25,6 +25,8 @@ _ATTENTION = ("attention", FULL)
 _NAMES = {  # ends of the checkpoint's names, and ours
     ".block_sparse_moe.input_linear.": ".block_sparse_moe.experts.gate_up_proj.",
     ".block_sparse_moe.output_linear.": ".block_sparse_moe.experts.down_proj.",
+    ".router.layer.": ".router.",
+    ".router.": ".router.layer.",
     ".shared_mlp.input_linear.": ".shared_mlp.gate_up_proj.",
     ".shared_mlp.output_linear.": ".shared_mlp.down_proj.",
 }
@@ -50,6 +52,13 @@ class Granite(Family):
             attention_scale=config.fields.number("attention_multiplier", above=0.0),
             logit_scale=1 / config.fields.number("logits_scaling", above=0.0),
         )
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts and packed projections as other families call them."""
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        return super().rename(f"{name}.weight" if name.endswith(PACKED) else name)
 
     @property
     def embed_scale(self) -> float:
@@ -109,13 +118,6 @@ class GraniteHybrid(Granite):
             super().configure(config), states=tuple(state if one else None for one in recurs)
         )
 
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """Stacks of experts and packed projections as other families call them."""
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        return super().rename(name)
-
     def mixer(self, index: int) -> LayerMixer:
         """Mamba-2 or attention."""
         state = self.config.states[index]
@@ -135,10 +137,58 @@ class GraniteHybrid(Granite):
             shared = self.packed_mlp(f"{path}.shared_mlp", inner)
         if not config.num_experts:
             return shared
-        choose = ExpertChoice(Routing(config.experts_per_token, normalised=True))
-        return self.experts(
-            f"{path}.block_sparse_moe", choose, router="router.layer", shared=shared
-        )
+        return _experts(self, path, shared)
+
+
+class GraniteSWA(Granite):
+    """Granite with learned sinks in all layers, and windows in three of four."""
+
+    defaults: ClassVar = Granite.defaults | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+    }
+    sinks = True
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else every fourth layer, from the first, sees everything."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        return [SLIDING if i % 4 else FULL for i in range(num_layers)]
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """By the base that `layer_rope_theta` states for each layer; 0: it has no positions."""
+        return with_layer_thetas(fields, super().rope_specs(fields, layer_types, head_dim))
+
+
+class GraniteMoESWA(GraniteSWA):
+    """The same with experts in place of the MLP, with or without a shared one beside them."""
+
+    defaults: ClassVar = Granite.defaults | {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 0,
+        "sliding_window": 128,
+    }
+
+    def mlp(self, index: int) -> FeedForward:
+        """Experts, and a shared MLP beside them where it has a size."""
+        path = f"model.layers.{index}"
+        inner = self.config.fields.integer("shared_intermediate_size", low=0, high=2**22)
+        shared = self.packed_mlp(f"{path}.shared_mlp", inner) if inner else None
+        return _experts(self, path, shared)
+
+
+def _experts(family: Granite, path: str, shared: FeedForward | None) -> FeedForward:
+    """The experts of the layer at `path`, by the softmax of the best."""
+    choose = ExpertChoice(Routing(family.config.experts_per_token, normalised=True))
+    return family.experts(f"{path}.block_sparse_moe", choose, router="router.layer", shared=shared)
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:

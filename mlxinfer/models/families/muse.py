@@ -6,12 +6,11 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.norm import Norm, RMSNorm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
 from ..decoder import Entry, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -48,14 +47,10 @@ class MuseGlimmer(Family):
     ) -> tuple[RopeSpec | None, ...]:
         """By the base that `layer_rope_theta` states for each layer; 0: it has no positions."""
         specs = super().rope_specs(fields, layer_types, head_dim)
+        if fields.items("layer_rope_theta") is not None:
+            return with_layer_thetas(fields, specs)
         count = len(specs)
-        stated = fields.items("layer_rope_theta")
-        if stated is None:
-            return tuple(spec if (count - 1 - i) % 4 else None for i, spec in enumerate(specs))
-        if len(stated) != count:
-            raise CheckpointError(f"layer_rope_theta in {fields.where} must have {count} entries.")
-        pairs = zip(specs, stated, strict=True)
-        return tuple(spec and replace(spec, theta=float(t)) if t else None for spec, t in pairs)
+        return tuple(spec if (count - 1 - i) % 4 else None for i, spec in enumerate(specs))
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

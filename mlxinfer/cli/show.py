@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hub
+from ..errors import UnsupportedModelError
 from ..memory import human_bytes
 from ._model import pooling_of
 from ._options import complete_models, json_option
@@ -22,6 +23,7 @@ KV_BITS = (16, 8, 4)
 CONTEXTS = (4096, 32_768)
 OF_CONFIG = {  # fact -> field of the config
     "definition": "definition",
+    "verdict": "verdict",
     "compared": "compared",
     "alone_because": "alone_because",
     "layers": "num_layers",
@@ -87,6 +89,8 @@ def describe(
     if config is not None:
         facts |= {key: getattr(config, field) for key, field in OF_CONFIG.items()}
         facts["quantization"] = config.quantization and asdict(config.quantization.default)
+    elif isinstance(summary.problem, UnsupportedModelError):
+        facts["verdict"] = _verdict(summary.model_type)
     if weights is not None:
         facts |= {key: getattr(weights, field) for key, field in OF_WEIGHTS.items()}
     if config is not None and weights is not None:
@@ -94,6 +98,14 @@ def describe(
     if pooling is not None:
         facts |= {"kv_bytes_per_token": None, "memory": []}
     return facts
+
+
+def _verdict(model_type: str | None) -> str:
+    """Return whether a model that cannot run is refused or out of scope."""
+    from ..models.zoo.compared import Verdict, verdict_of
+
+    verdict = verdict_of(str(model_type))[0]
+    return verdict if verdict is Verdict.OUT_OF_SCOPE else Verdict.REFUSED
 
 
 def _needs(
@@ -135,6 +147,7 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         rows.append(("cannot run", facts["problem"]))
     elif facts["definition"]:
         rows.append(("runs", _runs(facts)))
+    rows += [("verdict", facts["verdict"])] if facts["verdict"] else []
     rows += [("gives", _gives(facts))] if facts["task"] != "generate" else []
     rows += [
         ("architecture", _architecture(facts)),

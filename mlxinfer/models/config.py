@@ -79,6 +79,11 @@ class ModelConfig:
         return "native"
 
     @property
+    def verdict(self) -> str:
+        """As of `zoo.compared`, of a family."""
+        return "native"
+
+    @property
     def compared(self) -> str:
         """Every family has tests against recorded logits."""
         return "it agrees with transformers"

@@ -86,6 +86,11 @@ class LanguageConfig(Protocol):
         ...
 
     @property
+    def verdict(self) -> str:
+        """What runs models of its type, in the words of docs/model_types.md."""
+        ...
+
+    @property
     def compared(self) -> str:
         """How far its logits were compared with those of transformers, as a sentence."""
         ...

@@ -63,17 +63,24 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "definition", "says"),
+    ("name", "definition", "verdict", "says"),
     [
-        ("stablelm", "mlx-lm", "by mlx-lm's definition (it agrees with transformers "),
-        ("internlm2", "mlx-lm", "this was not compared with it), checked when it is loaded, batch"),
-        ("mamba", "mlx-lm", "one sequence after another: a layer keeps the state of a recurrence"),
-        ("llama", "native", "natively, batched"),
-        ("no_such", None, "is defined neither here nor by mlx-lm"),
+        (
+            "stablelm",
+            "mlx-lm",
+            "mlx-lm, compared",
+            "by mlx-lm's definition (it agrees with transformers ",
+        ),
+        ("internlm2", "mlx-lm", "mlx-lm, not comparable", "not compared with it), checked when it"),
+        ("mamba", "mlx-lm", "mlx-lm, compared", "one sequence after another: a layer keeps"),
+        ("llama", "native", "native", "natively, batched"),
+        ("whisper", None, "out of scope", "it hears, speaks or makes music"),
+        ("deepseek_v4", None, "refused", "is refused: its design is not written"),
+        ("no_such", None, "refused", "is defined neither here nor by mlx-lm"),
     ],
 )
 def test_what_will_run_a_model_is_said_before_it_is_loaded(
-    tmp_path: Path, outcome: Any, name: str, definition: str | None, says: str
+    tmp_path: Path, outcome: Any, name: str, definition: str | None, verdict: str, says: str
 ) -> None:
     config = CONFIG if name == "llama" else {"model_type": name}
     if definition == "mlx-lm":
@@ -83,7 +90,7 @@ def test_what_will_run_a_model_is_said_before_it_is_loaded(
     folder = write_model(tmp_path / "m", config)
     assert says in " ".join(outcome("show", str(folder)).out.split())
     facts = json.loads(outcome("show", "--json", str(folder)).out)
-    assert facts["definition"] == definition
+    assert (facts["definition"], facts["verdict"]) == (definition, verdict)
     assert facts["supported"] == (definition is not None)
     assert bool(facts["alone_because"]) == (name == "mamba")
 
@@ -101,6 +108,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "pooling",
         "alone_because",
         "compared",
+        "verdict",
         "architecture",
         "parameters",
         "weight_bytes",

@@ -1,12 +1,15 @@
 """What runs each architecture that mlx-lm defines: `python -m tests.models.zoo_table`.
 
 Builds a small model of each with random weights, runs the check that loading runs, and prints a
-Markdown table for docs/models.md. With `generating` it prints the table of transformers' types, for
-which it builds nothing.
+Markdown table for docs/models.md. With `generating` it writes docs/model_types.md, the page of
+transformers' types, for which it builds nothing. Types that became native leave the verdicts.
 """
 
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +18,16 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer.errors import MlxinferError
-from mlxinfer.models.registry import SUPPORTED
+from mlxinfer.models.registry import ENCODERS, SUPPORTED
 from mlxinfer.models.zoo.choice import Formats, build, choose, quantise
-from mlxinfer.models.zoo.compared import verdicts
+from mlxinfer.models.zoo.compared import (
+    UNSUPPORTED,
+    VERDICTS,
+    Verdict,
+    unsupported,
+    verdict_of,
+    verdicts,
+)
 from mlxinfer.models.zoo.definitions import Definition, architectures, installed, module_of
 from mlxinfer.models.zoo.running import AloneModel, FlatModel
 
@@ -26,18 +36,22 @@ from .zoo_configs import small_config
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LINEAR = ("Linear", "SwitchLinear")  # layers of mlx.nn, and of mlx-lm's
 HOW = ("native", "batched", "alone", "refused")
-STATUSES = {
-    "native": "native",
-    "compared": "mlx-lm's definition, compared",
-    "impossible": "mlx-lm's definition, could not be compared",
-    "refused": "refused",
-    "none": "defined neither here nor by mlx-lm",
-}
-BY_VERDICT = {
-    "agrees": "compared",
-    "differs": "refused",
-    "refused": "refused",
-    "impossible": "impossible",
+PAGE = Path(__file__).parents[2] / "docs/model_types.md"
+HEAD = """# Types of models
+
+transformers {version} generates text with {count} types of models. The type is the `model_type`
+of config.json, and `mlxinfer show MODEL` says what runs a model of it. [models.md](models.md) says
+how mlx-lm's definitions run, and how they were compared with transformers.
+`python -m tests.models.zoo_table generating` writes this page.
+
+| verdict | types | what it means |
+|---|---|---|"""
+MEANING = {
+    Verdict.NATIVE: "a family of mlxinfer, with the logits of transformers",
+    Verdict.COMPARED: "mlx-lm's definition; its logits are those of transformers",
+    Verdict.NOT_COMPARABLE: "mlx-lm's definition, which is only compared with itself",
+    Verdict.REFUSED: "it does not load; the error names the reason",
+    Verdict.OUT_OF_SCOPE: "no model that answers texts with texts",
 }
 
 
@@ -119,23 +133,71 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def generating_table() -> str:
-    """Markdown: what runs each type of transformers' lists for text generation."""
-    kinds, types = verdicts()["generating"], verdicts()["types"]
-    of: dict[str, list[str]] = {status: [] for status in STATUSES}
-    for kind in kinds:
-        row = types.get(kind, {})
-        status = "native" if kind in SUPPORTED else BY_VERDICT.get(row.get("verdict", ""), "none")
-        but = f" (not {', '.join(row['wrong'])})" if row.get("wrong") else ""
-        of[status].append(f"`{kind}`{but}")
-    lines = ["| status | types |", "|---|---|"]
-    lines += [f"| {STATUSES[s]} ({len(found)}) | {', '.join(found)} |" for s, found in of.items()]
-    return "\n".join(lines)
+def in_full(kinds: list[str]) -> str:
+    """Names in lines of a page."""
+    return fill(", ".join(f"`{kind}`" for kind in kinds), 100, break_on_hyphens=False)
+
+
+def limits(kind: str) -> str:
+    """The settings of a definition with which alone it agrees."""
+    wrong = verdicts()["types"][kind].get("wrong", {})
+    said = [f"`{key}`: {' or '.join(map(str, right)) or 'none'}" for key, right in wrong.items()]
+    return "; ".join(said) or "any config"
+
+
+def generating_page() -> str:
+    """docs/model_types.md: what runs each type of transformers' lists for text generation."""
+    of: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+    for kind in verdicts()["generating"]:
+        of[Verdict.NATIVE if kind in SUPPORTED else verdict_of(kind)[0]].append(kind)
+    lines = [
+        HEAD.format(count=len(verdicts()["generating"]), version=verdicts()["transformers"]),
+        *(f"| {verdict} | {len(of[verdict])} | {MEANING[verdict]} |" for verdict in Verdict),
+        "\n## native\n",
+        in_full([kind for kind in of[Verdict.NATIVE] if kind not in ENCODERS]),
+        "\nEncoders, which give vectors:\n",
+        in_full([kind for kind in of[Verdict.NATIVE] if kind in ENCODERS]),
+        "\n## mlx-lm, compared\n\n| type | runs only with |\n|---|---|",
+        *(f"| `{kind}` | {limits(kind)} |" for kind in of[Verdict.COMPARED]),
+    ]
+    for verdict in (Verdict.NOT_COMPARABLE, Verdict.REFUSED, Verdict.OUT_OF_SCOPE):
+        because: dict[str, list[str]] = {}
+        for kind in of[verdict]:
+            because.setdefault(verdict_of(kind)[1], []).append(kind)
+        lines.append(f"\n## {verdict}")
+        for why, kinds in sorted(because.items(), key=lambda item: -len(item[1])):
+            lines.append(f"\nBecause {why}:\n\n{in_full(kinds)}")
+    return "\n".join(lines) + "\n"
+
+
+def forget_native() -> None:
+    """Leave types that a native family builds out of the files of verdicts."""
+    found = json.loads(VERDICTS.read_text())
+    rows = {kind: row for kind, row in found["types"].items() if kind not in SUPPORTED}
+    VERDICTS.write_text(verdicts_text({**found, "types": rows}))
+    stated = json.loads(UNSUPPORTED.read_text())
+    parts = []
+    for verdict, reasons in stated.items():
+        left = {why: [k for k in kinds if k not in SUPPORTED] for why, kinds in reasons.items()}
+        rows = [f"  {json.dumps(why)}: {json.dumps(kinds)}" for why, kinds in left.items() if kinds]
+        parts.append(f"{json.dumps(verdict)}: {{\n" + ",\n".join(rows) + "\n}")
+    UNSUPPORTED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def verdicts_text(table: dict[str, Any]) -> str:
+    """The text of verdicts.json: a line for each type."""
+    rows = [f"  {json.dumps(kind)}: {json.dumps(row)}" for kind, row in table["types"].items()]
+    head = {key: value for key, value in sorted(table.items()) if key != "types"}
+    text = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    return "{\n" + "\n".join(text) + '\n"types": {\n' + ",\n".join(rows) + "\n}\n}\n"
 
 
 if __name__ == "__main__":
     names = sys.argv[1:]
     if names == ["generating"]:
-        print(generating_table())
+        forget_native()
+        verdicts.cache_clear()
+        unsupported.cache_clear()
+        PAGE.write_text(generating_page())
     else:
         print(table([row(name) for name in names] if names else rows()))  # type: ignore[misc]

@@ -27,7 +27,7 @@ from ..quantization import Quantization, format_of_shapes
 from ..registry import SUPPORTED
 from ..weights.files import read_headers
 from ..weights.tensors import FLOATS, choose_dtype
-from .compared import refuse_unread, refuse_wrong
+from .compared import refuse_unread, refuse_wrong, unsupported, verdict_of
 from .definitions import (
     Definition,
     architectures,
@@ -325,10 +325,10 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
         CheckpointError: the definition does not take this config.
     """
     model_type = str(raw.get("model_type"))
+    refuse_wrong(raw)
     module = module_of(model_type, classes_of(raw))
     if module is None:
         raise _unknown(model_type)
-    refuse_wrong(raw)
     refuse_unread(raw, inspect.signature(module.ModelArgs).parameters)
     definition = Definition.of(module, raw)
     specs: Sequence[CacheSpec]
@@ -351,7 +351,10 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
 
 
 def _unknown(model_type: str) -> UnsupportedModelError:
-    """The error for an architecture that nothing defines, with similar names."""
+    """The error for an architecture that nothing defines, with the reason or similar names."""
+    if model_type in unsupported():
+        verdict, why = verdict_of(model_type)
+        return UnsupportedModelError(f"The architecture {model_type!r} is {verdict}: {why}.")
     alike = get_close_matches(model_type, sorted({*SUPPORTED, *architectures()}), n=3)
     runs = f" Alike, and defined: {', '.join(alike)}." if alike else ""
     return UnsupportedModelError(

@@ -2,11 +2,13 @@
 
 `verdicts.json` is written by `tests/data/zoo/compare.py`. Of each type that both define it says
 whether the logits of a tiny random model agree, and which keys of config.json the definition
-ignores: a config that sets one of those would load, and answer wrongly.
+ignores: a config that sets one of those would load, and answer wrongly. `unsupported.json` has the
+types of transformers that do not run, with the reasons. Types of native families are in neither.
 """
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from ...errors import UnsupportedModelError
 
 VERDICTS = Path(__file__).with_name("verdicts.json")
+UNSUPPORTED = Path(__file__).with_name("unsupported.json")
 NOT_COMPARED = "transformers has no such model, so this was not compared with it"
 
 
@@ -24,18 +27,46 @@ def verdicts() -> Mapping[str, Any]:
     return found
 
 
-def verdict_of(model_type: str) -> str:
-    """How far a definition's logits were compared with those of transformers, as a sentence."""
+class Verdict(StrEnum):
+    """What runs the models of a type."""
+
+    NATIVE = "native"
+    COMPARED = "mlx-lm, compared"  # its definition gives transformers' logits
+    NOT_COMPARABLE = "mlx-lm, not comparable"  # its definition, which only it can check
+    REFUSED = "refused"
+    OUT_OF_SCOPE = "out of scope"
+
+
+@cache
+def unsupported() -> Mapping[str, tuple[Verdict, str]]:
+    """Types of transformers that do not run: whether refused or out of scope, and why."""
+    stated = json.loads(UNSUPPORTED.read_text())
+    return {
+        kind: (Verdict(verdict), reason)
+        for verdict, reasons in stated.items()
+        for reason, kinds in reasons.items()
+        for kind in kinds
+    }
+
+
+def verdict_of(model_type: str) -> tuple[Verdict, str]:
+    """What runs models of a type that no native family builds, and why, in words.
+
+    A config of a type that runs may still be refused, see `refuse_wrong`.
+    """
+    if model_type in unsupported():
+        return unsupported()[model_type]
     row = verdicts()["types"].get(model_type)
-    if row is None or row["verdict"] not in ("agrees", "differs"):
-        return NOT_COMPARED if row is None else "it could not be compared with transformers"
-    if row["verdict"] == "differs":
-        return "it differs from transformers"
-    return f"it agrees with transformers {verdicts()['transformers']}"
+    if row is None or row["verdict"] == "impossible":
+        why = NOT_COMPARED if row is None else "it could not be compared with transformers"
+        return Verdict.NOT_COMPARABLE, why
+    if row["verdict"] != "agrees":
+        return Verdict.REFUSED, f"mlx-lm's definition differs from transformers ({row['why']})"
+    return Verdict.COMPARED, f"it agrees with transformers {verdicts()['transformers']}"
 
 
 def refuse_wrong(config: Mapping[str, Any]) -> None:
-    """Refuse a config that mlx-lm's definition is known to get wrong.
+    """Refuse a config that mlx-lm's definition is known to get wrong, or that is out of scope.
 
     Raises:
         UnsupportedModelError: the message names the key of the config, and what runs.
@@ -43,10 +74,9 @@ def refuse_wrong(config: Mapping[str, Any]) -> None:
     model_type = str(config.get("model_type"))
     row = verdicts()["types"].get(model_type, {})
     theirs = f"mlx-lm's definition of {model_type!r}"
-    if row.get("verdict") == "differs":
-        raise UnsupportedModelError(
-            f"{theirs} is not used: it gives other logits than transformers ({row['why']})."
-        )
+    verdict, why = verdict_of(model_type)
+    if verdict is Verdict.OUT_OF_SCOPE or row.get("verdict") == "differs":
+        raise UnsupportedModelError(f"The architecture {model_type!r} is {verdict}: {why}.")
     text = config.get("text_config")
     stated = dict(settings({**config, **text} if isinstance(text, dict) else config))
     for key, right in row.get("wrong", {}).items():

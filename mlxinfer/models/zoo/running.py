@@ -75,9 +75,14 @@ class ZooConfig:
         return "mlx-lm"
 
     @property
+    def verdict(self) -> str:
+        """Whether the definition was compared with transformers."""
+        return verdict_of(self.model_type)[0]
+
+    @property
     def compared(self) -> str:
-        """As a table of verdicts says."""
-        return verdict_of(self.model_type)
+        """What comparing it has shown."""
+        return verdict_of(self.model_type)[1]
 
     def cache_spec(self, index: int) -> CacheSpec:
         """The specs of all layers that keep something, in order."""

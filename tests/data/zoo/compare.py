@@ -31,6 +31,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from cases import BY_NAME, CHANGES, NOT_PUBLISHED, OLD_NAMES, changes  # noqa: E402
 from models.zoo_configs import SIZES  # noqa: E402
+from models.zoo_table import verdicts_text  # noqa: E402
 
 from mlxinfer.errors import MlxinferError  # noqa: E402
 from mlxinfer.models import zoo  # noqa: E402
@@ -255,11 +256,7 @@ def main() -> None:
     for kind in sys.argv[1:] or compared_types():
         table["types"][kind] = verdict(kind)
         rows = {k: table["types"][k] for k in sorted(table["types"]) if k in compared_types()}
-        lines = [f"  {json.dumps(k)}: {json.dumps(row)}" for k, row in rows.items()]
-        head = {key: value for key, value in sorted(table.items()) if key != "types"}
-        text = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        body = ",\n".join(lines)
-        VERDICTS.write_text("{\n" + "\n".join(text) + '\n"types": {\n' + body + "\n}\n}\n")
+        VERDICTS.write_text(verdicts_text({**table, "types": rows}))
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ def _passed_over(config: Mapping[str, Any], model: ModelConfig) -> Iterator[str]
         yield "head_dim"
     if kind == "ernie4_5_moe":
         yield "moe_statics.e_score_correction_bias"
+    if kind == "laguna" and config.get("gating") == "per-element":
+        yield "gating"
     scaling = config.get("rope_scaling") or {}
     if kind == "phi3" and "short_factor" in scaling:
         yield "rope_scaling.short_factor"  # the factors for long texts serve all
@@ -198,6 +200,7 @@ _ASKED: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
         "moe_layer_freq": 1,
     },
     "kimi_linear": _of_kimi,
+    "laguna": lambda model: {"qkv_bias": model.qkv_bias},
     "lfm2": lambda model: {"block_dim": model.hidden_size},
     "lfm2_moe": lambda model: {"block_dim": model.hidden_size},
     "minimax_m2": _of_minimax,

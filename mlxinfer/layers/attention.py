@@ -12,6 +12,7 @@ from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import KVFormat
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .linear import Projection
+from .mlp import Activation
 from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
 from .step import Rope, Step
@@ -138,8 +139,9 @@ class Attention(AttentionShape, Mixer):
         query_scale: factors of queries by their positions, behind the rope; None: 1.
         v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
-        gate_proj: (T, hidden) -> (T, num_heads * head_dim) or (T, num_heads); its sigmoid
-            multiplies the outputs of the heads, each number or each head; None: nothing does.
+        gate_proj: (T, hidden) -> (T, num_heads * head_dim) or (T, num_heads) gates of the heads'
+            outputs, of each number or of each head; None: there are none.
+        gate: of what `gate_proj` gives; the result multiplies the outputs.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
             comes behind it, and the spec says so; None: nothing is known of such.
@@ -148,6 +150,7 @@ class Attention(AttentionShape, Mixer):
     """
 
     __slots__ = (
+        "gate",
         "gate_proj",
         "heads_shape",
         "k_start",
@@ -182,6 +185,7 @@ class Attention(AttentionShape, Mixer):
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
         gate_proj: Projection | None = None,
+        gate: Activation = mx.sigmoid,
         key_bias: mx.array | None = None,
         make_heads: HeadsMaker | None = None,
     ) -> None:
@@ -201,6 +205,7 @@ class Attention(AttentionShape, Mixer):
         self.query_scale = query_scale
         self.v_norm = v_norm
         self.gate_proj = gate_proj
+        self.gate = gate
         self.key_bias = key_bias
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -230,7 +235,7 @@ class Attention(AttentionShape, Mixer):
                 values = self.v_norm(values)
             outputs = cache.attend(queries, keys, values, self.softmax)
         if self.gate_proj is not None:
-            gates = mx.sigmoid(self.gate_proj(x))[..., None]
+            gates = self.gate(self.gate_proj(x))[..., None]
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)
         return self.o_proj(outputs, residual)  # of the heads side by side
 

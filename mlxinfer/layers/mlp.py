@@ -129,6 +129,11 @@ def relu_squared(x: mx.array) -> mx.array:
     return mx.square(mx.maximum(x, 0.0))
 
 
+def softplus(x: mx.array) -> mx.array:
+    """log(1 + exp(x)), computed in float32."""
+    return mx.logaddexp(x.astype(mx.float32), 0.0).astype(x.dtype)
+
+
 def gated(name: str, dtype: mx.Dtype) -> Gated:
     """The activation that a config's hidden_act names."""
     assert name in ACTIVATIONS, name

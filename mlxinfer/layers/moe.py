@@ -196,17 +196,24 @@ class ExpertChoice:
         routing: how they are chosen and weighed.
         bias: (E,) float32 that joins the ranks, where the routing is biased.
         factors: (E,) multiply the weights, each expert's its own; None: nothing does.
+        soft_cap: logits become soft_cap * tanh(logit / soft_cap) first; None: they stay.
     """
 
-    __slots__ = ("bias", "factors", "kernel_dtype", "routing")
+    __slots__ = ("bias", "factors", "kernel_dtype", "routing", "soft_cap")
 
     def __init__(
-        self, routing: Routing, bias: mx.array | None = None, *, factors: mx.array | None = None
+        self,
+        routing: Routing,
+        bias: mx.array | None = None,
+        *,
+        factors: mx.array | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         assert routing.biased == (bias is not None)
         self.routing = routing
         self.bias = bias
         self.factors = factors
+        self.soft_cap = soft_cap
         self.kernel_dtype: mx.Dtype | None = None  # of logits for the kernel; None: plain MLX
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -223,6 +230,8 @@ class ExpertChoice:
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
         dtype = self.kernel_dtype
+        if self.soft_cap is not None:
+            logits = self.soft_cap * mx.tanh(logits.astype(mx.float32) / self.soft_cap)
         choose = route if dtype is not None and logits.dtype == dtype else choose_experts
         weights, experts = choose(logits, self.routing, self.bias)
         return weights if self.factors is None else weights * self.factors[experts], experts

@@ -63,6 +63,7 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
+    query_heads: tuple[int, ...] = ()  # by layer; empty: num_heads everywhere
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
     turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
     sees_spans: tuple[bool, ...] = ()  # by layer, as of `KVSpec`; empty: no layer does
@@ -110,6 +111,10 @@ class ModelConfig:
             turning=self.turning[index] if self.turning else 0,
             sees_spans=bool(self.sees_spans) and self.sees_spans[index],
         )
+
+    def num_heads_of(self, index: int) -> int:
+        """Query heads of a layer."""
+        return self.query_heads[index] if self.query_heads else self.num_heads
 
     def heads_of(self, index: int) -> tuple[int, int]:
         """KV heads of a layer, and the size of its heads."""
@@ -330,6 +335,12 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
         return [SLIDING] * num_layers
     period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+
+
+def stated_layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """As of `read_layer_types` where a list is stated; else all layers see everything."""
+    stated = fields.items("layer_types") is not None
+    return read_layer_types(fields, num_layers) if stated else [FULL] * num_layers
 
 
 def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:

@@ -16,7 +16,7 @@ from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.linear import Projection
-from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
+from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated, softplus
 from ..layers.moe import Choose
 from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.recurrent import CausalConv
@@ -46,6 +46,7 @@ class Family:
         norms_values: V has one too, without weights.
         norm_last: the norm of Q and K comes behind the rope instead.
         sinks: attention has learned logits that take part in each softmax.
+        softplus_gates: gates of attention's outputs are softplus, not sigmoids.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
@@ -70,6 +71,7 @@ class Family:
     norms_values: ClassVar[bool] = False
     norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
+    softplus_gates: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     axes_in_turn: ClassVar[bool] = False
@@ -268,7 +270,8 @@ class Family:
     def mixer(self, index: int) -> LayerMixer:
         """The attention of a layer."""
         config, path = self.config, f"model.layers.{index}.self_attn"
-        heads, (_, dim), spec = config.num_heads, config.heads_of(index), config.ropes[index]
+        heads, spec = config.num_heads_of(index), config.ropes[index]
+        _, dim = config.heads_of(index)
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
         weight = self.head_norm_weight(index) if self.has_head_norms() else None
@@ -292,6 +295,7 @@ class Family:
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
+            gate=softplus if self.softplus_gates else mx.sigmoid,
             o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * dim),
             num_heads=heads,
             spec=replace(
@@ -313,6 +317,14 @@ class Family:
         """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""
         return self.qkv(index), None
 
+    def gates(self, index: int, name: str, *, by_head: bool = False) -> Projection:
+        """The projection `name` to gates: one for each number of the heads' outputs, or a head."""
+        config, width = self.config, self.config.num_heads_of(index)
+        if not by_head:
+            width *= config.heads_of(index)[1]
+        path = f"model.layers.{index}.self_attn.{name}"
+        return self.weights.linear(path, width, config.hidden_size)
+
     def attention_output(self, path: str, inner: int) -> Projection:
         """The projection at `path` of all heads' outputs, `inner` numbers."""
         config = self.config
@@ -322,7 +334,7 @@ class Family:
         """The projection of a layer to Q, K and V."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         kv_heads, dim = config.heads_of(index)
-        heads, spec = [config.num_heads, kv_heads, kv_heads], config.ropes[index]
+        heads, spec = [config.num_heads_of(index), kv_heads, kv_heads], config.ropes[index]
         orders = None
         if self.interleaved and spec is not None:
             orders = [*(rotary_order(count, 0, spec.dims, dim) for count in heads[:2]), None]
@@ -371,12 +383,13 @@ class Family:
     def head_norm_weight(self, index: int) -> mx.array:
         """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
         path, (kv_heads, dim) = f"model.layers.{index}.self_attn", self.config.heads_of(index)
+        counts = self.config.num_heads_of(index), kv_heads
         parts = [
             mx.broadcast_to(
                 self.weights.take(f"{path}.{name}.weight", (dim,), offset=self.norm_offset),
                 (count, dim),
             )
-            for name, count in zip(self.qk_norms, (self.config.num_heads, kv_heads), strict=True)
+            for name, count in zip(self.qk_norms, counts, strict=True)
         ]
         return mx.concatenate(parts)
 

@@ -338,7 +338,7 @@ def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
     last = max(i for i, state in enumerate(states) if state is None)
     more: dict[str, Any] = {
         name: (*values, values[last])
-        for name in ("windows", "ropes", "heads", "states")
+        for name in ("windows", "ropes", "query_heads", "heads", "states")
         if (values := getattr(config, name))
     }
     more["sparse_layers"] = (*(config.sparse_layers or (False,) * config.num_layers), sparse)

@@ -135,6 +135,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "hy_v3": ("biased_experts", "HyV3"),
     "afmoe": ("biased_experts", "Afmoe"),
     "lfm3": ("lfm2", "Lfm3"),
+    "laguna": ("laguna", "Laguna"),
     "muse_glimmer_text": ("muse", "MuseGlimmer"),
     "bailing_hybrid": ("bailing", "BailingHybrid"),
     "mixtral": ("mixtral", "Mixtral"),

@@ -454,6 +454,25 @@ PUBLISHED: dict[str, Published] = {
         moe_intermediate_size=1024,
         sliding_window=2048,
     ),
+    "Laguna-XS.2": _model(
+        "laguna",
+        (40, 2048, 8192, 48, 8, 100_352),
+        33.4,
+        163_840,
+        layer_types=[_SLIDING if i % 4 else _FULL for i in range(40)],
+        num_attention_heads_per_layer=[64 if i % 4 else 48 for i in range(40)],
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            _FULL: {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "partial_rotary_factor": 0.5,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "Ling-3.0-flash": _model(
         "bailing_hybrid",
         (42, 2560, 6144, 32, 32, 157_184),

@@ -203,6 +203,15 @@ _GRANITE_SWA = {
     "sliding_window": WINDOW,
 }
 _LFM3 = {**_SMALL, "num_hidden_layers": 5, "head_dim": 16, "norm_eps": 1e-5}
+_LAGUNA = {
+    **_SMALL,
+    "head_dim": 24,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "sliding_window": WINDOW,
+}
 _CASES: dict[str, dict[str, Any]] = {
     "granite_swa-v4": {**_GRANITE_SWA, **V4, "attention_bias": True, "mlp_bias": True},
     "granite_swa-v5": {
@@ -350,6 +359,33 @@ _CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
         "tie_word_embeddings": False,
+    },
+    "laguna-v4": {
+        **_LAGUNA,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "gating": True,
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": {
+                **YARN,
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "tie_word_embeddings": False,
+    },
+    "laguna-v5": {
+        **_LAGUNA,
+        "gating": "per-element",
+        "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "moe_router_logit_softcapping": 1.5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_attention_heads_per_layer": [2, 4, 6, 4],
+        "tie_word_embeddings": True,
     },
     "llama4_text-v4": {
         **_LLAMA4,

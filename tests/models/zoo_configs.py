@@ -198,7 +198,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "num_experts_per_token": 2,
         }
     },
-    "laguna": {"layer_types": SLIDING, "num_attention_heads_per_layer": [4] * LAYERS},
     "lfm2-vl": {
         "text_config": {
             **TEXT,

@@ -79,9 +79,7 @@ class BailingHybrid(KimiLinear):
 
     def attention(self, index: int, **parts: object) -> LatentAttention:
         """With a gate for each head."""
-        config = self.config
-        path = f"model.layers.{index}.self_attn.g_proj"
-        gates = self.weights.linear(path, config.num_heads, config.hidden_size)
+        gates = self.gates(index, "g_proj", by_head=True)
         return super().attention(index, **parts, gate_proj=gates)
 
     @property

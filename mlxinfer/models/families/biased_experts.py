@@ -72,6 +72,8 @@ _V3_NAMES = {  # of configs, and DeepSeek's for the same things
     "num_dense_layers": "first_k_dense_replace",
     "router_scaling_factor": "routed_scaling_factor",
     "route_scale": "routed_scaling_factor",
+    "moe_routed_scaling_factor": "routed_scaling_factor",
+    "moe_router_scaling_factor": "routed_scaling_factor",
     "route_norm": "norm_topk_prob",
 }
 
@@ -171,10 +173,7 @@ class Afmoe(HyV3):
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """With a gate for each number of the heads' outputs."""
-        config, path = self.config, f"model.layers.{index}.self_attn"
-        inner = config.num_heads * config.head_dim
-        gates = self.weights.linear(f"{path}.gate_proj", inner, config.hidden_size)
-        return self.qkv(index), gates
+        return self.qkv(index), self.gates(index, "gate_proj")
 
 
 class ExaoneMoE(Exaone4):

@@ -156,11 +156,9 @@ class Lfm3(Lfm2):
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """With one gate for each head."""
-        config, path = self.config, f"model.layers.{index}.self_attn"
-        if not config.fields.boolean("use_attention_gate"):
+        if not self.config.fields.boolean("use_attention_gate"):
             return self.qkv(index), None
-        gates = self.weights.linear(f"{path}.gate_proj", config.num_heads, config.hidden_size)
-        return self.qkv(index), gates
+        return self.qkv(index), self.gates(index, "gate_proj", by_head=True)
 
 
 class Lfm2MoE(Lfm2):

@@ -92,9 +92,7 @@ class MuseGlimmer(Family):
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """With a gate for each number of the heads' outputs."""
-        config, path = self.config, f"model.layers.{index}.self_attn"
-        inner = config.num_heads * config.head_dim
-        return self.qkv(index), self.weights.linear(f"{path}.gate_proj", inner, config.hidden_size)
+        return self.qkv(index), self.gates(index, "gate_proj")
 
 
 class NormedEmbeddings:

@@ -93,6 +93,7 @@ def router_gap(
         "dots1",
         "exaone_moe",
         "bailing_hybrid",
+        "laguna",
     ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "ernie4_5_moe":

@@ -1,0 +1,114 @@
+"""Laguna: query heads by layer, gates of softplus, ropes and windows by kind of layer."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.linear import Projection
+from ...layers.mlp import FeedForward
+from ...layers.moe import ExpertChoice
+from ..config import FULL, SLIDING, ModelConfig, stated_layer_types
+from ..family import Family
+from ..jsonfields import Fields
+from .biased_experts import Dots1, with_deepseek_names
+from .deepseek import biased_routing
+
+_SUPPORTED = {
+    "gating": (True, "per-head", "per-element"),
+    "moe_router_score_func": (None, "sigmoid"),
+    "moe_apply_router_weight_on_input": (None, False),
+}
+
+
+class Laguna(Dots1):
+    """Laguna XS, S and M: the experts of DeepSeek V3 beside a shared one."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {
+            FULL: {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_theta": 10_000.0},
+        },
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "gating": True,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "moe_router_logit_softcapping": 0.0,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    softplus_gates = True
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With DeepSeek's names for the fields of experts."""
+        return with_deepseek_names(config)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else all layers see everything."""
+        return stated_layer_types(fields, num_layers)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Set the query heads of each layer, and the layers that have experts."""
+        fields = config.fields
+        for key, known in _SUPPORTED.items():
+            if fields.get(key) not in known:
+                raise UnsupportedModelError(
+                    f"{key} in {fields.where} is {str(fields.get(key))[:60]!r}; supported are "
+                    f"{', '.join(map(repr, known))}."
+                )
+        heads = fields.items("num_attention_heads_per_layer") or ()
+        return with_query_heads(super().configure(config), tuple(heads))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The router and its bias as DeepSeek calls them."""
+        name = name.replace(".mlp.gate.proj.", ".mlp.gate.")
+        name = name.replace(
+            ".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
+        )
+        return super().rename(name)
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
+        """With one gate for each head, or for each number of the heads' outputs."""
+        by_head = self.config.fields.get("gating") != "per-element"
+        return self.qkv(index), self.gates(index, "g_proj", by_head=by_head)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the first layers, then experts and a shared one."""
+        fields, path = self.config.fields, f"model.layers.{index}.mlp"
+        if not self.config.sparse_layers[index]:
+            return Family.mlp(self, index)
+        choose = biased_routing(self, path)
+        cap = fields.number("moe_router_logit_softcapping", low=0.0)
+        inner = fields.integer("shared_expert_intermediate_size", high=2**22)
+        return self.experts(
+            path,
+            ExpertChoice(choose.routing, choose.bias, soft_cap=cap or None),
+            shared=self.dense_mlp(f"{path}.shared_expert", inner),
+        )
+
+
+def with_query_heads(config: ModelConfig, heads: tuple[int, ...]) -> ModelConfig:
+    """The config with so many query heads in each layer; none: as many as the config states.
+
+    Raises:
+        CheckpointError: they do not suit the layers, or the heads of keys and values.
+    """
+    kv_heads, count = config.num_kv_heads, config.num_layers
+    sound = all(type(n) is int and 0 < n < 2**14 and not n % kv_heads for n in heads)
+    if not sound or len(heads) not in (0, count):
+        raise CheckpointError(
+            f"{config.fields.where} states query heads of layers as {str(heads)[:60]}; expected "
+            f"{count} multiples of num_key_value_heads, {kv_heads}."
+        )
+    return replace(config, query_heads=heads)

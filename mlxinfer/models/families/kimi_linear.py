@@ -114,8 +114,9 @@ class KimiLinear(DeepseekV3):
         config, weights, path = self.config, self.weights, f"model.layers.{index}.self_attn"
         heads, dim, _ = state.shapes[1][0]
         width, hidden = heads * dim, config.hidden_size
-        raw, flat = weights.raw, weights.has_shape(f"{path}.A_log", (heads,))
-        log_rate = raw(f"{path}.A_log", (heads,) if flat else (1, 1, heads, 1))
+        raw, rates = weights.raw, f"{path}.A_log"
+        flat = rates in weights and len(weights.shape(rates)) == 1
+        log_rate = raw(rates, (heads,) if flat else (1, 1, heads, 1))
         return KimiDelta(
             in_proj=weights.fused(
                 [f"{path}.{name}_proj" for name in "qkvb"], [width] * 3 + [heads], hidden

@@ -21,7 +21,7 @@ from ..models import Watch
 from ..speculation.options import kind_of
 from ..text import (
     GENERIC,
-    Detokenizer,
+    INCOMPLETE,
     ReasoningFormat,
     TextStream,
     Tokenizer,
@@ -507,9 +507,9 @@ class Session(LocalSession):
         """The text of a prompt, and U+FFFD for half a character at its end."""
         if prompt.text is not None:
             return prompt.text, ""
-        detokenizer = Detokenizer(self.tokenizer)
-        text = "".join(map(detokenizer.push, prompt.ids)) + detokenizer.end_prompt()
-        return text, detokenizer.flush()
+        whole = self.tokenizer.decode(prompt.ids)
+        text = whole.rstrip(INCOMPLETE)
+        return text, whole[len(text) :]
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
         """As LLM.pin."""

@@ -4,9 +4,9 @@ from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
 from .messages import Content, ImagePart, around, joined, read_messages
 from .reasoning import ReasoningFormat, detect_reasoning
-from .stream import Detokenizer, StopMatcher, TextStream
+from .stream import StopMatcher, TextStream
 from .template import ChatTemplate, count_argument_values, has_calls
-from .tokenizer import Tokenizer
+from .tokenizer import INCOMPLETE, Tokenizer
 from .tools import (
     GENERIC,
     ToolFormat,
@@ -18,9 +18,9 @@ from .tools import (
 
 __all__ = [
     "GENERIC",
+    "INCOMPLETE",
     "ChatTemplate",
     "Content",
-    "Detokenizer",
     "FimTokens",
     "ImagePart",
     "ReasoningFormat",

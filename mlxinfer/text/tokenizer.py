@@ -40,6 +40,7 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 USUAL_CHARS = 8  # per token; shorter texts are encoded at once
 PIECE_CHARS = 32_768
 SLACK = 2  # a text has a few more tokens for every cut
+INCOMPLETE = "\ufffd"  # as `decode` writes bytes that are no character, or not yet
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,10 +53,15 @@ def panic_guard() -> Iterator[None]:
     """Turn a Rust panic, a BaseException without an importable class, into TokenizerPanicError."""
     try:
         yield
-    except BaseException as error:  # a panic is no Exception, and its class has no name
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:  # a panic is no Exception
+        if not _is_panic(error):
             raise
         raise TokenizerPanicError(str(error)) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether this comes from Rust: a panic is no Exception, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 @contextmanager
@@ -317,13 +323,15 @@ class Tokenizer:
         Raises:
             InvalidRequestError: an id is negative or exceeds 32 bits, or the tokenizer fails.
         """
-        try:
-            with panic_guard():
-                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        try:  # no panic_guard: this is called for every token
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError(f"These are not token ids: {error}") from None
-        except TokenizerPanicError as error:
+        except BaseException as error:  # as panic_guard
+            if not _is_panic(error):
+                raise
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
+        return text
 
     def ids_with(self, text: str) -> frozenset[int]:
         """Return the tokens whose bytes contain `text`. Looks at the whole vocabulary."""
@@ -431,21 +439,14 @@ def _pieces(texts: Iterable[str]) -> Iterable[str]:
             yield text[start : start + PIECE_CHARS]
 
 
-def byte_of_fallback(piece: str) -> int | None:
-    """Return the byte that a piece such as `<0xE2>` stands for, None for any other piece."""
-    found = _FALLBACK.fullmatch(piece)
-    return int(found.group(1), 16) if found else None
-
-
 def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
     """Return the bytes of a token within a text, for a decoder with this JSON description."""
     parts = (decoder or {}).get("decoders") or [decoder or {}]
     kinds = {part.get("type"): part for part in parts}
     if "ByteLevel" in kinds and all(char in BYTE_OF for char in piece):
         return bytes(BYTE_OF[char] for char in piece)
-    byte = byte_of_fallback(piece) if "ByteFallback" in kinds else None
-    if byte is not None:
-        return bytes([byte])
+    if "ByteFallback" in kinds and (found := _FALLBACK.fullmatch(piece)):
+        return bytes.fromhex(found[1])
     if "Metaspace" in kinds:
         piece = piece.replace(kinds["Metaspace"]["replacement"], " ")
     for part in parts:

@@ -8,7 +8,7 @@ from ... import __version__
 from ...core import FinishReason, TokenLogprobs
 from ...outputs import Result
 from ...session.answers import Answer, Answers, AnswerStep
-from ...text import Detokenizer, Tokenizer
+from ...text import Tokenizer
 from ..http import Plain
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
@@ -143,8 +143,7 @@ class LogprobsWriter:
         spelled = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         if self._offset:
             return len(spelled)
-        first = Detokenizer(self._tokenizer)
-        return min(len(spelled), len(first.push(token_id) + first.flush()))
+        return min(len(spelled), len(self._tokenizer.decode([token_id])))
 
     def _top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens, and the sampled one if it is not among them."""

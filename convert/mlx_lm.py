@@ -177,6 +177,13 @@ def _of_nemotron(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _of_olmo_hybrid(model: ModelConfig) -> dict[str, Any]:
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    names = [f"linear_{each}" for each in (*sizes, "conv_kernel_dim", "allow_neg_eigval")]
+    asked = {name: model.fields.get(name) for name in names}
+    return {**asked, "attention_bias": model.qkv_bias}
+
+
 def _of_minimax(model: ModelConfig) -> dict[str, Any]:
     rope = model.ropes[0]
     return {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0}
@@ -205,4 +212,5 @@ _ASKED: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "lfm2_moe": lambda model: {"block_dim": model.hidden_size},
     "minimax_m2": _of_minimax,
     "nemotron_h": _of_nemotron,
+    "olmo_hybrid": _of_olmo_hybrid,
 }

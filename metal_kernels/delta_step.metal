@@ -8,6 +8,7 @@ constant constexpr float DELTA_EPS = 1e-6f;
 // strengths and times: rows of two projections, each from the first of its numbers on.
 // EACH: every number of a key decays by itself.
 // bound: of the logarithm of a decay, below 0; 0: there is none.
+// strongest: the limit of strengths.
 template <
     typename T, uint KEYS, uint DK, uint HEADS, uint DV, uint TEAM, bool EACH, typename Mixed,
     typename Projected, typename Times, typename Rates>
@@ -15,7 +16,7 @@ void delta_step(
     Mixed mixed, Projected strengths, uint strengths_width, Times times, uint times_width,
     Rates rates, Rates biases, const device float* before, uint count, device T* outputs,
     device float* after, uint value, uint head, uint sequence, uint length, uint lane,
-    float bound) {
+    float bound, float strongest) {
   using Own = Share<DK, TEAM>;
   constexpr uint COUNT = Own::COUNT, WIDTH = 2 * KEYS * DK + HEADS * DV;
   float state[COUNT], keys[COUNT], queries[COUNT], decay[COUNT];
@@ -48,7 +49,7 @@ void delta_step(
         precise::rsqrt(team_sum<TEAM>(query_squares) + DELTA_EPS) * precise::rsqrt(float(DK));
     const float key_scale = precise::rsqrt(team_sum<TEAM>(key_squares) + DELTA_EPS);
     const float strength =
-        1.0f / (1.0f + precise::exp(-float(strengths[token * strengths_width + head])));
+        strongest / (1.0f + precise::exp(-float(strengths[token * strengths_width + head])));
     for (uint i = 0; i < COUNT; i++) {
       const uint number = EACH ? head * DK + Own::place(i, lane) : head;
       if (EACH || i == 0) {

@@ -37,7 +37,8 @@ class DeltaStep(StateStep):
     Outputs S q / sqrt(Dk) are (B, L, Hv * Dv) of `dtype`, states S (B, Hv, Dv, Dk). Arrays:
 
     - mixed (B, L, 2 Hk Dk + Hv Dv): queries, keys and values behind convolution and silu;
-    - projected (B, L, W) with Hv strengths from `strengths_at` on, before their sigmoid;
+    - projected (B, L, W) with Hv strengths from `strengths_at` on, before their sigmoid, which is
+      multiplied by `strongest`;
     - times (B, L, W') with time steps from `times_at` on; may be `projected`;
     - rates and biases (num_times,) float32; decay is exp(-rate * softplus(time step + bias)), or
       with a bound exp(bound * sigmoid(rate * (time step + bias))).
@@ -49,6 +50,7 @@ class DeltaStep(StateStep):
         times_at: place of the first time step in its array.
         dtype: of the inputs and of the outputs.
         bound: below 0, of the logarithm of a decay; 0: there is none.
+        strongest: the limit of strengths; above 1 a state may turn round (arXiv 2411.12537).
     """
 
     name: ClassVar[str] = "delta_step"
@@ -62,6 +64,7 @@ class DeltaStep(StateStep):
     times_at: int
     dtype: mx.Dtype
     bound: float = 0.0
+    strongest: float = 1.0
 
     @property
     def num_times(self) -> int:
@@ -105,6 +108,8 @@ class DeltaStep(StateStep):
             decay = mx.unflatten(decay, -1, (self.value_heads, -1))
         stop = self.strengths_at + self.value_heads
         strength = mx.sigmoid(projected[..., self.strengths_at : stop].astype(mx.float32))
+        if self.strongest != 1.0:
+            strength = strength * self.strongest
         outputs, after = mx.fast.gated_delta_update(
             queries / self.key_dim,
             keys * self.key_dim**-0.5,
@@ -130,7 +135,8 @@ class DeltaStep(StateStep):
             ("STRENGTHS_AT", self.strengths_at),
             ("TIMES_AT", self.times_at),
         ]
-        return matrix_launch(self, _kernel(self.bound), template, (count, tokens), self.dtype)
+        kernel = _kernel(self.bound, self.strongest)
+        return matrix_launch(self, kernel, template, (count, tokens), self.dtype)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
         """See `StateStep`."""
@@ -144,7 +150,7 @@ class DeltaStep(StateStep):
 
 
 @cache
-def _kernel(bound: float) -> MetalKernel:
+def _kernel(bound: float, strongest: float) -> MetalKernel:
     return MetalKernel(
         name="delta_step",
         inputs=("mixed", "projected", "times", "rates", "biases", *INPUTS),
@@ -158,7 +164,8 @@ def _kernel(bound: float) -> MetalKernel:
                 mixed, projected + STRENGTHS_AT, projected_shape[2], times + TIMES_AT,
                 times_shape[2], rates, biases,
                 before, own.count, outputs, after, place.x / TEAM, place.y, place.z,
-                mixed_shape[1], place.x % TEAM, {float(bound)!r}f);
+                mixed_shape[1], place.x % TEAM, {float(bound)!r}f,
+                {float(strongest)!r}f);
         """,
     )
 

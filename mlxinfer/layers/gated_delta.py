@@ -33,6 +33,7 @@ class GatedDeltaNet(RecurrentMixer):
         step_bias: (Hv,) float32.
         spec: of two states, the convolution's and (Hv, Dv, Dk).
         bound: of the logarithm of a decay, as of `DeltaStep`; 0: there is none.
+        strongest: the limit of strengths, as of `DeltaStep`.
     """
 
     __slots__ = ("conv", "gates", "norm", "rate", "step_bias", "value_heads")
@@ -48,6 +49,7 @@ class GatedDeltaNet(RecurrentMixer):
         step_bias: mx.array,
         spec: StateSpec,
         bound: float = 0.0,
+        strongest: float = 1.0,
     ) -> None:
         heads, value_dim, key_dim = spec.shapes[1][0]
         channels, inner = conv.weight.shape[0], heads * value_dim
@@ -63,6 +65,7 @@ class GatedDeltaNet(RecurrentMixer):
             times_at=0 if each else strengths_at + heads,
             dtype=conv.weight.dtype,
             bound=bound,
+            strongest=strongest,
         )
         steps = [conv.step(), delta]
         super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)

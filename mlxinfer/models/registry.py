@@ -118,6 +118,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "gpt_oss": ("gpt_oss", "GptOss"),
     "olmo2": ("olmo", "Olmo2"),
     "olmo3": ("olmo", "Olmo3"),
+    "olmo_hybrid": ("olmo", "OlmoHybrid"),
     "phi3": ("llama", "Phi3"),
     "granite": ("granite", "Granite"),
     "granite_swa": ("granite", "GraniteSWA"),

@@ -28,7 +28,21 @@ def saved_shapes(fresh: torch.nn.Module, folder: Path, **how: Any) -> Shapes:
     """Shapes by the names that transformers saves tensors under."""
     fresh.save_pretrained(folder / "saved", **how)
     with safe_open(folder / "saved" / "model.safetensors", "pt") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    return with_whole_convolutions(shapes)
+
+
+def with_whole_convolutions(saved: Shapes) -> Shapes:
+    """Those of queries, keys and values as wide as the projections before them.
+
+    transformers saves equal thirds of OLMo Hybrid's, and reads parts of any width.
+    """
+    return {
+        name: (saved[name.replace("_conv1d.", "_proj.")][0], *shape[1:])
+        if "_conv1d." in name
+        else shape
+        for name, shape in saved.items()
+    }
 
 
 def loaded(kind: Any, read: Any, tensors: Mapping[str, np.ndarray], folder: Path) -> Any:

@@ -88,7 +88,8 @@ def delta_form(seed: int, dtype: mx.Dtype = mx.float32) -> DeltaStep:
     dim, value = ((8, 32), (32, 16), (64, 8), (96, 12), (24, 32))[int(draw.integers(5))]
     each = bool(draw.integers(2))
     at, bound = int(draw.integers(9)), -5.0 * int(draw.integers(2))
-    return DeltaStep(keys, dim, keys * served, value, each, at, 2, dtype, bound)
+    strongest = float(draw.integers(1, 3))
+    return DeltaStep(keys, dim, keys * served, value, each, at, 2, dtype, bound, strongest)
 
 
 def ssm_form(seed: int, dtype: mx.Dtype = mx.float32) -> SSMStep:

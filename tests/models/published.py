@@ -309,6 +309,14 @@ PUBLISHED: dict[str, Published] = {
         pad_token_id=199_999,
         tie_word_embeddings=True,
     ),
+    "Olmo-Hybrid-7B": _model(
+        "olmo_hybrid",
+        (32, 3840, 11008, 30, 30, 100_352),
+        7.43,
+        122_880,
+        state=24 * (3 * 11_520 + 30 * 192 * 96) * 4,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "Granite-3.1-8B": _model(
         "granite", (40, 4096, 12800, 32, 8, 49_155), 8.17, 163_840, tie_word_embeddings=True
     ),

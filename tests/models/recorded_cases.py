@@ -213,6 +213,25 @@ _LAGUNA = {
     "sliding_window": WINDOW,
 }
 _CASES: dict[str, dict[str, Any]] = {
+    "olmo_hybrid-v4": {
+        **_SMALL,
+        "rope_theta": None,
+        "num_key_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 12,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "tie_word_embeddings": False,
+    },
+    "olmo_hybrid-v5": {
+        **_SMALL,
+        "rope_parameters": ROPE,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "granite_swa-v4": {**_GRANITE_SWA, **V4, "attention_bias": True, "mlp_bias": True},
     "granite_swa-v5": {
         **_GRANITE_SWA,

@@ -284,7 +284,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         + [{"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}}]
     },
     "nemotron_h": {"hybrid_override_pattern": [*MAMBA_PATTERN]},
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "openelm": {
         "num_query_heads": [4] * LAYERS,
         "num_kv_heads": [2] * LAYERS,

@@ -15,6 +15,7 @@ from ...layers.linear import Projection
 from ...layers.recurrent import CausalConv
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig
+from ..family import Family
 from ..jsonfields import Fields
 from .deepseek import DeepseekV3
 from .mixtral import name_projections
@@ -124,7 +125,7 @@ class KimiLinear(DeepseekV3):
             decay_projs=self.through(f"{path}.f", dim, width),
             gate_projs=self.through(f"{path}.g", dim, width),
             out_proj=weights.linear(f"{path}.o_proj", hidden, width),
-            conv=self._conv(path, state),
+            conv=joint_conv(self, path, state, [width] * 3),
             norm=self.norm(f"{path}.o_norm", dim),
             log_rate=log_rate.reshape(heads).astype(mx.float32),
             step_bias=raw(f"{path}.dt_bias", (width,)).astype(mx.float32),
@@ -142,12 +143,15 @@ class KimiLinear(DeepseekV3):
         down = self.weights.linear(f"{path}_a_proj", dims, self.config.hidden_size)
         return down, self.weights.linear(f"{path}_b_proj", width, dims)
 
-    def _conv(self, path: str, state: StateSpec) -> CausalConv:
-        """Those of queries, keys and values as one."""
-        (before, channels), dtype = state.shapes[0]
-        part = StateSpec((((before, channels // 3), dtype),))
-        parts = [self.causal_conv(f"{path}.{name}_conv1d", part).weight for name in "qkv"]
-        return CausalConv(mx.concatenate(parts))
+
+def joint_conv(family: Family, path: str, state: StateSpec, widths: Sequence[int]) -> CausalConv:
+    """The convolutions of queries, keys and values, `widths` channels each, as one."""
+    (before, _), dtype = state.shapes[0]
+    parts = [
+        family.causal_conv(f"{path}.{name}_conv1d", StateSpec((((before, width), dtype),))).weight
+        for name, width in zip("qkv", widths, strict=True)
+    ]
+    return CausalConv(mx.concatenate(parts))
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:

@@ -1,15 +1,26 @@
-"""OLMo 2 and 3, and EXAONE 4: norms after the blocks instead of before."""
+"""OLMo 2 and 3, and EXAONE 4: norms after the blocks instead of before; OLMo Hybrid."""
 
 from typing import ClassVar
 
+import mlx.core as mx
+
 from ...errors import CheckpointError
+from ...layers.attention import LayerMixer
+from ...layers.gated_delta import GatedDeltaNet
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
-from ..config import FULL, SLIDING, read_layer_types
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
+from .kimi_linear import joint_conv
+from .qwen_hybrid import conv_widths, value_heads, with_delta_states
+
+_NORMS = {  # of the hub, and of other families
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
 
 
 class PostNormFamily(Family):
@@ -49,6 +60,82 @@ class Olmo3(Olmo2):
         if layer_type == SLIDING:
             fields = Fields({**fields.values, "rope_scaling": None}, fields.where)
         return super().rope_spec(fields, layer_type, head_dim)
+
+
+class OlmoHybrid(Olmo2):
+    """Three Gated DeltaNet layers with norms before their blocks, then one layer of OLMo 3.
+
+    There are no positions where the config states `rope_theta` as null.
+    """
+
+    defaults: ClassVar = {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 65_536,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+    }
+    windows = False
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """None where the base is null."""
+        stated = fields.get("rope_parameters") or {}
+        if stated.get("rope_theta", fields.get("rope_theta")) is None:
+            return None
+        return super().rope_spec(fields, layer_type, head_dim)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Set the states of recurrent layers; their sizes follow from attention's."""
+        fields, heads = config.fields, config.num_heads
+        keys = fields.integer("linear_num_key_heads", default=heads)
+        share = 3 * config.hidden_size // (4 * keys)
+        key_dim = fields.integer("linear_key_head_dim", default=share)
+        sizes = {
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": fields.integer("linear_num_value_heads", default=heads),
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": fields.integer("linear_value_head_dim", default=2 * key_dim),
+        }
+        return with_delta_states(config, Fields({**fields.values, **sizes}, fields.where))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Norms as in other families; without the block that predicts further ahead."""
+        if name.startswith("mtp."):
+            return None
+        for theirs, ours in _NORMS.items():
+            name = name.replace(theirs, ours)
+        return super().rename(name)
+
+    def layer(self, index: int) -> Layer:
+        """Norms before the blocks of a recurrent layer."""
+        recurs = self.config.states[index] is not None
+        return Family.layer(self, index) if recurs else super().layer(index)
+
+    def mixer(self, index: int) -> LayerMixer:
+        """Gated DeltaNet or attention."""
+        state = self.config.states[index]
+        if state is None:
+            return super().mixer(index)
+        weights, hidden = self.weights, self.config.hidden_size
+        path, (heads, dim) = f"model.layers.{index}.linear_attn", value_heads(state)
+        widths, twice = conv_widths(state), self.config.fields.boolean("linear_allow_neg_eigval")
+        return GatedDeltaNet(
+            in_proj=weights.fused(
+                [f"{path}.{name}_proj" for name in "qkvgba"],
+                [*widths, heads * dim, heads, heads],
+                hidden,
+            ),
+            out_proj=weights.linear(f"{path}.o_proj", hidden, heads * dim),
+            conv=joint_conv(self, path, state, widths),
+            norm=self.norm(f"{path}.o_norm", dim, eps=1e-5),
+            log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
+            step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
+            spec=state,
+            strongest=2.0 if twice else 1.0,
+        )
 
 
 class Exaone4(PostNormFamily):

@@ -57,9 +57,7 @@ class Qwen3Next(Family):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the states of recurrent layers."""
-        state = _state(config.fields)
-        recurs = _recurs(config.fields, config.num_layers)
-        return replace(config, states=tuple(state if one else None for one in recurs))
+        return with_delta_states(config, config.fields)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -76,11 +74,11 @@ class Qwen3Next(Family):
         if state is None:
             return super().mixer(index)
         config, weights = self.config, self.weights
-        path, heads, values = f"model.layers.{index}.linear_attn", *_value_heads(state)
+        path, heads, values = f"model.layers.{index}.linear_attn", *value_heads(state)
         return GatedDeltaNet(
             in_proj=fused(self.delta_inputs(path, state)),
             out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
-            conv=self.causal_conv(f"{path}.conv1d", state, parts=_conv_widths(state)),
+            conv=self.causal_conv(f"{path}.conv1d", state, parts=conv_widths(state)),
             norm=RMSNorm(weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps),
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
@@ -164,7 +162,7 @@ class Qwen3_5(Qwen3Next):
         """Four matrices in the order in which they are used."""
         (_, channels), (values, value_dim, _) = (shape for shape, _ in state.shapes)
         rows = {"z": values * value_dim, "b": values, "a": values}
-        qkv = self._matrix(f"{path}.in_proj_qkv", channels, parts=_conv_widths(state))
+        qkv = self._matrix(f"{path}.in_proj_qkv", channels, parts=conv_widths(state))
         return [qkv, *[self._matrix(f"{path}.in_proj_{kind}", n) for kind, n in rows.items()]]
 
 
@@ -176,6 +174,13 @@ class Qwen3_5MoE(Qwen3_5):
         "num_experts": 256,
         "num_experts_per_tok": 8,
     }
+
+
+def with_delta_states(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """The config with the states of recurrent layers, of the sizes that `fields` state."""
+    state, recurs = _state(fields), _recurs(fields, config.num_layers)
+    states = tuple(state if one else None for one in recurs)
+    return replace(config, states=states, fields=fields)
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
@@ -209,13 +214,13 @@ def _state(fields: Fields) -> StateSpec:
     )
 
 
-def _value_heads(state: StateSpec) -> tuple[int, int]:
+def value_heads(state: StateSpec) -> tuple[int, int]:
     """Number and size of the value heads."""
     heads, values, _ = state.shapes[1][0]
     return heads, values
 
 
-def _conv_widths(state: StateSpec) -> list[int]:
+def conv_widths(state: StateSpec) -> list[int]:
     """Channels of queries, of keys and of values."""
     (_, channels), (heads, values, _) = (shape for shape, _ in state.shapes)
     keys = (channels - heads * values) // 2

@@ -31,10 +31,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # model_type -> parts of names of tensors, and mlx-lm's.
 TENSORS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"transformer.": ""},
-    "olmo_hybrid": {
-        ".attention_layer_norm.": ".input_layernorm.",
-        ".feedforward_layer_norm.": ".post_attention_layernorm.",
-    },
 }
 
 

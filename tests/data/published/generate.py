@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.torch_models import with_whole_convolutions  # noqa: E402
 from models.names import shortened  # noqa: E402
 from models.published import PUBLISHED  # noqa: E402
 
@@ -39,7 +40,7 @@ def tensors(config: dict) -> dict[str, tuple[int, ...]]:
     tied = set(made.all_tied_weights_keys) if hasattr(made, "all_tied_weights_keys") else set()
     state = {name: value for name, value in state.items() if name not in tied}
     saved = revert_weight_conversion(made, state)
-    return {name: tuple(value.shape) for name, value in saved.items()}
+    return with_whole_convolutions({name: tuple(value.shape) for name, value in saved.items()})
 
 
 def main() -> None:

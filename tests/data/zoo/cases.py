@@ -87,10 +87,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
         },
     },
     "gpt_neox": {"intermediate_size": 256},
-    "olmo_hybrid": {
-        "linear_num_key_heads": 4,  # with others, transformers saves cut convolutions
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    },
     "minimax_m3_vl": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "mlp_layer_types": ["dense", *["sparse"] * 3],

@@ -290,6 +290,7 @@ class Request:
     # Its sender, such as the name of an API key: proposals come from answers to requests
     # of the same owner and salt alone, for their number shows in how long a step takes.
     owner: str | None = None
+    id_slot: int | None = None  # prompts of an owner are saved by it; None: this one is not
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched

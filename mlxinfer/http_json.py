@@ -3,9 +3,10 @@
 import http.client
 import json
 import re
+import shutil
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import MlxinferError
 
@@ -32,7 +33,16 @@ class SilentServerError(ServerError):
     """Something listens at the address, and did not answer in time."""
 
 
-def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: float) -> Any:
+def exchange(
+    base: str,
+    path: str,
+    body: Any,
+    *,
+    key: str | None,
+    timeout_s: float,
+    method: str | None = None,
+    file: BinaryIO | None = None,
+) -> Any:
     """GET `base` + `path`, or POST a body to it; return the JSON of the answer.
 
     Args:
@@ -41,22 +51,32 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
         body: JSON; None: GET.
         key: of the server.
         timeout_s: longest silence.
+        method: another than GET and POST.
+        file: PUT sends it; GET writes the answer to it, and returns None.
 
     Raises:
         NoServerError: nothing listens there.
         SilentServerError: no answer came in time.
         ServerError: another program answers, or the server refused.
+        OSError: the file cannot be written.
     """
-    request = urllib.request.Request(base + path, method="GET" if body is None else "POST")
+    method = method or ("GET" if body is None else "POST")
+    request = urllib.request.Request(base + path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("content-type", "application/json")
+    if file is not None and method == "PUT":
+        request.data = file
+        request.add_header("content-type", "application/octet-stream")
     if key:
         request.add_header("authorization", f"Bearer {key}")
     # no proxy: the key is for this server alone
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
     try:
         with opener.open(request, timeout=timeout_s) as answer:
+            if file is not None and method == "GET":
+                shutil.copyfileobj(answer, file)
+                return None
             read = answer.read(MAX_ANSWER + 1)
             if len(read) > MAX_ANSWER:
                 raise _foreign(base)

@@ -61,7 +61,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
-    | {"backend", "display", "engine", "fit", "grammar", "images", "memory", "models"}
+    | {"backend", "cache", "display", "engine", "fit", "grammar", "images", "memory", "models"}
     | {"speculation"}
     | {"pooling", "text"}
     | {"ranks"},

@@ -36,6 +36,7 @@ COMMANDS = {  # in the order of --help -> the module that has it, and its name t
     "fuse": "fuse.command",
     "launch": "running.launch",
     "history": "history.command",
+    "session": "session.command",
     "config": "config.command",
     "service": "service.command",
     "cache": "disk.cache",

@@ -275,10 +275,11 @@ def info(folder: Path, as_json: bool) -> None:
 @yes_option
 @json_option
 def clear(folder: Path, yes: bool, as_json: bool) -> None:
-    """Delete the cache of all models. Servers that are running keep working."""
+    """Delete the cache of all models, but for saved sessions. Running servers keep working."""
     confirm(f"Delete the KV pages in {folder}?", yes)
     freed = 0
-    for space, files in _spaces(folder):
+    for space, found in _spaces(folder):
+        files = [file for file in found if file.lstat().st_nlink == 1]  # else sessions keep them
         freed += _bytes(files)
         for file in files:
             file.unlink(missing_ok=True)

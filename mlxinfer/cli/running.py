@@ -25,7 +25,9 @@ url_option = click.option(
 )
 
 
-def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
+def ask(
+    url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0, **more: Any
+) -> Any:
     """GET a path of a server, or POST a body to it; return the JSON of the answer.
 
     The key is MLXINFER_API_KEY.
@@ -35,6 +37,7 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
         path: such as "/admin/models".
         body: JSON; None: GET.
         timeout_s: longest silence.
+        more: method and file, as of `exchange`.
 
     Raises:
         ServerError: there is no server, another program answers, or the server refused.
@@ -46,7 +49,7 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.UsageError(f"{base} is no address of a server; one looks like http://host:8080")
     try:
-        return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s)
+        return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s, **more)
     except NoServerError as error:
         raise NoServerError(
             f"{error} Start one with `mlxinfer serve`, or say where it is with --url."

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ..server.service import Fetch
     from ..server.slots import RegistryEntry
     from ..server.store import ResponseStore
+    from ..session.saved import NamedSessions
 
 log = logging.getLogger("mlxinfer.server")
 file_option = partial(click.option, cls=FileOption)
@@ -265,7 +266,8 @@ def command(
         store = response_store(options)
         entry = entry_maker(options)
         fetch = fetching(entry) if options.pop("allow_pull") else None
-        service = ServerState(registry(requested, options), config, store, fetch)
+        sessions = named_sessions(options)
+        service = ServerState(registry(requested, options), config, store, sessions, fetch)
         routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again
@@ -446,6 +448,17 @@ def page_routes(
     )
     settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]
     return PageRoutes(stored, library, settings, open_tools(config_of(ctx)))
+
+
+def named_sessions(options: dict[str, Any]) -> "NamedSessions | None":
+    """Return the saved sessions of the disk cache; None: there is none."""
+    from ..config import default_disk_folder
+    from ..session.saved import NamedSessions
+
+    size, folder = options["disk_cache"], options["disk_cache_dir"]
+    if size is None:
+        return None
+    return NamedSessions(Path(folder or default_disk_folder()).expanduser(), parse_bytes(size))
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

@@ -16,6 +16,16 @@ from .prompt_pictures import PromptPictures
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
 
+Namespace = tuple[str | None, int] | tuple[str | None, int, str]
+
+
+def namespace_of(adapter_id: str | None, rope_variant: int, salt: str | None) -> Namespace | None:
+    """The namespace of an adapter, frequencies and a salt; None: none, the usual ones, and none."""
+    if salt is not None:
+        return adapter_id, rope_variant, salt
+    return None if (adapter_id, rope_variant) == (None, 0) else (adapter_id, rope_variant)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request in the engine: its tokens, and the part of the KV cache that it holds.
@@ -69,15 +79,9 @@ class Sequence:
         return self.lease
 
     @property
-    def namespace(self) -> tuple[str | int | None, ...] | None:
-        """Keys and values are shared between sequences of one namespace only.
-
-        None: no adapter, the model's usual frequencies, and no salt.
-        """
-        namespace = (self.adapter_id, self.rope_variant)
-        if self.request.cache_salt is not None:
-            return (*namespace, self.request.cache_salt)
-        return None if namespace == (None, 0) else namespace
+    def namespace(self) -> "Namespace | None":
+        """Keys and values are shared between sequences of one namespace only."""
+        return namespace_of(self.adapter_id, self.rope_variant, self.request.cache_salt)
 
     @property
     def num_known(self) -> int:

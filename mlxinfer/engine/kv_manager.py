@@ -10,9 +10,13 @@ from collections.abc import Sequence as Seq
 from ..cache.inputs import CacheWork, Move, PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
-from .batch import Sequence
+from ..errors import InvalidRequestError
+from .batch import Namespace, Sequence
 from .pagestore import PageStore, Transfers
 
+Place = tuple[str | None, int]
+"""The owner of a request, and its slot: a number of the client's choice."""
+MAX_PLACES = 64  # with a prompt that is remembered
 ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 
 
@@ -52,6 +56,7 @@ class KVManager:
             states=states,
         )
         self._states = Snapshots(states, self.tree, reuse=reuse) if states else None
+        self._prompts: dict[Place, tuple[Namespace | None, list[int]]] = {}  # oldest first
 
     # -- beginning ------------------------------------------------------------------------------
 
@@ -278,6 +283,9 @@ class KVManager:
             )
             if self._states is not None:
                 self._states.snapshot(sequence, written)
+            if self._transfers is not None and sequence.request.id_slot is not None:
+                place = sequence.request.owner, sequence.request.id_slot
+                self._remember(place, (sequence.namespace, sequence.key_ids[:written]))
         if self._states is not None:
             self._states.end(sequence)
         own = lease.num_pages + kept_partial
@@ -287,6 +295,41 @@ class KVManager:
         sequence.tables = []
         sequence.lease = None
         sequence.sharers = {}
+
+    # -- prompts that may be saved --------------------------------------------------------------
+
+    def _remember(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
+        self._prompts.pop(place, None)
+        self._prompts[place] = prompt
+        if len(self._prompts) > MAX_PLACES:
+            del self._prompts[next(iter(self._prompts))]
+
+    def prompt_of(self, place: Place) -> tuple[Namespace | None, list[int]]:
+        """Namespace and ids, as far as computed, of the last request of a slot that ended.
+
+        Raises:
+            InvalidRequestError: there was none.
+        """
+        if place not in self._prompts:
+            raise InvalidRequestError.of(
+                "id_slot", f"{place[1]} has no prompt since the model was loaded; send a request."
+            )
+        return self._prompts[place]
+
+    def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
+        """Put what the disk has of a prompt into the tree, as far as there is room."""
+        assert self._transfers is not None
+        self._remember(place, prompt)
+        namespace, ids = prompt
+        self._transfers.fetch(self.tree, namespace, [*ids, 0], lambda _: True)  # 0: comes next
+
+    def erase(self, place: Place) -> None:
+        """Drop the pages of a slot's prompt that no other prompt shares. No work may wait."""
+        namespace, ids = self._prompts.pop(place)
+        point = self.tree.probe(namespace, ids, limit=len(ids))
+        for node in reversed([*point.path, *([point.cut] if point.cut else [])]):
+            if node.alive and node.evictable:
+                self.tree.release(self.tree.remove(node))
 
     def forget(self) -> None:
         """Drop all that was computed, after a failed step: no prompt finds any of it again."""

@@ -42,7 +42,7 @@ from .runner import (
     Runner,
     attention_kernels,
     cache_layers,
-    disk_namespace,
+    disk_identity,
     make_cache,
 )
 from .scheduler import EngineCounters, Proposer, Scheduler
@@ -174,8 +174,8 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            namespace = disk_namespace(identity, self.cache, store.others.form)
-            store.open(str(options.folder.resolve()), namespace)
+            parts = disk_identity(identity, self.cache, store.others.form)
+            store.open(str(options.folder.resolve()), parts)
 
     @property
     def idle(self) -> bool:
@@ -528,13 +528,16 @@ class Loop:
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
+        self.carry_out_work(store)
+        store.save(self.scheduler.kv_manager.take_all(), self.cache.read_out)
+
+    def carry_out_work(self, store: PageStore) -> None:
+        """Do now what waits for the next step: then all pages of the tree are filled."""
         self._read(0)
-        kv_manager = self.scheduler.kv_manager
-        work = kv_manager.take_work()
+        work = self.scheduler.kv_manager.take_work()
         self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
-        store.save(kv_manager.take_all(), self.cache.read_out)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""

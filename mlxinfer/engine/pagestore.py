@@ -11,7 +11,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.disk import NOTHING_STORED, DiskTier, Entry, chain_keys, namespace_key, page_key
+from ..cache.disk import (
+    NOTHING_STORED,
+    DiskTier,
+    Entry,
+    chain_keys,
+    entry_keys,
+    namespace_key,
+    page_key,
+)
 from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import Node, PrefixTree, RestorePoint, Snapshot
@@ -108,6 +116,7 @@ class PageStore:
         self.page_bytes += [states.num_bytes] if states is not None else []
         self.page_size = groups[0].page_size
         self.tokens_loaded = 0
+        self.identity: tuple[str, ...] = ()  # what the bytes of pages depend on
         self._max_bytes = max_bytes
         self._clock = clock
         self._computing, self._reading = Rate(), Rate()  # tokens, bytes
@@ -115,8 +124,9 @@ class PageStore:
         self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
 
-    def open(self, folder: str, namespace: bytes) -> None:
-        """Open the tier, on all ranks."""
+    def open(self, folder: str, identity: tuple[str, ...]) -> None:
+        """Open the tier for pages of this identity, on all ranks."""
+        namespace, self.identity = namespace_key(*identity), identity
         self.others.open(folder, namespace, self._max_bytes)
         self.tier = DiskTier(folder, namespace, max_bytes=self._max_bytes)
 
@@ -154,6 +164,11 @@ class PageStore:
                 spills.append(PageTransfer(group, number, Entry(key, parent, node.tokens)))
         return spills
 
+    def lacking(self, nodes: Iterable[Node]) -> list[PageTransfer]:
+        """What the disk lacks of nodes."""
+        each = [self.spills(node, node.pages, node.snapshots.values()) for node in nodes]
+        return [spill for spills in each for spill in spills]
+
     def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
         """As many of the last ones as may be held: of a path these are nearest to its beginning.
 
@@ -181,7 +196,7 @@ class PageStore:
         if self.tier is None:
             return
         deadline_s = self._clock() + SAVE_S
-        for chunk in self._chunks(spills):
+        for chunk in self.chunks(spills):
             left_s = max(deadline_s - self._clock(), 0.0)
             self.others.begin_save(chunk, left_s)
             self.put(read(chunk))
@@ -190,7 +205,8 @@ class PageStore:
             if not written:
                 return
 
-    def _chunks(self, spills: Seq[PageTransfer]) -> Iterator[list[PageTransfer]]:
+    def chunks(self, spills: Seq[PageTransfer]) -> Iterator[list[PageTransfer]]:
+        """Pieces of a moderate size, as far as the disk may hold them."""
         chunk: list[PageTransfer] = []
         room, total = SAVE_CHUNK_BYTES, self._max_bytes
         for spill in spills:
@@ -262,6 +278,29 @@ class PageStore:
             self._computing.add(num_tokens, now - max(began_s, self._step_ended_s))
         self._step_ended_s, self._read_meanwhile = now, False
 
+    # -- saved prompts --------------------------------------------------------------------------
+
+    def places(self, ids: Seq[int], start: RestorePoint) -> tuple[int, list[tuple[int, int]]]:
+        """Pages after which a prompt can go on from the disk alone; (page, group) of their entries.
+
+        Args:
+            ids: of the prompt.
+            start: the beginning of its namespace.
+        """
+        assert self.tier is not None
+        search = _Search(self, self.tier, ids, start, len(ids) // self.page_size)
+        num_pages, groups = search.reachable(), range(len(self.page_bytes))
+        every = [(number, group) for number in range(num_pages) for group in groups]
+        return num_pages, [place for place in every if search.has(*place)]
+
+    def erase(self, ids: Seq[int], start: RestorePoint) -> None:
+        """Remove the entries of a prompt, but those that saved sessions keep."""
+        assert self.tier is not None
+        search = _Search(self, self.tier, ids, start, len(ids) // self.page_size)
+        for number in range(search.stop):
+            for group in range(len(self.page_bytes)):
+                self.tier.remove(search.key(number, group))
+
     # -- the end --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -293,7 +332,7 @@ class _Search:
         groups = self.store.groups
         always = [g for g, group in enumerate(groups) if not group.recycles]
         num_pages = len(self.point.nodes)
-        while num_pages < self.stop and all(self._has(num_pages, g) for g in always):
+        while num_pages < self.stop and all(self.has(num_pages, g) for g in always):
             num_pages += 1
         sparse = [g for g in range(len(self.store.page_bytes)) if g not in always]
         checked = -1
@@ -333,7 +372,7 @@ class _Search:
 
     def _lower(self, num_pages: int, group: int) -> int:
         while num_pages > len(self.point.nodes):
-            lacking = [n for n in self._needed(num_pages, group) if not self._has(n, group)]
+            lacking = [n for n in self._needed(num_pages, group) if not self.has(n, group)]
             if not lacking:
                 break
             num_pages = lacking[-1]
@@ -345,7 +384,8 @@ class _Search:
             return [num_pages - 1] if num_pages else []
         return self.store.groups[group].needed_pages(num_pages * self.store.page_size)
 
-    def _has(self, number: int, group: int) -> bool:
+    def has(self, number: int, group: int) -> bool:
+        """Whether a page is in memory or on the disk."""
         if self._in_memory(number, group):
             return True
         place = number, group
@@ -360,12 +400,6 @@ class _Search:
         if group == self.store.state_group:
             return self.store.page_size in path[number].snapshots
         return path[number].pages[group] is not None
-
-
-def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, bytes]:
-    """(parent, own key) of a group's entry of a page; `before`: key of the chain before it."""
-    parent = page_key(before, (group,))
-    return parent, page_key(parent, tokens)
 
 
 class Transfers:

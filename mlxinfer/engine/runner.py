@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.disk import Entry, namespace_key
+from ..cache.disk import Entry
 from ..cache.inputs import CacheWork, Ints, StepMetadata
 from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
@@ -337,7 +337,7 @@ def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KV
     return make_cache(model, config, layers)
 
 
-def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
+def disk_identity(identity: str, cache: KVCache, form: str) -> tuple[str, ...]:
     """Pages on disk are shared only between equal weights, versions, device and KV format.
 
     Args:
@@ -345,7 +345,7 @@ def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
         cache: what is stored.
         form: what part of a model spread over ranks this is; empty: it is not spread.
     """
-    return namespace_key(
+    return (
         identity,
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.page_size} {cache.identity}",

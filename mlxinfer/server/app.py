@@ -12,6 +12,7 @@ from .apis import (
     models,
     ollama,
     responses,
+    sessions,
     tokens,
 )
 from .apis.anthropic import ANTHROPIC
@@ -39,6 +40,13 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/{name:path}", models.show_model),
+    Route("GET", "/v1/sessions", sessions.list_sessions),
+    Route("POST", "/v1/sessions", sessions.save_session),
+    Route("PUT", "/v1/sessions", sessions.import_session, takes_file=True),
+    Route("POST", "/v1/sessions/{id}/load", sessions.load_session),
+    Route("GET", "/v1/sessions/{id}/file", sessions.export_session),
+    Route("DELETE", "/v1/sessions/{id}", sessions.remove_session),
+    Route("POST", "/slots/{id}", sessions.slot),
     Route("POST", "/tokenize", tokens.tokenize),
     Route("POST", "/detokenize", tokens.detokenize),
     Route("GET", "/tokenizer_info", tokens.tokenizer_info),
@@ -72,7 +80,7 @@ ROUTES: tuple[Route, ...] = (
 FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
 _PARAM = re.compile(r"\{(\w+)(:path)?\}")
 _PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),
     # SDKs send many headers of their own; `*` does not cover authorization
     (b"access-control-allow-headers", b"authorization, *"),
     (b"access-control-max-age", b"600"),

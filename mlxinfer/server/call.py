@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ..core import TokenEvent
@@ -18,6 +18,7 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import Input
+from ..session.saved import NamedSessions
 from .errors import HttpError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
@@ -33,6 +34,7 @@ from .http import (
     Route,
     Scope,
     Send,
+    body_parts,
     decode,
     encode,
     error_reply,
@@ -147,6 +149,16 @@ class Call:
         if self.service.draining:
             raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
 
+    @property
+    def sessions(self) -> NamedSessions:
+        """The saved sessions; raises InvalidRequestError where the server has no disk cache."""
+        if self.service.sessions is None:
+            raise InvalidRequestError(
+                "Sessions lie in the disk cache, and this server has none; start it with "
+                "--disk-cache SIZE."
+            )
+        return self.service.sessions
+
     # -- from its route to its reply --------------------------------------------------------------
 
     async def answer(self, route: Route, receive: Receive) -> None:
@@ -156,7 +168,11 @@ class Call:
             ClientGoneError: the client disconnected.
             whatever is raised before the reply has begun.
         """
-        body = [] if route.body is None else [await self._read(route.body, receive)]
+        body: list[Any] = []
+        if route.takes_file:
+            body = [self._kept.enter_context(await self._spooled(receive))]
+        elif route.body is not None:
+            body = [await self._read(route.body, receive)]
         async with self:
             await unless_gone(self._reply(route.handler(self, *body)), receive)
 
@@ -167,6 +183,14 @@ class Call:
         if len(raw) > LARGE_BODY:
             return await self.in_worker(decode, raw, kind)
         return decode(raw, kind)
+
+    async def _spooled(self, receive: Receive) -> BinaryIO:
+        """The body of a request as a file, which is deleted when it is closed."""
+        file = await self.in_worker(self.sessions.new_file)
+        async for part in body_parts(self.scope, receive, self.sessions.max_bytes):
+            await self.in_worker(file.write, part)
+        file.seek(0)
+        return file
 
     async def _reply(self, handled: Awaitable[Any]) -> None:
         reply = await handled
@@ -339,7 +363,8 @@ class Call:
                 owner=self.key,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
-                cache_salt=self._namespace(each.cache_salt),
+                cache_salt=self.namespace(each.cache_salt),
+                id_slot=max(each.id_slot or 0, 0),
             )
             for each in read()
         ]
@@ -378,9 +403,15 @@ class Call:
         Large bodies have threads of their own, and wait for each other: a million characters take
         about a second to encode, and no thread can be interrupted.
         """
-        service, large = self.service, self._body_bytes > LARGE_BODY
-        workers = service.long_workers if large else service.workers
-        return await workers.run(function, *args, **kwargs)
+        if self._body_bytes > LARGE_BODY:
+            return await self.in_long_worker(function, *args, **kwargs)
+        return await self.service.workers.run(function, *args, **kwargs)
+
+    async def in_long_worker(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a function that takes seconds, off the event loop."""
+        return await self.service.long_workers.run(function, *args, **kwargs)
 
     async def frames(
         self,
@@ -395,7 +426,7 @@ class Call:
             if frames or not steps:
                 yield b"".join(frames) or keep_alive
 
-    def _namespace(self, salt: str | None) -> str | None:
+    def namespace(self, salt: str | None = None) -> str | None:
         """The namespace of the prefix cache: no key finds the prompts of another key.
 
         Otherwise the time to a first token would tell one client what others have asked.

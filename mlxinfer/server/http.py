@@ -58,27 +58,32 @@ async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> byt
             complete in time.
         ClientGoneError: the client disconnected.
     """
-    max_bytes, timeout_s = config.max_body_bytes, config.body_timeout_s
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
-    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
-        raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    size, more = 0, True
+    timeout_s = config.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                parts.append(message.get("body", b""))
-                size, more = size + len(parts[-1]), message.get("more_body", False)
-                if size > max_bytes:
-                    raise _too_large(max_bytes)
+            parts = body_parts(scope, receive, config.max_body_bytes)
+            return b"".join([part async for part in parts])
     except TimeoutError:
         raise HttpError(
             "request_timeout", f"The body did not arrive within {timeout_s:g} seconds."
         ) from None
-    return b"".join(parts)
+
+
+async def body_parts(scope: Scope, receive: Receive, max_bytes: int) -> AsyncIterator[bytes]:
+    """The parts of a body as they arrive; raises as `read_body`, and waits for ever."""
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size, more = size + len(part), message.get("more_body", False)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        yield part
 
 
 def _too_large(max_bytes: int) -> HttpError:
@@ -94,10 +99,12 @@ class RequestBody(msgspec.Struct, kw_only=True):
         refused: fields that would change the answer and are not supported: name -> values that
             ask for what happens anyway.
         aliases: other servers' names of fields: alias -> name.
+        may_be_empty: no body stands for `{}`.
     """
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
+    may_be_empty: ClassVar[bool] = False
 
     def resolve(self) -> None:
         """Raise InvalidRequestError for fields that do not go together. Called once."""
@@ -119,6 +126,8 @@ def decode(body: bytes, kind: type[B], place: str = "") -> B:
             field has the wrong type; `param` is then the path of that field.
         UnsupportedFieldError: a refused field asks for something.
     """
+    if kind.may_be_empty and not body:
+        body = b"{}"
     _check_containers(body)
     try:
         body.decode()  # msgspec does not look into strings of fields that it skips
@@ -408,6 +417,7 @@ class Route:
         handler: gets the Call and, if it has a second argument, the body as that argument's type.
             It returns plain data, which is sent as JSON, or a Body, or Events. The first line of
             its docstring describes it.
+        takes_file: the body is a file of any length, which the handler gets as its second argument.
         access: "anyone": no key is needed, so the path shows nothing private. "key": a key of the
             server, where it has keys. "admin": a key that administers the server; for models,
             adapters and everything that other keys see.
@@ -417,6 +427,7 @@ class Route:
     path: str
     handler: Callable[..., Awaitable[Any]]
     access: Access = "key"
+    takes_file: bool = False
 
     @cached_property
     def body(self) -> type | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import EngineClosedError, MlxinferError
 from ..pdf import PdfReader
+from ..session.saved import NamedSessions
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
@@ -124,6 +125,7 @@ class ServerState:
     models: ModelRegistry
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
+    sessions: NamedSessions | None = None  # None: without a disk cache none are saved
     fetch: Fetch | None = None  # None: requests download no models
     draining: bool = False
     hurried: bool = False

@@ -91,6 +91,7 @@ class Input(ABC):
         adapter: name of a loaded adapter; None: the model itself.
         cache_salt: inputs with different salts share no cached prefix.
         owner: sender of the input, such as the name of an API key.
+        id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         reports_prompt: steps say how far the prompt is computed.
         pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
@@ -108,6 +109,7 @@ class Input(ABC):
     adapter: str | None = None
     cache_salt: str | None = None
     owner: str | None = None
+    id_slot: int | None = None
     reports_prompt: bool = False
     pins: bool = False
     place: str = "prompt"

@@ -153,7 +153,8 @@ class RequestBuilder:
         request = self._request(prompt.ids, params)
         request.stop_ids |= prompt.end_ids
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
-        request.owner, request.reports_prompt = given.owner, given.reports_prompt
+        request.owner, request.id_slot = given.owner, given.id_slot
+        request.reports_prompt = given.reports_prompt
         request.priority = int(given.pins)
         request.pictures = prompt.pictures
         request.prompt_logits = prompt.logits or prompt.logprobs is not None

@@ -120,6 +120,10 @@ class Disk(Files):
         inode = self.find(path)
         return len(inode.data), inode.used_ns
 
+    def is_pinned(self, path: str) -> bool:
+        self.find(path)
+        return False
+
     def mark_used(self, path: str, at_ns: int) -> None:
         self.find(path).used_ns = at_ns
 

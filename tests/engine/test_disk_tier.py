@@ -8,10 +8,10 @@ import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 
-from mlxinfer.cache.disk import chain_keys
+from mlxinfer.cache.disk import chain_keys, entry_keys
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
-from mlxinfer.engine.pagestore import SAVE_S, entry_keys
+from mlxinfer.engine.pagestore import SAVE_S
 
 CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4")
 FEW = SamplingParams(max_tokens=4)

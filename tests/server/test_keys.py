@@ -213,7 +213,11 @@ def app_with(keys: ApiKeys) -> App:
     """All routes, each with a handler that answers at once."""
     service: Any = SimpleNamespace(config=ServerConfig(keys=keys), calls=set())
     own = {(each.method, each.path) for each in files.ROUTES}
-    routes = [replace(each, handler=served) for each in ALL if (each.method, each.path) not in own]
+    routes = [
+        replace(each, handler=served, takes_file=False)
+        for each in ALL
+        if (each.method, each.path) not in own
+    ]
     return App(service, routes)
 
 

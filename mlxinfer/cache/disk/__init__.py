@@ -1,6 +1,6 @@
 """The disk tier of the prefix cache."""
 
-from .entry import Entry, Files, chain_keys, namespace_key, page_key
+from .entry import Entry, Files, chain_keys, entry_keys, namespace_key, page_key
 from .tier import NOTHING_STORED, DiskTier
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Entry",
     "Files",
     "chain_keys",
+    "entry_keys",
     "namespace_key",
     "page_key",
 ]

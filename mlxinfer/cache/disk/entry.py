@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import BinaryIO
 
 KEY_BYTES = 20
 VERSION = 2
@@ -61,6 +62,12 @@ def chain_keys(namespace: bytes, token_ids: Sequence[int], page_size: int) -> li
     return keys
 
 
+def entry_keys(before: bytes, group: int, tokens: Sequence[int]) -> tuple[bytes, bytes]:
+    """(parent, own key) of a layer group's entry of a page; `before`: the chain's key before it."""
+    parent = page_key(before, (group,))
+    return parent, page_key(parent, tokens)
+
+
 def encode(entry: Entry) -> list[bytes | memoryview]:
     """The parts of an entry's file, in order; the payload is not copied."""
     head = _HEADER.pack(
@@ -70,19 +77,34 @@ def encode(entry: Entry) -> list[bytes | memoryview]:
     return [*parts, _checksum(parts)]
 
 
-def decode(data: bytes, key: bytes) -> Entry | None:
-    """The entry of a file; None: it is not a whole and sound entry with this key."""
+def decode(data: bytes, key: bytes | None = None) -> Entry | None:
+    """The entry of a file; None: it is not a whole and sound entry, or has another key."""
     body, checksum = memoryview(data)[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if len(body) < _HEADER.size or _checksum([body]) != checksum:
         return None
     magic, version, num_tokens, num_bytes, own_key, parent = _HEADER.unpack_from(body)
     start = _HEADER.size + ID_BYTES * num_tokens
-    if (magic, version, own_key) != (_MAGIC, VERSION, key) or len(body) != start + num_bytes:
+    if (magic, version) != (_MAGIC, VERSION) or len(body) != start + num_bytes:
         return None
     token_ids = struct.unpack_from(f"<{num_tokens}Q", body, _HEADER.size)
-    if page_key(parent, token_ids) != key:
+    if page_key(parent, token_ids) != own_key or key not in (own_key, None):
         return None
-    return Entry(key, parent, token_ids, body[start:])
+    return Entry(own_key, parent, token_ids, body[start:])
+
+
+def read_entry(file: BinaryIO, max_bytes: int) -> Entry | None:
+    """The entry that comes next in a file of several; None: no whole and sound one does.
+
+    Args:
+        file: is read as far as the entry goes.
+        max_bytes: an entry that says it is larger is not read.
+    """
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    _, _, num_tokens, num_bytes, _, _ = _HEADER.unpack(header)
+    rest = ID_BYTES * num_tokens + num_bytes + _CHECKSUM_BYTES
+    return None if rest > max_bytes else decode(header + file.read(rest))
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
@@ -152,6 +174,10 @@ class Files:
         """Size in bytes, and when it was last used (`mtime`), in nanoseconds."""
         status = os.stat(path, follow_symlinks=False)
         return status.st_size, status.st_mtime_ns
+
+    def is_pinned(self, path: str) -> bool:
+        """Whether the file has another name, too: a saved session keeps it."""
+        return os.stat(path, follow_symlinks=False).st_nlink > 1
 
     def mark_used(self, path: str, at_ns: int) -> None:
         """Set the time of last use, nanoseconds since the epoch."""

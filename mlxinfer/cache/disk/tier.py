@@ -32,7 +32,7 @@ NOTHING_STORED = {
     "hits": 0,
     "misses": 0,
     "written": 0,
-    "dropped": 0,  # not written: the queue was full, or the entry larger than the budget
+    "dropped": 0,  # not written: the queue was full, or the entry larger than what may go
     "evicted": 0,
     "corrupt": 0,  # found broken, and removed
     "errors": 0,  # of the file system; each was a miss, or an entry not written
@@ -109,7 +109,7 @@ class DiskTier:
                 entry = self._read(key)
                 if entry is None:
                     break
-                read.append(self._path(key))
+                read.append(self.path(key))
             entries.append(entry)
         self._mark_used(read[::-1])
         return entries
@@ -119,7 +119,7 @@ class DiskTier:
         if self._waiting(key) is not None:
             return True
         try:
-            self._files.info(self._path(key))
+            self._files.info(self.path(key))
         except OSError:
             return False
         return True
@@ -131,11 +131,15 @@ class DiskTier:
             return {**self._counts, **now}
 
     def remove(self, key: bytes) -> None:
-        """Remove the entry of a key, if it is on the disk."""
-        path = self._path(key)
-        with self._errors_counted():
-            self._remove(path)
-        self._forget(path)
+        """Remove the entry of a key, if it is on the disk and no saved session keeps it."""
+        path = self.path(key)
+        pinned = False
+        with self._errors_counted(missing_is_fine=True):
+            pinned = self._files.is_pinned(path)
+            if not pinned:
+                self._remove(path)
+        if not pinned:
+            self._forget(path)
 
     def count_dropped(self) -> None:
         """An entry was not written for want of room or time."""
@@ -143,7 +147,7 @@ class DiskTier:
             self._counts["dropped"] += 1
 
     def _read(self, key: bytes) -> Entry | None:
-        path = self._path(key)
+        path = self.path(key)
         entry = None
         with self._errors_counted(missing_is_fine=True):
             data = self._files.read(path)
@@ -176,10 +180,12 @@ class DiskTier:
             self.count_dropped()
             return False
         self._scan_now_and_then()
-        path = self._path(entry.key)
+        path = self.path(entry.key)
         written = False
         with self._errors_counted():
-            self._make_room(size, but_for=path)
+            if not self._make_room(size, but_for=path):
+                self.count_dropped()
+                return False
             self._write(path, encode(entry))
             self._forget(path)
             with self._lock:
@@ -217,13 +223,25 @@ class DiskTier:
                 self._files.remove(temp)
             raise
 
-    def _make_room(self, size: int, *, but_for: str) -> None:
+    def _make_room(self, size: int, *, but_for: str) -> bool:
+        """Remove entries until there is room; False: saved sessions keep what is in the way."""
+        num_pinned = 0
         while True:
             with self._lock:
                 used = self._num_bytes - self._sizes.get(but_for, 0)
                 if used + size <= self.max_bytes:
-                    return
-                oldest = next(path for path in self._sizes if path != but_for)
+                    return True
+                oldest = next((path for path in self._sizes if path != but_for), None)
+                if oldest is None or num_pinned == len(self._sizes):
+                    return False
+            pinned = False
+            with self._errors_counted(missing_is_fine=True):
+                pinned = self._files.is_pinned(oldest)
+            if pinned:
+                num_pinned += 1
+                with self._lock:
+                    self._sizes.move_to_end(oldest)
+                continue
             with self._errors_counted():
                 self._remove(oldest)
                 self._count(evicted=1)
@@ -341,7 +359,8 @@ class DiskTier:
             names = self._files.names(folder)
         return names
 
-    def _path(self, key: bytes) -> str:
+    def path(self, key: bytes) -> str:
+        """The file of an entry."""
         return os.path.join(self.folder, f"{key.hex()}.kv")
 
     @contextlib.contextmanager

@@ -227,6 +227,7 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
         ignores_unread=True,
         continues=_continues_last(body.messages),
         cache_salt=body.cache_salt,
+        id_slot=body.id_slot,
         **fields,
     )
 

@@ -381,6 +381,7 @@ def read(
         ),
         n=body.n or 1,
         cache_salt=body.cache_salt,
+        id_slot=body.id_slot,
         reports_prompt=body.wants_progress,
         **template_fields(body, allowed),
     )

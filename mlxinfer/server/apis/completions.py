@@ -88,6 +88,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
             n=count,
             constraint=form,
             cache_salt=body.cache_salt,
+            id_slot=body.id_slot,
             prompt_logprobs=body.logprobs if body.echo else None,
             reasons=False,
             reports_prompt=body.wants_progress,
@@ -281,6 +282,7 @@ def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
         params=sampling_params(body, model, max_tokens=max_tokens, stop=body.stops),
         constraint=constraint(body),
         cache_salt=body.cache_salt,
+        id_slot=body.id_slot,
         reasons=False,
         reports_prompt=body.wants_progress,
     )

@@ -104,7 +104,12 @@ class AskFields(RequestBody, kw_only=True):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
         form = None if self.format is None else read_form(self.format, "format", ollama_format)
-        return {"params": params, "constraint": form, "cache_salt": options.cache_salt}
+        return {
+            "params": params,
+            "constraint": form,
+            "cache_salt": options.cache_salt,
+            "id_slot": options.id_slot,
+        }
 
 
 class ChatAsk(AskFields, kw_only=True):

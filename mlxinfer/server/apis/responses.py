@@ -174,6 +174,7 @@ def read(
             body, model, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs
         ),
         cache_salt=body.cache_salt,
+        id_slot=body.id_slot,
         place="input",
     )
 

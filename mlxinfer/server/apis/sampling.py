@@ -25,6 +25,7 @@ MAX_STOP_IDS = 128
 MAX_BIASES = 10_000
 MAX_CHOICES = 16
 MAX_SALT_CHARS = 1024
+MAX_SLOT = 1023
 MAX_BREAKERS = 32
 MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 UNLIMITED = -1  # of max_tokens: until the context is full
@@ -125,6 +126,8 @@ class SamplerFields(NumberFields, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None  # false: no tokens are proposed for this request
+    # by which /v1/sessions and /slots save the prompt, as in llama.cpp; -1: 0
+    id_slot: Annotated[int, Meta(ge=-1, le=MAX_SLOT)] | None = None
     # prompts with different salts share no prefix cache
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 

@@ -1,0 +1,224 @@
+"""Saved sessions: names for prompts whose entries stay on the disk until the session is removed.
+
+`root/sessions/<digest of owner and name>/` has a second name (a hard link) for each entry file of
+the prompt, and `session.kv`, an entry without ids whose payload is `SavedSession` as JSON. An entry
+file with two names is pinned: the disk tier does not remove it, and counts it once. An exported
+session is these files one after another, `session.kv` first.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from ...errors import InvalidRequestError
+from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
+from .tier import DiskTier
+
+MAX_HEAD_BYTES = 64 << 20  # of a session without its entries: millions of tokens
+COPY_BYTES = 1 << 20
+
+
+class DamagedSessionError(InvalidRequestError):
+    """A saved session, or a file that should hold one, is not whole and sound."""
+
+    code = "damaged_session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPrompt:
+    """The whole pages of a prompt, and where their entries are.
+
+    Attributes:
+        identity: what their bytes depend on: the weights, the versions, the format of the pages.
+        root: the key from which the keys of their entries follow.
+        token_ids: as prompts are compared.
+        page_size: tokens.
+        places: (page number, layer group) of each entry.
+        adapter: identity of the adapter's files; None: the model's weights alone.
+        rope_variant: of the model's frequencies.
+    """
+
+    identity: tuple[str, ...]
+    root: bytes
+    token_ids: tuple[int, ...]
+    page_size: int
+    places: tuple[tuple[int, int], ...]
+    adapter: str | None = None
+    rope_variant: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its entries are of its pages."""
+        size, ids = self.page_size, self.token_ids
+        return 0 < size <= len(ids) == size * (1 + max((n for n, _ in self.places), default=0))
+
+    def keys(self, root: bytes) -> list[tuple[bytes, bytes]]:
+        """(parent, own key) of each entry where keys follow from `root`."""
+        before = [root, *chain_keys(root, self.token_ids, self.page_size)]
+        return [entry_keys(before[n], group, self.page(n)) for n, group in self.places]
+
+    def page(self, number: int) -> tuple[int, ...]:
+        """The ids of a page."""
+        return self.token_ids[number * self.page_size : (number + 1) * self.page_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSession:
+    """A prompt under a name.
+
+    Attributes:
+        name: letters, digits, '.', '_' and '-'.
+        owner: name of the API key that saved it; None: the server had none.
+        model: by its name on the server.
+        created_s: seconds since 1970.
+        num_bytes: of the entries.
+    """
+
+    name: str
+    owner: str | None
+    model: str
+    created_s: int
+    num_bytes: int
+    prompt: SavedPrompt
+
+    def head(self) -> Entry:
+        """The session as an entry."""
+        root = self.prompt.root
+        return Entry(page_key(root, ()), root, (), memoryview(msgspec.json.encode(self)))
+
+    @classmethod
+    def of(cls, head: Entry | None) -> "SavedSession":
+        """The session of an entry; raises DamagedSessionError where it is none."""
+        with contextlib.suppress(msgspec.DecodeError):
+            found = None if head is None else msgspec.json.decode(bytes(head.payload), type=cls)
+            if found is not None and found.prompt.is_sound:
+                return found
+        raise DamagedSessionError(
+            "This is no saved session: its beginning is damaged, or it is a file of another kind "
+            "or of another version of mlxinfer."
+        )
+
+
+class SavedSessions:
+    """The saved sessions of a disk cache. Safe to use from several threads.
+
+    Args:
+        root: the folder of the disk cache.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "sessions"
+
+    def all_of(self, owner: str | None) -> list[SavedSession]:
+        """The sessions of an owner, by name; those that cannot be read are left out."""
+        found: list[SavedSession] = []
+        for place in self.folder.iterdir() if self.folder.is_dir() else ():
+            with contextlib.suppress(DamagedSessionError, OSError):
+                found.append(_session_in(place))
+        return sorted((s for s in found if s.owner == owner), key=lambda session: session.name)
+
+    def find(self, name: str, owner: str | None) -> SavedSession | None:
+        """The session of this name; None: the owner has none. Raises DamagedSessionError."""
+        try:
+            return _session_in(self._place(name, owner))
+        except FileNotFoundError:
+            return None
+
+    def save(self, session: SavedSession, tier: DiskTier) -> None:
+        """Pin the entries of a session, in place of another of its name.
+
+        Raises:
+            FileNotFoundError: an entry is not there any more.
+            OSError: the file system has no hard links, or is full.
+        """
+        place = self._place(session.name, session.owner)
+        new = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+        new.mkdir(parents=True, mode=0o700)
+        try:
+            for _, key in session.prompt.keys(session.prompt.root):
+                os.link(tier.path(key), new / _name(key))
+            with open(new / "session.kv", "wb") as file:
+                file.writelines(encode(session.head()))
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(place, ignore_errors=True)
+            new.rename(place)
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    def restore(self, session: SavedSession, tier: DiskTier) -> None:
+        """Check every entry, and give the tier those that it lost; raises DamagedSessionError."""
+        place = self._place(session.name, session.owner)
+        for _, key in session.prompt.keys(session.prompt.root):
+            own = place / _name(key)
+            with contextlib.suppress(FileNotFoundError):
+                if decode(own.read_bytes(), key) is not None:
+                    if not tier.contains(key):
+                        os.link(own, tier.path(key))
+                    continue
+            raise DamagedSessionError(
+                f"A page of the session {session.name} is damaged on the disk. Remove it, and save "
+                "the session again."
+            )
+
+    def remove(self, session: SavedSession) -> None:
+        """Forget a session; its entries stay in the disk cache until others need the room."""
+        shutil.rmtree(self._place(session.name, session.owner))
+
+    def exported(self, session: SavedSession) -> Iterator[bytes]:
+        """The bytes of an exported session, in pieces."""
+        place = self._place(session.name, session.owner)
+        keys = [key for _, key in session.prompt.keys(session.prompt.root)]
+        for path in [place / "session.kv", *(place / _name(key) for key in keys)]:
+            with open(path, "rb") as file:
+                while piece := file.read(COPY_BYTES):
+                    yield piece
+
+    def _place(self, name: str, owner: str | None) -> Path:
+        digest = blake2b(json.dumps([owner, name]).encode(), digest_size=16, person=b"session")
+        return self.folder / digest.hexdigest()
+
+
+def read_session(file: BinaryIO) -> SavedSession:
+    """The session that an exported file begins with; raises DamagedSessionError."""
+    return SavedSession.of(read_entry(file, MAX_HEAD_BYTES))
+
+
+def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterator[Entry]:
+    """The entries that follow in an exported file, each checked.
+
+    Args:
+        file: behind its session.
+        prompt: of the session.
+        page_bytes: the largest payload that an entry may have.
+
+    Raises:
+        DamagedSessionError: the file is damaged or not whole.
+    """
+    keys = prompt.keys(prompt.root)
+    for number, (_, key) in enumerate(keys, start=1):
+        entry = read_entry(file, page_bytes + COPY_BYTES)
+        if entry is None or entry.key != key:
+            raise DamagedSessionError(
+                f"The file is damaged or not whole: entry {number} of {len(keys)} is not what was "
+                "saved. Export the session again."
+            )
+        yield entry
+
+
+def _session_in(place: Path) -> SavedSession:
+    return SavedSession.of(decode((place / "session.kv").read_bytes()))
+
+
+def _name(key: bytes) -> str:
+    return f"{key.hex()}.kv"

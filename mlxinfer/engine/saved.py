@@ -1,0 +1,131 @@
+"""Saves and loads the prompts of slots on the engine's thread, between steps.
+
+A slot is a number that a client gives its requests, as llama.cpp's server has them. The last
+request of an owner and a slot that ended is the one that is saved.
+"""
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from ..cache.disk import DiskTier
+from ..cache.disk.saved import SavedPrompt
+from ..errors import InvalidRequestError, OverloadedError, RequestFailedError, shown
+from .batch import namespace_of
+from .kv_manager import Place
+from .pagestore import PageStore
+
+if TYPE_CHECKING:
+    from .loop import Loop
+
+WRITE_S = 0.01  # between two looks whether a chunk is written
+IDENTITY = ("weights", "versions", "the page format")  # the order of `disk_identity`
+IDENTIFY_S = 30.0  # until weights that are being hashed may be known
+
+
+def open_store(loop: "Loop") -> tuple[PageStore, DiskTier]:
+    """The disk cache of a model; raises InvalidRequestError where it has none."""
+    store = loop.store
+    if store is None or store.others.form:
+        raise InvalidRequestError(
+            "Sessions lie in the disk cache, and this model has none; serve it with --disk-cache "
+            "SIZE."
+            if store is None
+            else "Sessions of a model that is spread over ranks cannot be saved."
+        )
+    if store.tier is None:
+        raise OverloadedError(
+            "The model's weights are still being identified for the disk cache; try again later.",
+            retry_after_s=IDENTIFY_S,
+        )
+    return store, store.tier
+
+
+class Saving:
+    """Writes the prompt of a slot to the disk, in pieces for `Engine.change`.
+
+    Args:
+        place: owner and slot.
+        salt: of the requests whose prompts may be saved.
+
+    Attributes:
+        prompt: set at the end.
+    """
+
+    def __init__(self, place: Place, salt: str | None) -> None:
+        self._place, self._salt = place, salt
+        self.prompt: SavedPrompt
+
+    def pieces(self, loop: "Loop") -> Generator[float]:
+        """Write what the disk lacks of the prompt; others' steps run between two pieces.
+
+        Raises:
+            InvalidRequestError: there is no such prompt, or no room for it.
+            OverloadedError: try again later.
+            RequestFailedError: a step failed meanwhile, and the cache is lost.
+        """
+        (store, tier), kv = open_store(loop), loop.scheduler.kv_manager
+        loop.carry_out_work(store)
+        namespace, ids = kv.prompt_of(self._place)
+        adapter, variant, *_ = namespace or (None, 0)
+        if namespace != namespace_of(adapter, variant, self._salt):
+            raise InvalidRequestError("A prompt with a cache_salt of its own cannot be saved.")
+        lease = kv.tree.hold_path(kv.tree.probe(namespace, ids, limit=len(ids)))
+        try:
+            for spills in store.chunks(store.lacking(lease.nodes)):
+                if not kv.tree.up_to_date(lease):
+                    raise RequestFailedError("A step failed; send the request again, then save.")
+                store.put(loop.cache.read_out(spills))
+                while not tier.flush(0.0):
+                    yield WRITE_S
+            lacking = store.lacking(lease.nodes)
+        finally:
+            kv.tree.unlock(lease)
+        if lacking:
+            raise OverloadedError(
+                f"The disk cache has no room for {len(lacking)} more entries of the session: "
+                "remove sessions, or raise --disk-cache.",
+                retry_after_s=IDENTIFY_S,
+            )
+        num_pages, places = store.places(ids, kv.tree.probe(namespace, (), limit=0))
+        if not num_pages:
+            raise InvalidRequestError("The prompt has no whole page that could be saved.")
+        self.prompt = SavedPrompt(
+            identity=store.identity,
+            root=store.root_key(namespace),
+            token_ids=tuple(ids[: num_pages * store.page_size]),
+            page_size=store.page_size,
+            places=tuple(places),
+            adapter=adapter,
+            rope_variant=variant,
+        )
+
+
+def root_of(loop: "Loop", prompt: SavedPrompt, salt: str | None) -> bytes:
+    """The key from which keys of a saved prompt follow here, for requests with this salt.
+
+    Raises:
+        InvalidRequestError: the prompt is one of other weights, another version or format.
+    """
+    store, _ = open_store(loop)
+    for saved, own, what in zip(prompt.identity, store.identity, IDENTITY, strict=False):
+        if saved != own:
+            raise InvalidRequestError(
+                f"The session was saved with {what} {shown(saved)}; here it is {shown(own)}."
+            )
+    return store.root_key(namespace_of(prompt.adapter, prompt.rope_variant, salt))
+
+
+def load(loop: "Loop", place: Place, prompt: SavedPrompt, salt: str | None) -> None:
+    """Bring a saved prompt from the disk into memory, as far as there is room."""
+    namespace = namespace_of(prompt.adapter, prompt.rope_variant, salt)
+    loop.scheduler.kv_manager.load(place, (namespace, list(prompt.token_ids)))
+
+
+def erase(loop: "Loop", place: Place) -> int:
+    """Forget the prompt of a slot; how many tokens it had. Others' pages and sessions stay."""
+    (store, _), kv = open_store(loop), loop.scheduler.kv_manager
+    loop.carry_out_work(store)
+    namespace, ids = kv.prompt_of(place)
+    kv.erase(place)
+    store.erase(ids, kv.tree.probe(namespace, (), limit=0))
+    return len(ids)

@@ -1,0 +1,157 @@
+"""/v1/sessions, and /slots/{id} of llama.cpp: prompts saved under names, and loaded again."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, BinaryIO, ClassVar
+
+from msgspec import Meta
+
+from ...errors import InvalidRequestError
+from ...session.saved import SavedSession
+from ..call import Call
+from ..errors import HttpError
+from ..http import Events, Plain, RequestBody
+from ..served import ServedModel
+from .sampling import MAX_SLOT
+
+FILE = b"application/octet-stream"
+Slot = Annotated[int, Meta(ge=0, le=MAX_SLOT)]
+
+
+class SaveRequest(RequestBody, kw_only=True):
+    """The name that the prompt of a slot gets."""
+
+    name: str
+    model: str | None = None  # null: the default one, or the first
+    id_slot: Slot = 0
+
+
+class LoadRequest(RequestBody, kw_only=True):
+    """The slot whose prompt the session becomes."""
+
+    may_be_empty: ClassVar[bool] = True
+
+    id_slot: Slot = 0
+
+
+class SlotRequest(RequestBody, kw_only=True):
+    """llama.cpp's name of a session."""
+
+    may_be_empty: ClassVar[bool] = True
+
+    filename: str | None = None
+    model: str | None = None
+
+
+async def list_sessions(call: Call) -> Plain:
+    """The sessions that the key has saved."""
+    found = await call.in_worker(call.sessions.all_of, call.key)
+    return {"object": "list", "data": [_card(each) for each in found]}
+
+
+async def save_session(call: Call, body: SaveRequest) -> Plain:
+    """Keep the last prompt of a slot, and its answer, under a name."""
+    return _card(await _save(call, body.name, body.model, body.id_slot))
+
+
+async def load_session(call: Call, body: LoadRequest) -> Plain:
+    """Bring a session into memory; requests that begin like it compute only what follows."""
+    return _card(await _load(call, call.path_params["id"], body.id_slot))
+
+
+async def remove_session(call: Call) -> Plain:
+    """Forget a session; its pages stay in the disk cache until others need the room."""
+    found = await _find(call, call.path_params["id"])
+    await call.in_worker(call.sessions.remove, found)
+    return {"name": found.name, "object": "session", "deleted": True}
+
+
+async def export_session(call: Call) -> Events:
+    """A session as a file."""
+    found = await _find(call, call.path_params["id"])
+    pieces = call.sessions.exported(found)
+
+    async def frames() -> AsyncIterator[bytes]:
+        while piece := await call.in_worker(next, pieces, b""):
+            yield piece
+
+    return Events(frames(), media_type=FILE)
+
+
+async def import_session(call: Call, file: BinaryIO) -> Plain:
+    """Take in the file of a session, under its own name or that in the query."""
+    if call.service.config.share_prefixes:
+        call.require_admin()  # what the file holds would be part of others' answers
+    model = await _model(call, call.query.get("model"))
+    given = call.query.get("name"), model.name, model.session, call.key, call.namespace()
+    return _card(await call.in_long_worker(call.sessions.take_in, file, *given))
+
+
+async def slot(call: Call, body: SlotRequest) -> Plain:
+    """Save, restore or erase the prompt of a slot, as llama.cpp's server does."""
+    action, text = call.query.get("action"), call.path_params["id"]
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else -1
+    if not 0 <= number <= MAX_SLOT:
+        raise InvalidRequestError(f"The slot is {text[:20]!r}; expected 0 to {MAX_SLOT}.")
+    if action not in ("save", "restore", "erase"):
+        raise InvalidRequestError.of("action", "is save, restore or erase.")
+    if action == "erase":
+        session = (await _model(call, body.model)).session
+        count = await call.in_worker(call.sessions.erase_slot, session, (call.key, number))
+        return {"id_slot": number, "n_erased": count}
+    if body.filename is None:
+        raise InvalidRequestError.of("filename", "is missing, and is required.")
+    began_s = time.monotonic()
+    if action == "save":
+        saved = await _save(call, body.filename, body.model, number)
+    else:
+        saved = await _load(call, body.filename, number)
+    done, moved = ("saved", "written") if action == "save" else ("restored", "read")
+    return {
+        "id_slot": number,
+        "filename": saved.name,
+        f"n_{done}": len(saved.prompt.token_ids),
+        f"n_{moved}": saved.num_bytes,
+        "timings": {f"{action}_ms": 1000 * (time.monotonic() - began_s)},
+    }
+
+
+async def _save(call: Call, name: str, model_name: str | None, number: int) -> SavedSession:
+    model = await _model(call, model_name)
+    place, salt = (call.key, number), call.namespace()
+    return await call.in_long_worker(
+        call.sessions.save_slot, name, model.name, model.session, place, salt
+    )
+
+
+async def _load(call: Call, name: str, number: int) -> SavedSession:
+    found = await _find(call, name)
+    model = await _model(call, found.model)
+    place, salt = (call.key, number), call.namespace()
+    await call.in_long_worker(call.sessions.load_slot, found, model.session, place, salt)
+    return found
+
+
+async def _model(call: Call, name: str | None) -> ServedModel:
+    model = await call.model(name)
+    if "completion" not in model.session.capabilities:
+        model.session.refuse("sessions")
+    return model
+
+
+async def _find(call: Call, name: str) -> SavedSession:
+    found = await call.in_worker(call.sessions.find, name, call.key)
+    if found is None:
+        raise HttpError("not_found", f"There is no session {name[:100]!r} of this key.")
+    return found
+
+
+def _card(saved: SavedSession) -> Plain:
+    return {
+        "name": saved.name,
+        "object": "session",
+        "model": saved.model,
+        "created": saved.created_s,
+        "tokens": len(saved.prompt.token_ids),
+        "bytes": saved.num_bytes,
+    }

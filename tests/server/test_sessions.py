@@ -1,0 +1,296 @@
+"""Named sessions: saved, loaded after a restart, carried to another server; llama.cpp's slots."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from live_server import CHAT, LiveServer, chat
+
+from mlxinfer.cli import session as session_command
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.session.saved import NamedSessions
+
+LONG = "A cat sat on a mat, and a dog saw the cat. " * 12
+PAGE = 16
+
+
+@contextmanager
+def serving(folder: Path, size: str = "50MB", **config: Any) -> Iterator[LiveServer]:
+    """A server with a disk cache in `folder`, and sessions."""
+    engine = {"disk_cache": size, "disk_cache_dir": folder}
+    with LiveServer(engine=engine, **config) as server:
+        server.service.sessions = NamedSessions(folder, 1 << 30)
+        yield server
+
+
+def ask(server: LiveServer, text: str = LONG, **fields: Any) -> tuple[str, int, int]:
+    """The answer to a chat, the tokens of its prompt, and those that were computed."""
+    headers = fields.pop("headers", {})
+    before = server.stats()["prompt_tokens_computed"]
+    reply = server.post(CHAT, chat(text, **fields), headers=headers).json()
+    computed = server.stats()["prompt_tokens_computed"] - before
+    return reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"], computed
+
+
+def error_of(reply: Any, status: int) -> str:
+    assert reply.status_code == status, reply.text
+    message: str = reply.json()["error"]["message"]
+    return message
+
+
+def entry_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*/*.kv") if path.parent.parent == folder]
+
+
+def test_a_session_is_there_tomorrow_and_on_another_mac(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with serving(here) as server:
+        cold, num_prompt, computed = ask(server)
+        assert computed == num_prompt
+        saved = server.post("/v1/sessions", {"name": "work"}).json()
+        assert saved["tokens"] >= num_prompt - num_prompt % PAGE
+        assert saved["model"] == "demo"
+    with serving(here) as server:
+        assert server.get("/v1/sessions").json()["data"] == [saved]
+        assert server.post("/v1/sessions/work/load", {}).json() == saved
+        tokens_loaded = server.stats()["disk"]["tokens_loaded"]
+        assert tokens_loaded == saved["tokens"]
+        answer, _, computed = ask(server)
+        assert (answer, computed <= PAGE) == (cold, True)
+        assert server.stats()["disk"]["tokens_loaded"] == tokens_loaded, "it was in memory"
+        exported = server.get("/v1/sessions/work/file").content
+    with serving(there) as server:
+        took = server.client.put("/v1/sessions?name=carried", content=exported)
+        assert took.json() == {**saved, "name": "carried"}
+        answer, _, computed = ask(server)
+        assert (answer, computed <= PAGE) == (cold, True)
+        again = server.get("/v1/sessions/carried/file").content
+        assert len(again) > saved["bytes"]
+        assert server.client.delete("/v1/sessions/carried").json()["deleted"]
+        assert server.get("/v1/sessions").json()["data"] == []
+        assert "no session 'carried'" in error_of(server.get("/v1/sessions/carried/file"), 404)
+
+
+def test_eviction_leaves_what_a_session_keeps(tmp_path: Path) -> None:
+    with serving(
+        tmp_path,
+        "2MB",
+    ) as server:
+        ask(server)
+        assert server.post("/v1/sessions", {"name": "kept"}).status_code == 200
+        pinned = {path for path in entry_files(tmp_path) if path.stat().st_nlink == 2}
+        assert pinned
+        disk = server.model.session.engine.call(lambda loop: loop.store)
+        num_others = 0
+        while disk.tier.stats()["evicted"] < 10:
+            num_others += 1
+            ask(server, f"{num_others} " * 100, max_tokens=1)
+            refused = server.post("/v1/sessions", {"name": "again"})
+            if refused.status_code == 200:
+                server.client.delete("/v1/sessions/again")
+            assert num_others < 200
+        assert pinned <= set(entry_files(tmp_path))
+        assert disk.tier.stats()["num_bytes"] <= 2_000_000
+        server.client.delete("/v1/sessions/kept")
+        assert all(path.stat().st_nlink == 1 for path in entry_files(tmp_path))
+
+
+def test_a_session_without_room_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, "40KB") as server:
+        ask(server)
+        assert "no room" in error_of(server.post("/v1/sessions", {"name": "large"}), 503)
+        assert server.get("/v1/sessions").json()["data"] == []
+        assert ask(server)[2] <= PAGE, "it is in memory"
+
+
+@pytest.mark.parametrize("at", [3, 100, 2000, 40_000])
+def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
+    with serving(tmp_path / "a") as server:
+        ask(server)
+        server.post("/v1/sessions", {"name": "work"})
+        whole = server.get("/v1/sessions/work/file").content
+    flipped = bytearray(whole)
+    flipped[at] ^= 1
+    with serving(tmp_path / "b") as server:
+        for content in (bytes(flipped), whole[:-at], whole[:at], b""):
+            message = error_of(server.client.put("/v1/sessions", content=content), 400)
+            assert "damaged" in message
+        assert server.get("/v1/sessions").json()["data"] == []
+        assert server.client.put("/v1/sessions?name=a/b", content=whole).status_code == 400
+        assert server.client.put("/v1/sessions", content=whole).status_code == 200
+        ask(server)
+        (page, *_) = [
+            path
+            for path in (tmp_path / "b" / "sessions").glob("*/*.kv")
+            if path.name != "session.kv"
+        ]
+        page.write_bytes(page.read_bytes()[:-1])
+        assert "damaged" in error_of(server.post("/v1/sessions/work/load", {}), 400)
+
+
+def test_a_session_of_other_weights_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "a") as server:
+        ask(server)
+        server.post("/v1/sessions", {"name": "work"})
+        file = server.get("/v1/sessions/work/file").content
+    with serving(tmp_path / "b", bundled="demo") as server:
+        message = error_of(server.client.put("/v1/sessions", content=file), 400)
+        assert "was saved with weights" in message
+    other = {"disk_cache": "50MB", "disk_cache_dir": tmp_path / "c", "kv_bits": 8}
+    with LiveServer(engine=other) as server:
+        server.service.sessions = NamedSessions(tmp_path / "c", 1 << 30)
+        message = error_of(server.client.put("/v1/sessions", content=file), 400)
+        assert "was saved with the page format" in message
+
+
+def test_a_session_belongs_to_the_key_that_saved_it(tmp_path: Path) -> None:
+    keys = ApiKeys.from_plain(["a", "b"])
+    anna, ben = {"x-api-key": "a"}, {"x-api-key": "b"}
+    with serving(tmp_path / "here", keys=keys) as server:
+        cold, _, _ = ask(server, headers=anna)
+        assert "no prompt" in error_of(server.post("/v1/sessions", {"name": "x"}, headers=ben), 400)
+        assert server.post("/v1/sessions", {"name": "work"}, headers=anna).status_code == 200
+        assert server.get("/v1/sessions", headers=ben).json()["data"] == []
+        assert server.get("/v1/sessions").status_code == 401
+        for reply in (
+            server.post("/v1/sessions/work/load", {}, headers=ben),
+            server.get("/v1/sessions/work/file", headers=ben),
+            server.client.delete("/v1/sessions/work", headers=ben),
+            server.post("/slots/0?action=restore", {"filename": "work"}, headers=ben),
+        ):
+            assert "no session" in error_of(reply, 404)
+        file = server.get("/v1/sessions/work/file", headers=anna).content
+        assert ask(server, headers=ben)[2] > PAGE, "prompts are not shared"
+        took = server.client.put("/v1/sessions", content=file, headers=ben)
+        assert took.status_code == 200
+        assert server.client.delete("/v1/sessions/work", headers=anna).status_code == 200
+        assert len(server.get("/v1/sessions", headers=ben).json()["data"]) == 1
+    with serving(tmp_path / "here", keys=keys) as server:
+        answer, _, computed = ask(server, headers=ben)
+        assert (answer, computed <= PAGE) == (cold, True)
+    with serving(tmp_path / "there") as server:
+        assert server.client.put("/v1/sessions", content=file).status_code == 200
+        answer, _, computed = ask(server)
+        assert (answer, computed <= PAGE) == (cold, True)
+
+
+def test_who_shares_prefixes_takes_files_of_administrators_only(tmp_path: Path) -> None:
+    tables = {"user": {"key": "u"}, "chief": {"key": "c", "admin": True}}
+    keys = ApiKeys().with_named(tables, "keys.toml")
+    with serving(tmp_path, keys=keys, share_prefixes=True) as server:
+        refused = server.client.put("/v1/sessions", content=b"", headers={"x-api-key": "u"})
+        assert refused.status_code == 403
+        refused = server.client.put("/v1/sessions", content=b"", headers={"x-api-key": "c"})
+        assert refused.status_code == 400
+
+
+def test_without_a_disk_cache_nothing_is_saved() -> None:
+    with LiveServer() as server:
+        for reply in (
+            server.post("/v1/sessions", {"name": "x"}),
+            server.get("/v1/sessions"),
+            server.client.put("/v1/sessions", content=b"x"),
+        ):
+            assert "--disk-cache" in error_of(reply, 400)
+
+
+def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
+    file = tmp_path / "work.session"
+    with serving(tmp_path) as server:
+
+        def run(*words: str, fails: bool = False) -> str:
+            """What a command says."""
+            given = [*words, "--url", server.url]
+            found = CliRunner().invoke(session_command.command, given)
+            assert (found.exit_code != 0) == fails, found.output
+            return str(found.exception) if fails else found.output
+
+        assert "has no prompt" in run("save", "work", fails=True)
+        ask(server)
+        said = run("save", "work")
+        assert said.startswith("Saved work: ")
+        assert " tokens of demo, " in said
+        assert run("load", "work") == said.replace("Saved", "Loaded")
+        assert "work" in run("list")
+        run("export", "work", str(file))
+        took = run("import", str(file), "--name", "again", "-m", "demo")
+        assert took == said.replace("Saved work", "Imported again")
+        assert run("rm", "work") == "Removed work\n"
+        assert "no session" in run("export", "work", str(tmp_path / "none"), fails=True)
+        assert not list(tmp_path.glob("none*"))
+        assert '"again"' in run("list", "--json")
+        file.write_bytes(b"x" * 1000)
+        assert "no saved session" in run("import", str(file), fails=True)
+
+
+# -- llama.cpp's slots: what its tests of them assert ---------------------------------------------
+
+
+def complete(server: LiveServer, subject: str, id_slot: int) -> tuple[str, int, int]:
+    """The answer to a completion in a slot; tokens of its prompt, and those computed."""
+    body = {"prompt": LONG + subject, "id_slot": id_slot, "cache_prompt": True, "temperature": 0}
+    reply = server.post("/v1/completions", body).json()
+    usage = reply["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return reply["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens"] - cached
+
+
+def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        _, num_prompt, computed = complete(server, "The capital of France", 1)
+        assert computed == num_prompt
+        saved = server.post("/slots/1?action=save", {"filename": "slot1.bin"}).json()
+        assert saved["n_saved"] >= num_prompt - num_prompt % PAGE
+        assert (saved["id_slot"], saved["filename"]) == (1, "slot1.bin")
+        assert saved["n_written"] > 0
+        assert saved["timings"]["save_ms"] > 0
+        other, _, computed = complete(server, "The capital of Germany", 1)
+        assert computed < num_prompt // 4, "only the part that differs"
+    with serving(tmp_path) as server:
+        restored = server.post("/slots/0?action=restore", {"filename": "slot1.bin"}).json()
+        assert restored["n_restored"] == saved["n_saved"]
+        assert restored["n_read"] == saved["n_written"]
+        text, _, computed = complete(server, "The capital of Germany", 0)
+        assert text == other
+        assert computed < num_prompt // 4
+        text, _, computed = complete(server, "The capital of Germany", 1)
+        assert (text, computed) == (other, 1), "another slot is as good"
+        again = server.post("/slots/0?action=save", {"filename": "again"})
+        assert again.json()["n_saved"] >= saved["n_saved"] - PAGE
+
+
+def test_an_erased_slot_is_computed_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        _, num_prompt, _ = complete(server, "The capital of France", 1)
+        other, _, _ = complete(server, "The capital of Germany", 2)
+        assert complete(server, "The capital of France", 1)[2] == 1
+        erased = server.post("/slots/1?action=erase", None)
+        assert erased.json()["n_erased"] >= num_prompt
+        _, _, computed = complete(server, "The capital of France", 1)
+        assert 1 < computed < num_prompt, "what slot 2 shares stays"
+        for number in (1, 2):
+            assert server.client.post(f"/slots/{number}?action=erase").status_code == 200
+        assert complete(server, "The capital of Germany", 2) == (other, num_prompt, num_prompt)
+        assert "no prompt" in error_of(server.client.post("/slots/1?action=erase"), 400)
+
+
+def test_mistakes_with_slots_are_named(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        complete(server, "France", 1)
+        for path, body, said in (
+            ("/slots/x?action=save", {"filename": "a"}, "slot"),
+            ("/slots/1?action=sing", {"filename": "a"}, "action"),
+            ("/slots/1", {"filename": "a"}, "action"),
+            ("/slots/1?action=save", {}, "filename"),
+            ("/slots/1?action=save", {"filename": "../a"}, "name"),
+            ("/slots/5?action=save", {"filename": "a"}, "no prompt"),
+        ):
+            assert said in error_of(server.post(path, body), 400)
+        assert server.post("/slots/1?action=restore", {"filename": "a"}).status_code == 404
+        salted = {"prompt": LONG, "id_slot": 3, "cache_salt": "own"}
+        assert server.post("/v1/completions", salted).status_code == 200
+        saved = server.post("/slots/3?action=save", {"filename": "a"})
+        assert "cache_salt" in error_of(saved, 400)

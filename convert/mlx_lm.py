@@ -34,6 +34,7 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 1.0} | _NO_SCALING,
     "glm4": _UNTIED | _NO_SCALING,
     "glm4_moe": _UNTIED | _NO_SCALING,
+    "glm_moe_dsa": {"index_topk_freq": 1, "index_topk_pattern": None},
     "gpt_oss": {"swiglu_limit": 7.0},
     "lfm2": _TIED,
     "lfm2_moe": _TIED,

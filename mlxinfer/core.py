@@ -386,7 +386,7 @@ class LatentSpec:
     window: int | None = None  # as in `KVSpec`
     sinks: int = 0
     index_dim: int = 0  # numbers of the key that an indexer ranks a token by; 0: there is none
-    num_ranked: int = 0  # tokens that one sees then, those of the highest rank
+    num_ranked: int = 0  # tokens that one sees, those of the highest rank; 0: all
     sees_spans: ClassVar[bool] = False
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +227,9 @@ def _ranks(folder: Path, fit: Fit) -> tuple[int | None, bool]:
     for count in RANKS:
         if RANK_SHARE * whole / count <= fit.limit_bytes and _can_share(folder, count):
             return count, False
-        num_layers = _layers_apart(folder)
-        # The largest stage has one layer more than an even share at most.
-        if count <= num_layers and whole / count + whole / num_layers <= fit.limit_bytes:
+        num_groups = _groups_of_layers(folder)
+        # The largest stage has one group more than an even share at most.
+        if count <= num_groups and whole / count + whole / num_groups <= fit.limit_bytes:
             return count, True
     return None, False
 
@@ -242,14 +243,16 @@ def _can_share(folder: Path, count: int) -> bool:
     return True
 
 
-def _layers_apart(folder: Path) -> int:
-    """The layers of a model that can be on any ranks; 0: some must stay together."""
+def _groups_of_layers(folder: Path) -> int:
+    """How many groups of layers a model has, if all are like its largest that stays together."""
     try:
         config = load_config(folder)
     except UnsupportedModelError:
         return 0
-    between = family(config.model_type).between_stages(config)
-    return config.num_layers if between.last_cut is None else 0
+    bound = family(config.model_type).between_stages(config).bound
+    starts = [index for index in range(config.num_layers) if index not in bound]
+    longest = max(stop - start for start, stop in pairwise([*starts, config.num_layers]))
+    return config.num_layers // longest
 
 
 def held_bytes(folder: Path, expert_memory: int | None = None) -> int:

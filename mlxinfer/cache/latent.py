@@ -40,9 +40,10 @@ from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
-Index = tuple[mx.array, mx.array, mx.array]
-"""Of the T tokens of a step: queries (T, Hi, di) and keys (T, di), both position-encoded, and
-between them weights (T, Hi)."""
+Index = tuple[mx.array, mx.array, mx.array, dict[int, mx.array]]
+"""Of the T tokens of a step: queries (T, Hi, di), weights (T, Hi) and keys (T, di); queries and
+keys are position-encoded. Then the choice: for the first of some rows, (n, S) whether a row sees a
+token. The layer that has the keys makes the choice; layers that share the index read it."""
 
 
 class LatentLayer(PagedLayer):
@@ -71,7 +72,7 @@ class LatentLayer(PagedLayer):
     @classmethod
     def of(cls, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> "LatentLayer":
         """With an index or without, as the spec says."""
-        return (RankedLayer if spec.index_dim else LatentLayer)(spec, formats, dtype)
+        return (RankedLayer if spec.num_ranked else LatentLayer)(spec, formats, dtype)
 
     @staticmethod
     def windowed(spec: LatentSpec, options: KVOptions) -> LatentSpec:
@@ -79,7 +80,7 @@ class LatentLayer(PagedLayer):
         own, asked = spec.window, options.window
         if asked is None or (own is not None and own <= asked):
             return spec
-        if spec.index_dim:
+        if spec.num_ranked:
             raise InvalidRequestError(
                 f"kv_window is {asked}, and this model chooses the tokens that it sees by itself, "
                 "among all. Leave kv_window out.",
@@ -267,16 +268,19 @@ class RankedLayer(LatentLayer):
 
     Index keys lie in a plane of their own, in the activations' dtype: fewer bits would choose other
     tokens. Where no sequence is longer than the number of tokens that one sees, all are seen.
+    A layer without such a plane sees the tokens that the layer with its index chose.
     """
 
     def __init__(self, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> None:
-        super().__init__(spec, formats, dtype, [(PLAIN, spec.index_dim)])
+        keys = [(PLAIN, spec.index_dim)] if spec.index_dim else []
+        super().__init__(spec, formats, dtype, keys)
         self.num_ranked = spec.num_ranked
 
     def encode(self, latents: mx.array, k_rope: mx.array, index: Index | None) -> Stored:
-        """As of `LatentLayer`, and the keys of the index."""
+        """As of `LatentLayer`, and the keys of the index where the layer keeps them."""
         assert index is not None
-        return [*super().encode(latents, k_rope, index), PLAIN.encode(index[2][:, None])]
+        keys = [PLAIN.encode(index[2][:, None])] if self.spec.index_dim else []
+        return [*super().encode(latents, k_rope, index), *keys]
 
     def _read(
         self,
@@ -298,9 +302,9 @@ class RankedLayer(LatentLayer):
     def _attend_ranked(self, queries: mx.array, index: Index, scale: float) -> mx.array:
         """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""
         outputs: list[mx.array] = []
-        rankers, weights, _ = index
+        rankers, weights, _, chosen = index
         for rows, start, places in self._sequences():
-            vectors, keys = (self._read_whole(plane, *places) for plane in self.planes)  # (S, ...)
+            vectors, *keys = (self._read_whole(plane, *places) for plane in self.planes)  # (S, ...)
             values = vectors[None, None, :, : self.latent_dim]
             heads = max(queries.shape[1], rankers.shape[1])
             block = max(1, MOST_SCORES // (heads * len(vectors)))
@@ -309,10 +313,12 @@ class RankedLayer(LatentLayer):
                 some = queries[own].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
                 if outputs:
                     some = mx.depends(some, outputs[-1])  # one block's scores at a time
-                position = start + first - rows.start
-                seen = ranked(rankers[own], weights[own], keys, position, self.num_ranked)
+                if keys:
+                    position = start + first - rows.start
+                    best = ranked(rankers[own], weights[own], keys[0], position, self.num_ranked)
+                    chosen[first] = best
                 found = mx.fast.scaled_dot_product_attention(
-                    some, vectors[None, None], values, scale=scale, mask=seen
+                    some, vectors[None, None], values, scale=scale, mask=chosen[first]
                 )
                 outputs.append(found[0].swapaxes(0, 1))
         return mx.concatenate(outputs)

@@ -221,16 +221,18 @@ class RankedAttention(LatentAttention):
     """Latent attention to the tokens that an indexer ranks highest (DeepSeek-V3.2, 2512.02556).
 
     Args:
-        indexer: of the layer.
+        indexer: of the layer; None: it sees the tokens that an earlier layer's indexer chose.
         others: as of `LatentAttention`.
     """
 
     __slots__ = ("indexer",)
 
-    def __init__(self, indexer: Indexer, **others: Any) -> None:
+    def __init__(self, indexer: Indexer | None, **others: Any) -> None:
         super().__init__(**others)
         self.indexer = indexer
 
     def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
-        """Queries, weights and keys of the indexer."""
-        return {"index": self.indexer(x, compressed, step)}
+        """Queries, weights and keys of the indexer, which later layers may share."""
+        if self.indexer is not None:
+            step.index = (*self.indexer(x, compressed, step), {})
+        return {"index": step.index}

@@ -113,10 +113,11 @@ class Step:
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
+        index: of the last layer that had an indexer, see `cache.latent.Index`.
     """
 
     __slots__ = (
-        *("adapters", "caches", "features", "per_layer", "positions", "prepared"),
+        *("adapters", "caches", "features", "index", "per_layer", "positions", "prepared"),
         *("rope_variants", "taps", "token_types"),
     )
 
@@ -137,6 +138,7 @@ class Step:
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self.features: StepFeatures | None = None
+        self.index: Any = None
         self.prepared = PreparedRopes(positions, rope_variants)
 
 

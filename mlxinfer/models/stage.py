@@ -37,7 +37,7 @@ class BetweenStages:
 
     stream: tuple[int, ...]  # of a token: (hidden,), or (streams, hidden)
     per_layer: int = 0  # numbers of the input that each layer has of its own
-    last_cut: int | None = None  # from this layer on they read keys of each other; None: none do
+    bound: frozenset[int] = frozenset()  # layers that must lie on the same rank as the one before
 
 
 def divide(
@@ -46,7 +46,7 @@ def divide(
     num_layers: int,
     size: int,
     *,
-    last_cut: int | None = None,
+    bound: frozenset[int] = frozenset(),
 ) -> list[range]:
     """Divide layers among `size` ranks so that the largest part is as small as possible.
 
@@ -55,17 +55,17 @@ def divide(
         rename: its names as the decoder has them; None: a tensor that is left out.
         num_layers: of the model.
         size: ranks; rank 0 has what is in no layer, too.
-        last_cut: layers from this one on stay together; None: none need to.
+        bound: layers that stay with the layer before them.
 
     Raises:
         UnsupportedModelError: there are too few layers.
     """
-    last_cut = num_layers - 1 if last_cut is None else last_cut
-    if last_cut + 1 < size:
-        together = "" if last_cut == num_layers - 1 else " of which the last ones share keys,"
+    starts = [index for index in range(num_layers) if index not in bound]
+    if len(starts) < size:
+        together = f" {len(bound)} of which stay with the one before," if bound else ""
         raise UnsupportedModelError(
             f"The model has {num_layers} layers,{together} which {size} pipeline stages cannot "
-            f"share; use {last_cut + 1} ranks at most."
+            f"share; use {len(starts)} ranks at most."
         )
     layer_bytes, tables = _sizes(tensors, rename, num_layers)
 
@@ -74,7 +74,8 @@ def divide(
         """For layers and ranks from here on: the largest part, the sum of squares, each end."""
         found = []
         last = rank == size - 1
-        begins = range(first + 1, last_cut - (size - rank - 2) + 1)  # of the next rank
+        # The layers that the next rank may begin with: enough are left for the ranks behind it.
+        begins = [index for index in starts[: len(starts) - (size - rank - 2)] if index > first]
         for stop in [num_layers] if last else begins:
             most, squares, stops = (0, 0, ()) if last else best(stop, rank + 1)
             own = sum(layer_bytes[first:stop], 0 if rank else tables)
@@ -257,9 +258,7 @@ def load_stage(
         UnsupportedModelError: there are too few layers.
     """
     between = builder.between_stages(config)
-    layers = divide(
-        tensors, builder.tensor_name, config.num_layers, link.size, last_cut=between.last_cut
-    )
+    layers = divide(tensors, builder.tensor_name, config.num_layers, link.size, bound=between.bound)
     stage = StagePart(layers[link.rank], has_tables=link.rank == 0)
     weights = Weights(Checkpoint(tensors, builder.tensor_name), stage=stage, **others)
     part = builder.build(config, weights)

@@ -65,9 +65,9 @@ ALL_CASES = (
     *("zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba"),  # the last on caches of its own
     *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
     *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4"),
-    *("deepseek_v32-v4", "laguna-v4"),
+    *("deepseek_v32-v4", "glm_moe_dsa-shared", "laguna-v4"),
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
-    *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5", "glm_moe_dsa-v5"),
+    *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", "olmo_hybrid-v4", *TURNING),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )

@@ -95,7 +95,6 @@ _V3 = {
     "routed_scaling_factor": 2.5,
     "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
 }
-_INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 12}  # few heads would tie
 _GLM_MOE = {
     **_SMALL,
     "moe_intermediate_size": 24,
@@ -379,27 +378,6 @@ _CASES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32,  # sizes that can be quantised
         "q_lora_rank": 28,
         **_V3,
-    },
-    "deepseek_v32-v4": {
-        **_DEEPSEEK,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        **_INDEXER,
-        **_V3,
-    },
-    "glm_moe_dsa-v5": {
-        **_DEEPSEEK,
-        "q_lora_rank": 28,
-        **_INDEXER,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "attention_bias": False,
-        "rope_parameters": ROPE,
-        "tie_word_embeddings": False,
     },
     "deepseek_v3-v5": {
         **_DEEPSEEK,

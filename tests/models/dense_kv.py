@@ -110,8 +110,9 @@ class DenseRankedCache(DenseLatentCache):
         self.index: dict[str, np.ndarray] = {}
 
     def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale, index):
-        queries, weights, keys = (np.array(part) for part in index)
-        assert keys.shape == (len(latent), self.spec.index_dim)
+        queries, weights, keys = (np.array(part) for part in index[:3])
+        chosen, choosing = index[3], self.spec.index_dim != 0
+        assert not choosing or keys.shape == (len(latent), self.spec.index_dim)
         new, outputs, start = mx.concatenate([latent, k_rope], axis=-1), [], 0
         for name, count in self.segments:
             rows = slice(start, start + count)
@@ -121,9 +122,11 @@ class DenseRankedCache(DenseLatentCache):
             self.past[name] = mx.concatenate([*past, new[rows]])
             for row in range(start, start + count):
                 stop = len(self.index[name]) - (rows.stop - row) + 1
-                scores = np.maximum(queries[row] @ self.index[name][:stop].T, 0)  # (Hi, stop)
-                best = np.argsort(-(weights[row] @ scores), kind="stable")[: self.spec.num_ranked]
-                seen = self.past[name][mx.array(np.sort(best))]
+                if choosing:
+                    scores = np.maximum(queries[row] @ self.index[name][:stop].T, 0)  # (Hi, stop)
+                    order = np.argsort(-(weights[row] @ scores), kind="stable")
+                    chosen[row] = mx.array(np.sort(order[: self.spec.num_ranked]))
+                seen = self.past[name][chosen[row]]
                 one = slice(row, row + 1)
                 outputs.append(self._expanded(q_nope[one], q_rope[one], seen, projection, scale))
             start += count
@@ -168,7 +171,7 @@ def dense_cache(spec: KVSpec | LatentSpec | StateSpec):
         return DenseStateCache(spec)
     if not isinstance(spec, LatentSpec):
         return DenseLayerKV(spec)
-    return DenseRankedCache(spec) if spec.index_dim else DenseLatentCache(spec)
+    return DenseRankedCache(spec) if spec.num_ranked else DenseLatentCache(spec)
 
 
 class DenseCache:

@@ -391,6 +391,16 @@ PUBLISHED: dict[str, Published] = {
         78 * (576 + 128) * 2,
         num_nextn_predict_layers=0,
     ),
+    "GLM-5.2": _model(
+        "glm_moe_dsa",
+        (78, 6144, 12288, 64, 64, 154_880),
+        743.4,
+        (78 * 576 + 21 * 128) * 2,
+        num_nextn_predict_layers=0,
+        index_topk_freq=4,
+        index_skip_topk_offset=3,
+        indexer_types=[*["full"] * 3, *[*["shared"] * 3, "full"] * 18, *["shared"] * 3],
+    ),
     "Kimi-K2": _model(
         "kimi_k2",
         (61, 7168, 18432, 64, 64, 163_840),

@@ -148,6 +148,17 @@ _V3_EXPERTS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
+_RANKED = {
+    **_V3_EXPERTS,
+    **LATENT,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "index_n_heads": 32,  # few heads would tie
+    "index_head_dim": 24,
+    "index_topk": 12,
+}
 _EXAONE_MOE = {
     **_SMALL,
     "num_experts": 12,
@@ -317,6 +328,36 @@ _CASES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
         "attention_bias": True,
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "deepseek_v32-v4": {
+        **_RANKED,
+        **V4,
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 32,  # sizes that can be quantised
+        "q_lora_rank": 32,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
+    },
+    "glm_moe_dsa-shared": {
+        **_RANKED,
+        **V5,
+        "attention_bias": False,
+        "num_hidden_layers": 6,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 28,
+        "index_topk_freq": 3,
+        "index_skip_topk_offset": 1,
+        "indexer_rope_interleave": True,
+    },
+    "glm_moe_dsa-v5": {
+        **_RANKED,
+        "q_lora_rank": 28,
+        "attention_bias": False,
+        "indexer_rope_interleave": True,
+        "rope_parameters": ROPE,
+        "tie_word_embeddings": False,
     },
     "bailing_hybrid-v4": {
         **_LING,

@@ -10,8 +10,7 @@ from models.recorded_cases import RECORDED_CASES
 TENSORS = Path(__file__).parents[1] / "data" / "parity" / "tensors.json"
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GEMMA = ("gemma2", "gemma3_text")  # tied unless stated
-RANKED = ("deepseek_v32", "glm_moe_dsa")  # an indexer chooses tokens
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *RANKED)
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -183,15 +182,6 @@ def _latent_attention(config: dict[str, Any]) -> dict[str, Shape]:
         table["q_proj.weight"] = (heads * (nope + rope), hidden)
     if bias:
         table |= {"kv_a_proj_with_mqa.bias": (rank + rope,), "o_proj.bias": (hidden,)}
-    if config["model_type"] in RANKED:
-        heads, dim = config["index_n_heads"], config["index_head_dim"]
-        table |= {
-            "indexer.wq_b.weight": (heads * dim, config["q_lora_rank"]),
-            "indexer.wk.weight": (dim, hidden),
-            "indexer.k_norm.weight": (dim,),
-            "indexer.k_norm.bias": (dim,),
-            "indexer.weights_proj.weight": (heads, hidden),
-        }
     return table
 
 

@@ -13,6 +13,7 @@ from mlxinfer.errors import CheckpointError, MlxinferError, UnsupportedModelErro
 from mlxinfer.layers.rope import RopeSpec
 from mlxinfer.models.config import load_config, normalise
 from mlxinfer.models.quantization import QuantFormat
+from mlxinfer.models.registry import family
 
 
 def llama(**changes):
@@ -285,7 +286,7 @@ def test_a_bidirectional_window_counts_both_sides():
 OTHERS = UnsupportedModelError, "quant"  # formats of other libraries
 NO_FORMAT = CheckpointError, "quantization"
 TYPES = CheckpointError, "layer_types"
-SHARED = UnsupportedModelError, "earlier layer's indexer"
+SHARED = CheckpointError, "'full' or 'shared', and the first layer 'full'"
 SHORT = CheckpointError, "num_kv_shared_layers .* is 5, which leaves no"
 TURNED = CheckpointError, "turns 0 of 24 dimensions"
 
@@ -316,9 +317,9 @@ TURNED = CheckpointError, "turns 0 of 24 dimensions"
             {"use_bidirectional_attention": True},
             (UnsupportedModelError, "use_bidirectional_attention"),
         ),
-        ("glm_moe_dsa-v5", {"indexer_types": ["full", "shared", "full"]}, SHARED),
-        ("glm_moe_dsa-v5", {"index_topk_pattern": "FSF"}, SHARED),
-        ("glm_moe_dsa-v5", {"index_topk_freq": 2}, SHARED),
+        ("glm_moe_dsa-v5", {"indexer_types": ["shared", "full", "full"]}, SHARED),
+        ("glm_moe_dsa-shared", {"index_topk_pattern": "FSXFSF"}, SHARED),
+        ("glm_moe_dsa-shared", {"index_topk_pattern": "FS"}, SHARED),
         ("deepseek_v32-v4", {"q_lora_rank": None}, (CheckpointError, "q_lora_rank")),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, OTHERS),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, OTHERS),
@@ -333,6 +334,19 @@ def test_what_would_change_the_answers_is_refused(case, changes, refused):
     error, words = refused
     with pytest.raises(error, match=words):
         normalise(tiny_config(case) | changes)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"index_topk_freq": 3, "index_skip_topk_offset": 2},
+        {"index_topk_freq": 1, "index_topk_pattern": "FFSSFS"},
+        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared"]},
+    ],
+)
+def test_layers_share_an_indexer_as_any_spelling_says(stated):
+    config = normalise(tiny_config("glm_moe_dsa-shared") | stated)
+    assert family("glm_moe_dsa").between_stages(config).bound == {2, 3, 5}
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,17 @@ def test_layers_are_divided_by_their_bytes():
         divide(tensors, lambda name: name, 6, 7)
 
 
-def test_layers_that_read_keys_of_others_stay_with_them():
+def test_layers_that_read_what_others_left_stay_with_them():
     tensors = {f"model.layers.{i}.x": FileTensor("U8", (10,), []) for i in range(6)}
-    found = divide(tensors, lambda name: name, 6, 2, last_cut=1)
+    found = divide(tensors, lambda name: name, 6, 2, bound=frozenset({2, 3, 4, 5}))
     assert found == [range(1), range(1, 6)]
-    with pytest.raises(UnsupportedModelError, match=r"share keys.* 2 ranks at most"):
-        divide(tensors, lambda name: name, 6, 3, last_cut=1)
+    with pytest.raises(UnsupportedModelError, match=r"4 of which stay .* 2 ranks at most"):
+        divide(tensors, lambda name: name, 6, 3, bound=frozenset({2, 3, 4, 5}))
+    assert divide(tensors, lambda name: name, 6, 3, bound=frozenset({2, 4})) == [
+        range(1),
+        range(1, 3),
+        range(3, 6),
+    ]
 
 
 @pytest.mark.parametrize("case", ["qwen2-v5", "demo"])

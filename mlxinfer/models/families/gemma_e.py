@@ -39,7 +39,7 @@ def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStage
     return BetweenStages(
         (hidden,) if num_streams == 1 else (num_streams, hidden),
         per_layer=config.fields.integer("hidden_size_per_layer_input", low=0),
-        last_cut=min(read, default=None),
+        bound=frozenset(range(min(read) + 1, config.num_layers) if read else ()),
     )
 
 

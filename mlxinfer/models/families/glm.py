@@ -1,14 +1,17 @@
 """GLM 4 and 5: the dense models, GLM 4.5 to 4.7 with experts, GLM 4.7 Flash, GLM 5, Solar Open."""
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from ...errors import UnsupportedModelError
+from ...errors import CheckpointError
+from ...layers.latent_attention import LatentAttention, RankedAttention
 from ...layers.mlp import FeedForward
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
+from ..stage import BetweenStages
 from .deepseek import DeepseekV3, DeepseekV32, biased_routing, shared_expert, with_experts
 
 _NORMS = (
@@ -161,7 +164,11 @@ class Glm4MoELite(DeepseekV3):
 
 
 class GlmMoeDsa(DeepseekV32, Glm4MoELite):
-    """GLM 5: as GLM 4.7 Flash, with the indexers of DeepSeek V3.2, which turn neighbours."""
+    """GLM 5: as GLM 4.7 Flash, with the indexers of DeepSeek V3.2, which turn neighbours.
+
+    From GLM 5.2 on some layers see the tokens that an earlier layer's indexer chose (IndexShare,
+    arXiv 2603.12201). The layer that predicts further ahead has an indexer always.
+    """
 
     defaults: ClassVar = {
         **Glm4MoELite.defaults,
@@ -180,15 +187,50 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Refuse layers that reuse the choice of an earlier layer's indexer."""
-        fields = config.fields
-        types = {str(kind) for kind in fields.items("indexer_types") or ()}
-        pattern = str(fields.get("index_topk_pattern") or "")
-        often = fields.integer("index_topk_freq", high=2**16, default=1)
-        if types - {"full"} or "S" in pattern or often > 1:
-            raise UnsupportedModelError(
-                f"In {fields.where} some layers see the tokens that an earlier layer's indexer "
-                "chose (indexer_types, index_topk_pattern or index_topk_freq); models where all "
-                "layers have indexers run."
-            )
+        """Check which layers share an indexer."""
+        _shared_indexers(config.fields)
         return super().configure(config)
+
+    @classmethod
+    def runs_by_layer(cls, config: ModelConfig) -> bool:
+        """Where each layer has an indexer."""
+        return not _shared_indexers(config.fields)
+
+    @classmethod
+    def between_stages(cls, config: ModelConfig) -> BetweenStages:
+        """Layers that share an indexer stay together."""
+        return BetweenStages((config.hidden_size,), bound=_shared_indexers(config.fields))
+
+    def attention(self, index: int, **parts: Any) -> LatentAttention:
+        """With an indexer of its own, or the choice of an earlier one.
+
+        Checkpoints may hold indexers that nothing uses; those are left out.
+        """
+        if index not in _shared_indexers(self.config.fields):
+            return super().attention(index, **parts)
+        self.weights.drop_below([f"model.layers.{index}.self_attn.indexer."])
+        spec = replace(parts.pop("spec"), index_dim=0)
+        return RankedAttention(None, spec=spec, **parts)
+
+
+def _shared_indexers(fields: Fields) -> frozenset[int]:
+    """The layers that see the tokens that the indexer of an earlier layer chose.
+
+    As listed; else by a pattern of letters; else every `index_topk_freq`-th layer has an indexer.
+    """
+    count = fields.integer("num_hidden_layers", high=2**16)
+    kinds = fields.items("indexer_types")
+    if kinds is None and (pattern := fields.text("index_topk_pattern", default="")):
+        kinds = [{"F": "full", "S": "shared"}.get(letter) for letter in pattern]
+    if kinds is None:
+        period = fields.integer("index_topk_freq", low=0, high=2**16, default=1) or 1
+        offset = fields.integer("index_skip_topk_offset", low=0, high=2**16, default=2)
+        late = [max(index - offset + 1, 0) % period for index in range(count)]
+        kinds = ["shared" if more else "full" for more in late]
+    known = all(kind in ("full", "shared") for kind in kinds)
+    if len(kinds) != count or not known or kinds[0] != "full":
+        raise CheckpointError(
+            f"indexer_types or index_topk_pattern in {fields.where} must be {count} times 'full' "
+            "or 'shared', and the first layer 'full'."
+        )
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "shared")

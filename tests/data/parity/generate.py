@@ -85,6 +85,8 @@ def router_gap(
         return grouped_gap(config, logits.softmax(-1), 2)
     if config["model_type"] in (
         "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
         "glm4_moe",
         "glm4_moe_lite",
         "nemotron_h",

@@ -16,11 +16,13 @@ import mlx.core as mx
 from ..errors import CheckpointError, UnsupportedModelError
 from ..models.config import ModelConfig, normalise
 from ..models.jsonfields import Fields
+from ..models.language import LanguageConfig
 from ..models.registry import family
 from ..models.towers.loading import tower_family, tower_name
 from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
+from ..models.zoo.definitions import Definition
 from .read import MLXFormat, SourceModel, SourceTensor, expert_groups
 
 _TEXT = "language_model."  # before the names of a language model beside a tower
@@ -70,6 +72,7 @@ class OutputTensor:
     lossless: MLXFormat | None = None
     scales_dtype: str = "float16"  # where codes are copied; float32: they are rounded
     dense: bool = False  # never stored quantised
+    least_bits: int = 0  # beside those of recipes.py; 0: no limit
     ahead: bool = False  # of what predicts tokens further ahead, which a forward pass leaves out
     seeing: bool = False  # of the tower: what sees pictures
 
@@ -105,8 +108,15 @@ class ArrangedSource:
     """A source with the tensors that its output folder will have."""
 
     source: SourceModel
-    config: ModelConfig
+    config: LanguageConfig
     outputs: tuple[OutputTensor, ...]
+    definition: Definition | None = None  # mlx-lm's, see zoo.py; None: a native family builds it
+
+    @property
+    def family_config(self) -> ModelConfig:
+        """The config of a model that a native family builds."""
+        assert isinstance(self.config, ModelConfig), self.config.model_type
+        return self.config
 
     def blocks(self, output: OutputTensor, max_weights: int) -> Iterator[mx.array]:
         """The values (R, in_dims) in order, about `max_weights` numbers at a time.

@@ -418,7 +418,9 @@ def _largest_piece(arranged: ArrangedSource, plan: ConversionPlan) -> int:
     sizes = [0]
     for tensor in plan.tensors:
         info = arranged.source.tensors[tensor.output.sources[0]]
-        if tensor.packed:
+        if arranged.source.reads_whole:
+            sizes.append(2 * info.stored_bytes)  # the parts that it is made of, and itself
+        elif tensor.packed:
             sizes.append(tensor.num_bytes // len(tensor.output.sources))
         elif len(info.shape) > 2:
             sizes.append(tensor.output.num_weights // tensor.output.shape[0] * 4)

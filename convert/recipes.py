@@ -116,9 +116,9 @@ def floor_bits(path: str) -> int:
     return next((bits for pattern, bits in _FLOORS if pattern.search(path)), 0)
 
 
-def raised(form: MLXFormat, path: str) -> MLXFormat:
+def raised(form: MLXFormat, path: str, least_bits: int = 0) -> MLXFormat:
     """`form`, or the affine format of the layer's least bits."""
-    least = floor_bits(path)
+    least = max(floor_bits(path), least_bits)
     return form if form.bits >= least else affine(least)
 
 
@@ -191,7 +191,7 @@ class Recipe:
             return self.tower if quantisable(output) else None
         if self.base is None or not quantisable(output):
             return None
-        return raised(self.base, output.path)
+        return raised(self.base, output.path, output.least_bits)
 
     def fixes(self, output: OutputTensor) -> bool:
         """Whether a target size leaves the format of this tensor alone."""

@@ -20,6 +20,7 @@ from ..errors import (
 from ..memory import human_bytes
 from ..models.config import load_config, normalise
 from ..models.jsonfields import Fields, read_json
+from ..models.registry import is_native
 from ..text import Tokenizer
 from .arrange import ArrangedSource, arrange, check_complete, check_tower
 from .calibration.allocation import choose_formats, least_bytes
@@ -59,6 +60,8 @@ from .write import (
     write_shard,
     written_entries,
 )
+from .zoo import NOTE as MADE
+from .zoo import arrange_made, check_opens, refuse_layers
 
 NO_TOKENIZER = (
     "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
@@ -94,7 +97,12 @@ class Conversion:
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet, or what is not there."""
-        self.arranged = arrange(self.source)
+        if is_native(self.source.config):
+            self.arranged = arrange(self.source)
+        else:
+            comparing = self.open_model is not None
+            refuse_layers(self.source.label, self.options, comparing=comparing)
+            self.arranged = arrange_made(self.source)
         if self._comparing and not (self.options.calibration or self.options.check_text):
             raise InvalidRequestError(
                 "Comparing logits needs a text. Use calibration, or leave out the check.",
@@ -150,8 +158,10 @@ class Conversion:
 
     @property
     def _comparing(self) -> bool:
-        config = self.arranged.config
-        return self.open_model is not None and not (config.headless or config.bidirectional)
+        if self.open_model is None:
+            return False
+        config = self.arranged.family_config
+        return not (config.headless or config.bidirectional)
 
     def _check_room(self, place: Workplace) -> None:
         """Raise if the target cannot be met, or the disk or the memory is too small."""
@@ -189,11 +199,9 @@ class Conversion:
         unloadable = self._check_side_files(place)
         texts = self._texts(place.model) if self._needs_texts else None
         plan = self.plan(self._formats(place, texts))
-        write_json(
-            place.model / "config.json", config_json(self.source, self.arranged.config, plan)
-        )
+        write_json(place.model / "config.json", config_json(self.arranged, plan))
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
-        self._check_opens(place.model)
+        self._check_opens(place.model, plan)
         self._write(place, plan, journal, texts)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
@@ -213,10 +221,12 @@ class Conversion:
             notes.append(NO_TOKENIZER)
         if unloadable is not None:
             notes.append(unloadable)
-        if not read_by_mlx_lm(self.source, self.arranged.config):
-            notes.append(NOT_MLX_LM.format(kind=self.arranged.config.model_type))
-        elif keys := passed_over(self._written_config(plan), self.arranged.config):
-            kind = self.arranged.config.model_type
+        kind = self.arranged.config.model_type
+        if self.arranged.definition is not None:
+            notes.append(MADE.format(kind=kind))
+        elif not read_by_mlx_lm(self.source, self.arranged.family_config):
+            notes.append(NOT_MLX_LM.format(kind=kind))
+        elif keys := passed_over(self._written_config(plan), self.arranged.family_config):
             notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
@@ -234,7 +244,7 @@ class Conversion:
 
     def _written_config(self, plan: ConversionPlan) -> dict[str, Any]:
         """The language model's part of config.json."""
-        written = config_json(self.source, self.arranged.config, plan)
+        written = config_json(self.arranged, plan)
         text: dict[str, Any] = written.get("text_config", written)
         return text
 
@@ -248,7 +258,8 @@ class Conversion:
             CheckpointError: the tokenizer or generation_config.json is broken.
         """
         path = place.model / "generation_config.json"
-        normalise(self.source.config, read_json(path) if path.is_file() else {})
+        if self.arranged.definition is None:
+            normalise(self.source.config, read_json(path) if path.is_file() else {})
         if not has_tokenizer(self.source.side_files()):
             return None
         try:
@@ -257,13 +268,15 @@ class Conversion:
             return str(error)
         return None
 
-    def _check_opens(self, folder: Path) -> None:
+    def _check_opens(self, folder: Path, plan: ConversionPlan) -> None:
         """Raise ConversionError where the config of the output is of another model than it holds.
 
         It is read and the decoder is built as they are at load time.
         """
         shapes = {output.name: output.shape for output in self.arranged.outputs}
         try:
+            if self.arranged.definition is not None:
+                return check_opens(folder, plan, str(self.out))
             check_complete(load_config(folder), shapes, str(self.out))
             if any(output.seeing for output in self.arranged.outputs):
                 whole = Fields(read_json(folder / "config.json"), "config.json")

@@ -15,7 +15,8 @@ from typing import Any
 from ..models.config import ModelConfig
 from ..models.registry import family
 from ..models.weights.files import INDEX
-from .arrange import language_config
+from ..models.zoo.spelling import respelled as zoo_spelling
+from .arrange import ArrangedSource, language_config
 from .files import write_file
 from .mlx_lm import UNDEFINED_BY_MLX_LM, asked_for, respelled
 from .plan import ConversionPlan
@@ -28,12 +29,16 @@ _MODULE = ("_Dense/model.safetensors", "_LayerNorm/model.safetensors")  # behind
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
-def config_json(source: SourceModel, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
-    """The output's config.json; `model` is what the source's says."""
+def config_json(arranged: ArrangedSource, plan: ConversionPlan) -> dict[str, Any]:
+    """The output's config.json."""
     sees = any(tensor.output.seeing for tensor in plan.tensors)
-    left_out = [key for key in _LEFT_OUT if key != "vision_config" or not sees]
-    config = {key: value for key, value in source.config.items() if key not in left_out}
-    config = spelled_out(config, model, sees=sees)
+    keeps = sees or arranged.definition is not None
+    left_out = [key for key in _LEFT_OUT if key != "vision_config" or not keeps]
+    config = {key: value for key, value in arranged.source.config.items() if key not in left_out}
+    if arranged.definition is None:
+        config = spelled_out(config, arranged.family_config, sees=sees)
+    else:
+        config = zoo_spelling(type(arranged.definition.args), config) | config
     for key in ("quantization", "quantization_config"):
         config.pop(key, None)
     quantization = plan.quantization()

@@ -94,11 +94,15 @@ def convert_model(
     require_mlx()
     from .convert.read import open_source
     from .convert.run import Conversion
+    from .convert.zoo import without_layers
+    from .models.registry import is_native
 
     options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
-    opens = open_logits if check else None
     with progress_bars(unit="it", wanted=_switch(progress)) as show:
         opened = open_source(str(source), progress=partial(show, "download"))
+        if calibration == "default":
+            options = without_layers(opened, options)
+        opens = open_logits if check and is_native(opened.config) else None
         return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
 
 

@@ -45,7 +45,7 @@ def blocks(
 
 def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> Floats:
     """(T, hidden) and rows (columns, hidden) of the output projection -> (T, columns)."""
-    found = scaled_logits(hidden @ matrix.T, arranged.config)
+    found = scaled_logits(hidden @ matrix.T, arranged.family_config)
     return np.asarray(as_numpy(found), dtype=np.float32)
 
 

@@ -203,14 +203,14 @@ class StreamedModel:
     def __init__(self, arranged: ArrangedSource) -> None:
         self._arranged = arranged
         self.see: See | None = None
-        self._module = family(arranged.config.model_type)
-        if not self._module.runs_by_layer(arranged.config):
+        self.config = arranged.family_config
+        self._module = family(self.config.model_type)
+        if not self._module.runs_by_layer(self.config):
             raise UnsupportedModelError(
-                f"Calibration runs one layer at a time, and layers of {arranged.config.model_type} "
+                f"Calibration runs one layer at a time, and layers of {self.config.model_type} "
                 "cannot run alone; convert without it."
             )
         self._norm = f"{self._module.final_norm}.weight"
-        self.config = arranged.config
         self._by_name: dict[str, OutputTensor] = {
             self._module.tensor_name(output.name): output
             for output in arranged.outputs

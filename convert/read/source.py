@@ -89,6 +89,7 @@ class SourceModel:
     fingerprint: str  # changes with sizes, times, headers, metadata, and contents of side files
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out or assumed
     origin: Origin = field(default_factory=Origin)
+    reads_whole: bool = False  # a tensor is read whole, whatever rows are asked for
     tensors: Mapping[str, SourceTensor] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -314,6 +314,8 @@ def _opened(
 ) -> "Conversion":
     from ..convert.read import open_source
     from ..convert.run import Conversion
+    from ..convert.zoo import without_layers
+    from ..models.registry import is_native
 
     opened = open_source(
         source,
@@ -321,6 +323,10 @@ def _opened(
         progress=partial(progress, "download"),
     )
     opens = open_logits if checks(given) == "full" else None
+    if not is_native(opened.config) and given["check"] is None:
+        opens = None
+    if given["calibration"] is None:
+        options = without_layers(opened, options)
     return Conversion(opened, out, options, opens, progress)
 
 

@@ -210,8 +210,7 @@ def family(model_type: str) -> Any:
     """
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
-            f"The architecture {model_type[:60]!r} has no native family here, which conversion "
-            "needs; `mlx_lm.convert` converts what mlx-lm defines, and the result runs here. "
+            f"The architecture {model_type[:60]!r} has no native family here, which this needs. "
             f"Native families: {', '.join(SUPPORTED)}."
         )
     module, name = FAMILIES[model_type]

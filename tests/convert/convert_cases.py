@@ -52,12 +52,7 @@ def write_source(
     folder.mkdir(parents=True)
     whole = config if inner is None else {"model_type": "gemma3", "text_config": config}
     (folder / "config.json").write_text(json.dumps(whole))
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[: NUM_TOKENS - 1], "Ġ"]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(folder)
     tensors = {**tiny_tensors(config), **(more or {})}
     arrays = {(inner or "") + n: mx.array(v).astype(dtype) for n, v in tensors.items()}
     names = list(arrays)
@@ -72,6 +67,16 @@ def write_source(
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Of single characters."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[: NUM_TOKENS - 1], "Ġ"]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
 
 
 def convert(

@@ -18,7 +18,7 @@ from .choice import build, choose, lazy_arrays, load_weights
 from .running import AloneModel, FlatModel, ZooConfig
 from .spelling import tensors_respelled
 
-__all__ = ["ZooConfig", "load", "load_config"]
+__all__ = ["ZooConfig", "load", "load_config", "read"]
 
 log = logging.getLogger("mlxinfer.models")
 
@@ -29,7 +29,7 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
     Raises:
         UnsupportedModelError, CheckpointError, ModelNotFoundError: as of `models.load`.
     """
-    config, definition = choose(*_read(folder))
+    config, definition = choose(*read(folder))
     tensors = tensors_respelled(config.model_type, lazy_arrays(folder))
     formats = load_weights(definition, tensors, config.quantization, dtype)
     model = build(config, definition, formats)
@@ -45,10 +45,10 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
 
 def load_config(folder: Path) -> ZooConfig:
     """The config of the model in a folder. Reads no weights; raises as `load`."""
-    return choose(*_read(folder))[0]
+    return choose(*read(folder))[0]
 
 
-def _read(folder: Path) -> tuple[dict[str, object], dict[str, object]]:
-    """config.json and generation_config.json, which may be missing."""
+def read(folder: Path) -> tuple[dict[str, object], dict[str, object]]:
+    """The contents of config.json and generation_config.json, which may be missing."""
     generation = folder / "generation_config.json"
     return read_json(folder / "config.json"), read_json(generation) if generation.is_file() else {}

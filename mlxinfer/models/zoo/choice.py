@@ -7,7 +7,8 @@ would be a fault of the definition's caches, is refused.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,23 +93,42 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, misshapen or left over.
     """
-    model = definition.model
     target = choose_dtype(tensors, dtype)
-    try:
-        sanitize = getattr(model, "sanitize", None)
-        found = tensors if sanitize is None else sanitize(tensors)
+    cast = target if dtype != "auto" or target == mx.float32 else None
+    formats = fill(definition, tensors, quantization, cast)
+    with _fitting(definition):
+        mx.eval(definition.model.parameters())
+    return formats
+
+
+def fill(
+    definition: Definition,
+    tensors: dict[str, mx.array],
+    quantization: Quantization | None,
+    cast: mx.Dtype | None = None,
+) -> Formats:
+    """As `load_weights`, but nothing is evaluated. `cast`: of dense numbers; None: as they are."""
+    model = definition.model
+    with _fitting(definition):
+        found = definition.made_of(tensors)
         formats = _formats(model, found, quantization)
         quantise(model, formats)
-        if dtype != "auto" or target == mx.float32:
-            found = {n: _cast(n, t, target, definition) for n, t in found.items()}
+        if cast is not None:
+            found = {n: _cast(n, t, cast, definition) for n, t in found.items()}
         model.load_weights(list(found.items()), strict=True)
-        mx.eval(model.parameters())
+    return formats
+
+
+@contextmanager
+def _fitting(definition: Definition) -> Iterator[None]:
+    """Turn errors of a definition that gets tensors into a CheckpointError."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"The tensors of this checkpoint do not fit mlx-lm's definition of {definition.name}: "
             f"{one_line(str(error), 400)}"
         ) from error
-    return formats
 
 
 def quantise(model: nn.Module, formats: Formats) -> None:
@@ -338,7 +358,7 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
         specs, vocab_size = traced.specs, traced.vocab_size
     except NotFlatError as error:
         because = str(error)
-        specs, vocab_size = _kept_alone(definition)
+        specs, vocab_size = kept_alone(definition)
     config = read_config(
         raw,
         generation,
@@ -363,7 +383,7 @@ def _unknown(model_type: str) -> UnsupportedModelError:
     )
 
 
-def _kept_alone(definition: Definition) -> tuple[list[CacheSpec], int]:
+def kept_alone(definition: Definition) -> tuple[list[CacheSpec], int]:
     """The arrays that a sequence keeps in mlx-lm's caches, and the size of the vocabulary."""
     try:
         logits = definition(mx.zeros((1, 2), mx.int32), definition.own_caches())

@@ -268,6 +268,19 @@ class Definition:
         """Memory that the weights take."""
         return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
 
+    def made_of(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The definition's tensors, made of those of a checkpoint: renamed, joined, stacked."""
+        make = getattr(self.model, "sanitize", None)
+        return tensors if make is None else make(tensors)
+
+    @property
+    def quantisable(self) -> dict[str, int]:
+        """Paths of the layers that may be quantised, and the least bits of each; 0: any."""
+        wanted = getattr(self.model, "quant_predicate", None) or (lambda path, layer: True)
+        layers = self.model.named_modules()
+        found = {p: wanted(p, layer) for p, layer in layers if getattr(layer, "to_quantized", None)}
+        return {p: 0 if said is True else said["bits"] for p, said in found.items() if said}
+
     def own_caches(self) -> list[Any]:
         """New caches of mlx-lm's for one sequence, as the definition wants them."""
         caches: Any = import_module(f"{copied()}.cache")

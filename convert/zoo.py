@@ -1,0 +1,158 @@
+"""Conversion of models that mlx-lm defines.
+
+A definition renames, joins and stacks the tensors of a checkpoint in a function of its own, on lazy
+arrays. The folder gets what it makes of them, which mlx-lm and mlxinfer load. Tensors are read one
+at a time, each whole: of a mixture a stack of all experts. The layers of a definition cannot run
+apart from each other, so nothing is calibrated, and logits are not compared with the source's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from ..models import zoo
+from ..models.quantization import Quantization
+from ..models.registry import is_native
+from ..models.weights.tensors import FLOATS
+from ..models.zoo.choice import choose, fill, kept_alone, lazy_arrays
+from ..models.zoo.definitions import Definition
+from ..models.zoo.spelling import tensors_respelled
+from .arrange import ArrangedSource, OutputTensor
+from .plan import ConversionPlan
+from .read import SourceModel, SourceTensor
+from .read.source import TensorReader
+from .recipes import ConversionOptions
+
+NOTE = (
+    "mlx-lm's definition of {kind} made the tensors. They were rounded without a text for "
+    "calibration, and logits were not compared."
+)
+_STORED = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_DTYPES = {
+    "BF16": mx.bfloat16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+    "U32": mx.uint32,
+    "U8": mx.uint8,
+}
+
+
+class MadeTensors:
+    """The tensors that a definition makes of a checkpoint's, one in memory at a time.
+
+    An array that was read is freed when another one is asked for. Each pass over all tensors opens
+    the files again.
+    """
+
+    def __init__(self, folder: Path, definition: Definition, model_type: str) -> None:
+        self._folder, self._model_type = folder, model_type
+        self._module, self._args = definition.module, definition.args
+        self._left: dict[str, mx.array] = {}
+        self._read: tuple[str, mx.array] | None = None
+
+    def open(self) -> dict[str, mx.array]:
+        """All of them, lazy. A new definition makes them: some leave out parts of themselves."""
+        tensors = tensors_respelled(self._model_type, lazy_arrays(self._folder))
+        return Definition(self._module, self._args).made_of(tensors)
+
+    def values(self, name: str, rows: slice) -> mx.array:
+        """A range of the first axis of a tensor."""
+        if self._read is None or self._read[0] != name:
+            self._read = None
+            if name not in self._left:
+                self._left = self.open()
+            self._read = name, self._left.pop(name)
+        whole = self._read[1]
+        return whole[rows] if whole.ndim else whole
+
+
+def arrange_made(source: SourceModel) -> ArrangedSource:
+    """The tensors that mlx-lm's definition makes of a source, for the output folder.
+
+    Raises:
+        UnsupportedModelError: nothing defines the architecture, or the config is one that the
+            definition gets wrong; or tensors are no plain floats.
+        CheckpointError: tensors are missing, misshapen or left over.
+    """
+    config, definition = choose(source.config, {})
+    folder = next(iter(source.readers.values())).parts[0].path.parent
+    made, readers = MadeTensors(folder, definition, config.model_type), dict[str, TensorReader]()
+    found = made.open()
+    for name, array in found.items():
+        if array.dtype not in FLOATS:
+            raise UnsupportedModelError(
+                f"{name!r} of {source.label} holds {array.dtype} numbers. What mlx-lm defines is "
+                "converted from floats of 16 or 32 bits."
+            )
+        dtype = FLOATS[array.dtype]
+        info = SourceTensor(name, array.shape, dtype, _STORED[dtype], array.nbytes)
+        readers[name] = TensorReader(info, (), partial(made.values, name))
+    check_made(definition, None, {n: (t.dtype, t.shape) for n, t in found.items()}, source.label)
+    quantisable = definition.quantisable
+    outputs = tuple(_output(reader.info, quantisable) for reader in readers.values())
+    read = replace(source, readers=readers, reads_whole=True)
+    return ArrangedSource(read, config, outputs, definition)
+
+
+def _output(info: SourceTensor, quantisable: Mapping[str, int]) -> OutputTensor:
+    path = info.name.removesuffix(".weight")
+    return OutputTensor(
+        name=info.name,
+        sources=(info.name,),
+        shape=info.shape,
+        dtype=info.dtype,
+        stored=info.stored,
+        stored_bytes=info.stored_bytes,
+        dense=path not in quantisable,
+        least_bits=quantisable.get(path, 0),
+    )
+
+
+def check_made(
+    definition: Definition,
+    quantization: Quantization | None,
+    tensors: Mapping[str, tuple[mx.Dtype, tuple[int, ...]]],
+    label: str,
+) -> None:
+    """Raise CheckpointError unless a definition loads and runs with just these. None is read."""
+    hollow = {n: mx.broadcast_to(mx.zeros((), kind), shape) for n, (kind, shape) in tensors.items()}
+    try:
+        fill(definition, hollow, quantization)
+        kept_alone(definition)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
+
+
+def check_opens(folder: Path, plan: ConversionPlan, label: str) -> None:
+    """Raise ModelError unless the config of the output and its tensors load. None is read."""
+    config, definition = choose(*zoo.read(folder))
+    tensors = {a.name: (_DTYPES[a.dtype], a.shape) for t in plan.tensors for a in t.arrays}
+    check_made(definition, config.quantization, tensors, label)
+
+
+def without_layers(source: SourceModel, options: ConversionOptions) -> ConversionOptions:
+    """The options where none was given of calibration: a definition does without."""
+    if is_native(source.config) or options.targeted or options.learn_minutes is not None:
+        return options
+    return replace(options, calibration=None, check_text=None)
+
+
+def refuse_layers(label: str, options: ConversionOptions, *, comparing: bool) -> None:
+    """Raise InvalidRequestError for what runs a model layer by layer, or takes experts apart."""
+    asked = {
+        "learn": options.learn_minutes is not None,
+        "target": options.targeted,
+        "calibration": options.calibration is not None,
+        "check": comparing,
+        "split_experts": options.split_experts,
+    }
+    for param in (name for name, wanted in asked.items() if wanted):
+        raise InvalidRequestError(
+            f"mlx-lm's definition runs {label}, and only as a whole: {param} needs a native "
+            "family. Leave it out.",
+            param=param,
+        )

@@ -13,7 +13,10 @@ from .arrange import language_config
 from .read import SourceModel
 
 # Families whose tensors mlx-lm wants in another layout, and those that it does not define.
-OTHERWISE = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
+OTHERWISE = (
+    *("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next"),
+    "step3p5",
+)
 UNDEFINED_BY_MLX_LM = (
     *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
     *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),

@@ -51,6 +51,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "nemotron_h_omni": {"nemotron_h": "nemotron_h"},
     "qianfan_ocr": {"qwen3": "qwen3"},
     "smolvlm": _LLAMA,
+    "step3p7": {"step3p5": "step3p5", "step3p7": "step3p5"},
 }
 _LANGUAGE = {
     "language_model.model.": "model.",
@@ -65,7 +66,7 @@ _LANGUAGE = {
 _BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output projection
 _SENSES = (
     *("visual.", "vision_", "embed_vision.", "multi_modal_projector.", "mm_projector."),
-    *("connector.", "merger.", "mlp_AR.", "mlp1.", "image_newline"),
+    *("connector.", "merger.", "mlp_AR.", "mlp1.", "image_newline", "vit_large_projector."),
     *("audio_tower.", "embed_audio.", "sound_"),
 )
 
@@ -137,6 +138,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "afmoe": ("biased_experts", "Afmoe"),
     "lfm3": ("lfm2", "Lfm3"),
     "laguna": ("laguna", "Laguna"),
+    "step3p5": ("step", "Step3p5"),
     "muse_glimmer_text": ("muse", "MuseGlimmer"),
     "bailing_hybrid": ("bailing", "BailingHybrid"),
     "mixtral": ("mixtral", "Mixtral"),

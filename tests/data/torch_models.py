@@ -16,6 +16,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 Shapes = dict[str, tuple[int, ...]]
+SEEING = {"step3p5": "step3p7"}  # texts that transformers has inside of models that see alone
+TEXT = ("model.", "lm_head.")  # fronts of the names of their tensors
+TOWER = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "mlp_ratio": 1.0,
+}
+
+
+def seeing_config(text: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that sees, with this text inside."""
+    whole = {"model_type": SEEING[text["model_type"]], "tie_word_embeddings": False}
+    return {**whole, "text_config": text, "vision_config": TOWER}
 
 
 def read_config(config: dict[str, Any], folder: Path) -> Any:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from models.shapes import shapes
 
+# Types whose norm weights are stored less one.
+LESS_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "muse_glimmer", "step3p5")
+
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: bool) -> np.ndarray:
     """float32 values that depend on name, shape and seed alone; no kind is trivial.
@@ -38,7 +41,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint with this config, by its name on the hub."""
-    less_one = config["model_type"].startswith(("gemma2", "gemma3_", "qwen3_next", "qwen3_5"))
+    less_one = config["model_type"].startswith(LESS_ONE)
     return {
         name: random_tensor(name, shape, seed, less_one=less_one)
         for name, shape in shapes(config).items()

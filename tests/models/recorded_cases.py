@@ -223,6 +223,13 @@ _LAGUNA = {
     "shared_expert_intermediate_size": 40,
     "sliding_window": WINDOW,
 }
+_STEP_KINDS = ["full_attention", *["sliding_attention"] * 3]
+_STEP = {
+    **without(_SMALL, "num_key_value_heads"),
+    "head_dim": 24,
+    "moe_intermediate_size": 24,
+    "sliding_window": WINDOW,
+}
 _CASES: dict[str, dict[str, Any]] = {
     "olmo_hybrid-v4": {
         **_SMALL,
@@ -418,6 +425,50 @@ _CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
+        "tie_word_embeddings": False,
+    },
+    "step3p5-v4": {
+        **_STEP,
+        "num_attention_groups": 2,
+        "moe_num_experts": 12,
+        "moe_top_k": 3,
+        "share_expert_dim": 40,
+        "moe_router_scaling_factor": 3.0,
+        "moe_layers_enum": "1,2,3",
+        "layer_types": [*_STEP_KINDS, "sliding_attention"],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": 6,
+            "num_attention_groups": 2,
+            "head_dim": 24,
+        },
+        "rope_theta": [1000.0, 300.0, 300.0, 300.0, 300.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 1.0],
+        "rope_scaling": LLAMA3,
+        "yarn_only_types": ["full_attention"],
+        "swiglu_limits": [0.0, 0.0, 1.0, 0.5, 0.0],
+        "swiglu_limits_shared": [0.25, 0.0, 1.0, 0.5, 0.0],
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    },
+    "step3p5-v5": {
+        **_STEP,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "share_expert_dim": 24,
+        "layer_types": _STEP_KINDS[::-1],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "num_sliding_attention_heads": 2,
+        "rope_parameters": {
+            "full_attention": {
+                **LLAMA3,
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "attention_bias": True,
         "tie_word_embeddings": False,
     },
     "laguna-v4": {

@@ -138,7 +138,7 @@ def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -
         return attend(narrow, *arguments)
 
     monkeypatch.setattr(choice.DenseLayer, "_attend_one", attend_less)
-    found = row("step3p5")
+    found = row("mimo_v2_flash")
     assert found is not None
     assert found.how == "alone"
 
@@ -202,7 +202,7 @@ print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def test_windows_are_narrow_in_the_check_wherever_they_are_stated() -> None:
-    for name, place in [("step3p5", "sliding_window"), ("plamo3", "window_size")]:
+    for name, place in [("mimo_v2_flash", "sliding_window_size"), ("plamo3", "window_size")]:
         narrow = with_narrow_windows(definition_of(name)[1], 6)
         assert narrow is not None
         assert getattr(narrow.args, place) == 6

@@ -316,7 +316,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "decay_low_rank_dim": 8,
     },
     "spark2_5": {"rope_parameters": ROPES, "hidden_act": "gelu", "layer_types": SLIDING},
-    "step3p5": {"num_attention_groups": 2, "layer_types": SLIDING, "moe_layers_enum": "1,2,3"},
 }
 
 

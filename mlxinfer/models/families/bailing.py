@@ -104,16 +104,17 @@ class BailingHybrid(KimiLinear):
             *("moe_shared_expert_intermediate_size", "moe_intermediate_size"), high=2**22
         )
         count = fields.integer("n_shared_experts", high=2**10)
-        limit = self._limited(fields, "share_expert_swiglu_limit_list", index)
+        limit = limited(fields, "share_expert_swiglu_limit_list", index)
         return self.experts(
             path,
             self.routing(path),
             shared=self.dense_mlp(f"{path}.shared_experts", inner * count, activation=limit),
-            activation=self._limited(fields, "expert_swiglu_limit_list", index),
+            activation=limited(fields, "expert_swiglu_limit_list", index),
         )
 
-    def _limited(self, fields: Fields, key: str, index: int) -> Gated | None:
-        """The activation with the limit that a list states for a layer; None: there is none."""
-        stated = fields.items(key)
-        limit = stated[index] if stated is not None and index < len(stated) else None
-        return limited_swiglu(float(limit)) if limit else None
+
+def limited(fields: Fields, key: str, index: int) -> Gated | None:
+    """The activation with the limit that a list states for a layer; None: there is none."""
+    stated = fields.items(key)
+    limit = stated[index] if stated is not None and index < len(stated) else None
+    return limited_swiglu(float(limit)) if limit else None

@@ -75,6 +75,9 @@ _V3_NAMES = {  # of configs, and DeepSeek's for the same things
     "moe_routed_scaling_factor": "routed_scaling_factor",
     "moe_router_scaling_factor": "routed_scaling_factor",
     "route_norm": "norm_topk_prob",
+    "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "norm_expert_weight": "norm_topk_prob",
 }
 
 

@@ -1,5 +1,6 @@
 """Laguna: query heads by layer, gates of softplus, ropes and windows by kind of layer."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,15 +14,13 @@ from ..jsonfields import Fields
 from .biased_experts import Dots1, with_deepseek_names
 from .deepseek import biased_routing
 
-_SUPPORTED = {
-    "gating": (True, "per-head", "per-element"),
-    "moe_router_score_func": (None, "sigmoid"),
-    "moe_apply_router_weight_on_input": (None, False),
-}
-
 
 class Laguna(Dots1):
-    """Laguna XS, S and M: the experts of DeepSeek V3 beside a shared one."""
+    """Laguna XS, S and M: the experts of DeepSeek V3 beside a shared one.
+
+    Attributes:
+        supported: values of keys of config.json that would change the answers; None: left out.
+    """
 
     defaults: ClassVar = {
         "num_key_value_heads": 8,
@@ -44,6 +43,11 @@ class Laguna(Dots1):
         "n_group": 1,
         "topk_group": 1,
     }
+    supported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "gating": (True, "per-head", "per-element"),
+        "moe_router_score_func": (None, "sigmoid"),
+        "moe_apply_router_weight_on_input": (None, False),
+    }
     softplus_gates = True
 
     @classmethod
@@ -60,14 +64,18 @@ class Laguna(Dots1):
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the query heads of each layer, and the layers that have experts."""
         fields = config.fields
-        for key, known in _SUPPORTED.items():
+        for key, known in cls.supported.items():
             if fields.get(key) not in known:
                 raise UnsupportedModelError(
                     f"{key} in {fields.where} is {str(fields.get(key))[:60]!r}; supported are "
                     f"{', '.join(map(repr, known))}."
                 )
-        heads = fields.items("num_attention_heads_per_layer") or ()
-        return with_query_heads(super().configure(config), tuple(heads))
+        return with_query_heads(super().configure(config), cls.query_heads(config))
+
+    @classmethod
+    def query_heads(cls, config: ModelConfig) -> Sequence[int]:
+        """The query heads of each layer; empty: as many as the config states for all."""
+        return config.fields.items("num_attention_heads_per_layer") or ()
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -98,7 +106,7 @@ class Laguna(Dots1):
         )
 
 
-def with_query_heads(config: ModelConfig, heads: tuple[int, ...]) -> ModelConfig:
+def with_query_heads(config: ModelConfig, heads: Sequence[int]) -> ModelConfig:
     """The config with so many query heads in each layer; none: as many as the config states.
 
     Raises:
@@ -111,4 +119,4 @@ def with_query_heads(config: ModelConfig, heads: tuple[int, ...]) -> ModelConfig
             f"{config.fields.where} states query heads of layers as {str(heads)[:60]}; expected "
             f"{count} multiples of num_key_value_heads, {kv_heads}."
         )
-    return replace(config, query_heads=heads)
+    return replace(config, query_heads=tuple(heads))

@@ -20,9 +20,18 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.torch_models import Shapes, loaded, read_config, record, saved_shapes  # noqa: E402
+from data.torch_models import (  # noqa: E402
+    SEEING,
+    TEXT,
+    Shapes,
+    loaded,
+    read_config,
+    record,
+    saved_shapes,
+    seeing_config,
+)
 from models.cases import CASES  # noqa: E402
-from models.random_weights import tiny_tensors  # noqa: E402
+from models.random_weights import random_tensor, tiny_tensors  # noqa: E402
 from models.shapes import TENSORS, recorded_case, shapes  # noqa: E402
 
 LENGTH = 40
@@ -52,6 +61,8 @@ def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def hub_model(config: dict) -> torch.nn.Module:
     """transformers' model of this config with these weights, through a folder as on the hub."""
     kind = BY_NAME.get(config["model_type"], transformers.AutoModelForCausalLM)
+    if config["model_type"] in SEEING:
+        return seeing_model(config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         read = read_config(config, folder)
@@ -59,6 +70,23 @@ def hub_model(config: dict) -> torch.nn.Module:
         fresh = kind._from_config(read) if own_class else kind.from_config(read)
         check_names(saved_shapes(fresh, folder), config)
         return loaded(kind, read, tiny_tensors(config), folder)
+
+
+def seeing_model(config: dict) -> torch.nn.Module:
+    """The model that sees with this text inside, whose tensors have the same names."""
+    kind = transformers.AutoModelForImageTextToText
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        read = read_config(seeing_config(config), folder)
+        saved = saved_shapes(kind.from_config(read), folder)
+        text = {key: shape for key, shape in saved.items() if key.startswith(TEXT)}
+        check_names(text, config)
+        sight = {
+            key: random_tensor(key, shape, 0, less_one=False)
+            for key, shape in saved.items()
+            if key not in text
+        }
+        return loaded(kind, read, tiny_tensors(config) | sight, folder)
 
 
 def check_names(saved: Shapes, config: dict) -> None:
@@ -96,6 +124,7 @@ def router_gap(
         "exaone_moe",
         "bailing_hybrid",
         "laguna",
+        "step3p5",
     ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "ernie4_5_moe":
@@ -137,7 +166,9 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
         found = gap(worth, best)
         chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
         ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
-    taken = taken or config.get("num_experts_per_token") or config["moe_k"]
+    taken = taken or next(
+        config[key] for key in ("num_experts_per_token", "moe_k", "moe_top_k") if key in config
+    )
     return 10 * min(found, gap(ranks, taken))
 
 

@@ -25,10 +25,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from models.names import shortened  # noqa: E402
-from models.random_weights import random_tensor  # noqa: E402
+from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
 
 LENGTH = 16
-LESS_ONE = ("qwen3_5", "muse_glimmer")  # weights of norms are stored less one
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -14,12 +14,18 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.torch_models import with_whole_convolutions  # noqa: E402
+from data.torch_models import (  # noqa: E402
+    SEEING,
+    TEXT,
+    seeing_config,
+    with_whole_convolutions,
+)
 from models.names import shortened  # noqa: E402
 from models.published import PUBLISHED  # noqa: E402
 
@@ -29,18 +35,23 @@ AS_NAMED = {"kimi_k2": "deepseek_v3"}  # model_type of the hub -> of transformer
 
 def tensors(config: dict) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each tensor that a checkpoint of this config has."""
+    sees = config["model_type"] in SEEING
+    if sees:
+        config = seeing_config(config)
     kind = AS_NAMED.get(config["model_type"], config["model_type"])
     read = transformers.AutoConfig.for_model(
         kind, **{k: v for k, v in config.items() if k != "model_type"}
     )
     with torch.device("meta"):
-        model = BY_NAME.get(kind, transformers.AutoModelForCausalLM)
+        auto = transformers.AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = BY_NAME.get(kind, auto)
         made = model._from_config(read) if kind in BY_NAME else model.from_config(read)
     state = made.state_dict()
     tied = set(made.all_tied_weights_keys) if hasattr(made, "all_tied_weights_keys") else set()
     state = {name: value for name, value in state.items() if name not in tied}
     saved = revert_weight_conversion(made, state)
-    return with_whole_convolutions({name: tuple(value.shape) for name, value in saved.items()})
+    shapes = with_whole_convolutions({name: tuple(value.shape) for name, value in saved.items()})
+    return {name: shape for name, shape in shapes.items() if not sees or name.startswith(TEXT)}
 
 
 def main() -> None:

@@ -266,8 +266,8 @@ def command(
         store = response_store(options)
         entry = entry_maker(options)
         fetch = fetching(entry) if options.pop("allow_pull") else None
-        sessions = named_sessions(options)
-        service = ServerState(registry(requested, options), config, store, sessions, fetch)
+        models = registry(requested, options)
+        service = ServerState(models, config, store, named_sessions(options["disk_cache"]), fetch)
         routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again
@@ -450,15 +450,12 @@ def page_routes(
     return PageRoutes(stored, library, settings, open_tools(config_of(ctx)))
 
 
-def named_sessions(options: dict[str, Any]) -> "NamedSessions | None":
-    """Return the saved sessions of the disk cache; None: there is none."""
+def named_sessions(size: str | int | None) -> "NamedSessions | None":
+    """Return the saved sessions of a disk cache of this size; None: there is no disk cache."""
     from ..config import default_disk_folder
     from ..session.saved import NamedSessions
 
-    size, folder = options["disk_cache"], options["disk_cache_dir"]
-    if size is None:
-        return None
-    return NamedSessions(Path(folder or default_disk_folder()).expanduser(), parse_bytes(size))
+    return None if size is None else NamedSessions(default_disk_folder(), parse_bytes(size))
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

@@ -50,18 +50,18 @@ def test_a_session_is_there_tomorrow_and_on_another_mac(tmp_path: Path) -> None:
     with serving(here) as server:
         cold, num_prompt, computed = ask(server)
         assert computed == num_prompt
-        saved = server.post("/v1/sessions", {"name": "work"}).json()
+        saved = server.post("/v1/sessions", {"name": "notes"}).json()
         assert saved["tokens"] >= num_prompt - num_prompt % PAGE
         assert saved["model"] == "demo"
     with serving(here) as server:
         assert server.get("/v1/sessions").json()["data"] == [saved]
-        assert server.post("/v1/sessions/work/load", {}).json() == saved
+        assert server.post("/v1/sessions/notes/load", {}).json() == saved
         tokens_loaded = server.stats()["disk"]["tokens_loaded"]
         assert tokens_loaded == saved["tokens"]
         answer, _, computed = ask(server)
         assert (answer, computed <= PAGE) == (cold, True)
         assert server.stats()["disk"]["tokens_loaded"] == tokens_loaded, "it was in memory"
-        exported = server.get("/v1/sessions/work/file").content
+        exported = server.get("/v1/sessions/notes/file").content
     with serving(there) as server:
         took = server.client.put("/v1/sessions?name=carried", content=exported)
         assert took.json() == {**saved, "name": "carried"}
@@ -110,8 +110,8 @@ def test_a_session_without_room_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
     with serving(tmp_path / "a") as server:
         ask(server)
-        server.post("/v1/sessions", {"name": "work"})
-        whole = server.get("/v1/sessions/work/file").content
+        server.post("/v1/sessions", {"name": "notes"})
+        whole = server.get("/v1/sessions/notes/file").content
     flipped = bytearray(whole)
     flipped[at] ^= 1
     with serving(tmp_path / "b") as server:
@@ -128,14 +128,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
             if path.name != "session.kv"
         ]
         page.write_bytes(page.read_bytes()[:-1])
-        assert "damaged" in error_of(server.post("/v1/sessions/work/load", {}), 400)
+        assert "damaged" in error_of(server.post("/v1/sessions/notes/load", {}), 400)
 
 
 def test_a_session_of_other_weights_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "a") as server:
         ask(server)
-        server.post("/v1/sessions", {"name": "work"})
-        file = server.get("/v1/sessions/work/file").content
+        server.post("/v1/sessions", {"name": "notes"})
+        file = server.get("/v1/sessions/notes/file").content
     with serving(tmp_path / "b", bundled="demo") as server:
         message = error_of(server.client.put("/v1/sessions", content=file), 400)
         assert "was saved with weights" in message
@@ -152,21 +152,21 @@ def test_a_session_belongs_to_the_key_that_saved_it(tmp_path: Path) -> None:
     with serving(tmp_path / "here", keys=keys) as server:
         cold, _, _ = ask(server, headers=anna)
         assert "no prompt" in error_of(server.post("/v1/sessions", {"name": "x"}, headers=ben), 400)
-        assert server.post("/v1/sessions", {"name": "work"}, headers=anna).status_code == 200
+        assert server.post("/v1/sessions", {"name": "notes"}, headers=anna).status_code == 200
         assert server.get("/v1/sessions", headers=ben).json()["data"] == []
         assert server.get("/v1/sessions").status_code == 401
         for reply in (
-            server.post("/v1/sessions/work/load", {}, headers=ben),
-            server.get("/v1/sessions/work/file", headers=ben),
-            server.client.delete("/v1/sessions/work", headers=ben),
-            server.post("/slots/0?action=restore", {"filename": "work"}, headers=ben),
+            server.post("/v1/sessions/notes/load", {}, headers=ben),
+            server.get("/v1/sessions/notes/file", headers=ben),
+            server.client.delete("/v1/sessions/notes", headers=ben),
+            server.post("/slots/0?action=restore", {"filename": "notes"}, headers=ben),
         ):
             assert "no session" in error_of(reply, 404)
-        file = server.get("/v1/sessions/work/file", headers=anna).content
+        file = server.get("/v1/sessions/notes/file", headers=anna).content
         assert ask(server, headers=ben)[2] > PAGE, "prompts are not shared"
         took = server.client.put("/v1/sessions", content=file, headers=ben)
         assert took.status_code == 200
-        assert server.client.delete("/v1/sessions/work", headers=anna).status_code == 200
+        assert server.client.delete("/v1/sessions/notes", headers=anna).status_code == 200
         assert len(server.get("/v1/sessions", headers=ben).json()["data"]) == 1
     with serving(tmp_path / "here", keys=keys) as server:
         answer, _, computed = ask(server, headers=ben)
@@ -198,7 +198,7 @@ def test_without_a_disk_cache_nothing_is_saved() -> None:
 
 
 def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
-    file = tmp_path / "work.session"
+    file = tmp_path / "notes.session"
     with serving(tmp_path) as server:
 
         def run(*words: str, fails: bool = False) -> str:
@@ -208,18 +208,18 @@ def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
             assert (found.exit_code != 0) == fails, found.output
             return str(found.exception) if fails else found.output
 
-        assert "has no prompt" in run("save", "work", fails=True)
+        assert "has no prompt" in run("save", "notes", fails=True)
         ask(server)
-        said = run("save", "work")
-        assert said.startswith("Saved work: ")
+        said = run("save", "notes")
+        assert said.startswith("Saved notes: ")
         assert " tokens of demo, " in said
-        assert run("load", "work") == said.replace("Saved", "Loaded")
-        assert "work" in run("list")
-        run("export", "work", str(file))
+        assert run("load", "notes") == said.replace("Saved", "Loaded")
+        assert "notes" in run("list")
+        run("export", "notes", str(file))
         took = run("import", str(file), "--name", "again", "-m", "demo")
-        assert took == said.replace("Saved work", "Imported again")
-        assert run("rm", "work") == "Removed work\n"
-        assert "no session" in run("export", "work", str(tmp_path / "none"), fails=True)
+        assert took == said.replace("Saved notes", "Imported again")
+        assert run("rm", "notes") == "Removed notes\n"
+        assert "no session" in run("export", "notes", str(tmp_path / "none"), fails=True)
         assert not list(tmp_path.glob("none*"))
         assert '"again"' in run("list", "--json")
         file.write_bytes(b"x" * 1000)

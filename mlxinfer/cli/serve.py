@@ -266,8 +266,9 @@ def command(
         store = response_store(options)
         entry = entry_maker(options)
         fetch = fetching(entry) if options.pop("allow_pull") else None
-        models = registry(requested, options)
-        service = ServerState(models, config, store, named_sessions(options["disk_cache"]), fetch)
+        loadable = registry(requested, options)
+        sessions = named_sessions(options["disk_cache"])
+        service = ServerState(loadable, config, store, sessions, fetch)
         routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again

@@ -46,6 +46,10 @@ class KVFormat:
         """(width, dtype) of each part of a vector of `dim` numbers of `dtype`."""
         return [(dim, dtype)]
 
+    def tail_parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """The same of a vector in a tail, where a token is stored before its page is sealed."""
+        return self.parts(dim, dtype)
+
     def encode(self, vectors: mx.array) -> list[mx.array]:
         """(..., dim) -> the parts (..., width)."""
         return [vectors]

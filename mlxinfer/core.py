@@ -396,6 +396,29 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledSpec:
+    """The keys by which an index ranks blocks of tokens: one key for each block, see `PooledLayer`.
+
+    Blocks are `ratio` tokens from a multiple of it. A key is made of what all tokens of its block
+    bring, so the open block at the end of a sequence has none yet.
+    """
+
+    dim: int  # numbers of a key, a multiple of `ratio`
+    raw_dim: int  # numbers that a token brings to the key of its block
+    ratio: int
+    num_ranked: int  # complete blocks that a token sees, those of the highest rank
+    rope_axes: int = 1  # positions by which a key turns: 3 with M-RoPE
+    window: ClassVar[None] = None
+    sinks: ClassVar[int] = 0
+    sees_spans: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return self.dim // self.ratio
+
+
+@dataclass(frozen=True, slots=True)
 class StateSpec:
     """The state that one recurrent layer keeps of a sequence: arrays of fixed size, no positions.
 
@@ -425,8 +448,8 @@ class OwnCacheSpec:
     sees_spans: ClassVar[bool] = False
 
 
-PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token
-CacheSpec = KVSpec | LatentSpec | StateSpec | OwnCacheSpec
+PagedSpec = KVSpec | LatentSpec | PooledSpec  # what lies in pages, for each token
+CacheSpec = PagedSpec | StateSpec | OwnCacheSpec
 
 
 def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:

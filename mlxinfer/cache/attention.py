@@ -18,10 +18,11 @@ from ..metal_kernels.variants import never
 from .chunks import Chunk
 from .gathered import Gathered, gathered_parts
 from .inputs import Segments, StepMetadata
-from .paged import PagedLayer, TailPlace
+from .paged import PagedLayer, SequencePlace, TailPlace
 from .pages import PageGroup
 
 READY = attrgetter("ready")
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 def prepare(
@@ -173,8 +174,8 @@ class Prepared:
     """
 
     __slots__ = (
-        *("_order", "_parts", "_tiled", "chunks", "group", "metadata", "page_writes", "place"),
-        "short",
+        *("_order", "_parts", "_sequences", "_tiled", "chunks", "group", "metadata"),
+        *("page_writes", "place", "short"),
     )
 
     def __init__(
@@ -193,12 +194,34 @@ class Prepared:
         self._parts: list[AttentionPart] = [*short, *chunks]
         self._tiled = self._parts if tiles is None else [*short, tiles]
         self._order = order
+        self._sequences: list[SequencePlace] | None = None
 
     @property
     def num_short(self) -> int:
         """Rows of short segments, which come first in the flat list."""
         chunks = self.metadata.long
         return int(chunks[0].rows[0]) if chunks else len(self.metadata.positions)
+
+    def sequences(self) -> list[SequencePlace]:
+        """The sequences of the step, in flat order, and where all of their tokens lie."""
+        if self._sequences is None:
+            number, ring = self.group.number, 2 * self.group.page_size
+            self._sequences = found = []
+            for short in self.metadata.short:
+                numbers = (short.rows, short.starts, short.counts, short.sealed, short.slots)
+                parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
+                for row, start, count, sealed, slot, tables in parts:
+                    tail = np.arange(sealed, start + count, dtype=np.int32) % ring
+                    runs = tables[number].runs(0, sealed)
+                    pages = mx.array(tables[number].numbers_before(sealed))
+                    rows = slice(row, row + count)
+                    found.append(SequencePlace(rows, start, runs, pages, slot, tail))
+            for chunk, long in zip(self.chunks, self.metadata.long, strict=True):
+                slot = int(long.slots[0])
+                found.append(
+                    SequencePlace(chunk.rows, chunk.start, chunk.reads, None, slot, NO_TOKENS)
+                )
+        return self._sequences
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (T, heads, D) of all rows over what is stored, (T, heads * V)."""

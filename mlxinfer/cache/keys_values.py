@@ -35,7 +35,7 @@ from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
 from .attention import Prepared
 from .chunks import is_fused
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
+from .paged import KEY_BIAS, Choice, Formats, GroupKey, PagedLayer, Stored
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -193,7 +193,12 @@ class KeyValueLayer(PagedLayer):
         return self.restored(prepared.attend(self, queries, softmax))
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        softmax: Softmax,
+        choice: Choice | None = None,
     ) -> mx.array:
         """Store keys and values, then attend over all that each token may see.
 
@@ -204,16 +209,19 @@ class KeyValueLayer(PagedLayer):
             keys: (T, num_kv_heads, key_dim), position-encoded.
             values: (T, num_kv_heads, value_dim).
             softmax: of the layer.
+            choice: of the blocks that each token sees; None: it sees all before it.
 
         Returns:
             (T, num_heads * value_dim), the heads side by side.
         """
         prepared = self.prepared
-        if self._as_they_are:
+        if self._as_they_are and choice is None:
             self.write([[keys], [values]], prepared.place, prepared.page_writes)
             return prepared.attend(self, queries, softmax)
         self.write(self.encode(keys, values), prepared.place, prepared.page_writes)
-        return self.attend_again(queries, softmax)
+        if choice is None:
+            return self.attend_again(queries, softmax)
+        return self.restored(choice.attend(self, self.rotate(queries), softmax))
 
     def attend_again(self, queries: mx.array, softmax: Softmax) -> mx.array:
         """Other queries (T, heads, D) over what this step has stored."""

@@ -69,6 +69,11 @@ class LayerGroup(PageGroup):
     def __post_init__(self) -> None:
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
 
+    @property
+    def whole_pages(self) -> bool:
+        """As of `PageGroup`: where a layer keeps in tails what pages do not have."""
+        return any(layer.whole_pages for layer in self.layers)
+
     # -- arrays ---------------------------------------------------------------------------------
 
     def reset(self, *, at_once: bool) -> None:
@@ -255,10 +260,10 @@ class KVCache:
         self._fixed = num_pages is not None
         here = [layer for i, layer in enumerate(layers) if i not in absent]
         self.paged = paged = paged_of(here)
-        page_bytes = [layer.token_bytes * page_size for layer in paged]
         # A running sequence has tails of two pages, and a state. While a step makes new ones, the
         # old ones are there too.
-        tails_bytes, state_bytes = 2 * sum(page_bytes), sum(layer.state_bytes for layer in here)
+        tails_bytes = 2 * page_size * sum(layer.tail_bytes_each for layer in paged)
+        state_bytes = sum(layer.state_bytes for layer in here)
         most = budget_bytes // MAX_RUNNING_SHARE // max(tails_bytes + 2 * state_bytes, 1)
         self.max_batch = max(1, min(max_batch, most))
         room = budget_bytes - self.max_batch * 2 * (tails_bytes + state_bytes)

@@ -10,12 +10,11 @@ attend to the stored vectors; their first r numbers are the values too. A prefil
 arithmetic where queries are many, and suits fused attention.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..config import KVOptions
 from ..core import LatentSpec
@@ -34,7 +33,6 @@ from ..metal_kernels.stored import PLAIN, KVFormat, Plane, Runs
 from ..metal_kernels.variants import Variant
 from .attention import Prepared, attend_rows
 from .chunks import Chunk, cut_runs
-from .inputs import Ints
 from .keys_values import rotatable
 from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
 
@@ -303,8 +301,9 @@ class RankedLayer(LatentLayer):
         """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""
         outputs: list[mx.array] = []
         rankers, weights, _, chosen = index
-        for rows, start, places in self._sequences():
-            vectors, *keys = (self._read_whole(plane, *places) for plane in self.planes)  # (S, ...)
+        for place in self.prepared.sequences():
+            rows = place.rows
+            vectors, *keys = (self.read_whole(plane, place)[0] for plane in self.planes)  # (S, ...)
             values = vectors[None, None, :, : self.latent_dim]
             heads = max(queries.shape[1], rankers.shape[1])
             block = max(1, MOST_SCORES // (heads * len(vectors)))
@@ -314,8 +313,10 @@ class RankedLayer(LatentLayer):
                 if outputs:
                     some = mx.depends(some, outputs[-1])  # one block's scores at a time
                 if keys:
-                    position = start + first - rows.start
-                    best = ranked(rankers[own], weights[own], keys[0], position, self.num_ranked)
+                    position = place.start + first - rows.start
+                    places = mx.arange(len(vectors))
+                    visible = places <= position + mx.arange(own.stop - first)[:, None]
+                    best = ranked(rankers[own], weights[own], keys[0], visible, self.num_ranked)
                     chosen[first] = best
                 found = mx.fast.scaled_dot_product_attention(
                     some, vectors[None, None], values, scale=scale, mask=chosen[first]
@@ -323,45 +324,19 @@ class RankedLayer(LatentLayer):
                 outputs.append(found[0].swapaxes(0, 1))
         return mx.concatenate(outputs)
 
-    def _sequences(self) -> Iterator[tuple[slice, int, tuple[Runs, int, Ints]]]:
-        """The sequences of a step in flat order, and where all of their tokens lie.
-
-        Yields rows, position of the first, page slots, the slot of a tail, and offsets in it.
-        """
-        prepared, nothing = self.prepared, np.zeros(0, np.int32)
-        for short in prepared.metadata.short:
-            numbers = (short.rows, short.starts, short.counts, short.sealed, short.slots)
-            parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
-            for row, start, count, sealed, slot, tables in parts:
-                tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * self.page_size)
-                runs = tables[prepared.group.number].runs(0, sealed)
-                yield slice(row, row + count), start, (runs, slot, tail)
-        for chunk in prepared.chunks:
-            yield chunk.rows, chunk.start, (chunk.reads, 0, nothing)
-
-    def _read_whole(self, plane: Plane, runs: Runs, slot: int, tail: Ints) -> mx.array:
-        """(S, D) of all tokens of a sequence, in order."""
-        parts = [plane.read_runs(runs)] if runs else []
-        if len(tail):
-            vectors = plane.decode([part[slot] for part in plane.own_tails(self.page_size)])
-            parts.append(vectors[:, mx.array(tail)])
-        return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))[0]
-
 
 def ranked(
-    queries: mx.array, weights: mx.array, keys: mx.array, position: int, count: int
+    queries: mx.array, weights: mx.array, keys: mx.array, visible: mx.array, count: int
 ) -> mx.array:
-    """(n, S) whether a token is among the `count` best of those up to the query's own.
+    """(n, S) whether an entry is among the `count` best of those that are visible.
 
     Args:
-        queries: (n, Hi, di), the first at `position`.
+        queries: (n, Hi, di).
         weights: (n, Hi).
-        keys: (S, di) from position 0 on.
-        position: of the first query.
-        count: tokens that are seen.
+        keys: (S, di).
+        visible: (n, S).
+        count: entries that are seen.
     """
-    places = mx.arange(len(keys))
-    visible = places <= position + mx.arange(len(queries))[:, None]  # (n, S)
     if len(keys) <= count:
         return visible
     scores = queries.astype(mx.float32) @ keys.astype(mx.float32).T  # (n, Hi, S)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, StateSpec
+from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, PooledSpec, StateSpec
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
@@ -18,6 +18,7 @@ from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
 from .paged import Formats, PagedLayer
+from .pooled import PooledLayer
 from .state import OwnCaches, SequenceLayer, StateLayer
 
 LayerCache = PagedLayer | SequenceLayer
@@ -25,6 +26,7 @@ LayerCache = PagedLayer | SequenceLayer
 LAYERS: dict[type, Any] = {
     KVSpec: KeyValueLayer,
     LatentSpec: LatentLayer,
+    PooledSpec: PooledLayer,
     StateSpec: StateLayer,
     OwnCacheSpec: OwnCaches,
 }

@@ -14,7 +14,7 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +47,37 @@ GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chun
 
 PageWrites = Sequence[tuple[int, Runs]]
 """Of each prefill chunk: its first row of the step, and the page slots of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlace:
+    """The tokens of one sequence in a step, and where it and all tokens before lie.
+
+    Attributes:
+        rows: of the step's flat list.
+        start: position of the first of them.
+        runs: page slots of its first tokens.
+        pages: (n,) the pages that these lie in; None for a prefill chunk.
+        slot: of its tail.
+        tail: (N,) offsets in the tail, of the tokens that come after them.
+    """
+
+    rows: slice
+    start: int
+    runs: Runs
+    pages: mx.array | None
+    slot: int
+    tail: Ints
+
+    @property
+    def stop(self) -> int:
+        """One past the position of its last token."""
+        return self.start + self.rows.stop - self.rows.start
+
+    @property
+    def sealed(self) -> int:
+        """Tokens that are read from pages."""
+        return self.stop - len(self.tail)
 
 
 @dataclass(slots=True)
@@ -109,6 +140,14 @@ class TailPlace:
         return self._marks[num_slots]
 
 
+class Choice(Protocol):
+    """The tokens that each token of a step sees, where a layer does not see all before it."""
+
+    def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
+        """Queries (T, heads, D) over what a layer has stored of these, (T, heads * V)."""
+        ...
+
+
 def padded(numbers: Ints) -> mx.array:
     """(N,) -> (max(N, 8),), zeros at the end."""
     if len(numbers) >= MIN_NUMBERS:
@@ -146,9 +185,9 @@ def finish(arrays: object) -> None:
     mx.synchronize()  # the stream of this thread, on which all is computed
 
 
-def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
+def part_bytes(parts: Sequence[tuple[int, mx.Dtype]]) -> int:
     """Bytes of one stored vector, scales and biases included."""
-    return sum(width * kind.size for width, kind in fmt.parts(dim, dtype))
+    return sum(width * kind.size for width, kind in parts)
 
 
 class PagedLayer(ABC):
@@ -170,6 +209,7 @@ class PagedLayer(ABC):
         prepared: the current step, as `attention.prepare` gave it for the layer's group.
         heads: settings of the kernel that writes heads in this step; None: the mixer does its work.
         token_bytes: that are kept of one token.
+        tail_bytes_each: that are kept of one token in a tail.
         read_bytes: of one token's keys and values, as they are attended to.
         ready: for how many query tokens of a sequence the attention kernel may be used.
         tiles: prefill chunks attend through a kernel.
@@ -180,6 +220,7 @@ class PagedLayer(ABC):
     """
 
     is_paged = True
+    whole_pages = False  # whether a sequence can go on only where a page ends
     state_bytes = 0  # of a sequence as a whole
     subtracts_bias = False
     form: Hashable
@@ -208,7 +249,10 @@ class PagedLayer(ABC):
         self._kinds, self._heads, self._joined = kinds, heads, joined
         self._tail_heads = 2 * heads if joined else heads
         self.read_bytes = spec.numbers * dtype.size
-        self.token_bytes = heads * sum(vector_bytes(fmt, dim, dtype) for fmt, dim in kinds)
+        self.token_bytes = heads * sum(part_bytes(fmt.parts(dim, dtype)) for fmt, dim in kinds)
+        self.tail_bytes_each = heads * sum(
+            part_bytes(fmt.tail_parts(dim, dtype)) for fmt, dim in kinds
+        )
 
     def take_from(self, mixer: Any) -> None:
         """Take what storing needs of the layer's mixer; by default nothing."""
@@ -227,7 +271,7 @@ class PagedLayer(ABC):
         self._tails = [
             [
                 mx.zeros((num_slots * self._tail_rows, width), kind)
-                for width, kind in fmt.parts(dim, self.dtype)
+                for width, kind in fmt.tail_parts(dim, self.dtype)
             ]
             for fmt, dim in (kinds[:1] if self._joined else kinds)
         ]
@@ -253,18 +297,18 @@ class PagedLayer(ABC):
 
     def views(self) -> tuple[Plane, Plane]:
         """The planes as attention reads keys and values."""
-        return self.planes[0], self.planes[1]
+        return self.planes[0], self.planes[-1]
 
-    @abstractmethod
     def attention_variants(self, mixer: Any) -> dict[int, Variant]:
         """The kernel for short segments, by query tokens; numbers without one are left out.
 
         `mixer`: of the layer.
         """
+        return {}
 
-    @abstractmethod
     def prefill_variant(self, mixer: Any) -> Variant | None:
         """The kernel for prefill chunks; None: there is none, or MLX's fused attention serves."""
+        return None
 
     def heads_of(self, mixer: Any) -> Heads | None:
         """The kernel that takes the mixer's projection apart; None: there is no such kernel."""
@@ -356,6 +400,28 @@ class PagedLayer(ABC):
             keys[0] if own.as_stored else own.decode(keys),
             values[0] if other.as_stored else other.decode(values),
         )
+
+    def read_whole(self, plane: Plane, place: SequencePlace) -> mx.array:
+        """(H, S, D) of all tokens of a sequence, in order."""
+        parts = [plane.read_runs(place.runs)] if place.runs else []
+        if len(place.tail):
+            vectors = plane.decode([part[place.slot] for part in plane.own_tails(self.page_size)])
+            parts.append(vectors[:, mx.array(place.tail)])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+    def read_tokens(self, plane: Plane, place: SequencePlace, tokens: mx.array) -> mx.array:
+        """(H, n, K, D) of some tokens (n, K) of a short segment's sequence, gathered."""
+        assert place.pages is not None, "chunks read all that they see"
+        size, tokens = self.page_size, mx.minimum(tokens, place.stop - 1)
+        offsets = tokens % (2 * size)
+        found = [part[place.slot][:, offsets] for part in plane.own_tails(size)]
+        if place.runs:
+            numbers = mx.minimum(tokens // size, len(place.pages) - 1)
+            slots = place.pages[numbers] * size + tokens % size
+            is_sealed = (tokens < place.sealed)[..., None]
+            pairs = zip(plane.pages, found, strict=True)
+            found = [mx.where(is_sealed, pages[:, slots], tail) for pages, tail in pairs]
+        return plane.decode(found)
 
     def read_pages(self, ids: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values (H, B, n * P, D) of pages `ids` (B, n), gathered.

@@ -372,6 +372,11 @@ class PageGroup:
         return self.window.kept_pages(self.page_size)
 
     @property
+    def whole_pages(self) -> bool:
+        """Whether a sequence can go on only where a page ends."""
+        return False
+
+    @property
     def recycles(self) -> bool:
         """Whether pages of a running sequence ever become free."""
         return self.num_skippable(ENDLESS) > 0

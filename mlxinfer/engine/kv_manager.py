@@ -42,6 +42,7 @@ class KVManager:
         self.allocators = [group.allocator for group in groups]
         self.page_size = groups[0].page_size
         self.reuse = reuse
+        self._alignment = self.page_size if any(group.whole_pages for group in groups) else 1
         self._recycling = [(g, group) for g, group in enumerate(groups) if group.recycles]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
@@ -108,7 +109,7 @@ class KVManager:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         whole = () if sequence.pictures is None else sequence.pictures.spans
         name, keys = sequence.namespace, sequence.key_ids
-        point = self.tree.probe(name, keys, limit=limit, whole=whole)
+        point = self.tree.probe(name, keys, limit=limit, alignment=self._alignment, whole=whole)
         while True:
             lease = self.tree.lock(point, priority=sequence.request.priority)
             if self._room(point, sequence, spare):
@@ -274,6 +275,7 @@ class KVManager:
             written = sequence.num_sealed
             if sequence.started:
                 written = min(sequence.num_computed, sequence.num_known)
+            written -= written % self._alignment
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]
                 self._closing.append(Move(tables, sequence.slot, sequence.num_sealed, written))

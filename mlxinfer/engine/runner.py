@@ -250,6 +250,8 @@ class Forward:
         )
         if step.feature_rows is not None:
             seen.features = self._features(step, step.feature_rows, features)
+        # Experts that stay in their files evaluate what comes before them as the step is built.
+        seen.late = [] if self.model.expert_store is None else None
         hidden = self.model(ids, seen)
         prompt = [
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
@@ -262,6 +264,8 @@ class Forward:
                 adapters = adapters[step.rows]
             logits = self.model.logits(wanted, adapters)  # (R, vocab)
         unused = [] if step.num_rows else [hidden]
+        for work in seen.late or ():
+            work()
         return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
 
     def _features(self, step: StepInputs, rows: Ints, arrays: Seq[mx.array]) -> StepFeatures | None:

@@ -147,12 +147,14 @@ class Attention(AttentionShape, Mixer):
             comes behind it, and the spec says so; None: nothing is known of such.
         make_heads: settings of the one kernel that stands for norms, rope and storing; None: there
             is no such kernel for this layer.
+        indexer: chooses the tokens that each token sees; None: it sees all before it.
     """
 
     __slots__ = (
         "gate",
         "gate_proj",
         "heads_shape",
+        "indexer",
         "k_start",
         "key_bias",
         "norm_last",
@@ -188,6 +190,7 @@ class Attention(AttentionShape, Mixer):
         gate: Activation = mx.sigmoid,
         key_bias: mx.array | None = None,
         make_heads: HeadsMaker | None = None,
+        indexer: Mixer | None = None,
     ) -> None:
         assert spec.key_bias == (key_bias is not None)
         apart = norm_last or query_scale is not None
@@ -207,6 +210,12 @@ class Attention(AttentionShape, Mixer):
         self.gate_proj = gate_proj
         self.gate = gate
         self.key_bias = key_bias
+        self.indexer = indexer
+
+    @property
+    def parts(self) -> Sequence[Mixer]:
+        """This mixer, and its indexer."""
+        return (self,) if self.indexer is None else (self, self.indexer)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None: those of attention belong to the cache."""
@@ -216,8 +225,9 @@ class Attention(AttentionShape, Mixer):
         """x (T, hidden) -> (T, hidden), plus the residual."""
         cache = step.caches[self]
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
+        choice = [] if self.indexer is None else [self.indexer(x, step)]
         outputs: mx.array
-        if cache.heads is not None:
+        if cache.heads is not None and not any(choice):
             outputs = cache.attend_heads(projected, self.softmax)
         else:
             qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
@@ -233,7 +243,7 @@ class Attention(AttentionShape, Mixer):
                 queries = self.query_scale(queries, step.prepared[self.query_scale])
             if self.v_norm is not None:
                 values = self.v_norm(values)
-            outputs = cache.attend(queries, keys, values, self.softmax)
+            outputs = cache.attend(queries, keys, values, self.softmax, *choice)
         if self.gate_proj is not None:
             gates = self.gate(self.gate_proj(x))[..., None]
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)

@@ -34,9 +34,10 @@ class GatedDeltaNet(RecurrentMixer):
         spec: of two states, the convolution's and (Hv, Dv, Dk).
         bound: of the logarithm of a decay, as of `DeltaStep`; 0: there is none.
         strongest: the limit of strengths, as of `DeltaStep`.
+        sigmoid_gates: outputs are multiplied by the sigmoid of their gates; else by its silu.
     """
 
-    __slots__ = ("conv", "gates", "norm", "rate", "step_bias", "value_heads")
+    __slots__ = ("conv", "gates", "norm", "rate", "sigmoid_gates", "step_bias", "value_heads")
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class GatedDeltaNet(RecurrentMixer):
         spec: StateSpec,
         bound: float = 0.0,
         strongest: float = 1.0,
+        sigmoid_gates: bool = False,
     ) -> None:
         heads, value_dim, key_dim = spec.shapes[1][0]
         channels, inner = conv.weight.shape[0], heads * value_dim
@@ -73,6 +75,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.gates = slice(channels, channels + inner)  # output gates among the outputs of in_proj
         self.conv = conv
         self.norm = norm
+        self.sigmoid_gates = sigmoid_gates
         self.rate = mx.exp(log_rate)
         self.step_bias = step_bias
 
@@ -80,7 +83,8 @@ class GatedDeltaNet(RecurrentMixer):
         """x (T, hidden) -> the input of out_proj, (T, Hv * Dv)."""
         projected = self.in_proj(x)
         gate = projected[:, self.gates]
-        return self.normed([projected], step) * (gate * mx.sigmoid(gate))
+        factor = mx.sigmoid(gate) if self.sigmoid_gates else gate * mx.sigmoid(gate)
+        return self.normed([projected], step) * factor
 
     def normed(self, rows: Arrays, step: Step) -> mx.array:
         """The outputs of the recurrence for rows (T, ...), normalised, (T, Hv * Dv)."""

@@ -114,10 +114,14 @@ class Step:
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
         index: of the last layer that had an indexer, see `cache.latent.Index`.
+        ids: (T,) int32 of the tokens, for layers that read them; None: no layer does.
+        late: host work that fills arrays of the step, to be done when all of it is built and before
+            any of it is evaluated. None: it is done at once.
     """
 
     __slots__ = (
-        *("adapters", "caches", "features", "index", "per_layer", "positions", "prepared"),
+        *("adapters", "caches", "features", "ids", "index", "late", "per_layer", "positions"),
+        "prepared",
         *("rope_variants", "taps", "token_types"),
     )
 
@@ -139,7 +143,19 @@ class Step:
         self.token_types: mx.array | None = None
         self.features: StepFeatures | None = None
         self.index: Any = None
+        self.ids: mx.array | None = None
+        self.late: list[Callable[[], None]] | None = None
         self.prepared = PreparedRopes(positions, rope_variants)
+
+    def on_host(self, work: Callable[[], None]) -> None:
+        """Do work on the host that waits for tokens of the step before, as late as it can be.
+
+        What the step computes is built meanwhile, while the GPU works on the step before.
+        """
+        if self.late is None:
+            work()
+        else:
+            self.late.append(work)
 
 
 Passed = tuple[mx.array, mx.array | None]

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
-from ..layers.attention import Attention, LayerMixer, heads_maker
+from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated, softplus
 from ..layers.moe import Choose
@@ -311,7 +311,12 @@ class Family:
             soft_cap=config.score_softcap,
             key_bias=key_bias,
             make_heads=make_heads,
+            indexer=self.indexer(index),
         )
+
+    def indexer(self, index: int) -> Mixer | None:
+        """The part of a layer that chooses the tokens which each token sees; None: all before."""
+        return None
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import KVSpec, LatentSpec, StateSpec
+from mlxinfer.core import CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
 from mlxinfer.layers.step import Step, StepFeatures
 
 
@@ -25,7 +25,7 @@ class DenseLayerKV:
         self.segments: Sequence[tuple[str, int]] = []
         self.spans: dict[str, list[range]] = {}  # whose tokens see each other
 
-    def attend(self, queries, keys, values, softmax):
+    def attend(self, queries, keys, values, softmax, choice=None):
         spec = self.spec
         num_tokens = sum(count for _, count in self.segments)
         assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
@@ -33,9 +33,20 @@ class DenseLayerKV:
         outputs, start = [], 0
         for name, count in self.segments:
             rows = slice(start, start + count)
-            outputs.append(self._attend_one(name, queries[rows], keys[rows], values[rows], softmax))
+            whole = queries[rows], keys[rows], values[rows]
+            one = self._attend_one(name, *whole, softmax)
+            if choice is not None:
+                one = self._over_chosen(name, queries[rows], choice[rows], softmax)
+            outputs.append(one)
             start += count
         return mx.concatenate(outputs).flatten(1)
+
+    def _over_chosen(self, name, queries, seen, softmax):
+        past, found = self.past[name], []
+        for query, tokens in zip(queries, seen, strict=True):
+            some = [part[mx.array(tokens)] for part in past]
+            found.append(masked_attention(query[None], *some, **softmax._asdict()))
+        return mx.concatenate(found)
 
     def attend_again(self, queries, softmax):
         outputs, start = [], 0
@@ -133,6 +144,41 @@ class DenseRankedCache(DenseLatentCache):
         return mx.concatenate(outputs)
 
 
+class DensePooledCache:
+    """What all tokens of a sequence bring to an index, and the tokens that each of a step sees."""
+
+    def __init__(self, spec: PooledSpec, pool) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.past: dict[str, tuple[mx.array, mx.array]] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    def choose(self, queries, weights, raw, positions):
+        assert raw.shape == (sum(count for _, count in self.segments), self.spec.raw_dim)
+        seen, start, ratio = [], 0, self.spec.ratio
+        for name, count in self.segments:
+            rows = slice(start, start + count)
+            new = raw[rows], positions[..., rows]
+            before = self.past.get(name, (raw[:0], positions[..., :0]))
+            whole = [mx.concatenate(pair, axis) for *pair, axis in zip(before, new, (0, -1))]
+            self.past[name] = tuple(whole)
+            num_blocks = len(whole[0]) // ratio
+            keys = np.zeros((0, self.spec.dim))
+            if num_blocks:
+                blocks = mx.unflatten(whole[0][: num_blocks * ratio], 0, (-1, ratio))
+                firsts = whole[1][..., : num_blocks * ratio : ratio]
+                keys = np.array(self.pool(blocks, firsts))
+            for row in range(start, start + count):
+                stop = len(whole[0]) - (rows.stop - row) + 1
+                scores = np.maximum(np.array(queries[row]) @ keys[: stop // ratio].T, 0)
+                ranks = -(np.array(weights[row]) @ scores)
+                best = np.sort(np.argsort(ranks, kind="stable")[: self.spec.num_ranked])
+                tokens = [block * ratio + i for block in best.tolist() for i in range(ratio)]
+                seen.append([*tokens, *range(stop - stop % ratio, stop)])
+            start += count
+        return seen
+
+
 def no_kernel():
     """Where states lie, which only kernels ask."""
     raise AssertionError("no kernel is used here")
@@ -148,7 +194,7 @@ class DenseStateCache:
 
     def recur(self, rows, advance):
         outputs, start = [], 0
-        zeros = [mx.zeros((1, *shape)) for shape, _ in self.spec.shapes]
+        zeros = [mx.zeros((1, *shape), getattr(mx, dtype)) for shape, dtype in self.spec.shapes]
         for name, count in self.segments:
             inputs = [x[start : start + count][None] for x in rows]
             before = self.past.get(name, zeros)
@@ -165,8 +211,10 @@ class DenseStateCache:
         return mx.concatenate(outputs)
 
 
-def dense_cache(spec: KVSpec | LatentSpec | StateSpec):
+def dense_cache(mixer, spec: CacheSpec):
     """Of the kind that a layer needs."""
+    if isinstance(spec, PooledSpec):
+        return DensePooledCache(spec, mixer.pool)
     if isinstance(spec, StateSpec):
         return DenseStateCache(spec)
     if not isinstance(spec, LatentSpec):
@@ -179,7 +227,7 @@ class DenseCache:
 
     def __init__(self, model) -> None:
         self.layers = {
-            mixer: dense_cache(spec)
+            mixer: dense_cache(mixer, spec)
             for mixer, spec in zip(model.mixers, model.cache_specs, strict=True)
         }
         self.lengths: dict[str, int] = {}

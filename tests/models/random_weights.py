@@ -11,15 +11,20 @@ import numpy as np
 from models.shapes import shapes
 
 # Types whose norm weights are stored less one.
-LESS_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "muse_glimmer", "step3p5")
+LESS_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "muse_glimmer", "step3p5", "qwen4")
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: bool) -> np.ndarray:
-    """float32 values that depend on name, shape and seed alone; no kind is trivial.
+    """Values that depend on name, shape and seed alone, float32 or int64; no kind is trivial.
 
     `less_one`: norm weights are stored less one, but for those inside of a recurrent layer.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    if "ple_embedding" in name and len(shape) == 1:  # how ids become rows of a table
+        each = np.arange(shape[0], dtype=np.int64)
+        if name.endswith("multipliers"):
+            return int.from_bytes(digest[:5], "little") * (2 * each + 3) | 1
+        return 21 * each if name.endswith("offsets") else 11 + 2 * each
     noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
     if name.endswith(("norm.weight", "norm_f.weight")) or "layernorm_" in name:
         values = 0.2 * noise + (0.0 if less_one and "linear_attn" not in name else 1.0)

@@ -49,6 +49,7 @@ class Qwen3Next(Family):
     head_norms = True
     axes_in_turn = True  # in Qwen 3.5
     windows = False
+    sigmoid_gates: bool = False  # of Gated DeltaNet; else silu
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -83,6 +84,7 @@ class Qwen3Next(Family):
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
             spec=state,
+            sigmoid_gates=self.sigmoid_gates,
         )
 
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:

@@ -41,8 +41,9 @@ from ..language import arrays
 from ..quantization import QuantFormat, Quantization, format_of_shapes
 from .matrix import StoredMatrix, combined, fused
 from .placing import IN_MEMORY, NOWHERE, Placing
+from .row_table import FileRows
 from .source import Source
-from .tensors import FLOATS, Tensor, choose_dtype, loaded, stacked
+from .tensors import FLOATS, Tensor, choose_dtype, loaded, side_by_side, stacked
 
 _PARTS = ("weight", "scales", "biases")
 Watch = Callable[[int, int], None]
@@ -326,6 +327,36 @@ class Weights:
                 sources=(replace(rows_of, path=stack),),
             )
         )
+
+    def rows_in_files(self, paths: Sequence[str], width: int) -> FileRows:
+        """A table that stays in its files, (rows, width), dense or quantised.
+
+        Args:
+            paths: of its parts, one behind the other.
+            width: numbers of a row.
+
+        Raises:
+            CheckpointError: its parts have different formats.
+        """
+        found = [self._fields_in_files(path, width) for path in paths]
+        forms = {form for form, _ in found}
+        by_field = list(zip(*[fields for _, fields in found], strict=len(forms) == 1))
+        if len(forms) > 1 or any(len({each.dtype for each in some}) > 1 for some in by_field):
+            raise CheckpointError(f"Parts of {paths[0]!r} have different formats; expected one.")
+        fields = [side_by_side(some, -2) for some in by_field]
+        return FileRows(fields, next(iter(forms)), self.dtype)
+
+    def _fields_in_files(self, path: str, width: int) -> tuple[QuantFormat | None, list[Tensor]]:
+        """The format of a matrix of `width` columns, and its fields as they are stored."""
+        shape = self.shape(f"{path}.weight")[0], width
+        if f"{path}.scales" not in self:
+            return None, [self._found(f"{path}.weight", shape, FLOATS)]
+        form, words, groups = self._packing(path, shape)
+        affine = form.mode == "affine"
+        kinds = FLOATS if affine else [mx.uint8]
+        fields = [self._found(f"{path}.weight", words, [mx.uint32])]
+        names = ("scales", "biases") if affine else ("scales",)
+        return form, [*fields, *[self._found(f"{path}.{n}", groups, kinds) for n in names]]
 
     def _matrix(
         self,

@@ -1,0 +1,158 @@
+"""Hyper-connections (arXiv 2409.19606): the residual is several streams of hidden states.
+
+Each block reads a mixture of the streams, and its output is added to each of them with a weight of
+its own. All weights follow from the streams of the token itself: nothing is kept between tokens.
+
+T = tokens of the step, n = streams, side by side: (T, n * hidden).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
+from .attention import LayerMixer, Mixer
+from .linear import Projection
+from .mlp import FeedForward
+from .norm import Norm
+from .step import Layer, Passed, Step
+
+Block = Callable[[mx.array], mx.array]
+"""A block of a layer: hidden states (T, hidden) -> its output (T, hidden)."""
+
+
+class Connection(Protocol):
+    """The way from the streams into a block and back."""
+
+    def __call__(self, x: mx.array, block: Block) -> mx.array:
+        """Streams x (T, n * hidden) -> the same after the block."""
+        ...
+
+
+class Inject(Protocol):
+    """A part of a layer that adds to the streams before its blocks read them."""
+
+    @property
+    def parts(self) -> Sequence[Mixer]:
+        """Its mixers, each with a cache of its own."""
+        ...
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the part."""
+        ...
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """What is added to streams x (T, n * hidden), of that shape."""
+        ...
+
+
+class StreamMixture:
+    """One hidden state of n streams: their mean, each number with a gate of low rank.
+
+    Args:
+        norm: over each stream, (T, n, hidden) to the same shape.
+        down: (T, n * hidden) -> (T, rank).
+        up: (T, rank) -> (T, n * hidden), the gates before their sigmoid.
+        num_streams: n.
+    """
+
+    __slots__ = ("down", "norm", "num_streams", "up")
+
+    def __init__(self, norm: Norm, down: Projection, up: Projection, num_streams: int) -> None:
+        self.norm = norm
+        self.down = down
+        self.up = up
+        self.num_streams = num_streams
+
+    def normed(self, x: mx.array) -> mx.array:
+        """Streams x (T, n * hidden), each normalised by itself."""
+        return self.norm(mx.unflatten(x, -1, (self.num_streams, -1))).flatten(-2)
+
+    def mixed(self, normed: mx.array) -> mx.array:
+        """Normalised streams (T, n * hidden) -> (T, hidden)."""
+        inner = self.down(normed) / self.num_streams
+        gates = mx.sigmoid(self.up(inner * mx.sigmoid(inner)))
+        return mx.unflatten(gates * normed, -1, (self.num_streams, -1)).mean(axis=-2)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Streams x (T, n * hidden) -> (T, hidden)."""
+        return self.mixed(self.normed(x))
+
+
+class GatedConnection:
+    """The block reads the mixture; each stream takes its output times 2 * sigmoid of a number.
+
+    Args:
+        mixture: of the streams.
+        weights: of normalised streams (T, n * hidden) -> (T, n), a number for each stream.
+    """
+
+    __slots__ = ("mixture", "weights")
+
+    def __init__(self, mixture: StreamMixture, weights: Projection) -> None:
+        self.mixture = mixture
+        self.weights = weights
+
+    def __call__(self, x: mx.array, block: Block) -> mx.array:
+        """As of `Connection`."""
+        normed = self.mixture.normed(x)
+        shares = 2 * mx.sigmoid(self.weights(normed) / self.mixture.num_streams)  # (T, n)
+        y = block(self.mixture.mixed(normed))
+        return x + (shares[..., None] * y[..., None, :]).flatten(-2)
+
+
+class Streams:
+    """The entry of a decoder: every stream begins with the embedding. Layers may read ids."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> (T, count * hidden)."""
+        step.ids = ids
+        return mx.tile(x, (1, self.count))
+
+
+class StreamLayer(Layer):
+    """A layer whose residual is several streams. Its norms are parts of its connections.
+
+    Args:
+        mixer, mlp: the blocks.
+        connections: of the mixer, and of the other block.
+        inject: what is added before; None: nothing is.
+    """
+
+    __slots__ = ("connections", "inject", "mixer", "mlp")
+
+    def __init__(
+        self,
+        mixer: LayerMixer,
+        mlp: FeedForward,
+        connections: tuple[Connection, Connection],
+        inject: Inject | None = None,
+    ) -> None:
+        self.mixer = mixer
+        self.mlp = mlp
+        self.connections = connections
+        self.inject = inject
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        """Those of `inject`, which come first, and those of the mixer."""
+        return [*(() if self.inject is None else self.inject.parts), *self.mixer.parts]
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of all parts; those of attention belong to the cache."""
+        return kernels_of(model, self.inject, self.mixer, self.mlp)
+
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
+        """Streams x (T, n * hidden) to the same shape."""
+        if self.inject is not None:
+            x = x + self.inject(x, step)
+        to_mixer, to_mlp = self.connections
+        x = to_mixer(x, partial(self.mixer, step=step))
+        return to_mlp(x, self.mlp), None

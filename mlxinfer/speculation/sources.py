@@ -133,7 +133,7 @@ def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
             "not give; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
-    if model.config.fields.get("altup_num_inputs"):  # Gemma 3n
+    if model.config.fields.get("altup_num_inputs", "hc_count"):  # Gemma 3n, Qwen4-Exp
         raise InvalidRequestError(
             f"speculate={kind!r} reads one hidden state of a token, and this model has several "
             "streams of them; use 'ngram', or 'draft' with a draft model.",

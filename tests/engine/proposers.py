@@ -19,7 +19,7 @@ from speculation.head_checkpoints import (
 )
 
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import LatentSpec
+from mlxinfer.core import PooledSpec
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
@@ -62,7 +62,8 @@ def draft_of(
     """The model itself, with proposals that hold, or another one, with little or much room."""
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
     sizes = sizes_of(rng)
-    if any(isinstance(spec, LatentSpec) and spec.index_dim for spec in draft.cache_specs):
+    specs = draft.cache_specs
+    if any(isinstance(s, PooledSpec) or getattr(s, "index_dim", 0) for s in specs):
         sizes = replace(sizes, kv=KVOptions())  # it chooses what it sees among all
     return made_half_right(
         HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1),
@@ -160,8 +161,9 @@ def block_draft_of(model: Model) -> BlockDraft:
 
 
 def has_hidden_states(model: LanguageModel) -> bool:
-    """Whether heads can read one hidden state of each token; Gemma 3n has several streams."""
-    return isinstance(model, Model) and not model.config.model_type.startswith("gemma3n")
+    """Whether heads can read one hidden state of each token; some models have several streams."""
+    streams = ("gemma3n", "qwen4_exp")
+    return isinstance(model, Model) and not model.config.model_type.startswith(streams)
 
 
 def some_proposer(

@@ -43,7 +43,7 @@ from hypothesis import strategies as st
 from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import FinishReason, KVSpec, LatentSpec, SamplingParams
+from mlxinfer.core import CacheSpec, FinishReason, KVSpec, LatentSpec, PooledSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.runner import NO_FOLLOWERS
 from mlxinfer.images import Picture, PlacedPicture
@@ -69,6 +69,7 @@ ALL_CASES = (
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", "olmo_hybrid-v4", *TURNING),
+    *("qwen4_exp_text-v4", "qwen4_exp_text-v5"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
@@ -211,8 +212,10 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
     if case.startswith("zoo ") or not (ALL_SEE or draw(st.booleans())):
         return None
     turns = model_of(case).rope_axes == 3
-    one_stream = not case.startswith("gemma3n")  # else what is added to a layer's output has none
-    return Sight(draw(st.booleans()), draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
+    # Else what is added to a layer's output has none.
+    one_stream = not case.startswith(("gemma3n", "qwen4_exp"))
+    spans = not ranked_specs(case) and draw(st.booleans())
+    return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
 
 
 @st.composite
@@ -289,10 +292,14 @@ def hides_biases(case: str) -> bool:
     return has_biases and not all(spec.key_bias for spec in specs)
 
 
-def ranked_specs(case: str) -> list[LatentSpec]:
+def ranked_specs(case: str) -> list[CacheSpec]:
     """Of layers with an indexer."""
-    specs = [spec for spec in model_of(case).cache_specs if isinstance(spec, LatentSpec)]
-    return [spec for spec in specs if spec.index_dim]
+    specs = model_of(case).cache_specs
+    return [
+        spec
+        for spec in specs
+        if isinstance(spec, PooledSpec) or (isinstance(spec, LatentSpec) and spec.index_dim)
+    ]
 
 
 def play(

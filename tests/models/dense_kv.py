@@ -160,7 +160,9 @@ class DensePooledCache:
             rows = slice(start, start + count)
             new = raw[rows], positions[..., rows]
             before = self.past.get(name, (raw[:0], positions[..., :0]))
-            whole = [mx.concatenate(pair, axis) for *pair, axis in zip(before, new, (0, -1))]
+            whole = [
+                mx.concatenate(pair, axis) for *pair, axis in zip(before, new, (0, -1), strict=True)
+            ]
             self.past[name] = tuple(whole)
             num_blocks = len(whole[0]) // ratio
             keys = np.zeros((0, self.spec.dim))

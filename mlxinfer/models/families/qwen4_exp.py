@@ -206,7 +206,7 @@ class Qwen4Exp(Qwen3_5MoE):
         names = {"layer_multipliers": longest}
         names |= {"ngram_heads_vocab_sizes": count, "ngram_heads_offsets": count}
         multipliers, sizes, offsets = (
-            np.array(self.weights.raw(f"{path}.{name}", (length,))).astype(np.int64)
+            np.array(self.weights.raw(f"{path}.{name}", (length,)).astype(mx.int64))
             for name, length in names.items()
         )
         if int((offsets + sizes).max()) > num_rows:

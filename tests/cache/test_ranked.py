@@ -29,7 +29,8 @@ def test_the_best_are_seen(start: int, rows: int, behind: int, count: int, seed:
         rng.integers(-1, 2, shape).astype(np.float32)
         for shape in ((rows, HEADS, DIM), (rows, HEADS), (start + rows + behind, DIM))
     )
-    seen = np.array(ranked(*(mx.array(a) for a in (queries, weights, keys)), start, count))
+    visible = mx.arange(len(keys)) <= start + mx.arange(rows)[:, None]
+    seen = np.array(ranked(*(mx.array(a) for a in (queries, weights, keys)), visible, count))
     for row in range(rows):
         visible = keys[: start + row + 1]
         scores = np.maximum(queries[row] @ visible.T, 0)  # (HEADS, S)

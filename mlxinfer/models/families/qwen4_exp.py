@@ -76,8 +76,9 @@ class Qwen4Exp(Qwen3_5MoE):
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         """All streams. Layers with n-grams need token ids, which only the first stage has."""
+        last = max(_ngram_layers(config.fields), default=0)
         width = config.fields.integer("hc_count") * config.hidden_size
-        return BetweenStages((width,), last_cut=0 if _ngram_layers(config.fields) else None)
+        return BetweenStages((width,), bound=frozenset(range(1, last + 1)))
 
     @classmethod
     def rename(cls, name: str) -> str | None:

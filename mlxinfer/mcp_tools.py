@@ -161,7 +161,7 @@ class McpTools:
         client = self._clients[server]
         try:
             result = await client.call_tool(name, arguments)
-        except Exception:
+        except Exception:  # whatever it is, the server may have ended
             await self._note_end(server, client)
             raise
         texts = [p.text if p.type == "text" else f"[{p.type}]" for p in result.content]
@@ -172,7 +172,7 @@ class McpTools:
         """Note that a server has ended, so that the next call starts it again."""
         try:
             await client.send_ping()
-        except Exception as error:
+        except Exception as error:  # a server that ended
             self.failures.setdefault(server, _reason(error))
 
 

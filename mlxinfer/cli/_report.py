@@ -27,12 +27,12 @@ import mlx.core as mx
 
 from .. import hub
 from ..backend import command_buffer_limits
-from ..bench.report import describe_machine
+from ..bench.report import Report, Table, describe_machine, markdown
 from ..bench.speed import has_room, measure, prompts, token_times
 from ..engine.kernels import KERNELS_VARIABLE
 from ..errors import InvalidRequestError, MlxinferError
 from ..llm import LLM
-from ..memory import total_memory_bytes
+from ..memory import human_bytes, total_memory_bytes
 from ..roofline import Machine, estimate, machine
 from ._inspect import Summary, summarise
 from ._kernels import kernel_report
@@ -197,8 +197,6 @@ def write(path: Path, report: Data) -> None:
     Raises:
         InvalidRequestError: a file cannot be written.
     """
-    from ._report_page import page
-
     try:
         markdown = page(report)
     except Exception as error:  # the data is what counts
@@ -215,6 +213,54 @@ def write(path: Path, report: Data) -> None:
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise InvalidRequestError(f"{place} cannot be written: {error.strerror}.") from None
+
+
+# -- the page of Markdown ---------------------------------------------------------------------
+
+MAX_CELL = 400  # characters: an issue takes 65,536
+
+
+def page(report: Data) -> str:
+    """Every part: its facts, and a table for each list that it has."""
+    parts = [{"part": name} | entry for name, entry in report["parts"].items()]
+    running = report["running"]
+    note_ = f"The report ended while this part was running: {running}." if running else ""
+    overview = [{name: part.get(name, "") for name in OVERVIEW} for part in parts]
+    tables = [_table("Parts", overview, note_)]
+    for part in parts:
+        lists = {key: value for key, value in part.get("data", {}).items() if _is_rows(value)}
+        facts = {key: value for key, value in part.get("data", {}).items() if key not in lists}
+        first, *others = lists.items() or [("", [])]
+        tables.append(_table(f"{part['part']}: {first[0]}", first[1], _said(facts)))
+        tables += [_table(f"{part['part']}: {key}", rows) for key, rows in others]
+    text = markdown(Report("doctor", tables, {}, dict(report["about"])))
+    return f"# A report of mlxinfer\n\n{text}\n"
+
+
+OVERVIEW = ("part", "status", "seconds", "error")
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+def _table(title: str, rows: Sequence[Data], said: str = "") -> Table:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_said(row.get(key, ""), key) for key in columns] for row in rows]
+    names = [column.removesuffix("_bytes").replace("_", " ") for column in columns]
+    return Table(title.removesuffix(": "), names or ["none"], cells, said)
+
+
+def _said(value: Any, name: str = "") -> str:
+    """A fact in one line of at most MAX_CELL characters, in which `<float>` is no HTML."""
+    if isinstance(value, dict):
+        text = "; ".join(f"{key}: {_said(each, str(key))}" for key, each in value.items())
+    elif isinstance(value, (int, float)) and name.endswith("_bytes"):
+        text = human_bytes(value)
+    else:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    line = " ".join(text.split()).replace("<", "&lt;")
+    return line if len(line) <= MAX_CELL else f"{line[:MAX_CELL]} ..."
 
 
 # -- parts ------------------------------------------------------------------------------------

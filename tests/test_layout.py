@@ -23,6 +23,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "images": {"errors"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
+    "files": set(),
     "progress": set(),
     "program": {"core", "errors", "outputs", "progress", "session"},
     "remote": LEAVES | {"http_json", "images", "session", "text"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "suggestions": {"hub"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
-    "models": LEAVES | {"images", "layers", "memory", "metal_kernels"},
+    "models": LEAVES | {"files", "images", "layers", "memory", "metal_kernels"},
     "cache": LEAVES | {"memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES | {"killable"},
@@ -49,6 +50,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "http_json": {"errors"},
     "app": {
         "errors",
+        "files",
         "history",
         "http_json",
         "memory",
@@ -72,6 +74,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {
         "backend",
         "database",
+        "files",
         "grammar",
         "history",
         "hub",

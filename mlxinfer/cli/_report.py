@@ -31,6 +31,7 @@ from ..bench.report import Report, Table, describe_machine, markdown
 from ..bench.speed import has_room, measure, prompts, token_times
 from ..engine.kernels import KERNELS_VARIABLE
 from ..errors import InvalidRequestError, MlxinferError
+from ..files import write_whole
 from ..llm import LLM
 from ..memory import human_bytes, total_memory_bytes
 from ..roofline import Machine, estimate, machine
@@ -203,15 +204,9 @@ def write(path: Path, report: Data) -> None:
         markdown = f"This page could not be made: {type(error).__name__}: {error}\n"
     data = json.dumps(report, indent=1, default=str)
     for place, text in {path: data, path.with_suffix(".md"): markdown}.items():
-        draft = place.with_name(f".{place.name}.{os.getpid()}.tmp")
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text.replace(str(Path.home()) + os.sep, f"~{os.sep}"))
-                file.flush()
-                os.fsync(file.fileno())  # a GPU fault may take the whole machine with it
-            draft.replace(place)
+            write_whole(place, text.replace(str(Path.home()) + os.sep, f"~{os.sep}").encode())
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise InvalidRequestError(f"{place} cannot be written: {error.strerror}.") from None
 
 

@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from ..configfile import VARIABLE, ConfigFile, find_config_file, standard_places
+from ..files import write_whole
 from ._configuration import PREFIX, config_of, shown_values
 from ._options import json_option
 from ._output import emit_json, table
@@ -59,13 +60,7 @@ def init(force: bool) -> None:
     if place.exists() and not force:
         raise click.UsageError(f"{place} is there; --force replaces it.")
     place.parent.mkdir(parents=True, exist_ok=True)
-    new = place.with_name(f"{place.name}.new")
-    try:
-        new.write_text(TEMPLATE, encoding="utf-8")
-        new.replace(place)
-    except OSError:  # such as a full disk
-        new.unlink(missing_ok=True)
-        raise
+    write_whole(place, TEMPLATE.encode())
     click.echo(place)
 
 

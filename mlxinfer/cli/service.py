@@ -9,7 +9,6 @@ import os
 import plistlib
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import click
 
 from ..errors import ServiceError
+from ..files import write_whole
 from ._options import API_KEY, json_option
 from ._output import emit_json
 
@@ -182,19 +182,12 @@ def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> 
 
 
 def _write(service: LaunchdService) -> None:
-    """Write the property list, never readable by others, for it may hold keys, and never half."""
+    """Write the property list, which may hold keys."""
     path = service.plist_path
     try:
         for each in (path, service.log_path):
             each.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0o600
-        try:
-            with open(number, "wb") as file:
-                file.write(service.property_list())
-            os.replace(name, path)
-        except BaseException:  # Ctrl-C too: no half of a file stays
-            os.unlink(name)
-            raise
+        write_whole(path, service.property_list())
     except PermissionError as error:
         raise ServiceError(
             f"{path} cannot be written: {error.strerror}; a daemon needs sudo."

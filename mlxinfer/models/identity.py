@@ -9,7 +9,6 @@ checkpoint is hashed anew only after one of these changed. No mlx.
 import contextlib
 import json
 import os
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import write_whole
 
 CHUNK_BYTES = 64 << 20  # hashed by one thread at once
 BUFFER_BYTES = 1 << 20
@@ -175,12 +175,6 @@ def _remember(memory: Path, digests: dict[str, str]) -> None:
     """Add digests to the file; the latest MAX_REMEMBERED stay. A failure costs another hash."""
     kept = {key: value for key, value in _read(memory).items() if key not in digests} | digests
     kept = dict(list(kept.items())[-MAX_REMEMBERED:])
-    partial = memory.with_name(f"{memory.name}.{secrets.token_hex(4)}.tmp")
     with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            partial.write_text(json.dumps(kept, indent=0))
-            os.replace(partial, memory)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(memory, json.dumps(kept, indent=0).encode())

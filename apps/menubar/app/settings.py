@@ -1,10 +1,10 @@
 """The user's settings in one JSON file. Only this user can read it, since it may hold a key."""
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from ..files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,6 @@ def load(path: Path) -> Settings:
 
 
 def save(path: Path, settings: Settings) -> None:
-    """Store settings: the file is whole at every moment, and no other user can read it."""
+    """Store settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=".settings.", dir=path.parent)  # its mode is 0o600
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            json.dump(asdict(settings), file, indent=2)
-        os.replace(name, path)
-    except BaseException:  # Ctrl-C too: no half of a file stays
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(asdict(settings), indent=2).encode())

@@ -14,6 +14,7 @@ from typing import Any
 
 from ... import hub
 from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
+from ...files import write_whole
 from ...hub.cache import disk_bytes, parse_repo_name
 from ...hub.remote import search_models
 from ...memory import weights_bytes
@@ -241,11 +242,9 @@ class LibraryRoutes:
     def _remember(self, names: Sequence[str]) -> None:
         """Store the names in one step; a folder that cannot be written costs the memory alone."""
         place = self._library.added
-        new = place.with_name(place.name + ".new")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(sorted(set(names))))
-            new.replace(place)
+            write_whole(place, json.dumps(sorted(set(names))).encode())
         except OSError as error:
             log.warning("added models are forgotten at the end: %s", error)
 

@@ -1,10 +1,10 @@
 """Heads that continue from a model's hidden states: MTP modules and EAGLE-3 drafts.
 
 `load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
-Two layouts are published. Qwen3-Next and Qwen 3.5 have a module `mtp` of a few layers: its norm
-weights are stored less one, also in MLX checkpoints; DeepSeek V3 and GLM 4.5 to 4.7 have one more
-layer behind the last one. Sources: vLLM, `qwen3_next_mtp.py` and `deepseek_mtp.py`; both pass on
-the model's hidden states behind its last norm.
+Two layouts are published. Qwen3-Next, Qwen 3.5 and Mellum 2 have a module `mtp` of a few layers;
+DeepSeek V3 and GLM 4.5 to 4.7 have one more layer behind the last one. Sources: vLLM,
+`qwen3_next_mtp.py` and `deepseek_mtp.py`; both pass on the model's hidden states behind its last
+norm.
 
 `load_eagle` reads a draft from a folder of its own.
 """
@@ -25,7 +25,7 @@ from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
 from ..layers.step import FINAL, Layer, Rows, Step
 from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
-from .config import ModelConfig, normalise
+from .config import SLIDING, ModelConfig, normalise
 from .decoder import Model
 from .families.llama import Llama
 from .family import PACKED, Family
@@ -330,12 +330,17 @@ class _Names:
 def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
     """The config with one more layer, which is like the last one that has attention.
 
+    It is like the last one of its kind where `mtp_layer_types` states that.
+
     Args:
         config: of the model.
         sparse: whether that layer has experts.
     """
     states = config.states or (None,) * config.num_layers
-    last = max(i for i, state in enumerate(states) if state is None)
+    attending = [i for i, state in enumerate(states) if state is None]
+    (kind, *_) = config.fields.items("mtp_layer_types") or (None,)
+    alike = [i for i in attending if (config.windows[i] is not None) == (kind == SLIDING)]
+    last = max(alike if kind and alike else attending)
     more: dict[str, Any] = {
         name: (*values, values[last])
         for name in ("windows", "ropes", "query_heads", "heads", "states")
@@ -346,9 +351,9 @@ def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
 
 
 def _module(builder: Family, model: Model) -> DraftHead:
-    """Qwen's module. The norms of its layer are stored less one whatever the model's are."""
+    """Qwen's module."""
     config, hidden = builder.config, builder.config.hidden_size
-    builder.norm_offset = 1.0
+    builder.norm_offset = builder.module_norm_offset
     block = JoinedBlock(
         builder.norm("mtp.pre_fc_norm_embedding"),
         builder.norm("mtp.pre_fc_norm_hidden"),

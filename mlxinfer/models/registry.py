@@ -107,6 +107,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "qwen2": ("qwen", "Qwen2"),
     "qwen3": ("qwen", "Qwen3"),
     "qwen3_moe": ("qwen", "Qwen3MoE"),
+    "mellum": ("qwen", "Mellum"),
     "gemma2": ("gemma", "Gemma2"),
     "gemma3": ("gemma", "Gemma3"),
     "gemma3_text": ("gemma", "Gemma3"),

@@ -38,7 +38,7 @@ from mlxinfer.models.zoo import definitions
 FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3_moe-v4",
             "qwen3_moe-v5", "gemma3_text-v4", "olmo2-v4", "olmo3-v5", "glm4-v4", "smollm3-v5",
             "cohere2-v4", "seed_oss-v4", "exaone4-v4", "ernie4_5-v4", "dots1-v4",
-            "exaone_moe-v4", "laguna-v4")  # fmt: skip
+            "exaone_moe-v4", "laguna-v4", "mellum-v4")  # fmt: skip
 
 
 @contextmanager

@@ -525,6 +525,24 @@ PUBLISHED: dict[str, Published] = {
             _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "Mellum2-12B-A2.5B": _model(
+        "mellum",
+        (28, 2304, 7168, 32, 4, 98_304),
+        12.15,
+        57_344,
+        head_dim=128,
+        num_local_experts=64,
+        layer_types=_periodic(28, 4, _SLIDING, _FULL),
+        rope_parameters={
+            _FULL: {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8192,
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
     "Step-3.5-Flash": _model(
         "step3p5",
         (45, 4096, 11264, 64, 8, 128_896),

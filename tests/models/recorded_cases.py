@@ -223,6 +223,13 @@ _LAGUNA = {
     "shared_expert_intermediate_size": 40,
     "sliding_window": WINDOW,
 }
+_MELLUM = {
+    **_SMALL,
+    "head_dim": 24,
+    "moe_intermediate_size": 24,
+    "sliding_window": WINDOW,
+    "rms_norm_eps": 1e-5,
+}
 _STEP_KINDS = ["full_attention", *["sliding_attention"] * 3]
 _STEP = {
     **without(_SMALL, "num_key_value_heads"),
@@ -523,6 +530,28 @@ _CASES: dict[str, dict[str, Any]] = {
         },
         "attention_bias": True,
         "tie_word_embeddings": False,
+    },
+    "mellum-v4": {
+        **_MELLUM,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_type": "yarn", "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "tie_word_embeddings": False,
+    },
+    "mellum-v5": {
+        **_MELLUM,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "tie_word_embeddings": True,
     },
     "laguna-v4": {
         **_LAGUNA,

@@ -13,7 +13,7 @@ from mlxinfer.models import load
 
 CASES = (
     *("lfm2_moe-v4", "nemotron_h-v4", "nemotron_h-v5", "falcon_h1-v4", "hunyuan_v1_dense-v4"),
-    *("laguna-v4", "step3p5-v4"),
+    *("laguna-v4", "step3p5-v4", "mellum-v4"),
     *(
         "ministral3-v4",
         "mistral4-v4",

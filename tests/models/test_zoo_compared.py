@@ -149,7 +149,6 @@ def test_names_of_vendors_become_mlx_lms() -> None:
         ("gpt_neox", {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),
         ("gpt_bigcode", {"n_inner": None}),
         ("exaone", {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}),
-        ("mellum", {"num_experts": "num_local_experts"}),
         ("apertus", {"post_norm": None, "qk_norm": None, "mlp_bias": None}),
     ],
 )

@@ -227,7 +227,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
-    "mellum": {"layer_types": SLIDING, "rope_parameters": ROPES},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 1, 0],
         "moe_layer_freq": [0, 1, 1, 1],

@@ -22,7 +22,9 @@ MTP_CASES = (
     "glm4_moe-v4",
     "deepseek_v3-v4",
     "glm4_moe_lite-v4",
+    "mellum-v4",
 )
+IN_MODULE = ("qwen", "mellum")  # types with a module `mtp`; others have a layer more
 
 
 def mtp_checkpoint(
@@ -46,16 +48,16 @@ def mtp_checkpoint(
 
 def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """A random head like the model's last layer with attention, named as published."""
-    hidden, qwen = config["hidden_size"], config["model_type"].startswith("qwen")
-    first = config["num_hidden_layers"]
+    hidden, module = config["hidden_size"], config["model_type"].startswith(IN_MODULE)
+    first, qwen = config["num_hidden_layers"], config["model_type"].startswith("qwen")
     source = max(int(name.split(".")[2]) for name in tensors if ".self_attn.o_proj" in name)
-    target = "mtp.layers.0." if qwen else f"model.layers.{first}."
+    target = "mtp.layers.0." if module else f"model.layers.{first}."
     shapes = {
         name.replace(f"model.layers.{source}.", target): array.shape
         for name, array in tensors.items()
         if name.startswith(f"model.layers.{source}.")
     }
-    if qwen:
+    if module:
         names = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
         shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
     else:
@@ -69,19 +71,20 @@ def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
 
 def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
     """Layers that add nothing, and a head that looks at the token alone."""
-    hidden, qwen = config["hidden_size"], config["model_type"].startswith("qwen")
+    hidden, module = config["hidden_size"], config["model_type"].startswith(IN_MODULE)
     for name in tensors:
         if name.endswith(SILENT):
             tensors[name] = np.zeros_like(tensors[name])
-    front = "mtp." if qwen else f"model.layers.{config['num_hidden_layers']}."
+    front = "mtp." if module else f"model.layers.{config['num_hidden_layers']}."
     both = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1)
     names = (
         ("fc", "pre_fc_norm_embedding", "norm")
-        if qwen
+        if module
         else ("eh_proj", "enorm", "shared_head.norm")
     )
     tensors[f"{front}{names[0]}.weight"] = both.astype(np.float32)
-    tensors[f"{front}{names[1]}.weight"] = np.full(hidden, 0.0 if qwen else 1.0, np.float32)
+    one = 0.0 if config["model_type"].startswith("qwen") else 1.0
+    tensors[f"{front}{names[1]}.weight"] = np.full(hidden, one, np.float32)
     tensors[f"{front}{names[2]}.weight"] = tensors["model.norm.weight"]
 
 

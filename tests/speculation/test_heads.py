@@ -15,7 +15,13 @@ from engine.harness import Harness, alone, config, prompt, tiny_model
 from engine.pictures import picture, placed, with_tower
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
-from speculation.head_checkpoints import MTP_CASES, eagle_checkpoint, mtp_checkpoint, write
+from speculation.head_checkpoints import (
+    IN_MODULE,
+    MTP_CASES,
+    eagle_checkpoint,
+    mtp_checkpoint,
+    write,
+)
 
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.core import SamplingParams
@@ -209,7 +215,7 @@ def rms(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3_5_text-v4", "qwen3_next-v4", "glm4_moe-v4", "deepseek_v3-v4"]
+    "case", ["qwen3_5_text-v4", "qwen3_next-v4", "glm4_moe-v4", "deepseek_v3-v4", "mellum-v4"]
 )
 def test_an_mtp_head_gives_the_logits_of_its_definition(case: str, tmp_path: Path) -> None:
     """The projection as in vLLM; the layer in it is mlx-lm's own."""
@@ -227,16 +233,19 @@ def reference_mtp(case: str, folder: Path, ids: Seq[int], hidden: mx.array) -> m
     stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
     tensors: Any = mx.load(str(folder / "model.safetensors"))
     qwen, eps = case.startswith("qwen"), stated["rms_norm_eps"]
-    front = "mtp." if qwen else f"model.layers.{stated['num_hidden_layers']}."
-    names = QWEN if qwen else DEEPSEEK
+    module = case.startswith(IN_MODULE)
+    front = "mtp." if module else f"model.layers.{stated['num_hidden_layers']}."
+    names = QWEN if module else DEEPSEEK
     embedding_norm, hidden_norm, last_norm = (
         tensors[f"{front}{name}.weight"] + (1.0 if qwen else 0.0) for name in names[:3]
     )
     embedded = tensors["model.embed_tokens.weight"][mx.array(list(ids))]
     both = mx.concatenate([rms(embedded, embedding_norm, eps), rms(hidden, hidden_norm, eps)], -1)
     x = both @ tensors[f"{front}{names[3]}.weight"].T
-    layer = layer_of_mlx_lm(folder, f"{front}layers.0." if qwen else front)
+    layer = layer_of_mlx_lm(folder, f"{front}layers.0." if module else front)
     mask = mx.tril(mx.ones((len(ids), len(ids)), mx.bool_))
+    if "sliding_window" in stated:
+        mask &= ~mx.tril(mask, -stated["sliding_window"])
     x = rms(layer(x[None], mask=mask)[0], last_norm, eps)
     tied = stated["tie_word_embeddings"]
     return x @ tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T

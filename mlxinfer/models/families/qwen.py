@@ -1,13 +1,15 @@
-"""Qwen 2 and 3, dense and as mixtures of experts."""
+"""Qwen 2 and 3, dense and as mixtures of experts, and Mellum 2."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, read_layer_types
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types, stated_layer_types
 from ..family import PACKED, Family
 from ..jsonfields import Fields
+from .deepseek import sparse_layers
 
 
 class _Qwen(Family):
@@ -78,3 +80,39 @@ class Qwen3MoE(_Qwen):
             return super().mlp(index)
         choose = ExpertChoice(Routing(k, normalised=config.norm_topk_prob))
         return self.experts(f"model.layers.{index}.mlp", choose)
+
+
+class Mellum(Qwen3MoE):
+    """Mellum 2: windows, and a rope for each kind of layer."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            FULL: {"rope_theta": 500_000.0},
+            SLIDING: {"rope_theta": 10_000.0},
+        },
+        "mtp_layer_types": [SLIDING],
+    }
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else all layers see everything."""
+        return stated_layer_types(fields, num_layers)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Set the layers that have experts."""
+        return replace(config, sparse_layers=sparse_layers(config.fields, config.num_layers))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Without the block that predicts further ahead."""
+        return None if name.startswith("mtp.") else super().rename(name)

@@ -15,7 +15,6 @@ OTHER_KEYS: Mapping[str, Mapping[str, str]] = {
     "exaone": {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
     "gpt2": {"n_ctx": "n_positions"},
     "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-    "mellum": {"num_experts": "num_local_experts"},
 }
 # model_type -> values of keys that a config may leave out.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -1,6 +1,7 @@
 """The configuration of an engine: frozen, with every "auto" resolved before it is built."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,33 @@ class DiskOptions:
     after so many seconds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """Servers with which pages of the prefix cache are exchanged.
+
+    Raises:
+        InvalidRequestError: an address is none.
+    """
+
+    urls: tuple[str, ...] = ()  # that are asked for pages
+    prefill_at: str | None = None  # that computes long prompts
+    identity: Callable[[float], str | None] = lambda timeout_s: None  # as of `DiskOptions`
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """All servers that are asked."""
+        return tuple(dict.fromkeys([*self.urls, *filter(None, [self.prefill_at])]))
+
+    def __post_init__(self) -> None:
+        for name, url in [*(("peers", url) for url in self.urls), ("prefill_at", self.prefill_at)]:
+            if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", str(url)):
+                raise InvalidRequestError(
+                    f"{name} is {shown(url)}; expected an address such as "
+                    "'http://studio-2.local:8080'.",
+                    param=name,
+                )
+
+
 def default_disk_folder() -> Path:
     """The default folder of the pages of all models; XDG_CACHE_HOME moves it."""
     return _cache_folder() / "kv"
@@ -110,4 +138,5 @@ class EngineConfig:
     kv: KVOptions = field(default_factory=KVOptions)
     prefix_cache: bool = True  # prompts reuse the KV of earlier requests
     disk: DiskOptions | None = None  # with prefix_cache: keeps pages that memory has no room for
+    peers: PeerOptions | None = None  # with prefix_cache; None: no pages are exchanged
     launch_ahead: bool = True  # launch a step before the previous one is read

@@ -156,6 +156,7 @@ WITHOUT_MLX = (
     "engine.scheduler",
     "engine.kv_manager",
     "engine.pagestore",
+    "engine.peers",
     "pooling.config",
     "pooling.request",
     "server",

@@ -24,6 +24,7 @@ from ..session.options import EngineOptions
 from ._model import fetch, pooling_of
 from ._options import (
     ENGINE_NAMES,
+    PEER_NAMES,
     RANK_NAMES,
     engine_arguments,
 )
@@ -46,7 +47,7 @@ ORIGINS = {
 }
 
 
-OWN_NAMES = (*ENGINE_NAMES, *RANK_NAMES, "tool_format", "task")
+OWN_NAMES = (*ENGINE_NAMES, *RANK_NAMES, *PEER_NAMES, "tool_format", "task")
 ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a single text
 
 

@@ -142,6 +142,7 @@ ENGINE_NAMES = (
     *("speculate", "draft", "max_draft", "acceptance"),
 )
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
+PEER_NAMES = ("peers", "prefill_at", "gives_pages")
 KV_BITS = {"16": None, **{str(bits): bits for bits in STORED_BITS}, "8/4": (8, 4)}
 _KINDS: dict[Any, dict[str, Any]] = {  # type of an engine's option -> arguments of click.option
     bool: {"is_flag": True, "default": None},
@@ -226,7 +227,7 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return LLM's keyword arguments for options of the command line or of the config file."""
-    names = (*ENGINE_NAMES, *RANK_NAMES)
+    names = (*ENGINE_NAMES, *RANK_NAMES, *PEER_NAMES)
     given = {name: options[name] for name in names if options.get(name) is not None}
     if "kv_bits" in given:
         given["kv_bits"] = KV_BITS.get(str(given["kv_bits"]), given["kv_bits"])

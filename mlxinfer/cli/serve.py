@@ -18,6 +18,7 @@ from ..configfile import ModelEntry, parse_duration
 from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError
 from ..history import History, data_folder, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
+from ..session.options import help_of
 from ._configuration import (
     PREFIX,
     RequestedModel,
@@ -230,6 +231,21 @@ file_option = partial(click.option, cls=FileOption)
     show_default=True,
     help="How long one is kept that is not used.",
 )
+@click.option(
+    "--peer",
+    "--peers",  # in the config file
+    "peers",
+    multiple=True,
+    metavar="URL",
+    help="Ask this server for the KV cache of a prompt before it is computed; repeatable. Both "
+    f"need one {API_KEY}.",
+)
+@click.option("--prefill-at", metavar="URL", help=help_of("prefill_at"))
+@file_option(
+    "--allow-peers",
+    is_flag=True,
+    help="Give the KV cache of prompts to servers with an administrator's key.",
+)
 @engine_options(
     without=["max_memory"],  # a server divides it among its models
     file_only=[
@@ -254,6 +270,8 @@ def command(
     from ..server.service import ServerState
 
     keep_history = options.pop("history")
+    options["allow_peers"] |= bool(options["peers"])
+    options["gives_pages"] = options["allow_peers"]
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
@@ -305,6 +323,7 @@ def server_config(options: dict[str, Any]) -> Any:
             "open_metrics",
             "fetch_images",
             "share_prefixes",
+            "allow_peers",
             "tls_cert",
             "tls_key",
             "adapter_folders",

@@ -1,6 +1,7 @@
 """Sequences, and the batch of one step: the tokens that the runner computes. No MLX."""
 
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Sequence:
     retried: bool = False  # macOS stopped a step of it on the GPU, and it started over
     # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
+    fetch: Future[None] | None = None  # of its pages from peers; it is not admitted meanwhile
 
     @property
     def key_ids(self) -> list[int]:

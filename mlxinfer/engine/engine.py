@@ -52,7 +52,13 @@ _claimed: list[int] = []  # the process that first ran an engine; in a fork of i
 
 
 class EngineLoop(Protocol):
-    """The work of an engine's thread: `Loop` generates, `PoolingLoop` computes vectors."""
+    """The work of an engine's thread: `Loop` generates, `PoolingLoop` computes vectors.
+
+    Attributes:
+        post: lets a function run on that thread between two turns; the engine sets it.
+    """
+
+    post: Callable[[Callable[[], None]], None]
 
     @property
     def limits(self) -> Any:
@@ -342,6 +348,7 @@ class Engine:
     def _run(self, make_loop: MakeLoop, ready: Reply[None]) -> None:
         try:
             loop = make_loop(self._emit)
+            loop.post = self._inbox.put
             self._loop = loop
         except BaseException as error:  # the constructor raises it in its caller
             try:

@@ -5,6 +5,7 @@ at once. Pages of an answer go to the tree when the sequence ends or is preempte
 written where a window would recycle them before. Only a partial page is copied.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move, PageTransfer
@@ -185,6 +186,10 @@ class KVManager:
         """All that the tree has and the disk lacks, what was used last and parents first."""
         assert self._transfers is not None
         return self._transfers.all_of(self.tree)
+
+    def held(self, keys: Collection[bytes]) -> list[PageTransfer]:
+        """Where the pages with these keys are in memory, of those that are."""
+        return self._transfers.held(self.tree, keys) if self._transfers else []
 
     # -- going on -------------------------------------------------------------------------------
 

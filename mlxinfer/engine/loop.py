@@ -4,13 +4,15 @@ import contextlib
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..cache.disk import DiskTier, Entry
 from ..cache.pages import StateGroup
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs, check_token_ids
@@ -34,6 +36,7 @@ from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .pagestore import SAVE_S, PageStore
+from .peers import PeerFetches
 from .prompt_pictures import PictureLimits, PromptPictures
 from .runner import (
     NO_FOLLOWERS,
@@ -49,6 +52,7 @@ from .scheduler import EngineCounters, Proposer, Scheduler
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
+STAGED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
 _ENDLESS = 2**31  # tokens; more than any context
 
 
@@ -69,6 +73,7 @@ class Loop:
     Attributes:
         adapters: that requests may name.
         limits: of requests; a new value whenever they change.
+        post: lets a function run on the engine's thread between two turns; for any thread.
     """
 
     def __init__(
@@ -102,6 +107,8 @@ class Loop:
         self._num_stages = followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
+        self._peers: PeerFetches | None = None
+        self.post: Callable[[Callable[[], None]], None] = lambda function: None
         self._proposer = proposer
         self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
         self._counters = EngineCounters()  # kept where the loop starts afresh, as are the next
@@ -116,14 +123,17 @@ class Loop:
         self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)
         self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
-        if config.disk is not None and self.store is None:
+        if (config.disk or config.peers) and self.store is None:
             self.store = PageStore(
                 None,
                 groups=self.cache.groups,
                 states=self.cache.state_group,
-                max_bytes=config.disk.max_bytes,
+                max_bytes=0 if config.disk is None else config.disk.max_bytes,
+                max_staged_bytes=config.kv_budget_bytes // STAGED_SHARE,
                 others=self._followers.disks,
             )
+            if config.peers and config.peers.asked:
+                self._peers = PeerFetches(self.store, config.peers)
             self._open_tier(OPEN_WAIT_S)
         self.features = PictureFeatures(
             self.model.tower,
@@ -169,13 +179,14 @@ class Loop:
 
         Until then nothing is stored or found, and requests are served without it.
         """
-        options, store = self.config.disk, self.store
+        disk, store = self.config.disk, self.store
+        options = disk or self.config.peers
         if options is None or store is None or store.tier is not None:
             return
         identity = options.identity(wait_s)
         if identity is not None:
             parts = disk_identity(identity, self.cache, store.others.form)
-            store.open(str(options.folder.resolve()), parts)
+            store.open("" if disk is None else str(disk.folder.resolve()), parts)
 
     @property
     def idle(self) -> bool:
@@ -270,6 +281,10 @@ class Loop:
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
+        if self._peers is not None:
+            sequence.fetch = self._peers.begin(self.scheduler.kv_manager.tree, sequence)
+        if sequence.fetch is not None:
+            sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
 
     def _reserve(self, num_bytes: int) -> bool:
         """Keep memory for adapters that the KV cache has not grown into; whether it is there."""
@@ -520,6 +535,8 @@ class Loop:
                     self._open_tier(SAVE_S)
                     self._save(self.store)
             self.store.close()
+        if self._peers is not None:
+            self._peers.close()
         self.adapters.close()
         self._followers.release()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
@@ -539,6 +556,23 @@ class Loop:
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
 
+    def tier(self) -> DiskTier | None:
+        """Where entries of pages are found by key, in any thread; None: not known yet, or none."""
+        self._open_tier(0.0)
+        return None if self.store is None else self.store.tier
+
+    def held(self, keys: Collection[bytes]) -> set[bytes]:
+        """Those of some keys whose pages are in memory."""
+        return {found.entry.key for found in self.scheduler.kv_manager.held(keys)}
+
+    def entries(self, keys: Collection[bytes]) -> list[Entry]:
+        """The entries of the pages with these keys that are in memory and can be read now."""
+        assert self.store is not None
+        if self.scheduler.queues.admitted:  # their states are put in place before their first step
+            return []
+        self.carry_out_work(self.store)
+        return self.cache.read_out(self.scheduler.kv_manager.held(keys))
+
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
         stats = self._cache_stats()
@@ -557,7 +591,7 @@ class Loop:
         return {
             **asdict(scheduler.counters),
             "running": len(scheduler.queues.running),
-            "waiting": len(scheduler.queues.waiting),
+            "waiting": sum(s.fetch is None for s in scheduler.queues.waiting),
             "page_size": cache.page_size,
             "groups": groups,
             "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
@@ -570,6 +604,7 @@ class Loop:
             "peak_memory_bytes": mx.get_peak_memory(),
             "active_memory_bytes": mx.get_active_memory(),
             **({} if self.store is None else {"disk": self.store.stats()}),
+            **({} if self._peers is None else {"peers": self._peers.stats()}),
             **({} if self._proposer is None else {"speculation": self._proposer.stats()}),
         }
 
@@ -587,6 +622,11 @@ class Loop:
             }
             for index, group in enumerate(self.cache.groups)
         ]
+
+
+def _fetched(sequence: Sequence) -> None:
+    """Nothing more comes from peers for a sequence: it may be admitted."""
+    sequence.fetch = None
 
 
 @dataclass(frozen=True, slots=True)

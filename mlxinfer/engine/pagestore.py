@@ -6,7 +6,7 @@ ranks, each stores its part of a page under the same name; a page is there where
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from ..cache.disk import (
     NOTHING_STORED,
     DiskTier,
     Entry,
+    NoFiles,
     chain_keys,
     entry_keys,
     namespace_key,
@@ -93,7 +94,8 @@ class PageStore:
             yet, so that nothing is stored or found.
         groups: what layers keep in pages.
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
-        max_bytes: what the tier may hold.
+        max_bytes: what the tier may hold; 0: there is no disk.
+        max_staged_bytes: pages from peers that may wait for their prompts.
         others: disks of other ranks.
         clock: seconds that only grow.
     """
@@ -105,6 +107,7 @@ class PageStore:
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
         max_bytes: int,
+        max_staged_bytes: int = 0,
         others: FollowerDisks = NO_DISKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,7 +120,7 @@ class PageStore:
         self.page_size = groups[0].page_size
         self.tokens_loaded = 0
         self.identity: tuple[str, ...] = ()  # what the bytes of pages depend on
-        self._max_bytes = max_bytes
+        self._max_bytes, self._max_staged_bytes = max_bytes, max_staged_bytes
         self._clock = clock
         self._computing, self._reading = Rate(), Rate()  # tokens, bytes
         self._step_ended_s = 0.0
@@ -128,7 +131,13 @@ class PageStore:
         """Open the tier for pages of this identity, on all ranks."""
         namespace, self.identity = namespace_key(*identity), identity
         self.others.open(folder, namespace, self._max_bytes)
-        self.tier = DiskTier(folder, namespace, max_bytes=self._max_bytes)
+        self.tier = DiskTier(
+            folder,
+            namespace,
+            max_bytes=self._max_bytes,
+            max_staged_bytes=self._max_staged_bytes,
+            files=None if self._max_bytes else NoFiles(),
+        )
 
     # -- to the disk ----------------------------------------------------------------------------
 
@@ -148,21 +157,25 @@ class PageStore:
             pages: by group, those that are meant.
             snapshots: likewise.
         """
-        if self.tier is None or len(node.tokens) < self.page_size:
+        if self.tier is None or not self._max_bytes or len(node.tokens) < self.page_size:
             return []
-        before, _ = node.chain_keys(self.root_key(node.namespace), page_key)
+        entries = self.entries_of(node)
         held = [(group, page) for group, page in enumerate(pages) if page is not None]
         held += [
             (self.state_group, snapshot.number)
             for snapshot in snapshots
             if snapshot.offset == self.page_size
         ]
-        spills = []
-        for group, number in held:
-            parent, key = entry_keys(before, group, node.tokens)
-            if not self.tier.contains(key):
-                spills.append(PageTransfer(group, number, Entry(key, parent, node.tokens)))
-        return spills
+        transfers = [PageTransfer(group, number, entries[group]) for group, number in held]
+        return [each for each in transfers if not self.tier.contains(each.entry.key)]
+
+    def entries_of(self, node: Node) -> list[Entry]:
+        """By group, the entry of a page, without its payload; none of a partial page."""
+        if len(node.tokens) < self.page_size:
+            return []
+        before, _ = node.chain_keys(self.root_key(node.namespace), page_key)
+        keys = [entry_keys(before, group, node.tokens) for group in range(len(self.page_bytes))]
+        return [Entry(key, parent, node.tokens) for parent, key in keys]
 
     def lacking(self, nodes: Iterable[Node]) -> list[PageTransfer]:
         """What the disk lacks of nodes."""
@@ -230,18 +243,19 @@ class PageStore:
         stop = (len(token_ids) - 1) // self.page_size
         if self.tier is None or stop - len(point.nodes) < MIN_PAGES:
             return None
-        search = _Search(self, self.tier, token_ids, point, stop)
+        search = PageSearch(self, self.tier, token_ids, point, stop)
         while (num_pages := search.reachable()) - len(point.nodes) >= MIN_PAGES:
             wanted = search.wanted(num_pages)
             num_tokens = num_pages * self.page_size - point.num_tokens
-            if not self._pays(num_tokens, sum(self.page_bytes[g] for _, g in wanted)):
+            num_bytes = sum(self.page_bytes[group] for _, group in wanted)
+            if not self.pays(num_tokens, self._reading.seconds_for(num_bytes)):
                 return None
             if self._read(search, wanted):
                 self.tokens_loaded += num_tokens
                 return search.found(num_pages)
         return None
 
-    def _read(self, search: "_Search", wanted: list[tuple[int, int]]) -> bool:
+    def _read(self, search: "PageSearch", wanted: list[tuple[int, int]]) -> bool:
         """Read pages; False: one is not there, which the search knows now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
@@ -262,14 +276,17 @@ class PageStore:
             search.there[wanted[count]] = False
         return count == len(wanted)
 
-    def _pays(self, num_tokens: int, num_bytes: int) -> bool:
+    def pays(self, num_tokens: int, reading_s: float | None) -> bool:
         """Whether reading is expected to be quicker than computing."""
-        computing_s = self._computing.seconds_for(num_tokens)
-        reading_s = self._reading.seconds_for(num_bytes)
+        computing_s = self.computing_s(num_tokens)
         if computing_s is None or reading_s is None or reading_s <= computing_s:
             return True
         self._num_refused += 1
         return self._num_refused % TRIES == 0
+
+    def computing_s(self, num_tokens: int) -> float | None:
+        """Seconds that so many tokens of a prompt take here; None: nothing was measured."""
+        return self._computing.seconds_for(num_tokens)
 
     def step_ended(self, *, num_prefill: int, num_tokens: int, began_s: float) -> None:
         """A step's tokens were read; it was launched at `began_s`, behind the step before it."""
@@ -288,7 +305,7 @@ class PageStore:
             start: the beginning of its namespace.
         """
         assert self.tier is not None
-        search = _Search(self, self.tier, ids, start, len(ids) // self.page_size)
+        search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
         num_pages, groups = search.reachable(), range(len(self.page_bytes))
         every = [(number, group) for number in range(num_pages) for group in groups]
         return num_pages, [place for place in every if search.has(*place)]
@@ -296,7 +313,7 @@ class PageStore:
     def erase(self, ids: Seq[int], start: RestorePoint) -> None:
         """Remove the entries of a prompt, but those that saved sessions keep."""
         assert self.tier is not None
-        search = _Search(self, self.tier, ids, start, len(ids) // self.page_size)
+        search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
         for number in range(search.stop):
             for group in range(len(self.page_bytes)):
                 self.tier.remove(search.key(number, group))
@@ -315,8 +332,12 @@ class PageStore:
 
 
 @dataclass(slots=True)
-class _Search:
-    """One prompt's pages on the disk, each looked for once: places are (page number, group)."""
+class PageSearch:
+    """One prompt's pages on the disk, each looked for once: places are (page number, group).
+
+    Attributes:
+        offered: keys that count as there, too, because peers have them.
+    """
 
     store: PageStore
     tier: DiskTier
@@ -325,12 +346,13 @@ class _Search:
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
     read: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    offered: Collection[bytes] = ()
+    _keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     _before: list[bytes] = field(default_factory=list)  # [n]: the chain's key before page n
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        groups = self.store.groups
-        always = [g for g, group in enumerate(groups) if not group.recycles]
+        always = self.always
         num_pages = len(self.point.nodes)
         while num_pages < self.stop and all(self.has(num_pages, g) for g in always):
             num_pages += 1
@@ -341,6 +363,16 @@ class _Search:
             for group in sparse:
                 num_pages = self._lower(num_pages, group)
         return num_pages
+
+    @property
+    def always(self) -> list[int]:
+        """Groups of which each page is needed, whatever comes after it."""
+        return [g for g, group in enumerate(self.store.groups) if not group.recycles]
+
+    def places(self, groups: Iterable[int]) -> list[tuple[int, int]]:
+        """Places of groups after the prefix in memory, the first pages first."""
+        numbers = range(len(self.point.nodes), self.stop)
+        return [(number, group) for number in numbers for group in groups]
 
     def wanted(self, num_pages: int) -> list[tuple[int, int]]:
         """Places to be read for going on after `num_pages`, the first pages first."""
@@ -366,9 +398,12 @@ class _Search:
             known = self.token_ids[: self.stop * self.store.page_size]
             root = self.store.root_key(self.point.namespace)
             self._before = [root, *chain_keys(root, known, self.store.page_size)]
-        size = self.store.page_size
-        tokens = self.token_ids[number * size : (number + 1) * size]
-        return entry_keys(self._before[number], group, tokens)[1]
+        key = self._keys.get((number, group))
+        if key is None:
+            size = self.store.page_size
+            tokens = self.token_ids[number * size : (number + 1) * size]
+            key = self._keys[number, group] = entry_keys(self._before[number], group, tokens)[1]
+        return key
 
     def _lower(self, num_pages: int, group: int) -> int:
         while num_pages > len(self.point.nodes):
@@ -385,13 +420,13 @@ class _Search:
         return self.store.groups[group].needed_pages(num_pages * self.store.page_size)
 
     def has(self, number: int, group: int) -> bool:
-        """Whether a page is in memory or on the disk."""
+        """Whether a page is in memory, on the disk, or at a peer."""
         if self._in_memory(number, group):
             return True
         place = number, group
         if place not in self.there:
             self.there[place] = self.tier.contains(self.key(*place))
-        return self.there[place]
+        return self.there[place] or self.key(*place) in self.offered
 
     def _in_memory(self, number: int, group: int) -> bool:
         path = self.point.path
@@ -418,6 +453,7 @@ class Transfers:
         self._loads: dict[
             tuple[int, int], PageTransfer
         ] = {}  # (group, page id) -> what is to go there
+        self._entries: dict[Node, list[Entry]] = {}  # of the tree's nodes at the last look
 
     def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
         """Pages to be read out before the next step, and then those to be filled."""
@@ -449,6 +485,28 @@ class Transfers:
             self.note_evicted(node, node.pages, list(node.snapshots.values()))
         spills, self._spills = self._spills, []
         return spills
+
+    def held(self, tree: PrefixTree, keys: Collection[bytes]) -> list[PageTransfer]:
+        """Where the pages with these keys are in memory, of those that are.
+
+        Costs a look at each node of the tree, and hashes of those that came since the last call.
+        """
+        known = self._entries
+        self._entries = {
+            node: known.get(node) or self._store.entries_of(node) for node in tree.nodes()
+        }
+        return [
+            PageTransfer(group, page, entry)
+            for node, entries in self._entries.items()
+            for group, entry in enumerate(entries)
+            if entry.key in keys and (page := self._page_of(node, group)) is not None
+        ]
+
+    def _page_of(self, node: Node, group: int) -> int | None:
+        if group < len(node.pages):
+            return node.pages[group]
+        snapshot = node.snapshots.get(self._store.page_size)
+        return None if snapshot is None else snapshot.number
 
     # -- from the disk --------------------------------------------------------------------------
 

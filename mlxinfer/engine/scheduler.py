@@ -103,8 +103,8 @@ class RequestQueues:
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended."""
-        return not self._by_id
+        """Whether no request can run: every one has ended, or awaits pages of peers."""
+        return all(sequence.fetch is not None for sequence in self._by_id.values())
 
     # -- arrivals and departures ----------------------------------------------------------------
 
@@ -140,6 +140,8 @@ class RequestQueues:
         """
         assert not sequence.finished
         sequence.finished = True
+        if sequence.fetch is not None:
+            sequence.fetch.cancel()
         del self._by_id[sequence.request.id]
         if sequence.slot >= 0:
             self._release(sequence, keep)
@@ -182,6 +184,8 @@ class RequestQueues:
         if not self._free_slots or len(prefilling) >= most:
             return None
         for sequence in self.waiting:
+            if sequence.fetch is not None:
+                continue
             if sequence.num_pending:
                 return None  # preempted with a step in flight: it gets that step's token first
             if sequence.num_preempted and not again:

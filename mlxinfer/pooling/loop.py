@@ -74,6 +74,7 @@ class PoolingLoop:
     """
 
     asks_for_kernel = False
+    post: Callable[[Callable[[], None]], None]  # of every loop; not used here
 
     def __init__(
         self,

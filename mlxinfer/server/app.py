@@ -9,6 +9,7 @@ from .apis import (
     chat,
     completions,
     embeddings,
+    kv,
     models,
     ollama,
     responses,
@@ -76,6 +77,9 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/load_lora_adapter", ops.load_adapter, "admin"),
     Route("POST", "/v1/unload_lora_adapter", ops.unload_adapter, "admin"),
     Route("GET", "/admin/state", ops.dashboard, "admin"),
+    Route("POST", "/v1/kv/held", kv.held, "admin"),
+    Route("POST", "/v1/kv/entries", kv.entries, "admin"),
+    Route("POST", "/v1/kv/compute", kv.compute, "admin"),
 )
 FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
 _PARAM = re.compile(r"\{(\w+)(:path)?\}")

@@ -51,6 +51,7 @@ class ServerConfig:
     adapter_folders: tuple[str, ...] = ()  # that requests may load adapters of
     fetch_images: bool = False  # pictures that requests name by a public http URL are fetched
     share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
+    allow_peers: bool = False  # administrators' keys may ask for pages of the prefix cache
     tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
     tls_key: str | None = None  # file with its private key, PEM
     max_body_bytes: int = 32 << 20

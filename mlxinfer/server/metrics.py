@@ -102,6 +102,11 @@ FAMILIES = (
         for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
     }),
     (G, "disk", {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}),
+    (C, "peers", {
+        "mlxinfer:peer_pages": ("pages", "Pages of the KV cache that came from other servers."),
+        "mlxinfer:peer_bytes": ("bytes", "Of these pages."),
+        "mlxinfer:peer_failures": ("failures", "Times that a peer failed, and was left out."),
+    }),
     (C, "pictures", {
         "mlxinfer:pictures_seen": ("seen", "Passes of a vision tower that ended well."),
         "mlxinfer:pictures_failed": ("failed", "Passes that failed."),
@@ -318,7 +323,7 @@ class ServerMetrics(Collector):
             "requests": self.request_metrics,
             "engines": self.engine_stats,
             "slots": slots,
-            **{part: self._parts(part) for part in ("speculation", "disk", "pictures")},
+            **{part: self._parts(part) for part in ("speculation", "disk", "peers", "pictures")},
         }
         for kind, source, table in FAMILIES:
             getter = attrgetter if source in ("requests", "slots") else itemgetter

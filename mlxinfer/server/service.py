@@ -112,6 +112,7 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
+PAGE_WORKERS = 4  # threads that read pages of the prefix cache for peers
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 # a name -> its entry, downloaded; reports (bytes done, bytes in all)
@@ -134,6 +135,7 @@ class ServerState:
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
+    page_workers: Workers = field(default_factory=lambda: Workers(PAGE_WORKERS))
     pdfs: PdfReader = field(default_factory=PdfReader)
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
@@ -185,6 +187,7 @@ class ServerState:
         self.workers.close()
         self.long_workers.close()
         self.fetchers.close()
+        self.page_workers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

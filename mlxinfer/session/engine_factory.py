@@ -138,7 +138,7 @@ def _load(
     """The model, or rank 0's part of it, how to run it, and its proposer."""
     from ..speculation.sources import open_speculation
 
-    disk = options.disk(folder)
+    disk, peers = options.stores(folder)
     model: LanguageModel
     if group is None:
         model = load_any(folder, dtype=options.dtype, watch=watch, experts=options.experts)
@@ -153,7 +153,7 @@ def _load(
             return options.kv_bytes(weights)
         return group.kv_bytes(options.kv_bytes, weights, adapter_bytes=options.adapter_bytes)
 
-    config = options.config(model, disk, kv_bytes(0))
+    config = options.config(model, disk, kv_bytes(0), peers)
     return model, *open_speculation(
         options.speculation, folder, model, config, kv_bytes, dtype=options.dtype
     )

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
-from ..config import MAX_IMAGE_TOKENS, DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from ..config import (
+    MAX_IMAGE_TOKENS,
+    DiskOptions,
+    EngineConfig,
+    KVOptions,
+    PeerOptions,
+    default_disk_folder,
+)
 from ..core import MAX_COUNT, CacheSpec, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
@@ -61,6 +68,8 @@ class EngineArguments(TypedDict, total=False):
     rank: int | None
     rank_deadline: float
     pipeline: bool
+    peers: Sequence[str]
+    prefill_at: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,8 @@ class EngineOptions:
 
     Fields without a help text are not for users: `room_bytes` is what weights and KV cache of a
     server's model may take together, instead of max_memory; `fixed_proposals` lets benchmarks
-    propose as many tokens as there are, worth it or not.
+    propose as many tokens as there are, worth it or not; `gives_pages` is that of a server that
+    lets peers ask.
 
     Raises:
         InvalidRequestError: a value out of its range, or values that do not go together.
@@ -179,8 +189,18 @@ class EngineOptions:
     pipeline: Annotated[bool, "Ranks have some of the layers each, not a part of every layer."] = (
         False
     )
+    peers: Annotated[
+        Sequence[str],
+        "Servers that are asked for the KV cache of a prompt before it is computed, such as "
+        "http://studio-2.local:8080. See docs/peers.md.",
+    ] = ()
+    prefill_at: Annotated[
+        str | None,
+        "Server that computes long prompts where that is quicker, and hands over their KV cache.",
+    ] = None
     room_bytes: int | None = None
     fixed_proposals: bool = False
+    gives_pages: bool = False
 
     def __post_init__(self) -> None:
         check_int("max_batch", self.max_batch, low=1, high=MAX_COUNT)
@@ -214,6 +234,31 @@ class EngineOptions:
                 "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
                 param="disk_cache_dir",
             )
+
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        """Raise InvalidRequestError for addresses that are none, and where there are no pages."""
+        _ = PeerOptions(urls=tuple(self.peers), prefill_at=self.prefill_at)
+        if not self._exchanges_pages:
+            return
+        param = "peers" if self.peers else "prefill_at" if self.prefill_at else "allow_peers"
+        if not self.prefix_cache:
+            raise InvalidRequestError(
+                f"{param} shares what the prefix cache holds, and prefix_cache is off; leave one "
+                "of them out.",
+                param=param,
+            )
+        if not self.spread.is_alone:
+            raise InvalidRequestError(
+                f"{param} does not go with a model that is spread over ranks: each rank has a part "
+                "of a page. Leave one of them out.",
+                param=param,
+            )
+
+    @property
+    def _exchanges_pages(self) -> bool:
+        return bool(self.peers or self.prefill_at or self.gives_pages)
 
     def with_draft(self, find: Callable[[str], Path]) -> "EngineOptions":
         """These options with the folder of the draft model, which `find` gives for its name."""
@@ -259,19 +304,24 @@ class EngineOptions:
         return ExpertOptions.taken_from(given, alone=self.spread.is_alone)
 
     def config(
-        self, model: "LanguageModel", disk: DiskOptions | None, kv_bytes: int
+        self,
+        model: "LanguageModel",
+        disk: DiskOptions | None,
+        kv_bytes: int,
+        peers: PeerOptions | None = None,
     ) -> EngineConfig:
         """The sizes of an engine for a loaded model with a KV cache of so many bytes, and its disk.
 
         The features of pictures take a part of these bytes, where a model sees.
         A prefix cache that the model cannot have is left out: answers are the same without it.
         """
-        if disk is not None and "disk_cache" in model.lacks:
-            raise InvalidRequestError(
-                f"disk_cache does not go with this model: {model.lacks['disk_cache']}. Leave it "
-                "out.",
-                param="disk_cache",
-            )
+        for param, given in (("disk_cache", disk), ("peers", peers and (peers.asked or None))):
+            if given is not None and "disk_cache" in model.lacks:
+                raise InvalidRequestError(
+                    f"{param} does not go with this model: {model.lacks['disk_cache']}. Leave it "
+                    "out.",
+                    param=param,
+                )
         limit = model.config.max_context
         chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
@@ -289,6 +339,7 @@ class EngineOptions:
             kv=self.kv,
             prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
             disk=disk,
+            peers=peers if "disk_cache" not in model.lacks else None,
             launch_ahead=self.launch_ahead,
         )
 
@@ -335,19 +386,23 @@ class EngineOptions:
             )
         return self.room_bytes - weights_bytes
 
-    def disk(self, folder: Path) -> DiskOptions | None:
-        """The disk cache of the model in `folder`; its weights are hashed from now on."""
-        if self.disk_cache is None:
-            return None
+    def stores(self, folder: Path) -> tuple[DiskOptions | None, PeerOptions | None]:
+        """Disk cache and peers of the model in `folder`; its weights are hashed from now on."""
+        if self.disk_cache is None and not self._exchanges_pages:
+            return None, None
         from ..models.identity import ContentId
 
         where = self.disk_cache_dir
         place = default_disk_folder() if where is None else Path(where).expanduser()
-        return DiskOptions(
-            folder=_writable(place),
-            max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
-            identity=ContentId(folder, place / "digests.json").wait,
-        )
+        identity = ContentId(folder, place / "digests.json").wait
+        disk = peers = None
+        if self.disk_cache is not None:
+            max_bytes = parse_bytes(self.disk_cache, param="disk_cache")
+            disk = DiskOptions(folder=_writable(place), max_bytes=max_bytes, identity=identity)
+        if self._exchanges_pages:
+            urls = tuple(self.peers)
+            peers = PeerOptions(urls=urls, prefill_at=self.prefill_at, identity=identity)
+        return disk, peers
 
 
 def help_of(name: str) -> str:

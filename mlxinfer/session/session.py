@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import Grammar, Request, SamplingParams, check_token_ids
+from ..engine.peers import OwnPages
 from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
@@ -397,6 +398,7 @@ class Session(LocalSession):
     Attributes:
         chat_params: the model's own sampling values, the default of conversations.
         builder: makes requests of inputs.
+        pages: of the prefix cache, for other servers.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -425,6 +427,7 @@ class Session(LocalSession):
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
             self.engine = engine
+            self.pages = OwnPages(engine.call)
             most, in_step = options.max_image_tokens, self.limits.pictures.max_span
             most = most if in_step is None else min(most, in_step)
             pictures = PictureReader.of(self.info, tokenizer, most)

@@ -7,7 +7,7 @@ from typing import get_args
 from mlxinfer import LLM
 from mlxinfer.session.options import EngineArguments, EngineOptions, help_of
 
-INTERNAL = ["room_bytes", "fixed_proposals"]
+INTERNAL = ["room_bytes", "fixed_proposals", "gives_pages"]
 
 
 def test_arguments_are_the_fields_with_their_types() -> None:

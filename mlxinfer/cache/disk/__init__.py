@@ -1,6 +1,17 @@
 """The disk tier of the prefix cache."""
 
-from .entry import Entry, Files, chain_keys, entry_keys, namespace_key, page_key
+from .entry import (
+    Entry,
+    Files,
+    NoFiles,
+    chain_keys,
+    decode,
+    encode,
+    entry_bytes,
+    entry_keys,
+    namespace_key,
+    page_key,
+)
 from .tier import NOTHING_STORED, DiskTier
 
 __all__ = [
@@ -8,7 +19,11 @@ __all__ = [
     "DiskTier",
     "Entry",
     "Files",
+    "NoFiles",
     "chain_keys",
+    "decode",
+    "encode",
+    "entry_bytes",
     "entry_keys",
     "namespace_key",
     "page_key",

@@ -38,8 +38,12 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the entry's file."""
-        tokens_bytes = ID_BYTES * len(self.token_ids)
-        return _HEADER.size + tokens_bytes + self.payload.nbytes + _CHECKSUM_BYTES
+        return entry_bytes(len(self.token_ids), self.payload.nbytes)
+
+
+def entry_bytes(num_tokens: int, payload_bytes: int) -> int:
+    """Bytes of the file of an entry of so many tokens and bytes."""
+    return _HEADER.size + ID_BYTES * num_tokens + payload_bytes + _CHECKSUM_BYTES
 
 
 def namespace_key(*parts: str) -> bytes:
@@ -182,3 +186,22 @@ class Files:
     def mark_used(self, path: str, at_ns: int) -> None:
         """Set the time of last use, nanoseconds since the epoch."""
         os.utime(path, ns=(at_ns, at_ns))
+
+
+class NoFiles(Files):
+    """No disk: nothing is there, and nothing is made."""
+
+    def make_folder(self, folder: str) -> None:
+        """Make none."""
+
+    def names(self, folder: str) -> list[str]:
+        """None."""
+        return []
+
+    def read(self, path: str) -> bytes:
+        """Raise FileNotFoundError."""
+        raise FileNotFoundError(path)
+
+    def info(self, path: str) -> tuple[int, int]:
+        """Raise FileNotFoundError."""
+        raise FileNotFoundError(path)

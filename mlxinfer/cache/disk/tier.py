@@ -52,6 +52,7 @@ class DiskTier:
             adapter is best part of the key that a chain starts from.
         max_bytes: what the entries of all namespaces under `root` may take together.
         max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
+        max_staged_bytes: payloads that may wait to be read, see `stage`.
         files: access to files.
         clock_ns: nanoseconds since the epoch.
     """
@@ -63,6 +64,7 @@ class DiskTier:
         *,
         max_bytes: int,
         max_pending_bytes: int = 256 * 2**20,
+        max_staged_bytes: int = 0,
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -82,9 +84,12 @@ class DiskTier:
         self._max_pending_bytes = max_pending_bytes
         self._pending: OrderedDict[bytes, Entry] = OrderedDict()  # until they are written
         self._num_pending_bytes = 0
+        self.max_staged_bytes = max_staged_bytes
+        self._staged: OrderedDict[bytes, Entry] = OrderedDict()  # until they are read
+        self._num_staged_bytes = 0
         self._writer: threading.Thread | None = None
         self._stopping = False
-        self._changed = threading.Condition()  # of the four above
+        self._changed = threading.Condition()  # of all from `_pending` on
         with self._errors_counted():
             self._files.make_folder(self.folder)
         self._scan(remove_temps=True)
@@ -104,7 +109,7 @@ class DiskTier:
         entries: list[Entry] = []
         read: list[str] = []  # from the disk
         for key in keys:
-            entry = self._waiting(key)
+            entry = self._unstaged(key) or self._waiting(key)
             if entry is None:
                 entry = self._read(key)
                 if entry is None:
@@ -116,7 +121,7 @@ class DiskTier:
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry; it may yet prove broken."""
-        if self._waiting(key) is not None:
+        if key in self._staged or self._waiting(key) is not None:
             return True
         try:
             self._files.info(self.path(key))
@@ -324,6 +329,26 @@ class DiskTier:
             del self._pending[entry.key]
             self._num_pending_bytes -= entry.num_bytes
             self._changed.notify_all()
+
+    # -- from other servers ---------------------------------------------------------------------
+
+    def stage(self, entry: Entry) -> None:
+        """Keep an entry in memory until it is read once; the oldest ones make room."""
+        with self._changed:
+            self._take(entry.key)
+            self._staged[entry.key] = entry
+            self._num_staged_bytes += entry.payload.nbytes
+            while self._num_staged_bytes > self.max_staged_bytes:
+                self._take(next(iter(self._staged)))
+
+    def _unstaged(self, key: bytes) -> Entry | None:
+        with self._changed:
+            return self._take(key)
+
+    def _take(self, key: bytes) -> Entry | None:
+        entry = self._staged.pop(key, None)
+        self._num_staged_bytes -= 0 if entry is None else entry.payload.nbytes
+        return entry
 
     # -- looking around -------------------------------------------------------------------------
 

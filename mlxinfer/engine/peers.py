@@ -1,0 +1,404 @@
+"""Pages from other servers: what memory and disk lack of a prompt is asked of peers by its keys.
+
+The pages that come are staged in the disk tier, from where a prompt takes them as it takes those of
+the disk. A request waits for them at most as long as its prompt is expected to take here. So peers
+decide when a prompt is there, and never what it is: the key of an entry stands for the weights,
+the versions, the format and all tokens, and its checksum for its bytes.
+
+The wire: `POST /v1/kv/held`, `/v1/kv/entries` and `/v1/kv/compute`, see server/apis/kv.py. An
+entry travels as it lies on the disk. No mlx.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..cache.disk import DiskTier, Entry, decode, encode, entry_bytes
+from ..cache.prefix import PrefixTree
+from ..config import PeerOptions
+from ..errors import MlxinferError
+from .batch import Sequence as Request
+from .pagestore import MIN_PAGES, PageSearch, PageStore, Rate
+
+if TYPE_CHECKING:
+    import httpx2
+
+API_KEY = "MLXINFER_API_KEY"  # environment variable: the key of all servers of a group
+REQUESTS = 4  # at once to a peer
+REQUESTS_PER_S = 50.0  # to a peer
+BATCH_BYTES = 8 << 20  # of pages that one request asks for
+LEAST_S = 0.5  # a prompt that takes no longer is computed here
+UNMEASURED_S = 2.0  # that a request waits before it is known how long its prompt takes here
+LOOK_SHARE = 2  # one part in so many of that time, for a peer to say what it has
+POLL_S = 0.1  # between two looks at what a peer has computed so far
+FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 300.0  # that a peer is left out after a failure, doubled by each
+KEEP_S = 2.0  # that a connection stays open without a request: shorter than servers keep it
+CLOSE_S = 2.0  # that the end of all requests to peers may take
+MAX_HEAD_BYTES = 1 << 16  # of an answer beside what was asked for
+
+NOTHING_CAME = {"pages": 0, "bytes": 0, "failures": 0}
+
+Place = tuple[int, int]  # page number, layer group
+
+
+class PeerError(MlxinferError):
+    """A peer does not answer, refuses, or answers what was not asked for."""
+
+
+class Peer:
+    """Another server, and how it has done so far. Lives on one event loop.
+
+    Attributes:
+        sending: bytes of pages, and the seconds that they took.
+        computing: tokens of prompts, likewise.
+        counts: what came of it, and how often it failed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.sending, self.computing = Rate(), Rate()
+        self.counts = dict(NOTHING_CAME)
+        self._slots = asyncio.Semaphore(REQUESTS)
+        self._next_s = 0.0  # when another request may go
+        self._pause_s = FIRST_PAUSE_S
+        self._out_until_s = 0.0
+        self._client = _client(self.url)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is not left out after a failure."""
+        return time.monotonic() >= self._out_until_s
+
+    async def held(self, namespace: bytes, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of some keys whose entries it has."""
+        async with self._asked("held", _named(namespace, keys)) as response:
+            answer = b"".join([chunk async for chunk in _chunks(response, len(keys))])
+            if len(answer) != len(keys):
+                raise PeerError(f"It said {len(answer)} of {len(keys)} pages.")
+            return {key for key, has in zip(keys, answer, strict=True) if has == ord("1")}
+
+    async def entries(self, namespace: bytes, sizes: dict[bytes, int]) -> AsyncIterator[Entry]:
+        """Entries of given sizes in bytes by key, up to the first one that it has no longer."""
+        async with self._asked("entries", _named(namespace, list(sizes))) as response:
+            buffer, left = bytearray(), iter(sizes.items())
+            key, size = next(left)
+            async for chunk in _chunks(response, sum(sizes.values())):
+                buffer += chunk
+                while size and len(buffer) >= size:
+                    entry = decode(bytes(buffer[:size]), key)
+                    if entry is None:
+                        raise PeerError("It sent a page that is damaged, or another one.")
+                    del buffer[:size]
+                    self.counts["pages"] += 1
+                    self.counts["bytes"] += entry.payload.nbytes
+                    yield entry
+                    key, size = next(left, (b"", 0))
+            if buffer:
+                raise PeerError("It sent a part of a page.")
+        self._pause_s = FIRST_PAUSE_S
+
+    async def compute(self, namespace: bytes, token_ids: Sequence[int], salt: str | None) -> None:
+        """Let it compute a prompt: a request of one token."""
+        began_s = time.monotonic()
+        body = {"namespace": namespace.hex(), "token_ids": token_ids, "cache_salt": salt}
+        try:
+            async with self._asked("compute", body) as response:
+                _ = [chunk async for chunk in _chunks(response, 0)]
+        except PeerError:
+            return
+        except asyncio.CancelledError:  # it would have taken longer still
+            self.computing.add(len(token_ids), 2 * (time.monotonic() - began_s))
+            raise
+        self.computing.add(len(token_ids), time.monotonic() - began_s)
+
+    @asynccontextmanager
+    async def _asked(self, path: str, body: dict[str, Any]) -> "AsyncIterator[httpx2.Response]":
+        """One request. Whatever fails, a silence that the caller ends included, is a PeerError."""
+        answered = False
+        async with self._slots:
+            now_s = time.monotonic()
+            self._next_s = max(self._next_s, now_s) + 1 / REQUESTS_PER_S
+            await asyncio.sleep(self._next_s - 1 / REQUESTS_PER_S - now_s)
+            try:
+                request = self._client.stream("POST", f"/v1/kv/{path}", json=body)
+                async with request as response:
+                    if response.status_code != 200:
+                        raise PeerError(f"It refused: status {response.status_code}.")
+                    answered = True
+                    yield response
+            except (asyncio.CancelledError, GeneratorExit):
+                if not answered:
+                    self._leave_out()
+                raise
+            except Exception as error:  # the fault boundary of a peer, which may answer anything
+                self._leave_out()
+                raise PeerError(f"{self.url}: {error}") from error
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    def _leave_out(self) -> None:
+        self.counts["failures"] += 1
+        self._out_until_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+
+
+def _client(url: str) -> "httpx2.AsyncClient":
+    import httpx2  # only where there are peers
+
+    key = os.environ.get(API_KEY)
+    return httpx2.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=None,  # the caller's time limits it
+        trust_env=False,  # no proxy: the key is for this server alone
+        verify=httpx2.create_ssl_context(),
+        follow_redirects=False,
+        limits=httpx2.Limits(keepalive_expiry=KEEP_S),
+    )
+
+
+def _named(namespace: bytes, keys: Sequence[bytes]) -> dict[str, Any]:
+    return {"namespace": namespace.hex(), "keys": b"".join(keys).hex()}
+
+
+async def _chunks(response: "httpx2.Response", num_bytes: int) -> AsyncIterator[bytes]:
+    """The body, as it comes; PeerError where it is longer than it can be."""
+    left = num_bytes + MAX_HEAD_BYTES
+    async for chunk in response.aiter_raw():
+        left -= len(chunk)
+        if left < 0:
+            raise PeerError("It sent more than it was asked for.")
+        yield chunk
+
+
+class OwnPages:
+    """The pages of an engine, for peers. For any thread.
+
+    Args:
+        call: `Engine.call`.
+    """
+
+    def __init__(self, call: Callable[[Callable[[Any], Any]], Any]) -> None:
+        self._call = call
+        self._tier: DiskTier | None = None  # once it is known
+
+    def namespace(self) -> bytes | None:
+        """The namespace of their entries; None: it is not known yet, or no pages are given."""
+        self._tier = self._tier or self._call(lambda loop: loop.tier())
+        return None if self._tier is None else self._tier.namespace
+
+    def held(self, keys: Sequence[bytes]) -> bytes:
+        """For each key "1" where memory or disk has its entry, else "0"."""
+        tier, held = self._tier, self._call(lambda loop: loop.held(set(keys)))
+        assert tier is not None, "a key is of a namespace"
+        there = (key in held or tier.contains(key) for key in keys)
+        return b"".join([b"1" if each else b"0" for each in there])
+
+    def entries(self, keys: Sequence[bytes]) -> bytes:
+        """The entries of keys, as they lie on the disk, up to the first that is not there."""
+        tier, read = self._tier, self._call(lambda loop: loop.entries(set(keys)))
+        assert tier is not None, "a key is of a namespace"
+        found: dict[bytes, Entry] = {entry.key: entry for entry in read}
+        parts: list[bytes | memoryview] = []
+        for key in keys:
+            entry = found.get(key) or tier.get(key)
+            if entry is None:
+                break
+            parts += encode(entry)
+        return b"".join(parts)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What a request asks of peers.
+
+    Attributes:
+        search: of the prompt's pages.
+        own_s: that the rest of the prompt takes here; None: not measured.
+        is_plain: the prompt is text for the model alone, which a peer can compute.
+        salt: of the request's prefixes.
+        offers: keys, and a peer that has the entry.
+    """
+
+    search: PageSearch
+    own_s: float | None
+    is_plain: bool
+    salt: str | None
+    offers: dict[bytes, Peer] = field(default_factory=dict)
+
+
+class PeerFetches:
+    """Brings pages of prompts from peers while their requests wait. A thread of its own asks.
+
+    Args:
+        store: where pages go, and what is known of their sizes.
+        options: the peers, at least one.
+    """
+
+    def __init__(self, store: PageStore, options: PeerOptions) -> None:
+        self._store = store
+        self._loop = asyncio.new_event_loop()
+        self._peers = {url: Peer(url) for url in options.asked}
+        self._elsewhere = self._peers.get(options.prefill_at or "")
+        self._thread = threading.Thread(target=self._run, name="mlxinfer-peers", daemon=True)
+        self._thread.start()
+
+    def begin(self, tree: PrefixTree, asked: Request) -> "Future[None] | None":
+        """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
+        tier, ids = self._store.tier, list(asked.key_ids)
+        stop = (len(ids) - 1) // self._store.page_size
+        if tier is None or asked.request.prompt_logits or not self._asked_now():
+            return None
+        point = tree.probe(asked.namespace, ids)
+        own_s = self._store.computing_s(len(ids) - point.num_tokens)
+        if stop - len(point.nodes) < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
+            return None
+        is_plain = asked.pictures is None and asked.adapter_id is None
+        search = PageSearch(self._store, tier, ids, point, stop)
+        fetch = Fetch(search, own_s, is_plain, asked.request.cache_salt)
+        return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
+
+    def stats(self) -> dict[str, int]:
+        """Pages and bytes that came, and failures, of all peers together."""
+        peers = self._peers.values()
+        return {name: sum(peer.counts[name] for peer in peers) for name in NOTHING_CAME}
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
+        self._loop.stop()
+
+    def _asked_now(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.is_asked]
+
+    async def _bring(self, fetch: Fetch) -> None:
+        """Bring what peers have, or compute, in the time that computing it here would take."""
+        search = fetch.search
+        if self._num_bytes(search.wanted(search.stop)) > search.tier.max_staged_bytes:
+            return
+        limit_s = UNMEASURED_S if fetch.own_s is None else fetch.own_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._look(fetch, self._asked_now(), limit_s / LOOK_SHARE)
+                peer = self._elsewhere
+                if peer is not None and self._pays_elsewhere(peer, fetch):
+                    await self._compute_at(peer, fetch, limit_s)
+                await self._take_rest(fetch)
+
+    async def _compute_at(self, peer: Peer, fetch: Fetch, limit_s: float) -> None:
+        """Let a peer compute the prompt, and take pages as it seals them."""
+        search = fetch.search
+        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt)
+        computing, ended = asyncio.create_task(work), False
+        try:
+            while not ended:
+                await asyncio.wait({computing}, timeout=POLL_S)
+                ended = computing.done()  # before the last look
+                await self._look(fetch, [peer], limit_s)
+                await self._take(fetch, search.places(search.always))
+        finally:
+            computing.cancel()
+
+    async def _look(self, fetch: Fetch, peers: Sequence[Peer], limit_s: float) -> None:
+        """Learn who has which of the pages that lack; of several peers the first is asked."""
+        search = fetch.search
+        every = search.places(range(len(self._store.page_bytes)))
+        keys = [search.key(*place) for place in every if not search.has(*place)]
+
+        async def held(peer: Peer) -> set[bytes]:
+            with suppress(PeerError, TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    return await peer.held(search.tier.namespace, keys)
+            return set()
+
+        for peer, has in zip(peers, await asyncio.gather(*map(held, peers)), strict=True):
+            fetch.offers = {**dict.fromkeys(has, peer), **fetch.offers}
+        search.offered = fetch.offers
+
+    def _pays_elsewhere(self, peer: Peer, fetch: Fetch) -> bool:
+        """Whether a peer is expected to compute and send what no peer has sooner than it is here.
+
+        Both are measured. The first prompt is computed here, the next one there.
+        """
+        search, store = fetch.search, self._store
+        num_tokens = (search.stop - search.reachable()) * store.page_size
+        own_s = store.computing_s(num_tokens)
+        if not fetch.is_plain or own_s is None or own_s < LEAST_S or not peer.is_asked:
+            return False
+        peer_s = peer.computing.seconds_for(num_tokens) or 0.0
+        link_s = peer.sending.seconds_for(self._num_bytes(search.wanted(search.stop))) or 0.0
+        return store.pays(num_tokens, max(peer_s, link_s))
+
+    async def _take_rest(self, fetch: Fetch) -> None:
+        """Take what lengthens the prompt's prefix, if that is expected to pay."""
+        search = fetch.search
+        num_pages = search.reachable()
+        num_new, places = num_pages - len(search.point.nodes), search.wanted(num_pages)
+        if num_new < MIN_PAGES:
+            return
+        link_s = max(
+            (
+                peer.sending.seconds_for(self._num_bytes(own)) or 0.0
+                for peer, own in self._by_peer(fetch, places).items()
+            ),
+            default=0.0,
+        )
+        if self._store.pays(num_new * self._store.page_size, link_s):
+            await self._take(fetch, places)
+
+    def _by_peer(self, fetch: Fetch, places: Sequence[Place]) -> dict[Peer, list[Place]]:
+        """Those of some places that only peers have."""
+        found: dict[Peer, list[Place]] = {}
+        for place in places:
+            peer = fetch.offers.get(fetch.search.key(*place))
+            if peer is not None and not fetch.search.there.get(place):
+                found.setdefault(peer, []).append(place)
+        return found
+
+    async def _take(self, fetch: Fetch, places: Sequence[Place]) -> None:
+        """Take pages from the peers that have them."""
+        found = self._by_peer(fetch, places)
+        await asyncio.gather(*(self._take_from(fetch.search, *each) for each in found.items()))
+
+    async def _take_from(self, search: PageSearch, peer: Peer, places: list[Place]) -> None:
+        """Take pages from one peer by several requests, the first pages first."""
+        most = max(BATCH_BYTES // max(self._store.page_bytes), 1)
+        batches = [places[i : i + most] for i in range(0, len(places), most)]
+        began_s, before = time.monotonic(), peer.counts["bytes"]
+        try:
+            await asyncio.gather(*(self._take_batch(search, peer, each) for each in batches))
+        finally:
+            peer.sending.add(peer.counts["bytes"] - before, time.monotonic() - began_s)
+
+    async def _take_batch(self, search: PageSearch, peer: Peer, places: list[Place]) -> None:
+        """Stage the pages of one request; those that do not come are computed."""
+        page = self._store.page_size
+        by_key = {search.key(*place): place for place in places}
+        sizes = {k: entry_bytes(page, self._num_bytes([place])) for k, place in by_key.items()}
+        with suppress(PeerError):
+            async for entry in peer.entries(search.tier.namespace, sizes):
+                search.tier.stage(entry)
+                search.there[by_key[entry.key]] = True
+
+    def _num_bytes(self, places: Sequence[Place]) -> int:
+        return sum(self._store.page_bytes[group] for _, group in places)

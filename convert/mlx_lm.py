@@ -16,6 +16,7 @@ from .read import SourceModel
 OTHERWISE = (
     *("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next"),
     "step3p5",
+    "mimo_v2_flash",  # its windows are a token shorter there
 )
 UNDEFINED_BY_MLX_LM = (
     *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6

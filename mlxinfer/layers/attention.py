@@ -129,17 +129,18 @@ class Attention(AttentionShape, Mixer):
     """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache.
 
     Args:
-        qkv_proj: (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim).
-        o_proj: (T, num_heads * head_dim) -> (T, hidden).
+        qkv_proj: (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim + num_kv_heads *
+            value_dim).
+        o_proj: (T, num_heads * value_dim) -> (T, hidden).
         spec: what the cache keeps for this layer.
         scale: multiplies the scores.
         rope: None: positions are not encoded.
         qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
         norm_last: the norm comes behind the rope, else before it.
         query_scale: factors of queries by their positions, behind the rope; None: 1.
-        v_norm: over (T, num_kv_heads, head_dim); None: no norm.
+        v_norm: over (T, num_kv_heads, value_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
-        gate_proj: (T, hidden) -> (T, num_heads * head_dim) or (T, num_heads) gates of the heads'
+        gate_proj: (T, hidden) -> (T, num_heads * value_dim) or (T, num_heads) gates of the heads'
             outputs, of each number or of each head; None: there are none.
         gate: of what `gate_proj` gives; the result multiplies the outputs.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
@@ -153,19 +154,20 @@ class Attention(AttentionShape, Mixer):
     __slots__ = (
         "gate",
         "gate_proj",
-        "heads_shape",
         "indexer",
         "k_start",
         "key_bias",
         "norm_last",
         "o_proj",
         "qk_norm",
+        "qk_shape",
         "qkv_proj",
         "query_scale",
         "rope",
         "softmax",
         "spec",
         "v_norm",
+        "v_shape",
         "v_start",
     )
 
@@ -199,8 +201,9 @@ class Attention(AttentionShape, Mixer):
         self.o_proj = o_proj
         self.spec = spec
         self.k_start = (num_heads,)
-        self.v_start = (num_heads + spec.num_kv_heads,)
-        self.heads_shape = (-1, num_heads + 2 * spec.num_kv_heads, spec.key_dim)
+        self.qk_shape = (-1, num_heads + spec.num_kv_heads, spec.key_dim)
+        self.v_shape = (-1, spec.num_kv_heads, spec.value_dim)
+        self.v_start = ((num_heads + spec.num_kv_heads) * spec.key_dim,)
         self.softmax = Softmax(scale, sinks, soft_cap)
         self.rope = rope
         self.qk_norm = qk_norm
@@ -224,14 +227,15 @@ class Attention(AttentionShape, Mixer):
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         cache = step.caches[self]
-        projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
+        projected = self.qkv_proj(x)  # (T, (H + Hkv) * D + Hkv * Dv)
         choice = [] if self.indexer is None else [self.indexer(x, step)]
         outputs: mx.array
         if cache.heads is not None and not any(choice):
             outputs = cache.attend_heads(projected, self.softmax)
         else:
-            qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
-            qk, values = mx.split(qkv, self.v_start, axis=1)
+            qk, values = mx.split(projected, self.v_start, axis=1)
+            qk = qk.reshape(self.qk_shape)  # (T, H + Hkv, D)
+            values = values.reshape(self.v_shape)  # (T, Hkv, Dv)
             if self.qk_norm is not None and not self.norm_last:
                 qk = self.qk_norm(qk)
             if self.rope is not None:

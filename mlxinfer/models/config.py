@@ -65,6 +65,7 @@ class ModelConfig:
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
     query_heads: tuple[int, ...] = ()  # by layer; empty: num_heads everywhere
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
+    value_dim: int = 0  # numbers of a head's value; 0: as many as of its key
     turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
     sees_spans: tuple[bool, ...] = ()  # by layer, as of `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
@@ -105,7 +106,7 @@ class ModelConfig:
         return KVSpec(
             kv_heads,
             dim,
-            dim,
+            self.value_dim or dim,
             window,
             chunked=self.chunked and window is not None,
             turning=self.turning[index] if self.turning else 0,

@@ -280,8 +280,9 @@ class Family:
         norm = self.qk_norm(index)
         if weight is not None:
             norm = RMSNorm(weight, config.rms_norm_eps)
-        make_heads = None
-        if weight is not None or norm is None:  # one kernel does norm and rope
+        make_heads, v_norm = None, self.v_norm(index)
+        plain_values = self.norms_values == (v_norm is not None)
+        if plain_values and (weight is not None or norm is None):  # one kernel does norm and rope
             form = HeadsForm(
                 heads,
                 *config.heads_of(index),
@@ -293,12 +294,13 @@ class Family:
         key_bias = None
         if config.qkv_bias and norm is None and not (spec and spec.long):
             biases = qkv_proj(mx.zeros((1, config.hidden_size), self.weights.dtype))
-            key_bias = biases.reshape(-1, dim)[heads : heads + kv_spec.num_kv_heads]
+            start, stop = heads * dim, (heads + kv_spec.num_kv_heads) * dim
+            key_bias = biases[0, start:stop].reshape(-1, dim)
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
             gate=softplus if self.softplus_gates else mx.sigmoid,
-            o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * dim),
+            o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * kv_spec.value_dim),
             num_heads=heads,
             spec=replace(
                 kv_spec, key_bias=key_bias is not None, rope_axes=spec.num_axes if spec else 1
@@ -308,8 +310,8 @@ class Family:
             qk_norm=norm,
             norm_last=self.norm_last and norm is not None,
             query_scale=self.query_scale(index),
-            v_norm=self.v_norm(index) if self.norms_values else None,
-            sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
+            v_norm=v_norm,
+            sinks=self.sink_logits(index),
             soft_cap=config.score_softcap,
             key_bias=key_bias,
             make_heads=make_heads,
@@ -345,9 +347,10 @@ class Family:
         orders = None
         if self.interleaved and spec is not None:
             orders = [*(rotary_order(count, 0, spec.dims, dim) for count in heads[:2]), None]
+        dims = dim, dim, config.value_dim or dim
         return self.weights.fused(
             [f"{path}.{name}_proj" for name in "qkv"],
-            [count * dim for count in heads],
+            [count * each for count, each in zip(heads, dims, strict=True)],
             config.hidden_size,
             bias=config.qkv_bias,
             orders=orders,
@@ -357,8 +360,15 @@ class Family:
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
         return None
 
-    def v_norm(self, index: int) -> Norm:
+    def sink_logits(self, index: int) -> mx.array | None:
+        """The learned logits of a layer's sinks, (num_heads,); None: there are none."""
+        path, heads = f"model.layers.{index}.self_attn.sinks", self.config.num_heads_of(index)
+        return self.weights.take(path, (heads,)) if self.sinks else None
+
+    def v_norm(self, index: int) -> Norm | None:
         """An RMS norm over the values (T, num_kv_heads, head_dim) of a layer, with weights of 1."""
+        if not self.norms_values:
+            return None
         _, dim = self.config.heads_of(index)
         return RMSNorm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 

@@ -154,6 +154,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "seed_oss": ("llama", "SeedOss"),
     "exaone4": ("olmo", "Exaone4"),
     "ernie4_5": ("llama", "Ernie4_5"),
+    "mimo_v2_flash": ("mimo", "MiMoV2Flash"),
     "minimax_m2": ("mixtral", "MiniMaxM2"),
     "glm4_moe_lite": ("glm", "Glm4MoELite"),
     "glm_moe_dsa": ("glm", "GlmMoeDsa"),

@@ -68,7 +68,8 @@ ALL_CASES = (
     *("deepseek_v32-v4", "glm_moe_dsa-shared", "laguna-v4"),
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
-    *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", "olmo_hybrid-v4", *TURNING),
+    *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
+    *("olmo_hybrid-v4", "mimo_v2_flash-v4"),
     *("qwen4_exp_text-v4", "qwen4_exp_text-v5"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )

@@ -48,7 +48,7 @@ LARGE = {  # tens of thousands of tensors each: seconds
     *("Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3", "Qwen3.5-35B-A3B", "MiniMax-M2"),
     *("Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3.2", "GLM-5", "Solar-Open-100B", "dots.llm1"),
     *("K-EXAONE-236B-A23B", "Hunyuan-A13B", "Hy3", "Trinity-Mini", "Ling-3.0-flash"),
-    *("Laguna-XS.2", "Step-3.5-Flash", "Qwen3.8-Flash-Next", "Mellum2-12B-A2.5B"),
+    *("Laguna-XS.2", "Step-3.5-Flash", "MiMo-V2-Flash", "Qwen3.8-Flash-Next", "Mellum2-12B-A2.5B"),
 }
 
 

@@ -95,9 +95,9 @@ def test_what_is_kept_is_learnt_from_the_definition() -> None:
     sizes = {"swa_head_dim": 24, "swa_num_key_value_heads": 4, "v_head_dim": 8}
     raw = {**small_config("mimo_v2_flash", module), **sizes}
     config, _ = choose(raw, {})
-    full, window = KVSpec(2, 16, 8), KVSpec(4, 24, 16, 9)  # 8 tokens before, and itself
+    full, window = KVSpec(2, 16, 8), KVSpec(4, 24, 16, 8)
     assert config.cache_specs == (full, window, window, full)
-    assert config.windows == (None, 9, 9, None)
+    assert config.windows == (None, 8, 8, None)
 
 
 def test_the_spelling_of_transformers_5_is_read() -> None:

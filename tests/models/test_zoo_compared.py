@@ -99,32 +99,6 @@ def args_of(config: dict[str, Any]) -> Any:
     return Definition.of(module, config).args
 
 
-def test_windows_of_mimo_count_the_token_itself_in_both_spellings() -> None:
-    module = module_of("mimo_v2_flash")
-    assert module is not None
-    old = small_config("mimo_v2_flash", module)
-    assert args_of(old).sliding_window_size == old["sliding_window_size"] + 1
-    ropes = {
-        kind: {"rope_theta": 1e4, "partial_rotary_factor": 0.5} for kind in ("full", "sliding")
-    }
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    new = {
-        **{
-            key: value for key, value in old.items() if not key.startswith(("swa", "hybrid", "add"))
-        },
-        "layer_types": kinds,
-        "mlp_layer_types": ["dense", *["sparse"] * 3],
-        "rope_parameters": {f"{kind}_attention": rope for kind, rope in ropes.items()},
-        "sliding_window": old["sliding_window_size"] + 1,
-        "num_key_value_heads": 1,
-        "rms_norm_eps": 1e-5,
-    }
-    del new["sliding_window_size"], new["moe_layer_freq"], new["layernorm_epsilon"]
-    expected = args_of({**old, "num_key_value_heads": 1})
-    expected.n_shared_experts = None
-    assert args_of(new) == expected
-
-
 def test_ling_3_is_native_and_ling_2_6_is_not() -> None:
     """Both call themselves bailing_hybrid."""
     for stated in ({"architectures": ["BailingMoeV3ForCausalLM"]}, {"kda_safe_gate": True}):

@@ -75,41 +75,7 @@ def _with_their_keys(config: dict[str, Any]) -> dict[str, Any]:
         config["n_inner"] = 4 * config["n_embd"]
     if model_type == "mamba2":
         config.setdefault("intermediate_size", config["num_heads"] * config["head_dim"])
-    if model_type == "mimo_v2_flash":
-        return _mimo_v2_flash(config)
     return config
-
-
-def _mimo_v2_flash(config: dict[str, Any]) -> dict[str, Any]:
-    """With the window that mlx-lm counts, which is one token longer than the vendor states.
-
-    The vendor's window is the number of earlier tokens. transformers 5 writes the sum.
-    """
-    if "sliding_window_size" in config:
-        return {**config, "sliding_window_size": config["sliding_window_size"] + 1}
-    ropes = config.get("rope_parameters") or {}
-    full, sliding = (ropes.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
-    own = {
-        "hybrid_layer_pattern": [
-            int(kind == "sliding_attention") for kind in config.get("layer_types") or ()
-        ],
-        "moe_layer_freq": [int(kind == "sparse") for kind in config.get("mlp_layer_types") or ()],
-        "sliding_window_size": config.get("sliding_window"),
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "rope_theta": full.get("rope_theta", 5_000_000.0),
-        "swa_rope_theta": sliding.get("rope_theta", 10_000.0),
-        "partial_rotary_factor": full.get("partial_rotary_factor", 0.334),
-        "swa_num_attention_heads": config.get("num_attention_heads"),
-        "swa_num_key_value_heads": 2 * config.get("num_key_value_heads", 4),
-        "swa_head_dim": config.get("head_dim"),
-        "swa_v_head_dim": config.get("v_head_dim"),
-        "n_shared_experts": None,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": config.get("rms_norm_eps"),
-    }
-    return {**config, **own}
 
 
 def _respelled_inner(value: Any) -> Any:

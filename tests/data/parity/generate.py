@@ -123,6 +123,7 @@ def router_gap(
         "dots1",
         "exaone_moe",
         "bailing_hybrid",
+        "mimo_v2_flash",
         "laguna",
         "step3p5",
     ):

@@ -69,23 +69,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "minicpm3": {"num_key_value_heads": 4, "rope_parameters": ONE_LONGROPE},
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
-    "mimo_v2_flash": {
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "num_key_value_heads": 1,
-        "sliding_window": WINDOW + 1,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "partial_rotary_factor": 0.5,
-            },
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            },
-        },
-    },
     "gpt_neox": {"intermediate_size": 256},
     "minimax_m3_vl": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -102,35 +85,11 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
 }
 
 
-def _mimo(config: dict[str, Any]) -> dict[str, Any]:
-    """As published: lists of 0 and 1, and a window without the token itself."""
-    sliding = config["rope_parameters_by_kind"]["sliding_attention"]
-    kinds, mlps = config.pop("layer_types"), config.pop("mlp_layer_types")
-    return {
-        **config,
-        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
-        "moe_layer_freq": [int(kind == "sparse") for kind in mlps],
-        "sliding_window_size": config.pop("sliding_window") - 1,
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "swa_rope_theta": sliding["rope_theta"],
-        "swa_num_attention_heads": config["num_attention_heads"],
-        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
-        "swa_head_dim": config["head_dim"],
-        "swa_v_head_dim": config["v_head_dim"],
-        "n_shared_experts": None,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": config["rms_norm_eps"],
-    }
-
-
 def _renamed(**names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda config: {names.get(key, key): value for key, value in config.items()}
 
 
 OLD_NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "mimo_v2_flash": _mimo,
     "gpt2": lambda config: {**config, "n_ctx": config["n_positions"]},
     "gpt_neox": _renamed(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     "gpt_bigcode": lambda config: {**config, "n_inner": 4 * config["n_embd"]},

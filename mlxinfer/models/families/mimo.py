@@ -1,0 +1,137 @@
+"""MiMo V2 Flash: KV heads by kind of layer, short values, sinks in layers with windows."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.mlp import FeedForward
+from ...layers.norm import Norm
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types
+from ..family import Family
+from ..jsonfields import Fields
+from .deepseek import biased_routing, with_experts
+
+_NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
+    "swa_rope_theta": "rope_local_base_freq",
+    "layernorm_epsilon": "rms_norm_eps",
+    "moe_layer_freq": "is_moe_layer",
+}
+_SAME = ("num_attention_heads", "head_dim", "v_head_dim")  # in layers with windows and without
+
+
+class MiMoV2Flash(Family):
+    """MiMo V2 Flash: the experts of DeepSeek V3 without a shared one."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "attention_value_scale": 0.707,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": 129,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The config under the names of other families.
+
+        The vendor's `sliding_window_size` leaves the token itself out.
+        """
+        values = dict(config.values)
+        for own, ours in _NAMES.items():
+            if (stated := values.pop(own, None)) is not None:
+                values[ours] = stated
+        if config.get("sliding_window_size") is not None:
+            values["sliding_window"] = 1 + config.integer("sliding_window_size")
+        if config.get("routed_scaling_factor") is None:
+            values["routed_scaling_factor"] = 1.0
+        return Fields(values, config.where)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated, by name or by 1 for windows; else the first and each sixth see everything."""
+        pattern = fields.items("hybrid_layer_pattern")
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        if pattern is None:
+            pattern = [bool(i and (i + 1) % 6) for i in range(num_layers)]
+        if len(pattern) != num_layers:
+            raise CheckpointError(
+                f"hybrid_layer_pattern in {fields.where} has {len(pattern)} entries; expected "
+                f"{num_layers}."
+            )
+        return [SLIDING if windowed else FULL for windowed in pattern]
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """The output projection has none."""
+        return super().biases(fields)[0], False
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """KV heads of each layer, the size of values, and the layers that have experts."""
+        fields = config.fields
+        for key in _SAME:
+            if fields.get(f"swa_{key}") not in (None, fields.get(key)):
+                raise UnsupportedModelError(
+                    f"swa_{key} in {fields.where} is {fields.get(f'swa_{key}')}; expected {key}, "
+                    f"{fields.get(key)}."
+                )
+        few = config.num_kv_heads
+        many = fields.integer("swa_num_key_value_heads", high=2**14, default=2 * few)
+        if config.num_heads % many:
+            raise CheckpointError(
+                f"num_attention_heads is {config.num_heads}, which {many} heads for K and V in "
+                "layers with windows do not divide."
+            )
+        counts = [few if window is None else many for window in config.windows]
+        return replace(
+            with_experts(config),
+            heads=tuple((count, config.head_dim) for count in counts),
+            value_dim=fields.integer("v_head_dim", high=2**14),
+        )
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Sinks as in other families; without the blocks that predict further ahead."""
+        if name.startswith("model.mtp."):
+            return None
+        return super().rename(name.replace(".attention_sink_bias", ".sinks"))
+
+    def v_norm(self, index: int) -> Norm | None:
+        """A factor of the values; null: 1."""
+        scale: float | None = self.config.fields.number("attention_value_scale", default=None)
+        return None if scale is None else partial(mx.multiply, scale)
+
+    def sink_logits(self, index: int) -> mx.array | None:
+        """As the config says for layers of this kind."""
+        kind = "full" if self.config.windows[index] is None else "swa"
+        path = f"model.layers.{index}.self_attn.sinks"
+        stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")
+        return self.weights.take(path, (self.config.num_heads,)) if stated else None
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP, or experts."""
+        path = f"model.layers.{index}.mlp"
+        if not self.config.sparse_layers[index]:
+            return super().mlp(index)
+        return self.experts(path, biased_routing(self, path))

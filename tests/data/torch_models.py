@@ -6,6 +6,7 @@ Needs torch and transformers, which nothing else here does.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 Shapes = dict[str, tuple[int, ...]]
+NO_MATTER = (  # parts of names of keys that nothing here reads
+    *("dropout", "initializer", "use_cache", "output_", "transformers_version", "architectures"),
+    *("dtype", "aux_loss"),
+)
 SEEING = {"step3p5": "step3p7"}  # texts that transformers has inside of models that see alone
 TEXT = ("model.", "lm_head.")  # fronts of the names of their tensors
 TOWER = {
@@ -77,9 +82,29 @@ def loaded(kind: Any, read: Any, tensors: Mapping[str, np.ndarray], folder: Path
     return model.eval()
 
 
+def respelled(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers changes of a config that it reads and saves: keys that go and that come."""
+    with TemporaryDirectory() as folder:
+        if config["model_type"] in SEEING:
+            read = read_config(seeing_config(config), Path(folder)).text_config
+        else:
+            read = read_config(config, Path(folder))
+    saved = json.loads(read.to_json_string())
+    new = {key: value for key, value in saved.items() if config.get(key, "") != value}
+    return {
+        "gone": [key for key in config if key not in saved],
+        "new": {key: new[key] for key in new if not any(part in key for part in NO_MATTER)},
+    }
+
+
 def record(path: Path, name: str, saved: Shapes) -> None:
     """Note the tensors of a case in a file of tables, which stands for our own."""
+    record_table(path, name, shortened(saved))
+
+
+def record_table(path: Path, name: str, table: Any) -> None:
+    """Note a table of a case in a file of them."""
     tables = json.loads(path.read_text()) if path.exists() else {}
-    tables[name] = shortened(saved)
+    tables[name] = table
     lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

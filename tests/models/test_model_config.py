@@ -2,6 +2,8 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,18 @@ from mlxinfer.models.registry import family
 def llama(**changes):
     config = {**tiny_config("llama"), "rope_scaling": None, **changes}
     return {key: value for key, value in config.items() if value is not ...}
+
+
+def test_configs_that_transformers_reads_and_saves_are_of_the_same_models():
+    """From the older spelling of each type to the newest, `tests/data/parity/generate.py`."""
+    path = Path(__file__).parents[1] / "data" / "parity" / "saved_configs.json"
+    changes = json.loads(path.read_text())
+    kinds = {CASES[name]["model_type"] for name in changes}
+    assert kinds == {config["model_type"] for config in CASES.values()}
+    for name, change in changes.items():
+        kept = {key: value for key, value in CASES[name].items() if key not in change["gone"]}
+        found, expected = normalise({**kept, **change["new"]}), normalise(CASES[name])
+        assert replace(found, dtype=expected.dtype) == expected, name
 
 
 # Rope, in both spellings.

@@ -85,8 +85,10 @@ class Cohere2MoE(Cohere2):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """With a note whether norms are RMS norms: then the config states their epsilon."""
-        stated = config.get("rms_norm_eps") is not None
-        return Fields({**config.values, RMS_NORMS: stated}, config.where)
+        values = {**config.values, RMS_NORMS: config.get("rms_norm_eps") is not None}
+        if not values[RMS_NORMS]:  # transformers 5 writes null
+            values.pop("rms_norm_eps", None)
+        return Fields(values, config.where)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:

@@ -68,7 +68,7 @@ class Lfm2(Family):
         convolves = cls.convolves(fields, config.num_layers)
         return replace(
             config,
-            rms_norm_eps=fields.number("rms_norm_eps", "norm_eps", low=0.0, high=1.0),
+            rms_norm_eps=fields.number("norm_eps", low=0.0, high=1.0),
             intermediate_size=_inner(fields, config.intermediate_size),
             states=tuple(state if one else None for one in convolves),
         )

@@ -27,6 +27,8 @@ from data.torch_models import (  # noqa: E402
     loaded,
     read_config,
     record,
+    record_table,
+    respelled,
     saved_shapes,
     seeing_config,
 )
@@ -35,6 +37,7 @@ from models.random_weights import random_tensor, tiny_tensors  # noqa: E402
 from models.shapes import TENSORS, recorded_case, shapes  # noqa: E402
 
 LENGTH = 40
+SAVED = HERE / "saved_configs.json"  # what transformers changes of the configs of version 4
 MIN_ROUTER_GAP = 2e-3
 MIN_LOGIT_GAP = 2e-3
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}  # which no automatic class has
@@ -176,6 +179,8 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
+        if not name.endswith("-v5"):
+            record_table(SAVED, name, respelled(CASES[name]))
         ids, logits = reference(CASES[name], seed=1)
         path = HERE / f"{name}.npz"
         np.savez_compressed(path, ids=ids, logits=logits.astype(np.float32))

@@ -9,33 +9,74 @@ import pytest
 from models.dense_kv import DenseCache, logits
 from models.names import expanded
 from models.random_weights import LESS_ONE, random_tensor
-from models.tiny import arrays_of, tiny_config, write
+from models.tiny import arrays_of, quantized, tiny_config, write
 
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
+from mlxinfer.models.config import normalise
+from mlxinfer.models.registry import language_name
 
 HERE = Path(__file__).parents[1] / "data" / "parity"
 CASES = json.loads((HERE / "wrappers.json").read_text())
 UNSCALED = ("aya_vision", "cohere2_vision")  # transformers leaves out `logit_scale` of their texts
 
 
+def logits_of(folder, config, tensors, ids):
+    model = load(write(folder, config, tensors))
+    step = Step(mx.arange(len(ids)), DenseCache(model).step([("a", len(ids))]))
+    return np.array(model.logits(model(mx.array(ids), step)))
+
+
+def tensors_of(outer):
+    """By the published names, those of the tower too."""
+    kind = CASES[outer]["config"]["text_config"]["model_type"]
+    return {
+        name: random_tensor(name, shape, 0, less_one=kind.startswith(LESS_ONE))
+        for name, shape in expanded(CASES[outer]["tensors"]).items()
+    }
+
+
 @pytest.mark.parametrize("outer", CASES)
 def test_the_text_of_a_model_that_sees_is_that_of_transformers(tmp_path, outer):
     """Written by `tests/data/parity/wrappers.py`; tensors of the tower are there, and left out."""
     config = CASES[outer]["config"]
-    less_one = config["text_config"]["model_type"].startswith(LESS_ONE)
-    tensors = {
-        name: random_tensor(name, shape, 0, less_one=less_one)
-        for name, shape in expanded(CASES[outer]["tensors"]).items()
-    }
-    model = load(write(tmp_path, config, tensors))
     references = np.load(HERE / "wrappers.npz")
     ids, expected = references[f"{outer}.ids"], references[f"{outer}.logits"]
-    step = Step(mx.arange(len(ids)), DenseCache(model).step([("a", len(ids))]))
-    found = np.array(model.logits(model(mx.array(ids), step)))
+    found = logits_of(tmp_path, config, tensors_of(outer), ids)
     if outer in UNSCALED:
         found /= config["text_config"]["logit_scale"]
     assert np.abs(found - expected).max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("outer", CASES)
+def test_the_older_spelling_is_of_the_same_model(outer):
+    config = CASES[outer]["config"]
+    text = dict(config["text_config"])
+    rope = text.pop("rope_parameters")
+    text |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if "mrope_section" in rope:
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    assert normalise({**config, "text_config": text}) == normalise(config)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("outer", CASES)
+def test_quantised_folders_of_mlx_vlm_have_the_numbers_that_their_codes_stand_for(tmp_path, outer):
+    """Under its names; a tower that is not there is none that is read."""
+    config, ids = CASES[outer]["config"], np.arange(3, 19)
+    named = {language_name(name): tensor for name, tensor in tensors_of(outer).items()}
+    tensors = {f"language_model.{n}": mx.array(t) for n, t in named.items() if n is not None}
+    codes = quantized(tensors, {"group_size": 32, "bits": 4})
+    numbers = dict(tensors)
+    for name in (name for name in codes if name.endswith(".scales")):
+        parts = [codes[name.replace("scales", part)] for part in ("weight", "scales", "biases")]
+        numbers[name.replace("scales", "weight")] = mx.dequantize(*parts, 32, 4)
+    assert len(codes) > len(tensors) + 8
+    found = logits_of(
+        tmp_path / "q", {**config, "quantization": {"group_size": 32, "bits": 4}}, codes, ids
+    )
+    expected = logits_of(tmp_path / "d", config, numbers, ids)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * max(1.0, expected.std()))
 
 
 def test_the_text_of_step_3_7_is_step_3_5(tmp_path):

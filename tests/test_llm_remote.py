@@ -175,8 +175,40 @@ def test_a_program_runs_as_it_does_here_but_has_no_scores(llm: LLM, here: LLM) -
     options: Any = {"max_tokens": 6, "temperature": 0}
     assert run(llm.program(**options)) == run(here.program(**options))
     assert llm.map(ask, [1, 2], **options) == here.map(ask, [1, 2], **options)
-    with pytest.raises(InvalidRequestError, match="no log-probabilities"):
-        llm.program().select("it", ["a", "b"])
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_a_program_selects_by_the_scores_of_the_server(llm: LLM, here: LLM, chats: bool) -> None:
+    choices = ["the keys", "purple cows and more", "a"]
+
+    def run(p: Program) -> list[Any]:
+        if chats:
+            p.user("What does it keep?")
+        else:
+            p += "The KV cache keeps "
+        branches = p.fork(2)
+        found = [*branches.select("it", choices), branches[0].select("more", choices[1:])]
+        return [*found, asyncio.run(p.aselect("sums", choices, per_token=False))]
+
+    for there, own in zip(run(llm.program()), run(here.program()), strict=True):
+        assert there.text == own.text
+        assert there.scores == {t: pytest.approx(s, abs=0.01) for t, s in own.scores.items()}
+    with llm.program() as p:
+        p.user("What is it?", images=["drawing.png"])
+        with pytest.raises(InvalidRequestError, match="ids of pictures are the server's"):
+            p.select("it", choices)
+
+
+def test_log_probabilities_of_the_answer_come_from_the_server(llm: LLM, here: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
+    for there, own in (
+        (llm.chat(QUESTION, params), here.chat(QUESTION, params)),
+        (llm.generate("A cat", params), here.generate("A cat", params)),
+    ):
+        assert there.logprobs is not None
+        assert own.logprobs is not None
+        expected = [each.logprob for each in own.logprobs]
+        assert [each.logprob for each in there.logprobs] == pytest.approx(expected, abs=0.01)
 
 
 def ask(p: Program, number: int) -> str:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from .. import errors
-from ..core import FinishReason
+from ..core import FinishReason, TokenLogprobs
 from ..http_json import ServerError
 from ..outputs import (
     CallStatus,
@@ -31,6 +31,7 @@ class RemoteAnswer:
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._reason: str | None = None
         self._timings: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
@@ -51,6 +52,7 @@ class RemoteAnswer:
         ids: list[int] = []
         for choice in event.get("choices", ()):
             ids += choice.get("token_ids") or ()
+            self._logprobs += [TokenLogprobs(each, ()) for each in _logprobs(choice)]
             parts += _parts(choice)
             self._reason = choice.get("finish_reason") or self._reason
             self._timings = choice.get("timings") or self._timings
@@ -75,6 +77,7 @@ class RemoteAnswer:
             reasoning=whole.reasoning or None,
             tool_calls=joined_calls(whole.tool_calls),
             token_ids=tuple(self._ids),
+            logprobs=self._logprobs or None,
             finish_reason=FinishReason.LENGTH if length else FinishReason.STOP,
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             cached_tokens=details.get("cached_tokens", 0),
@@ -135,6 +138,13 @@ def _parts(choice: dict[str, Any]) -> list[Part]:
             )
         )
     return parts
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float]:
+    """The log-probabilities of the tokens of one event: a completion's, or a chat's."""
+    found = choice.get("logprobs") or {}
+    of_chat = [each["logprob"] for each in found.get("content") or ()]
+    return of_chat + (found.get("token_logprobs") or [])
 
 
 def _timing(given: dict[str, Any]) -> Timing:

@@ -56,6 +56,8 @@ class RemoteRequests:
         body = {"messages": _messages(given.messages), **_sampling(values)}
         if (limit := body.pop("max_reasoning_tokens", None)) is not None:
             body["thinking_budget_tokens"] = limit
+        if "logprobs" in body:
+            body["logprobs"] = True  # without top_logprobs none but the answer's own
         said = {
             "tools": given.tools,
             "tool_choice": None if given.tool_choice == "auto" else given.tool_choice,
@@ -81,6 +83,20 @@ class RemoteRequests:
         if given.suffix:
             body["suffix"] = given.suffix
         return "/v1/completions", body
+
+
+class TokenizeRequests(RemoteRequests):
+    """Reads inputs into requests of their token ids, for vLLM's /tokenize."""
+
+    def conversation(self, given: ChatInput, max_context: int | None) -> Request:
+        """The ids of what the chat template makes."""
+        if read_messages(given.messages)[1]:
+            raise _refused("select", "the ids of pictures are the server's")
+        return "/tokenize", super().conversation(given, max_context)[1]
+
+    def text(self, given: TextInput, max_context: int | None) -> Request:
+        """The ids of a text."""
+        return "/tokenize", {"prompt": given.prompt}
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -124,8 +140,10 @@ def _values(given: Input) -> dict[str, Any]:
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams in the API's words."""
     found = dict(values)
-    if found.pop("logprobs", None) is not None:
-        raise _refused("logprobs", "a server names tokens by their text, not by their ids")
+    if found.get("logprobs"):
+        raise _refused("logprobs", "a server names other tokens by their text, not by their ids")
+    if found.get("logprobs", 0) is None:
+        del found["logprobs"]
     if "max_tokens" in found and found["max_tokens"] is None:
         found["max_tokens"] = UNLIMITED
     if found.get("seed", 0) is None:

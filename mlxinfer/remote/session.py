@@ -18,9 +18,9 @@ from ..http_json import ServerError, unreachable
 from ..outputs import Result
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession
-from ..session.inputs import EmbedInput, Input, ScoreInput
+from ..session.inputs import EmbedInput, EncodedPrompt, Input, ScoreInput
 from .answer import RemoteAnswer, error_of
-from .request import RemoteRequests, Request
+from .request import RemoteRequests, Request, TokenizeRequests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,6 @@ class RemoteInfo:
 
 _REASONS = {  # why a server's model has no such part
     "pin": "a server keeps prefixes for all its clients by their use",
-    "select": "a server gives no log-probabilities of given tokens",
     "logits": "a server gives tokens, not logits",
     "chat_params": "the server has them, and uses them",
     "path": "the files are the server's",
@@ -84,6 +83,11 @@ class RemoteSession(ModelSession):
     def start(self, *inputs: Input) -> "RemoteAnswers":
         """The answers to conversations and texts; nothing is sent before they are read."""
         return RemoteAnswers(self, list(map(RemoteRequests(self.info.name).request_of, inputs)))
+
+    def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
+        """The token ids of an input, as the server makes them."""
+        path, body = TokenizeRequests(self.info.name).request_of(given)
+        return EncodedPrompt(self.ask(path, body)["tokens"])
 
     # -- vectors and scores ---------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mlxinfer import SamplingParams
 from mlxinfer.bench.report import Report, Table
 from tests.bench.checkpoints import (
     FLEET,
@@ -63,9 +64,9 @@ class Player:
         """`length` token ids."""
         return random_prompt(length, self._vocab, next(self._seeds))
 
-    def ask(self, prompts: list[list[Segment]]) -> Served:
-        """Prompts that come at once; they are named by their number."""
-        params = greedy(self.scale.answer)
+    def ask(self, prompts: list[list[Segment]], params: SamplingParams | None = None) -> Served:
+        """Prompts that come at once; they are named by their number. Answers are greedy."""
+        params = params or greedy(self.scale.answer)
         asks = [Ask(str(i), segments, params) for i, segments in enumerate(prompts)]
         return serve(self.engine, asks, self._clock)
 
@@ -150,6 +151,23 @@ def document(player: Player) -> list[Figures]:
     return [total(served[1:])]
 
 
+def tree_of_thoughts(player: Player) -> list[Figures]:
+    """Three thoughts on a question, three ways on from each, and a vote on all nine.
+
+    Branches of one place have the same prompt and draw different answers.
+    """
+    scale = player.scale
+    texts = [player.message(scale.opening)] * 3
+    served = []
+    for branches in (3, 1, 1):
+        drawn = SamplingParams(max_tokens=scale.answer, ignore_eos=True, temperature=1.0)
+        served.append(player.ask([[("user", list(text))] for text in texts], drawn))
+        asks = player.message(scale.question)  # "Go on", then "Is this right?"
+        answers = [served[-1].answers[str(n)].token_ids for n in range(len(texts))]
+        texts = [t + a + asks for t, a in zip(texts, answers, strict=True) for _ in range(branches)]
+    return [total(served)]
+
+
 Scene = tuple[list[str], Dense, Callable[[Player], list[Figures]]]  # labels of what it gives
 
 
@@ -167,6 +185,7 @@ def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
     label = f"{scale.agents} agents x {scale.steps} steps, {scale.catalogue} shared"
     found.append(([label], fleet, agents))
     for dense, suffix in ((middle, ""), (windowed, f", window {windowed.window}")):
+        found.append(([f"tree of 3 x 3 thoughts with votes{suffix}"], dense, tree_of_thoughts))
         found.append(([f"last message edited{suffix}"], dense, edited))
         found.append(([f"more questions, same document{suffix}"], dense, document))
     return found
@@ -206,11 +225,11 @@ def _tokens_table(found: dict[str, list[Figures]], scale: Scale) -> Table:
         reused = [1 - each["computed"] / each["prompt_tokens"] for each in both]
         rows.append([*row, " / ".join(f"{share:.0%}" for share in reused)])
     note = (
-        f"Conversations: {scale.opening} tokens, then {scale.message} a turn; system prompts are "
-        f"followed by {scale.question}; agents have a task of {scale.task} and tools that return "
-        f"{scale.result}; answers have {scale.answer}. Reused: the share of prompt tokens that no "
-        "forward pass saw. mlx-lm: BatchGenerator and LRUPromptCache (10 entries), as its server "
-        "uses them."
+        f"Conversations: {scale.opening} tokens, then {scale.message} a turn; system prompts, and "
+        f"branches of a tree, are followed by {scale.question}; agents have a task of {scale.task} "
+        f"and tools that return {scale.result}; answers have {scale.answer}. Reused: the share of "
+        "prompt tokens that no forward pass saw. mlx-lm: BatchGenerator and LRUPromptCache (10 "
+        "entries), as its server uses them."
     )
     columns = ["", "prompt tokens", *SIDES, "reused"]
     return Table("Prompt tokens computed and reused", columns, rows, note)

@@ -30,6 +30,7 @@ from tests.bench.prefix import (
     conversations,
     document,
     edited,
+    tree_of_thoughts,
 )
 from tests.bench.processes import run_python
 from tests.bench.quality import compared, divergence, log_softmax
@@ -75,6 +76,15 @@ def test_an_edited_message_and_a_known_document_are_all_that_is_computed(dense: 
     (found,) = document(player(dense))
     assert found["computed"] == 2 * SCALE.message  # of two questions after the first
     assert found["prompt_tokens"] == 2 * 120
+
+
+def test_branches_of_a_tree_compute_what_is_theirs() -> None:
+    """Of equal prompts that come together, one computes the whole pages, each what is behind."""
+    (found,) = tree_of_thoughts(player())
+    own = SCALE.question + 1  # and the last token of the answer
+    longer = SCALE.opening + SCALE.answer + SCALE.question
+    thoughts, ways = (SCALE.opening + 2 * (SCALE.opening % PAGE)), 3 * own + 6 * (longer % PAGE)
+    assert found["computed"] == thoughts + ways + 9 * own
 
 
 def test_requests_share_passes_and_nothing_is_padded() -> None:

@@ -281,12 +281,10 @@ def command(
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        store = response_store(options)
+        stored = response_store(options), named_sessions(options["disk_cache"])
         entry = entry_maker(options)
         fetch = fetching(entry) if options.pop("allow_pull") else None
-        loadable = registry(requested, options)
-        sessions = named_sessions(options["disk_cache"])
-        service = ServerState(loadable, config, store, sessions, fetch)
+        service = ServerState(registry(requested, options), config, *stored, fetch)
         routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again

@@ -53,7 +53,7 @@ _AS_MLX = {  # where its names are others: ours, its
     },
 }
 LAYER = re.compile(r"^(?:model\.|backbone\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
-_AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
+_AHEAD = re.compile(r"(?:^|\.)(mtp[._].+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
 _TABLES = ("pos_embed.weight", "position_embedding.weight")  # of a tower: they are no matrices

@@ -92,8 +92,8 @@ _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),
-    (re.compile(r"(^mtp\.fc|\.eh_proj)$"), 8),
-    (re.compile(r"^mtp\."), 4),
+    (re.compile(r"(^mtp\.fc|^mtp_linear_proj\.0|\.eh_proj)$"), 8),
+    (re.compile(r"^mtp[._]"), 4),
     (re.compile(r"(^|\.)(embed_tokens|lm_head)$"), 4),
 )
 _FLOAT32 = re.compile(r"(\.A_log|\.dt_bias|\.D|correction_bias)$")  # decay rates, expert biases

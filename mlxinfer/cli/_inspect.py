@@ -113,7 +113,7 @@ def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | N
     if "embed_tokens" in language:
         tied = config.tie_word_embeddings and "per_layer" not in language
         return 1.0 if tied else 0.0  # else one row of it is read
-    if language.startswith(("mtp.", "model.mtp.")):
+    if language.removeprefix("model.").startswith(("mtp.", "mtp_")):
         return 0.0
     stacked = len(shape) == 3 and shape[0] == config.num_experts
     if config.num_experts and (stacked or ".experts." in language):

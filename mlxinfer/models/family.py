@@ -49,7 +49,7 @@ class Family:
         softplus_gates: gates of attention's outputs are softplus, not sigmoids.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
-        module_norm_offset: the same in a module `mtp` that predicts further ahead.
+        head_norm_offset: the same in a head that predicts further ahead; None: as in the model.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
         folded: ends of the paths of matrices that are no projections of the decoder.
@@ -75,7 +75,7 @@ class Family:
     softplus_gates: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
-    module_norm_offset: ClassVar[float] = 0.0
+    head_norm_offset: float | None = None
     axes_in_turn: ClassVar[bool] = False
     scaled_embeddings: ClassVar[bool] = False
     windows: ClassVar[bool] = True

@@ -1,10 +1,11 @@
 """Heads that continue from a model's hidden states: MTP modules and EAGLE-3 drafts.
 
 `load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
-Two layouts are published. Qwen3-Next, Qwen 3.5 and Mellum 2 have a module `mtp` of a few layers;
-DeepSeek V3 and GLM 4.5 to 4.7 have one more layer behind the last one. Sources: vLLM,
-`qwen3_next_mtp.py` and `deepseek_mtp.py`; both pass on the model's hidden states behind its last
-norm.
+One network is published under several names. DeepSeek V3, GLM 4.5 to 5.2, Ling 3.0 and Hy3 have
+one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2 and K-EXAONE have a module `mtp`,
+and ERNIE 4.5 one of other names. The head reads the model's hidden states behind its last norm, and
+a chain goes on from the head's own normed output. Sources: transformers 5.24, `MtpModel`; vLLM,
+`qwen3_next_mtp.py`, `hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`; FastDeploy, `ernie4_5_mtp.py`.
 
 `load_eagle` reads a draft from a folder of its own.
 """
@@ -268,7 +269,20 @@ def checked_taps(what: str, layers: Sequence[int], num_layers: int) -> tuple[int
     return tuple(layers)
 
 
-_MODULE = re.compile(r"^(?:.*\.)?mtp\.(.+)$")
+_MODULE = re.compile(r"(?:^|\.)(mtp[._].+)$")  # a head's tensors that lie in no layer
+_LATER = re.compile(r"mtp(\.layers|_block)\.[1-9]")  # of a second layer
+_PARTS = (  # of a head, as other families call them, and as DeepSeek does
+    ("mtp.layers.0.", ""),
+    ("mtp.fc.", "eh_proj."),
+    ("mtp.pre_fc_norm_embedding.", "enorm."),
+    ("mtp.pre_fc_norm_hidden.", "hnorm."),
+    ("mtp.norm.", "shared_head.norm."),
+    ("mtp_block.0.", ""),
+    ("mtp_linear_proj.0.", "eh_proj."),
+    ("mtp_emb_norm.0.", "enorm."),
+    ("mtp_hidden_norm.0.", "hnorm."),
+    ("final_layernorm.", "shared_head.norm."),
+)
 
 
 def load_prediction_head(folder: Path, model: Model) -> DraftHead:
@@ -279,8 +293,8 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
         UnsupportedModelError: it has more than one layer.
         CheckpointError: a tensor is missing, misshapen or left over.
     """
-    index = model.config.num_layers
-    names = _Names(index)
+    index, kind = model.config.num_layers, family(model.config.model_type)
+    names = _Names(f"model.layers.{index}.", kind.rename)
     weights = weights_beside(model, folder, names, model.config.quantization)
     if not names.found:
         raise InvalidRequestError(
@@ -290,8 +304,7 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
             param="speculate",
         )
     config = _longer(model.config, sparse=f"model.layers.{index}.mlp.gate.weight" in weights)
-    builder: Family = family(config.model_type)(config, weights)
-    head = _module(builder, model) if names.in_module else _last_layer(builder, model)
+    head = _head(kind(config, weights), model)
     weights.finish()
     weights.evaluate(head.arrays())
     return head
@@ -301,30 +314,32 @@ class _Names:
     """Renames a head's tensors to those of one more layer; None: the tensor is not the head's.
 
     Args:
-        index: of that layer.
+        layer: what the names of that layer begin with.
+        rename: of the family, for what lies in a layer.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, layer: str, rename: Callable[[str], str | None]) -> None:
+        self._layer, self._rename = layer, rename
         self.found = False
-        self.in_module = False
 
     def __call__(self, name: str) -> str | None:
-        layer = f"model.layers.{self._index}."
-        module = _MODULE.match(name)
-        ours = language_name(name)
+        module, inner = _MODULE.search(name), language_name(name) or ""
         if module is not None:
-            ours = f"mtp.{module[1]}"
-            self.in_module = True
-            if ours.startswith("mtp.layers.") and not ours.startswith("mtp.layers.0."):
-                raise UnsupportedModelError(
-                    "This checkpoint's `mtp` has several layers; one is supported."
-                )
-            ours = ours.replace("mtp.layers.0.", layer, 1)
-        elif ours is None or not ours.startswith(layer):
+            inner = self._layer + module[1]
+        if not inner.startswith(self._layer):
             return None
+        inner = inner.removeprefix(self._layer)
+        if _LATER.match(inner):
+            raise UnsupportedModelError(
+                "This checkpoint's `mtp` has several layers; one is supported."
+            )
+        for theirs, part in _PARTS:
+            if inner.startswith(theirs):
+                inner = part + inner.removeprefix(theirs)
+                break
         self.found = True
-        return ours + ".weight" if ours.endswith(PACKED) else ours
+        renamed = self._rename(self._layer + inner)
+        return f"{renamed}.weight" if renamed and renamed.endswith(PACKED) else renamed
 
 
 def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
@@ -350,31 +365,19 @@ def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
     return replace(config, num_layers=config.num_layers + 1, **more)
 
 
-def _module(builder: Family, model: Model) -> DraftHead:
-    """Qwen's module."""
-    config, hidden = builder.config, builder.config.hidden_size
-    builder.norm_offset = builder.module_norm_offset
-    block = JoinedBlock(
-        builder.norm("mtp.pre_fc_norm_embedding"),
-        builder.norm("mtp.pre_fc_norm_hidden"),
-        builder.weights.linear("mtp.fc", hidden, 2 * hidden),
-        builder.layer(config.num_layers - 1),
-    )
-    return DraftHead(
-        model,
-        config,
-        taps=(FINAL,),
-        block=block,
-        norm=builder.norm("mtp.norm"),
-    )
+def _head(builder: Family, model: Model) -> DraftHead:
+    """The head as one more layer; the tables are the model's own.
 
-
-def _last_layer(builder: Family, model: Model) -> DraftHead:
-    """DeepSeek's layer, with the norm before its logits; the tables are the model's own."""
+    A head without a norm before its logits uses the model's last norm (ERNIE 4.5).
+    """
     config, weights, hidden = builder.config, builder.weights, builder.config.hidden_size
     path = f"model.layers.{config.num_layers - 1}"
     for table in ("embed_tokens", "shared_head.head"):
         weights.drop_below([f"{path}.{table}."])
+    weights.drop(f"{path}.shared_head.weight")
+    if builder.head_norm_offset is not None:
+        builder.norm_offset = builder.head_norm_offset
+    norm = f"{path}.shared_head.norm"
     block = JoinedBlock(
         builder.norm(f"{path}.enorm"),
         builder.norm(f"{path}.hnorm"),
@@ -386,8 +389,7 @@ def _last_layer(builder: Family, model: Model) -> DraftHead:
         config,
         taps=(FINAL,),
         block=block,
-        norm=builder.norm(f"{path}.shared_head.norm"),
-        chains_normed=False,
+        norm=builder.norm(norm) if f"{norm}.weight" in weights else model.norm,
     )
 
 

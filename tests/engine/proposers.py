@@ -11,12 +11,8 @@ from typing import TypeVar
 
 from engine.harness import config, tiny_model
 from engine.oracle import Oracle
-from speculation.head_checkpoints import (
-    MTP_CASES,
-    dflash_checkpoint,
-    eagle_checkpoint,
-    mtp_checkpoint,
-)
+from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
+from speculation.head_names import MTP_CASES
 
 from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.core import PooledSpec

@@ -13,18 +13,9 @@ import numpy as np
 from models import tiny
 from models.random_weights import random_tensor, tiny_tensors
 from models.tiny import quantized, tiny_config
+from speculation.head_names import Tensors, head_names, mtp_tensors
 
-Tensors = dict[str, np.ndarray]
-SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
-MTP_CASES = (
-    "qwen3_5_text-v4",
-    "qwen3_next-v4",
-    "glm4_moe-v4",
-    "deepseek_v3-v4",
-    "glm4_moe_lite-v4",
-    "mellum-v4",
-)
-IN_MODULE = ("qwen", "mellum")  # types with a module `mtp`; others have a layer more
+SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight")
 
 
 def mtp_checkpoint(
@@ -46,46 +37,18 @@ def mtp_checkpoint(
     return write(folder, config, tensors, how)
 
 
-def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
-    """A random head like the model's last layer with attention, named as published."""
-    hidden, module = config["hidden_size"], config["model_type"].startswith(IN_MODULE)
-    first, qwen = config["num_hidden_layers"], config["model_type"].startswith("qwen")
-    source = max(int(name.split(".")[2]) for name in tensors if ".self_attn.o_proj" in name)
-    target = "mtp.layers.0." if module else f"model.layers.{first}."
-    shapes = {
-        name.replace(f"model.layers.{source}.", target): array.shape
-        for name, array in tensors.items()
-        if name.startswith(f"model.layers.{source}.")
-    }
-    if module:
-        names = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
-        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
-    else:
-        names = tuple(f"{target}{n}" for n in ("shared_head.norm", "enorm", "hnorm"))
-        shapes[f"{target}eh_proj.weight"] = (hidden, 2 * hidden)
-        shapes[f"{target}embed_tokens.weight"] = (config["vocab_size"], hidden)
-        shapes[f"{target}shared_head.head.weight"] = (config["vocab_size"], hidden)
-    shapes |= {f"{name}.weight": (hidden,) for name in names}
-    return {name: random_tensor(name, s, 7, less_one=qwen) for name, s in shapes.items()}
-
-
 def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
     """Layers that add nothing, and a head that looks at the token alone."""
-    hidden, module = config["hidden_size"], config["model_type"].startswith(IN_MODULE)
+    hidden, names = config["hidden_size"], head_names(config)
+    qwen = config["model_type"].startswith("qwen")
     for name in tensors:
         if name.endswith(SILENT):
             tensors[name] = np.zeros_like(tensors[name])
-    front = "mtp." if module else f"model.layers.{config['num_hidden_layers']}."
     both = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1)
-    names = (
-        ("fc", "pre_fc_norm_embedding", "norm")
-        if module
-        else ("eh_proj", "enorm", "shared_head.norm")
-    )
-    tensors[f"{front}{names[0]}.weight"] = both.astype(np.float32)
-    one = 0.0 if config["model_type"].startswith("qwen") else 1.0
-    tensors[f"{front}{names[1]}.weight"] = np.full(hidden, one, np.float32)
-    tensors[f"{front}{names[2]}.weight"] = tensors["model.norm.weight"]
+    tensors[f"{names.proj}.weight"] = both.astype(np.float32)
+    tensors[f"{names.embedding_norm}.weight"] = np.full(hidden, 0.0 if qwen else 1.0, np.float32)
+    if names.norm is not None:
+        tensors[f"{names.norm}.weight"] = tensors["model.norm.weight"]
 
 
 def write(

@@ -15,13 +15,8 @@ from engine.harness import Harness, alone, config, prompt, tiny_model
 from engine.pictures import picture, placed, with_tower
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
-from speculation.head_checkpoints import (
-    IN_MODULE,
-    MTP_CASES,
-    eagle_checkpoint,
-    mtp_checkpoint,
-    write,
-)
+from speculation.head_checkpoints import eagle_checkpoint, mtp_checkpoint, write
+from speculation.head_names import MTP_CASES, QWEN_CASES, REFERENCE_CASES, head_inputs
 
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.core import SamplingParams
@@ -39,6 +34,7 @@ from mlxinfer.speculation.speculation import Speculation
 GREEDY = SamplingParams(max_tokens=16)
 DRAWN = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=11)
 PACKED = {"group_size": 32, "bits": 4}
+REFERENCES = Path(__file__).parents[1] / "data" / "heads"
 
 
 @cache
@@ -86,7 +82,10 @@ def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param("qwen3_5_text-v4", marks=pytest.mark.slow), "glm4_moe_lite-v4", "eagle"],
+    [
+        *(pytest.param(f"{kind}-v4", marks=pytest.mark.slow) for kind in ("qwen3_5_text", "hy_v3")),
+        *("glm4_moe_lite-v4", "bailing_hybrid-v4", "exaone_moe-v4", "glm_moe_dsa-shared", "eagle"),
+    ],
 )
 def test_answers_are_those_without_a_head(case: str) -> None:
     """Long and short prompts, a preemption, a prefix that only the model knows, little room."""
@@ -214,68 +213,55 @@ def rms(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-@pytest.mark.parametrize(
-    "case", ["qwen3_5_text-v4", "qwen3_next-v4", "glm4_moe-v4", "deepseek_v3-v4", "mellum-v4"]
-)
+@pytest.mark.parametrize("case", REFERENCE_CASES)
+def test_an_mtp_head_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    """In several parts, with names as published."""
+    folder = mtp_checkpoint(tmp_path, case)
+    reference = np.load(REFERENCES / f"{case}.npz")["logits"]
+    assert_close(of_head(folder), mx.array(reference))
+
+
+@pytest.mark.parametrize("case", QWEN_CASES)
 def test_an_mtp_head_gives_the_logits_of_its_definition(case: str, tmp_path: Path) -> None:
     """The projection as in vLLM; the layer in it is mlx-lm's own."""
     folder = mtp_checkpoint(tmp_path, case)
+    assert_close(of_head(folder), reference_mtp(folder))
+
+
+def of_head(folder: Path) -> np.ndarray:
+    """Logits (T, V) of the head in a folder."""
     model = load(folder)
-    head = load_prediction_head(folder, model)
-    ids = prompt(21, vocab=model.config.vocab_size)
-    hidden = np.random.default_rng(0).standard_normal((21, model.config.hidden_size))
-    ours = run_head(head, ids, hidden.astype(np.float32), [13, 14])
-    assert_close(ours, reference_mtp(case, folder, ids, mx.array(hidden.astype(np.float32))))
+    ids, hidden = head_inputs(json.loads((folder / "config.json").read_text()))
+    return run_head(load_prediction_head(folder, model), ids.tolist(), hidden, [13, 14])
 
 
-def reference_mtp(case: str, folder: Path, ids: Seq[int], hidden: mx.array) -> mx.array:
+def reference_mtp(folder: Path) -> mx.array:
     """Logits (T, V)."""
     stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
     tensors: Any = mx.load(str(folder / "model.safetensors"))
-    qwen, eps = case.startswith("qwen"), stated["rms_norm_eps"]
-    module = case.startswith(IN_MODULE)
-    front = "mtp." if module else f"model.layers.{stated['num_hidden_layers']}."
-    names = QWEN if module else DEEPSEEK
-    embedding_norm, hidden_norm, last_norm = (
-        tensors[f"{front}{name}.weight"] + (1.0 if qwen else 0.0) for name in names[:3]
-    )
-    embedded = tensors["model.embed_tokens.weight"][mx.array(list(ids))]
+    eps, names = stated["rms_norm_eps"], ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    embedding_norm, hidden_norm, last_norm = (tensors[f"mtp.{n}.weight"] + 1.0 for n in names)
+    ids, hidden = (mx.array(each) for each in head_inputs(stated))
+    embedded = tensors["model.embed_tokens.weight"][ids]
     both = mx.concatenate([rms(embedded, embedding_norm, eps), rms(hidden, hidden_norm, eps)], -1)
-    x = both @ tensors[f"{front}{names[3]}.weight"].T
-    layer = layer_of_mlx_lm(folder, f"{front}layers.0." if module else front)
+    x = both @ tensors["mtp.fc.weight"].T
     mask = mx.tril(mx.ones((len(ids), len(ids)), mx.bool_))
-    if "sliding_window" in stated:
-        mask &= ~mx.tril(mask, -stated["sliding_window"])
-    x = rms(layer(x[None], mask=mask)[0], last_norm, eps)
+    x = rms(layer_of_mlx_lm(folder)(x[None], mask=mask)[0], last_norm, eps)
     tied = stated["tie_word_embeddings"]
     return x @ tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T
 
 
-QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
-DEEPSEEK = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-
-
-def layer_of_mlx_lm(folder: Path, front: str) -> Any:
-    """mlx-lm's decoder layer with the weights below `front`, in place of one that is like it."""
+def layer_of_mlx_lm(folder: Path) -> Any:
+    """mlx-lm's decoder layer with the head's weights, in place of one that is like it."""
     stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
     tensors: Any = mx.load(str(folder / "model.safetensors"))
     index = max(
-        int(n.split(".")[2]) for n in tensors if ".self_attn.o_proj" in n and "mtp" not in n
+        int(n.split(".")[2]) for n in tensors if n.startswith("model.layers.") and "o_proj" in n
     )
-    index = min(index, stated["num_hidden_layers"] - 1)
-    head = {n: a for n, a in tensors.items() if n.startswith(front)}
-    kept = {n: a for n, a in tensors.items() if n not in head and not n.startswith("mtp.")}
-    kept |= {n.replace(front, f"model.layers.{index}."): a for n, a in head.items()}
-    kept = {
-        n: a
-        for n, a in kept.items()
-        if not (
-            n.startswith(f"model.layers.{index}.")
-            and n.split(f".{index}.", 1)[1].startswith(
-                ("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens")
-            )
-        )
-    }
+    kept = {n: a for n, a in tensors.items() if not n.startswith("mtp.")}
+    for name, array in tensors.items():
+        if name.startswith("mtp.layers.0."):
+            kept[name.replace("mtp.layers.0.", f"model.layers.{index}.")] = array
     kind = stated["model_type"].removesuffix("_text")
     if kind != stated["model_type"]:
         rope = {name: stated[name] for name in ("rope_theta", "partial_rotary_factor")}

@@ -190,6 +190,7 @@ class ExaoneMoE(Exaone4):
         "n_group": 1,
         "topk_group": 1,
         "n_shared_experts": 1,
+        "mtp_layer_types": [SLIDING],
     }
     dense_matrices = (".mlp.gate",)
     layer = Family.layer

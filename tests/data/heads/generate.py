@@ -1,0 +1,89 @@
+"""Write the reference logits of heads that predict further ahead: transformers' `MtpModel`.
+
+Needs torch and transformers, which nothing else here does:
+
+    python tests/data/heads/generate.py
+
+The weights are those of `tests/speculation/head_checkpoints.py`, by their published names; the
+names that transformers 5.24 does not read are brought to those of DeepSeek here.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+from transformers.modeling_layers import MtpModel
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from data.torch_models import read_config  # noqa: E402
+from models.cases import CASES  # noqa: E402
+from models.random_weights import tiny_tensors  # noqa: E402
+from speculation.head_names import (  # noqa: E402
+    REFERENCE_CASES,
+    head_inputs,
+    head_like,
+    head_names,
+    mtp_tensors,
+)
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = {"exaone_moe": (SLIDING, "dense"), "mellum": (SLIDING, "sparse")}
+
+
+def reference(case: str, folder: Path) -> np.ndarray:
+    """Logits (T, vocab_size) of a head over random hidden states."""
+    config = {**CASES[case], "num_nextn_predict_layers": 1}
+    read = read_config(config, folder)
+    tensors = tiny_tensors(config)
+    save_file(tensors | renamed(config, tensors), folder / "model.safetensors", {"format": "pt"})
+    main = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=read, attn_implementation="eager"
+    ).eval()
+    attention, mlp = LAYER_TYPES.get(config["model_type"], ("full_attention", "sparse"))
+    main.config.num_mtp_layers = 1
+    main.config.mtp_layer_types, main.config.mtp_mlp_layer_types = [attention], [mlp]
+    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config['num_hidden_layers']}\."]
+    layers = main.get_decoder().layers
+    layers[-1] = layers[head_like(config, tensors)]  # from where it takes the classes of its parts
+    head = MtpModel.from_pretrained(main).eval()
+    ids, hidden = map(torch.tensor, head_inputs(config))
+    positions = torch.arange(len(ids))
+    with torch.no_grad():
+        x = head.forward_layer(0, hidden[None], positions[None], None, input_ids=ids[None])
+        return head._project_to_logits(x)[0].numpy()
+
+
+def renamed(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of the head as DeepSeek calls them."""
+    names, layer = head_names(config), f"model.layers.{config['num_hidden_layers']}."
+    parts = {names.embedding_norm: "enorm", names.hidden_norm: "hnorm", names.proj: "eh_proj"}
+    parts |= {names.norm: "shared_head.norm"} if names.norm else {}
+    known = {f"{path}.weight": f"{layer}{part}.weight" for path, part in parts.items()}
+    found = {
+        known.get(name, layer + name.removeprefix(names.layer)): value
+        for name, value in mtp_tensors(config, tensors).items()
+    }
+    return (
+        found
+        if names.norm
+        else found | {f"{layer}shared_head.norm.weight": tensors["model.norm.weight"]}
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for case in sys.argv[1:] or REFERENCE_CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            logits = reference(case, Path(folder))
+        np.savez_compressed(HERE / f"{case}.npz", logits=logits.astype(np.float32))
+        print(f"{case:16} std {logits.std():.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Random heads that predict further ahead, by their published names. No mlx, no torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from models.random_weights import random_tensor
+
+Tensors = dict[str, np.ndarray]
+LENGTH = 21
+MTP_CASES = (
+    "qwen3_5_text-v4",
+    "qwen3_next-v4",
+    "glm4_moe-v4",
+    "deepseek_v3-v4",
+    "glm4_moe_lite-v4",
+    "glm_moe_dsa-shared",
+    "bailing_hybrid-v4",
+    "hy_v3-v4",
+    "exaone_moe-v4",
+    "ernie4_5_moe-v4",
+    "mellum-v4",
+)
+QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
+# Its `MtpModel` takes no layer that returns its choice of tokens.
+REFERENCE_CASES = tuple(c for c in MTP_CASES if c not in (*QWEN_CASES, "glm_moe_dsa-shared"))
+
+
+def head_inputs(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (LENGTH,) and random hidden states (LENGTH, hidden_size)."""
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((LENGTH, config["hidden_size"])).astype(np.float32)
+    return rng.integers(3, config["vocab_size"], LENGTH), hidden
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Published names of a head: what its layer's tensors begin with, and its parts' paths.
+
+    Args:
+        norm: before the logits; None: it is the model's.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    proj: str
+    norm: str | None
+    tables: tuple[str, ...] = ()  # copies of the model's tables
+
+    @property
+    def norms(self) -> list[str]:
+        """Of the head itself."""
+        return [n for n in (self.embedding_norm, self.hidden_norm, self.norm) if n is not None]
+
+
+def head_names(config: dict[str, Any]) -> HeadNames:
+    """As the family's checkpoints have them."""
+    kind, layer = config["model_type"], f"model.layers.{config['num_hidden_layers']}."
+    if kind.startswith("qwen") or kind in ("exaone_moe", "mellum"):
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return HeadNames("mtp.layers.0.", *norms, "mtp.fc", "mtp.norm")
+    if kind == "ernie4_5_moe":
+        parts = [f"model.mtp_{name}.0" for name in ("emb_norm", "hidden_norm", "linear_proj")]
+        return HeadNames("model.mtp_block.0.", *parts, None)
+    parts = [f"{layer}{name}" for name in ("enorm", "hnorm", "eh_proj")]
+    if kind in ("hy_v3", "bailing_hybrid"):
+        return HeadNames(layer, *parts, f"{layer}final_layernorm")
+    tables = f"{layer}embed_tokens", f"{layer}shared_head.head"
+    return HeadNames(layer, *parts, f"{layer}shared_head.norm", tables)
+
+
+def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """A random head like one of the model's layers with attention, named as published."""
+    hidden, names = config["hidden_size"], head_names(config)
+    qwen = config["model_type"].startswith("qwen")
+    source = f"model.layers.{head_like(config, tensors)}."
+    shapes = {
+        names.layer + name.removeprefix(source): array.shape
+        for name, array in tensors.items()
+        if name.startswith(source)
+    }
+    shapes[f"{names.proj}.weight"] = (hidden, 2 * hidden)
+    shapes |= {f"{name}.weight": (config["vocab_size"], hidden) for name in names.tables}
+    shapes |= {f"{name}.weight": (hidden,) for name in names.norms}
+    return {name: random_tensor(name, s, 7, less_one=qwen) for name, s in shapes.items()}
+
+
+def head_like(config: dict[str, Any], tensors: Tensors) -> int:
+    """The layer that the head is like: a dense one, or the last with attention, or an indexer."""
+    if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
+        return 0
+    ends = (".self_attn.o_proj.weight", ".attention.kv_b_proj.weight")
+    if config["model_type"] == "glm_moe_dsa":
+        ends = (".indexer.wk.weight",)
+    return max(int(name.split(".")[2]) for name in tensors if name.endswith(ends))

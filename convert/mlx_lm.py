@@ -21,7 +21,7 @@ OTHERWISE = (
 UNDEFINED_BY_MLX_LM = (
     *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
     *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
-    "qwen4_exp_text",
+    *("qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu"),
 )
 _NO_SCALING = {"rope_scaling": None}
 _NO_BIAS = {"attention_bias": False}
@@ -51,6 +51,7 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "qwen3": _NO_BIAS | _NO_WINDOW,
     "solar_open": _UNTIED | _NO_SCALING,
     "starcoder2": {"use_bias": True} | _NO_WINDOW,
+    "youtu_llm": {"rope_interleave": True},
 }
 _NEWER = ("ministral3", "qwen3_5", "qwen3_5_moe")  # they read rope_parameters only
 _WHOLE_HEADS = ("granite", "mixtral", "phi3")  # their heads share out hidden_size

@@ -311,6 +311,7 @@ _KINDS = {
     "linear": "linear",
     "llama3": "llama3",
     "yarn": "yarn",
+    "deepseek_yarn": "yarn",  # as Sarvam calls it
     "longrope": "longrope",
     "proportional": "proportional",  # a part of the pairs turns, at the speeds of whole heads
     "su": "longrope",  # as Microsoft first called it

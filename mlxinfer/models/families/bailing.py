@@ -11,7 +11,7 @@ from ..family import Family
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
 
-_NAMES = (  # of the hub, and ours
+NAMES = (  # of the hub, and ours
     ("model.word_embeddings.", "model.embed_tokens."),
     (".attention.", ".self_attn."),
     (".self_attn.dense.", ".self_attn.o_proj."),
@@ -73,7 +73,7 @@ class BailingHybrid(KimiLinear):
     @classmethod
     def rename(cls, name: str) -> str | None:
         """Names as of Kimi Linear."""
-        for theirs, ours in _NAMES:
+        for theirs, ours in NAMES:
             name = name.replace(theirs, ours)
         return super().rename(name)
 

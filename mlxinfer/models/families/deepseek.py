@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and V3.2: latent attention, and experts in groups beside shared ones."""
+"""DeepSeek V2, V3 and V3.2: latent attention, and experts in groups beside shared ones. Youtu."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -187,6 +187,21 @@ class DeepseekV3(Family):
         return biased_routing(self, path)
 
 
+class Youtu(DeepseekV3):
+    """Youtu-LLM: the attention of DeepSeek V3, without experts."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+
+
 class DeepseekV2(DeepseekV3):
     """DeepSeek V2, V2.5 and V2 Lite: a softmax router, with groups or without."""
 
@@ -294,8 +309,10 @@ def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
 
 
 def with_experts(config: ModelConfig) -> ModelConfig:
-    """The config with the experts' fields of DeepSeek and related families."""
+    """The config with the experts' fields of DeepSeek and related families, if there are any."""
     fields = config.fields
+    if fields.get("n_routed_experts", "num_local_experts") is None:
+        return replace(config, sparse_layers=(False,) * config.num_layers)
     num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
     return replace(
         config,

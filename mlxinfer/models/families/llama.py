@@ -215,8 +215,9 @@ class Phi3(Family):
         config, path = self.config, f"model.layers.{index}.self_attn"
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         widths = [count * config.head_dim for count in heads]
+        bias = config.qkv_bias
         return self.weights.linear(
-            f"{path}.qkv_proj", sum(widths), config.hidden_size, parts=widths
+            f"{path}.qkv_proj", sum(widths), config.hidden_size, bias=bias, parts=widths
         )
 
     def mlp(self, index: int) -> FeedForward:

@@ -129,6 +129,8 @@ def router_gap(
         "mimo_v2_flash",
         "laguna",
         "step3p5",
+        "sarvam_mla",
+        "sarvam_moe",
     ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "ernie4_5_moe":

@@ -30,7 +30,10 @@ from models.names import shortened  # noqa: E402
 from models.published import PUBLISHED  # noqa: E402
 
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}
-AS_NAMED = {"kimi_k2": "deepseek_v3"}  # model_type of the hub -> of transformers
+AS_NAMED = {
+    "kimi_k2": "deepseek_v3",
+    "youtu_llm": "youtu",
+}  # model_type of the hub -> of transformers
 
 
 def tensors(config: dict) -> dict[str, tuple[int, ...]]:

@@ -4,11 +4,12 @@ The rows of a block, the newest token and masks behind it, see each other and al
 what came before is known from the outputs of some of the model's layers, which each layer of the
 draft projects to keys and values of its own. Row i of the block gives the token at its own place.
 Embeddings and output projection are the model's. Sources: z-lab/dflash, `dflash/model_mlx.py`
-(arXiv 2602.06036); SGLang, `models/dflash.py`.
+(arXiv 2602.06036); SGLang, `models/dflash.py`; transformers 5.24, `muse_glimmer_assistant`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,6 +27,20 @@ from .jsonfields import Fields, read_json
 from .language import arrays
 
 KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
+_OF_ASSISTANT: dict[str, Any] = {  # of Muse Glimmer: what its config may leave out
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "max_window_layers": 0,
+    "is_causal": False,
+    "mask_token_id": 201_818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
+_ENCODER = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
 class BlockLayer:
@@ -229,7 +244,7 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
         UnsupportedModelError: a later kind of DFlash.
         CheckpointError: a file is broken, or the draft is not for this model.
     """
-    raw = read_json(folder / "config.json", infinite=True)
+    raw = _spelled_out(read_json(folder / "config.json", infinite=True), model)
     fields = Fields(raw, "config.json")
     stated = fields.fields("dflash_config") or fields
     for name in ("conv_kernel_size", "selector_rank"):
@@ -265,7 +280,17 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
     return draft
 
 
+def _spelled_out(raw: dict[str, Any], model: Model) -> dict[str, Any]:
+    """A config with what Muse Glimmer's assistant takes for granted; others are complete."""
+    if raw.get("model_type") != "muse_glimmer_assistant":
+        return raw
+    stated = {key: value for key, value in raw.items() if value is not None}
+    return _OF_ASSISTANT | {"vocab_size": model.config.vocab_size} | stated
+
+
 def _rename(name: str) -> str:
+    for theirs, ours in _ENCODER.items():
+        name = name.replace(theirs, ours)
     return f"model.{name}" if name.startswith("layers.") else name
 
 

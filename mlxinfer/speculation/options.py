@@ -76,7 +76,8 @@ def kind_of(folder: Path) -> str:
     config = read_json(folder / "config.json")
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
-    if "dflash" in architecture.lower() or "dflash_config" in config:
+    block = "dflash_config" in config or config.get("model_type") == "muse_glimmer_assistant"
+    if block or "dflash" in architecture.lower():
         return "dflash"
     if "eagle3" in architecture.lower() or config.get("speculators_model_type") == "eagle3":
         return "eagle"

@@ -94,3 +94,42 @@ def head_like(config: dict[str, Any], tensors: Tensors) -> int:
     if config["model_type"] == "glm_moe_dsa":
         ends = (".indexer.wk.weight",)
     return max(int(name.split(".")[2]) for name in tensors if name.endswith(ends))
+
+
+BLOCK = 8
+ASSISTANT: dict[str, Any] = {  # of Muse Glimmer, for a model of the width of the tiny ones
+    "architectures": ["MuseGlimmerAssistantModel"],
+    "model_type": "muse_glimmer_assistant",
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "block_size": BLOCK,
+    "mask_token_id": 2,
+    "target_layer_ids": [0, 2],
+}
+ASSISTANT_MODEL = "qwen3-v5"
+
+
+def assistant_tensors() -> Tensors:
+    """Random tensors of `ASSISTANT`, named as published."""
+    hidden, heads, kv = 64, 4 * 16, 2 * 16
+    shapes: dict[str, tuple[int, ...]] = {
+        "encoder.fc.weight": (hidden, 2 * hidden),
+        "encoder.output_norm_enc.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for front in ("layers.0.", "layers.1."):
+        shapes |= {f"{front}{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
+        shapes |= {f"{front}self_attn.{n}_norm.weight": (16,) for n in "qk"}
+        rows = {"q": heads, "k": kv, "v": kv}
+        shapes |= {f"{front}self_attn.{n}_proj.weight": (r, hidden) for n, r in rows.items()}
+        shapes[f"{front}self_attn.o_proj.weight"] = (hidden, heads)
+        shapes |= {f"{front}mlp.{n}_proj.weight": (48, hidden) for n in ("gate", "up")}
+        shapes[f"{front}mlp.down_proj.weight"] = (hidden, 48)
+    return {name: random_tensor(name, s, 9, less_one=False) for name, s in shapes.items()}

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
-from speculation.head_checkpoints import dflash_checkpoint
+from speculation.head_checkpoints import dflash_checkpoint, write
+from speculation.head_names import (
+    ASSISTANT,
+    ASSISTANT_MODEL,
+    BLOCK,
+    assistant_tensors,
+    head_inputs,
+)
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Proposal, Sequence
@@ -20,10 +28,12 @@ from mlxinfer.models.dflash import load_dflash
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT
+from mlxinfer.speculation.options import kind_of
 from mlxinfer.speculation.speculation import Speculation
 
 CASE = "qwen3-v5"
 TAPS = [0, 2]
+HEADS = Path(__file__).parents[1] / "data" / "heads"
 GREEDY = SamplingParams(max_tokens=16)
 
 
@@ -148,6 +158,21 @@ def test_answers_are_those_without_a_draft(tmp_path: Path) -> None:
     assert speculation.stats()["drafted"] > 40
     assert not source._held
     assert not source._contexts
+
+
+def test_muse_glimmers_assistant_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    """Within its window: transformers 5.24 has none over a prompt's context."""
+    folder = write(tmp_path, ASSISTANT, assistant_tensors(), None)
+    assert kind_of(folder) == "dflash"
+    whole = tiny_model(ASSISTANT_MODEL)
+    draft = load_dflash(folder, whole)
+    ids, hidden = head_inputs({"hidden_size": 128, "vocab_size": 96})
+    context = draft.context(mx.array(hidden), 0)
+    x = whole.embed(mx.array([int(ids[-1]), *[draft.mask_token_id] * (BLOCK - 1)]))
+    for layer, known in zip(draft.layers, context, strict=True):
+        x = layer(x, mx.arange(len(ids), len(ids) + BLOCK), [known])
+    logits = np.load(HEADS / "muse_glimmer_assistant.npz")["logits"]
+    assert np.abs(np.array(whole.logits(draft.norm(x))) - logits).max() < 1e-4 * logits.std()
 
 
 @pytest.mark.parametrize(

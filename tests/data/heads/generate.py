@@ -8,6 +8,7 @@ The weights are those of `tests/speculation/head_checkpoints.py`, by their publi
 names that transformers 5.24 does not read are brought to those of DeepSeek here.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+from transformers.cache_utils import DFlashCache
 from transformers.modeling_layers import MtpModel
 
 HERE = Path(__file__).parent
@@ -25,7 +27,11 @@ from data.torch_models import read_config  # noqa: E402
 from models.cases import CASES  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
 from speculation.head_names import (  # noqa: E402
+    ASSISTANT,
+    ASSISTANT_MODEL,
+    BLOCK,
     REFERENCE_CASES,
+    assistant_tensors,
     head_inputs,
     head_like,
     head_names,
@@ -76,11 +82,34 @@ def renamed(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
     )
 
 
+def assistant(folder: Path) -> np.ndarray:
+    """Logits (BLOCK, vocab_size) of Muse Glimmer's assistant behind `head_inputs`."""
+    (folder / "config.json").write_text(json.dumps(ASSISTANT))
+    save_file(assistant_tensors(), folder / "model.safetensors", {"format": "pt"})
+    draft = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    tensors = {n: torch.tensor(a) for n, a in tiny_tensors(CASES[ASSISTANT_MODEL]).items()}
+    table = tensors["model.embed_tokens.weight"]
+    ids, hidden = head_inputs({"hidden_size": 128, "vocab_size": len(table)})
+    noise = table[[int(ids[-1]), *[ASSISTANT["mask_token_id"]] * (BLOCK - 1)]]
+    length = len(hidden) + BLOCK
+    with torch.no_grad():
+        x = draft(
+            noise[None],
+            torch.tensor(hidden)[None],
+            torch.ones(1, length),
+            torch.arange(length)[None],
+            DFlashCache(config=draft.config),
+        ).last_hidden_state[0]
+        return (x @ tensors.get("lm_head.weight", table).T).numpy()
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for case in sys.argv[1:] or REFERENCE_CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            logits = reference(case, Path(folder))
+    for case in sys.argv[1:] or (*REFERENCE_CASES, ASSISTANT["model_type"]):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            own = case == ASSISTANT["model_type"]
+            logits = assistant(folder) if own else reference(case, folder)
         np.savez_compressed(HERE / f"{case}.npz", logits=logits.astype(np.float32))
         print(f"{case:16} std {logits.std():.2f}")
 

@@ -8,7 +8,6 @@ raise the error. Where rounding scale and bias to what the file holds would cost
 far from zero, the extremes are tried too.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +23,10 @@ CUTS = {
     4: {32: 0.99, 64: 0.97, 128: 0.94},
     5: {32: 1.01, 64: 1.0, 128: 0.98},
     6: {32: 1.01, 64: 1.0, 128: 0.99},
+    8: {32: 1.005, 64: 1.005, 128: 1.005},
 }
 SHIFTS = (0.3, -0.3)  # of a step; the grid without a shift is tried first
 ROUGH = 0.1  # of the squared error: what rounding scale and bias may add unless extremes are tried
-STRETCH = (1.0, 1.0 + 2**-8, 1.0 + 2**-7)  # at 8 bits rounding scale and bias costs most
 TINY = np.float32(1e-7)  # the smallest scale, as in MLX; float16 holds it
 
 
@@ -78,8 +77,6 @@ def search(
             these. The first takes 1 to 2 % off the error and a third more time.
     """
     low, high = extremes(groups)
-    if bits not in CUTS:
-        return _stretched(groups, low, high, bits, dtype, importance)
     scale, bias, rough = _Grid.of(groups, low, high, bits, importance).best(dtype, refinements)
     few = rough[..., 0]
     if few.any():  # (1, M, ...): those groups alone
@@ -92,11 +89,9 @@ def search(
     return scale, bias
 
 
-def encode(
-    groups: Floats, scale: Floats, bias: Floats, bits: int, out: Floats | None = None
-) -> Floats:
-    """The nearest codes, as float32 of the shape of `groups`, in `out` if it is given."""
-    codes: Floats = np.subtract(groups, bias, out=out)
+def encode(groups: Floats, scale: Floats, bias: Floats, bits: int) -> Floats:
+    """The nearest codes, as float32 of the shape of `groups`."""
+    codes: Floats = groups - bias
     codes *= np.float32(1.0) / scale
     np.rint(codes, out=codes)
     np.clip(codes, 0, 2**bits - 1, out=codes)
@@ -109,40 +104,14 @@ def error_of(
     bias: Floats,
     bits: int,
     importance: Floats | None,
-    scratch: Floats | None = None,
 ) -> Floats:
     """Sum of the weighted squared errors of each group, (..., 1)."""
-    found = encode(groups, scale, bias, bits, scratch)
+    found = encode(groups, scale, bias, bits)
     found *= scale
     found += bias
     found -= groups
     weighted = found if importance is None else found * importance
     return np.einsum("rgk,rgk->rg", weighted, found)[..., None]
-
-
-def _stretched(
-    groups: Floats, low: Floats, high: Floats, bits: int, dtype: str, importance: Floats | None
-) -> tuple[Floats, Floats]:
-    """The best of the extremes and of steps a little wider."""
-    scratch = np.empty_like(groups)  # allocating it anew for each try takes longer than the try
-    best_scale, best_bias = _as_mlx(low, high, bits, dtype)
-    best_error = error_of(groups, best_scale, best_bias, bits, importance, scratch)
-    for scale, bias in _wider(low, high - low, bits, dtype):
-        error = error_of(groups, scale, bias, bits, importance, scratch)
-        better = error < best_error
-        np.copyto(best_scale, scale, where=better)
-        np.copyto(best_bias, bias, where=better)
-        np.copyto(best_error, error, where=better)
-    return best_scale, best_bias
-
-
-def _wider(low: Floats, span: Floats, bits: int, dtype: str) -> Iterator[tuple[Floats, Floats]]:
-    step = np.maximum(span / np.float32(2**bits - 1), TINY)
-    for factor in STRETCH:
-        scale = rounded(step * np.float32(factor), dtype)
-        spare = np.maximum(scale * np.float32(2**bits - 1) - span, 0)
-        yield scale, rounded(low, dtype)
-        yield scale, rounded(low - spare / 2, dtype)  # what is to spare at both ends
 
 
 @dataclass(slots=True)

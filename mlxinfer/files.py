@@ -1,8 +1,13 @@
-"""Small files that are there whole or not at all."""
+"""Files that survive a kill: small ones that are there whole or not at all, and lists that grow."""
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
+
+from .errors import InvalidRequestError
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -21,3 +26,54 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:  # Ctrl-C too: no half of a file stays
         os.unlink(name)
         raise
+
+
+def open_lines(path: Path, begin: bytes, read: Callable[[bytes], object]) -> BinaryIO:
+    """Open a file of lines to add more. An end that a killed run left of a line is cut off.
+
+    Args:
+        path: made if it is not there. Until it is closed, no other process opens it so.
+        begin: how each line begins.
+        read: gets every line that is there; ValueError, KeyError and TypeError mean that it is
+            another program's.
+
+    Raises:
+        InvalidRequestError: it is no file, another process adds to it, or it is another program's:
+            then it stays as it is.
+    """
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
+        raise InvalidRequestError(f"{path} is no file; name one in a folder that is there.")
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+        end = _read_lines(path, file, begin, read)
+        file.truncate(end)
+    except BlockingIOError:
+        file.close()
+        raise InvalidRequestError(
+            f"Another run writes to {path}; wait for its end, or name another file."
+        ) from None
+    except BaseException:  # such as Ctrl-C: no file stays locked
+        file.close()
+        raise
+    return file
+
+
+def _read_lines(path: Path, file: BinaryIO, begin: bytes, read: Callable[[bytes], object]) -> int:
+    """Read the whole lines; return where the last of them ends."""
+    file.seek(0)
+    end = 0
+    for number, line in enumerate(file, start=1):
+        whole = line.endswith(b"\n")
+        try:
+            if line[: len(begin)] != begin[: len(line)]:
+                raise ValueError
+            if whole:
+                read(line)
+        except (ValueError, KeyError, TypeError):
+            raise InvalidRequestError(
+                f"{path}, line {number}: this is not as it was written here; name another file.",
+                param="path",
+            ) from None
+        end += len(line) if whole else 0
+    return end

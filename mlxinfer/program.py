@@ -7,17 +7,17 @@ and take grammars, adapters, speculation and remote models, as all requests do.
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Self, TypeVar, Unpack
+from typing import Any, BinaryIO, Self, TypeVar, Unpack
 
 from .core import FinishReason, SamplingParams
 from .errors import InvalidRequestError, shown
+from .files import open_lines
 from .outputs import Delta, Result, Results
 from .progress import Watch
 from .session.answers import adeltas, deltas, last
@@ -418,31 +418,6 @@ async def _aresults(session: ModelSession, inputs: Iterable[Input]) -> list[Resu
 # -- many items ---------------------------------------------------------------------------------
 
 
-def read_values(path: Path) -> dict[Key, Any]:
-    """The values of a file of `map` by their keys. A last line that was cut off is dropped.
-
-    Raises:
-        InvalidRequestError: another line is no {"key": ..., "value": ...}. The file stays as it is.
-    """
-    data = path.read_bytes() if path.exists() else b""
-    whole = data[: data.rfind(b"\n") + 1]
-    cut = data[len(whole) :]
-    values = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            entry = json.loads(line)
-            values[entry["key"]] = entry["value"]
-        except (ValueError, KeyError, TypeError):
-            raise InvalidRequestError(
-                f'{path}, line {number}: expected {{"key": ..., "value": ...}}.', param="path"
-            ) from None
-    if cut:
-        if not b'{"key": '.startswith(cut[:8]):
-            raise InvalidRequestError(f"map() did not write the last line of {path}.", param="path")
-        os.truncate(path, len(whole))
-    return values
-
-
 def map_programs(
     run: Callable[[Item], T],
     items: Iterable[Item],
@@ -461,9 +436,14 @@ def map_programs(
     keys: list[Key] = list(range(len(every))) if key is None else [key(item) for item in every]
     if len(set(keys)) < len(keys):
         raise InvalidRequestError("Two items have the same key.", param="key")
-    values: dict[Key, Any] = {} if path is None else read_values(Path(path))
-    todo = {each: item for each, item in zip(keys, every, strict=True) if each not in values}
-    with nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file:
+    values: dict[Key, Any] = {}
+
+    def known(line: bytes) -> None:
+        entry = json.loads(line)
+        values[entry["key"]] = entry["value"]
+
+    with nullcontext() if path is None else open_lines(Path(path), b'{"key": ', known) as file:
+        todo = {each: item for each, item in zip(keys, every, strict=True) if each not in values}
         show(len(keys) - len(todo), len(keys))
         for done, (each, value) in enumerate(_finished(run, todo, in_flight), start=1):
             values[each] = value if file is None else _written(file, each, value)
@@ -494,9 +474,9 @@ def _finished(
         failed.result()  # raises
 
 
-def _written(file: IO[str], key: Key, value: object) -> Any:
+def _written(file: BinaryIO, key: Key, value: object) -> Any:
     """The value as the file has it, so that a run that goes on returns the same."""
     line = json.dumps({"key": key, "value": value}, ensure_ascii=False)
-    file.write(line + "\n")
+    file.write(f"{line}\n".encode())
     file.flush()
     return json.loads(line)["value"]

@@ -23,9 +23,9 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "images": {"errors"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
-    "files": set(),
+    "files": {"errors"},
     "progress": set(),
-    "program": {"core", "errors", "outputs", "progress", "session"},
+    "program": {"core", "errors", "files", "outputs", "progress", "session"},
     "remote": LEAVES | {"http_json", "images", "session", "text"},
     "config": {"core", "errors"},
     "configfile": {"errors"},

@@ -412,7 +412,7 @@ def test_a_map_that_cannot_go_on_is_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="line 1"):
         llm.map(ask, [1], key=str, path=path)
     path.write_text('{"notes": "of somebody else"}')  # no line feed, as if it was cut off
-    with pytest.raises(InvalidRequestError, match="last line"):
+    with pytest.raises(InvalidRequestError, match="line 1"):
         llm.map(ask, [1], key=str, path=path)
     assert path.read_text() == '{"notes": "of somebody else"}'
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import codecs
-import fcntl
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +15,7 @@ import msgspec
 
 from ..configfile import ConfigFile
 from ..errors import InvalidRequestError, MlxinferError
+from ..files import open_lines
 from ..memory import MODELS_SHARE
 from ..progress import progress_bar
 from ._configuration import requested_models
@@ -78,7 +79,7 @@ def command(
     "url": "/v1/chat/completions", "body": ...}. The url may also be /v1/completions,
     /v1/responses, /v1/embeddings, /v1/rerank or /v1/score. If there is one model, it answers
     requests for any name. After an interruption, run the same command again: it skips requests that
-    have an answer. To try failed requests again, delete the file of errors.
+    have an answer, and tries those again that failed.
     """
     from ..server.config import ServerConfig
     from ..server.service import ServerState
@@ -200,30 +201,21 @@ class BatchAnswer(msgspec.Struct, kw_only=True):
     error: None = None
 
 
-class _Done(msgspec.Struct):
-    """The fields of an answer that are read again; a request has no `id`."""
-
-    id: str
-    custom_id: str
-
-
 class AnswerFiles:
-    """A file of the answers, and one of the requests that failed.
+    """A file of the answers, and one of the requests that failed in this run.
 
-    They are the record of a run. Each line is flushed when it is complete. A line that a killed run
-    left incomplete is cut off when the file is opened again.
+    The first is the record of all runs. Each line is flushed when it is complete.
 
     Args:
         output: where answers are added; those that are there stay.
-        errors: the same for failed requests. It is made when the first one fails.
+        errors: the same for failed requests. Those of the last run go, since they are tried again.
 
     Attributes:
-        done: the ids of the requests whose answers are there.
-        num_failed: how many of these are in `errors`.
+        done: the ids of the requests that have an answer, or failed in this run.
+        num_failed: how many failed.
 
     Raises:
-        InvalidRequestError: a file is there that no batch wrote, another process writes it, both
-            are one file, or a folder is missing.
+        InvalidRequestError: both are one file, or `open_lines` refuses one.
         OSError: one cannot be written.
     """
 
@@ -232,30 +224,32 @@ class AnswerFiles:
             raise InvalidRequestError(
                 f"Answers and errors would both go to {output}; name two files.", param="errors"
             )
+        self.done: set[str] = set()
+        self.num_failed = 0
         self._errors_path = errors
         self._errors: BinaryIO | None = None
-        failed: set[str] = set()
-        self._output, self.done = _opened(output)
+        self._output = open_lines(output, START, lambda line: self.done.add(_id_of(line)))
         try:
             if errors.exists():
-                self._errors, failed = _opened(errors)
+                self._open_errors()
         except BaseException:  # such as Ctrl-C: no file stays locked
             self._output.close()
             raise
-        self.num_failed = len(failed - self.done)
-        self.done |= failed
+
+    def _open_errors(self) -> BinaryIO:
+        self._errors = open_lines(self._errors_path, START, _id_of)
+        self._errors.truncate(0)
+        return self._errors
 
     def write(self, answer: BatchAnswer) -> None:
         """Add an answer."""
-        failed = answer.response.status_code != 200
-        if failed and self._errors is None:
-            self._errors, _ = _opened(self._errors_path)
-        file = self._errors if failed else self._output
-        assert file is not None
+        file = self._output
+        if answer.response.status_code != 200:
+            self.num_failed += 1
+            file = self._errors or self._open_errors()
         file.write(msgspec.json.encode(answer) + b"\n")
         file.flush()
         self.done.add(answer.custom_id)
-        self.num_failed += failed
 
     def close(self) -> None:
         """Close both files; what is in them is on the disk."""
@@ -266,52 +260,8 @@ class AnswerFiles:
                     os.fsync(file.fileno())
 
 
-def _opened(path: Path) -> tuple[BinaryIO, set[str]]:
-    """A file of answers that only this process writes, and the ids of its whole lines."""
-    if not path.parent.is_dir():
-        raise InvalidRequestError(
-            f"There is no folder {path.parent} for {path.name}; make it, or name another file.",
-            param="output",
-        )
-    if path.exists() and not path.is_file():  # a pipe or a device has no end, and is read
-        raise InvalidRequestError(f"{path} is no file; name one.", param="output")
-    file = path.open("a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
-        return file, _repaired(path, file)
-    except BlockingIOError:
-        file.close()
-        raise InvalidRequestError(
-            f"Another run writes answers to {path}; wait for its end, or name another file.",
-            param="output",
-        ) from None
-    except BaseException:  # such as Ctrl-C: no file stays locked
-        file.close()
-        raise
-
-
-def _repaired(path: Path, file: BinaryIO) -> set[str]:
-    """The ids of the whole lines of a file of answers. The rest is cut off."""
-    done: set[str] = set()
-    end = 0
-    file.seek(0)
-    for line in file:
-        try:
-            found = msgspec.json.decode(line, type=_Done) if line.endswith(b"\n") else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            found = None
-        if found is None:
-            if not end and (line.endswith(b"\n") or line[: len(START)] != START[: len(line)]):
-                raise InvalidRequestError(
-                    f"{path} is there, and holds no answers of a batch; name another file.",
-                    param="output",
-                )
-            file.truncate(end)
-            file.seek(end)
-            break
-        done.add(found.custom_id)
-        end += len(line)
-    return done
+def _id_of(line: bytes) -> str:
+    return str(json.loads(line)["custom_id"])
 
 
 # -- the run ------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
 """JSON over HTTP with a mlxinfer server, and a one-line error where there is none."""
 
-import http.client
 import json
 import re
-import shutil
-import urllib.error
-import urllib.request
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from .errors import MlxinferError
 
 _REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
+_NUMBER = re.compile(r"^\[Errno -?[0-9]+\] ")
 MAX_ANSWER = 64 << 20  # bytes of an answer; a server's lists are far below
 
 
@@ -33,16 +32,7 @@ class SilentServerError(ServerError):
     """Something listens at the address, and did not answer in time."""
 
 
-def exchange(
-    base: str,
-    path: str,
-    body: Any,
-    *,
-    key: str | None,
-    timeout_s: float,
-    method: str | None = None,
-    file: BinaryIO | None = None,
-) -> Any:
+def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: float) -> Any:
     """GET `base` + `path`, or POST a body to it; return the JSON of the answer.
 
     Args:
@@ -51,60 +41,67 @@ def exchange(
         body: JSON; None: GET.
         key: of the server.
         timeout_s: longest silence.
-        method: another than GET and POST.
-        file: PUT sends it; GET writes the answer to it, and returns None.
 
     Raises:
         NoServerError: nothing listens there.
         SilentServerError: no answer came in time.
         ServerError: another program answers, or the server refused.
-        OSError: the file cannot be written.
     """
-    method = method or ("GET" if body is None else "POST")
-    request = urllib.request.Request(base + path, method=method)
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("content-type", "application/json")
-    if file is not None and method == "PUT":
-        request.data = file
-        request.add_header("content-type", "application/octet-stream")
-    if key:
-        request.add_header("authorization", f"Bearer {key}")
-    # no proxy: the key is for this server alone
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
-    try:
-        with opener.open(request, timeout=timeout_s) as answer:
-            if file is not None and method == "GET":
-                shutil.copyfileobj(answer, file)
-                return None
-            read = answer.read(MAX_ANSWER + 1)
+    import httpx2
+
+    method, read = "GET" if body is None else "POST", bytearray()
+    with (
+        failures(base),
+        httpx2.Client(**client_options(base, key), timeout=timeout_s) as client,
+        client.stream(method, path, json=body) as answer,
+    ):
+        for piece in answer.iter_bytes():
+            read += piece
             if len(read) > MAX_ANSWER:
                 raise _foreign(base)
-            return json.loads(read)
-    except urllib.error.HTTPError as error:
-        raise _refusal(base, error) from None
-    except TimeoutError:
-        raise _silent(base, timeout_s) from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
-            raise _silent(base, timeout_s) from None
-        raise unreachable(base, _reason(error.reason)) from None
-    except (http.client.HTTPException, ConnectionError, ValueError, RecursionError):
+    if not answer.is_success:
+        raise _refusal(base, answer.status_code, read)
+    try:
+        return json.loads(read)
+    except (ValueError, RecursionError):
         raise _foreign(base) from None
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, so that the key reaches only the address it was given for."""
+def client_options(base: str, key: str | None) -> dict[str, Any]:
+    """Arguments of a httpx2 client. The key goes to this server alone: no proxy, no redirect."""
+    import httpx2
 
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Follow none."""
+    return {
+        "base_url": base,
+        "headers": {"authorization": f"Bearer {key}"} if key else {},
+        "trust_env": False,
+        "verify": httpx2.create_ssl_context(),  # SSL_CERT_FILE is read, proxies are not
+        "follow_redirects": False,
+    }
 
 
-def unreachable(base: str, reason: str) -> ServerError:
+@contextmanager
+def failures(base: str) -> Iterator[None]:
+    """Turn errors of the connection to a server into ServerError."""
+    import httpx2
+
+    try:
+        yield
+    except httpx2.TimeoutException as error:
+        raise SilentServerError(f"The server at {base} did not answer in time.") from error
+    except httpx2.ConnectError as error:
+        raise _unreachable(base, str(error)) from None
+    except httpx2.RemoteProtocolError:
+        raise _foreign(base) from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ServerError(f"The connection to {base} broke: {error}.") from None
+
+
+def _unreachable(base: str, reason: str) -> ServerError:
     """The error of an address: nothing listens there, or its certificate is not trusted."""
     refused = _REFUSED.search(reason)
     if refused is None:
-        return NoServerError(f"No server answers at {base}: {reason}.")
+        return NoServerError(f"No server answers at {base}: {_NUMBER.sub('', reason)}.")
     said = refused[1]
     hint = " If the server is yours, set SSL_CERT_FILE to the file of its --tls-cert."
     hint = "" if "mismatch" in said else hint  # of names: trust would not help
@@ -115,30 +112,12 @@ def _foreign(base: str) -> ServerError:
     return ServerError(f"What answers at {base} is no mlxinfer server.")
 
 
-def _silent(base: str, timeout_s: float) -> SilentServerError:
-    return SilentServerError(f"The server at {base} did not answer for {timeout_s:g} s.")
-
-
-def _refusal(base: str, error: urllib.error.HTTPError) -> ServerError:
-    with error:
-        try:
-            said = json.loads(error.read(MAX_ANSWER))["error"]["message"]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            OSError,
-            http.client.HTTPException,
-            RecursionError,
-        ):
-            return ServerError(
-                f"What answers at {base} is no mlxinfer server (status {error.code})."
-            )
-    hint = " Set MLXINFER_API_KEY." if error.code == 401 else ""
+def _refusal(base: str, status: int, body: bytes | bytearray) -> ServerError:
+    try:
+        said = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ServerError(f"What answers at {base} is no mlxinfer server (status {status}).")
+    hint = " Set MLXINFER_API_KEY." if status == 401 else ""
     refusal = ServerError(f"{said}{hint}")
-    refusal.refused = error.code
+    refusal.refused = status
     return refusal
-
-
-def _reason(reason: object) -> str:
-    return reason.strerror or str(reason) if isinstance(reason, OSError) else str(reason)

@@ -7,14 +7,13 @@ import base64
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from ..errors import EngineClosedError, InvalidRequestError
-from ..http_json import ServerError, unreachable
+from ..http_json import ServerError, client_options, failures
 from ..outputs import Result
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession
@@ -76,7 +75,7 @@ class RemoteSession(ModelSession):
         if not urlsplit(self._url).hostname:
             raise InvalidRequestError(f"{url} is no address; one looks like http://host:8080.")
         key = api_key or os.environ.get(API_KEY)
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._key = key
         self._closed = False
         self.info = _chosen(self._url, self.ask("/v1/models", timeout_s=ASK_S), served_model)
 
@@ -127,7 +126,7 @@ class RemoteSession(ModelSession):
         import httpx2
 
         method = "GET" if body is None else "POST"
-        with self.failures(), httpx2.Client(**self.options(timeout_s)) as client:
+        with failures(self._url), httpx2.Client(**self.options(timeout_s)) as client:
             response = client.request(method, path, json=body)
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
@@ -173,31 +172,13 @@ class RemoteSession(ModelSession):
         )
 
     def options(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Of a client: answers may take long (None), and the key goes to this server alone."""
+        """Of a client; answers may take long (None)."""
         import httpx2
 
         if self.closed:
             raise EngineClosedError("This LLM is closed; build a new one.")
-        return {
-            "base_url": self._url,
-            "headers": self._headers,
-            "timeout": httpx2.Timeout(ASK_S, read=timeout_s),
-            "trust_env": False,
-            "verify": httpx2.create_ssl_context(),  # SSL_CERT_FILE is read, proxies are not
-            "follow_redirects": False,
-        }
-
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """Errors of the connection become ServerError."""
-        import httpx2
-
-        try:
-            yield
-        except httpx2.ConnectError as error:
-            raise unreachable(self._url, str(error)) from None
-        except httpx2.HTTPError as error:
-            raise ServerError(f"The connection to {self._url} broke: {error}.") from None
+        timeout = httpx2.Timeout(ASK_S, read=timeout_s)
+        return {**client_options(self._url, self._key), "timeout": timeout}
 
 
 def connect(
@@ -236,7 +217,7 @@ class RemoteAnswers:
 
         answer, (path, body) = RemoteAnswer(), self._requests[index]
         with (
-            self._session.failures(),
+            failures(self._session.info.url),
             httpx2.Client(**self._session.options()) as client,
             client.stream("POST", path, json=body) as response,
         ):
@@ -252,7 +233,7 @@ class RemoteAnswers:
 
         for index, (path, body) in enumerate(self._requests):
             answer = RemoteAnswer()
-            with self._session.failures():
+            with failures(self._session.info.url):
                 async with (
                     httpx2.AsyncClient(**self._session.options()) as client,
                     client.stream("POST", path, json=body) as response,

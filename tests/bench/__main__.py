@@ -148,6 +148,9 @@ CLAIMS = {
             cpu_time,
         ),
     ),
+    "elsewhere": Claim(
+        "When a prompt computed on another Mac pays, simulated from published rates.", ()
+    ),
     "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
         (

@@ -13,6 +13,7 @@ from pooling.tiny_pooling import pooling_folder
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
+    "elsewhere": "",
     "experts": "--small --runs 1",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "hybrid": "--small --runs 1 --cpu-time --skip-peer",

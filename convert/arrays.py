@@ -42,6 +42,14 @@ def rounded(values: Floats, dtype: str) -> Floats:
     return widen(narrow(values, dtype), dtype)
 
 
+_DTYPES = {
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+    "float32": mx.float32,
+    "int64": mx.int64,
+}
+
+
 def as_numpy(array: mx.array) -> NDArray[np.generic]:
     """The array's own bytes, bfloat16 as uint16."""
     if array.dtype == mx.bfloat16:
@@ -53,12 +61,12 @@ def as_numpy(array: mx.array) -> NDArray[np.generic]:
 
 def mx_dtype(name: str) -> mx.Dtype:
     """bfloat16 -> mx.bfloat16."""
-    return {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}[name]
+    return _DTYPES[name]
 
 
 def dtype_name(array: mx.array) -> str:
     """mx.bfloat16 -> bfloat16."""
-    return {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}[array.dtype]
+    return next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
 
 
 Codes = NDArray[np.uint8]

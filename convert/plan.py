@@ -18,7 +18,7 @@ from ..errors import InvalidRequestError
 from .arrange import ArrangedSource, OutputTensor
 from .calibration.texts import CALIBRATION_LENGTH, MAX_CHECKED
 from .read import MLXFormat
-from .read.stored import FLOATS
+from .read.stored import PLAIN
 from .recipes import (
     ITEM_BYTES,
     SHARD_BYTES,
@@ -29,7 +29,7 @@ from .recipes import (
     stays_float32,
 )
 
-SAFETENSORS = {ours: theirs for theirs, ours in FLOATS.items()}
+SAFETENSORS = {ours: theirs for theirs, ours in PLAIN.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
 
     Float32 norms, as GGUF files have them, would turn all activations into float32.
     """
-    if output.dtype == "float32" and stays_float32(output.path):
+    if output.dtype == "int64" or (output.dtype == "float32" and stays_float32(output.path)):
         return output.dtype
     if recipe.dtype is not None:
         return recipe.dtype

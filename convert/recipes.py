@@ -33,7 +33,7 @@ GROUPS: Final = (32, 64, 128)
 GROUP: Final = 64  # where nothing else was asked for
 FLOATS: Final = {form.mode: form for form in (MXFP4, MXFP8, NVFP4)}
 DENSE: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
 
 _AFFINE = re.compile(r"(?P<bits>[2-8])bit(?:-g(?P<group>\d+))?")
 
@@ -88,7 +88,7 @@ ROUTERS = re.compile(
 )
 _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (ROUTERS, 8),
-    (re.compile(r"\.indexer\.(wq_b|wk)$"), 8),  # which tokens are seen is a choice, too
+    (re.compile(r"\.indexer\.(wq_b|wk|index_qk_proj)$"), 8),  # which tokens are seen is a choice, too
     (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),

@@ -15,7 +15,7 @@ from .models.config import load_config
 from .models.language import LanguageConfig
 from .models.registry import family
 from .models.towers.loading import tower_bytes
-from .models.weights.files import expert_bytes
+from .models.weights.files import expert_bytes, row_table_bytes
 from .models.weights.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
@@ -257,7 +257,7 @@ def _groups_of_layers(folder: Path) -> int:
 
 def held_bytes(folder: Path, expert_memory: int | None = None) -> int:
     """Bytes of a checkpoint's weights in memory; `expert_memory`: of experts, None: all of them."""
-    weights = weights_bytes(folder)
+    weights = weights_bytes(folder) - row_table_bytes(folder)
     left_out = 0 if expert_memory is None else max(expert_bytes(folder) - expert_memory, 0)
     return weights - left_out
 

@@ -18,7 +18,7 @@ from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers, groups_of
 from .schemes.mlx import MLXModules
 from .source import Claim, Leaves, SourceTensor, TensorReader
-from .stored import FLOATS, StoredArray, to_mlx
+from .stored import FLOATS, PLAIN, StoredArray, to_mlx
 
 _ACTIVATIONS = frozenset(
     {
@@ -91,12 +91,12 @@ def _refuse(leaves: Leaves) -> None:
 
 def _plain(array: StoredArray) -> TensorReader:
     """Values as they are stored."""
-    if array.dtype not in FLOATS:
+    if array.dtype not in PLAIN:
         raise array.fail(
             f"is {array.dtype}, but config.json states no quantisation of that kind; expected "
             f"{' or '.join(FLOATS)}"
         )
-    dtype, kind = FLOATS[array.dtype], array.dtype.lower()
+    dtype, kind = PLAIN[array.dtype], array.dtype.lower()
     info = SourceTensor(array.name, array.shape, dtype, kind, array.num_bytes)
     return TensorReader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
 

@@ -38,6 +38,7 @@ NUMPY: dict[str, str] = {
     "BOOL": "|u1",
 }
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PLAIN = {**FLOATS, "I64": "int64"}  # stored as they are: numbers of n-grams are whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +120,7 @@ def to_float32(values: Array, dtype: str) -> Array:
 
 
 def to_mlx(values: Array, dtype: str) -> mx.array:
-    """Stored floats (F32, F16, BF16) as an MLX array of the same dtype."""
+    """Stored numbers of `PLAIN` as an MLX array of the same dtype."""
     array = mx.array(np.ascontiguousarray(values))
     return array.view(mx.bfloat16) if dtype == "BF16" else array
 

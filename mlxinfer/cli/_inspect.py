@@ -15,7 +15,7 @@ from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
 from ..models.registry import language_name
 from ..models.towers.loading import tower_bytes
-from ..models.weights.files import TensorInfo, is_expert, read_headers
+from ..models.weights.files import TensorInfo, is_expert, is_row_table, read_headers
 from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template
@@ -108,7 +108,7 @@ def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | N
 
     Of experts those that are chosen; of embeddings, images, sound and prediction heads nothing.
     """
-    if config is None or (language := language_name(name)) is None:
+    if config is None or (language := language_name(name)) is None or is_row_table(name):
         return 0.0
     if "embed_tokens" in language:
         tied = config.tie_word_embeddings and "per_layer" not in language

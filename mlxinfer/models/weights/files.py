@@ -136,6 +136,22 @@ def expert_bytes(folder: Path) -> int:
     )
 
 
+def row_table_bytes(folder: Path) -> int:
+    """Bytes of tables of n-grams, which stay in their files; errors as of `expert_bytes`."""
+    headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    return sum(
+        info.end - info.start
+        for tensors in headers.values()
+        for name, info in tensors.items()
+        if is_row_table(name)
+    )
+
+
+def is_row_table(name: str) -> bool:
+    """Whether a tensor is a part of a table of n-grams, of which a token reads some rows."""
+    return ".ple_embedding.ngram_embedding." in name
+
+
 def is_expert(name: str) -> bool:
     """Whether a tensor is a stack of experts that a router chooses from, or one of them."""
     return _OF_EXPERT.search(name) is not None

@@ -69,11 +69,6 @@ class LayerGroup(PageGroup):
     def __post_init__(self) -> None:
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
 
-    @property
-    def whole_pages(self) -> bool:
-        """As of `PageGroup`: where a layer keeps in tails what pages do not have."""
-        return any(layer.whole_pages for layer in self.layers)
-
     # -- arrays ---------------------------------------------------------------------------------
 
     def reset(self, *, at_once: bool) -> None:
@@ -313,9 +308,11 @@ class KVCache:
         held = [self._max_held(window, prefill_chunk) for window in windows]
         counts = page_counts(prices, budget_bytes, max_held=held, num_pages=num_pages)
         sizes = self.page_size, prefill_chunk
+        whole = any(layer.whole_pages for layer in paged_of(self.layers))
         return [
             LayerGroup(
-                window, PageAllocator(count), *sizes, total, number, own, max_slots=self.max_batch
+                *(window, PageAllocator(count), *sizes, total, number, whole, own),
+                max_slots=self.max_batch,
             )
             for number, (window, count, total, own) in enumerate(
                 zip(windows, counts, totals, groups, strict=True)

@@ -357,6 +357,7 @@ class PageGroup:
         prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
         page_bytes: of a page, all layers together.
         number: of the group among the page tables of a sequence.
+        whole_pages: a sequence can go on only where a page ends.
     """
 
     window: AttentionWindow
@@ -365,16 +366,12 @@ class PageGroup:
     prefill_chunk: int
     page_bytes: int
     number: int = 0
+    whole_pages: bool = False
 
     @property
     def num_kept(self) -> int:
         """Pages at the front that are never recycled: they hold sinks."""
         return self.window.kept_pages(self.page_size)
-
-    @property
-    def whole_pages(self) -> bool:
-        """Whether a sequence can go on only where a page ends."""
-        return False
 
     @property
     def recycles(self) -> bool:

@@ -153,7 +153,7 @@ class PooledLayer(PagedLayer):
         return self.pool(raw, axes[:, 0] if self.spec.rope_axes == 1 else axes.T)
 
     def read_keys(self, place: SequencePlace) -> mx.array:
-        """(S // r, d) the keys of a sequence's complete blocks."""
+        """(S // r, d) the keys of a sequence's complete blocks; if there is none, one of zeros."""
         ratio, [plane], found = self.spec.ratio, self.planes, []
         if place.runs:
             pieces = plane.read_runs(place.runs)[0]
@@ -164,6 +164,8 @@ class PooledLayer(PagedLayer):
             offsets = mx.array(place.tail[:whole].reshape(-1, ratio))
             raw, axes = (part[place.slot, 0][offsets] for part in plane.own_tails(self.page_size))
             found.append(self._keys(raw, axes[:, 0]))
+        if not found:
+            return mx.zeros((1, self.spec.dim), self.dtype)
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
@@ -240,8 +242,8 @@ class BlockChoice:
         """(n, S) whether rows `own` of the step see each token of their sequence."""
         blocks, positions = self._best(place, own, keys)
         ratio, tokens = self._layer.spec.ratio, mx.arange(place.stop)
-        rest = place.stop - ratio * len(keys)
-        seen = mx.pad(mx.repeat(blocks, ratio, axis=1), [(0, 0), (0, rest)])
+        by_token = mx.repeat(blocks, ratio, axis=1)[:, : place.stop]
+        seen = mx.pad(by_token, [(0, 0), (0, place.stop - by_token.shape[1])])
         is_open = tokens // ratio == (positions + 1) // ratio
         return seen | (is_open & (tokens <= positions))
 

@@ -52,3 +52,15 @@ def test_a_prompt_goes_on_where_a_page_ends(case):
         outcome = harness.drain()[str(turn)]
         assert outcome.cached_tokens == (4 * PAGE if turn else 0)
         assert outcome.token_ids == alone(model, ids, GREEDY).token_ids
+
+
+def test_a_short_sequence_beside_a_long_one():
+    """The long one chooses blocks; the short one has none yet."""
+    model = tiny_model(CASE, quantized=True)
+    harness = Harness(model)
+    prompts = {"long": prompt(50), "short": prompt(1), "other": prompt(2, 1)}
+    for name, ids in prompts.items():
+        harness.add(name, ids, GREEDY)
+    outcomes = harness.drain()
+    for name, ids in prompts.items():
+        assert outcomes[name].token_ids == alone(model, ids, GREEDY).token_ids

@@ -52,7 +52,7 @@ CASES = ("qwen3-v4", "gpt_oss-v4", "deepseek_v3-v4", "qwen3_next-v5", "gemma3_te
 STAGED = (  # others too, which heads or columns of each layer on every rank do not suit
     *("olmo2-v4", "gemma4_text-v4", "granitemoehybrid-v4", "lfm2-v4", "falcon_h1-v4"),
     *("kimi_linear-v4", "minimax_m2-v4", "llama4_text-v4", "nemotron_h-v5", *CASES),
-    *("gemma3n_text-v4", "gemma4_e-v4", "glm_moe_dsa-shared"),
+    *("gemma3n_text-v4", "gemma4_e-v4", "glm_moe_dsa-shared", "qwen4_exp_text-v4"),
 )
 
 

@@ -138,7 +138,10 @@ def expert_bytes(folder: Path) -> int:
 
 def row_table_bytes(folder: Path) -> int:
     """Bytes of tables of n-grams, which stay in their files; errors as of `expert_bytes`."""
-    headers = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    config = folder / "config.json"
+    if not config.is_file() or b"ple_layer_ids" not in config.read_bytes():
+        return 0
+    headers = read_headers(folder)
     return sum(
         info.end - info.start
         for tensors in headers.values()

@@ -153,3 +153,17 @@ def test_rows_behind_the_table_are_refused(tmp_path):
     tensors[path] = tensors[path] + 100
     with pytest.raises(CheckpointError, match="table of 120 rows"):
         load(write(tmp_path, WIDE, tensors))
+
+
+def test_an_index_leaves_tokens_out(tmp_path):
+    """Up to three blocks of four tokens and an open one, all are seen; then some are not."""
+    few, all_of_them = (
+        logits(
+            load(
+                write(tmp_path / str(budget), {**WIDE, "indexer_budget": budget}, tensors_of(WIDE))
+            )
+        )
+        for budget in (12, 40)
+    )
+    np.testing.assert_allclose(few[:15], all_of_them[:15], atol=1e-5)
+    assert (np.abs(few[15:] - all_of_them[15:]).max(axis=1) > 1e-3).mean() > 0.8

@@ -321,6 +321,8 @@ _KINDS = {
 def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
     """FULL or SLIDING for each layer, from a stated list or period; else a window is everywhere.
 
+    A list may go on with the layers that predict further ahead, as that of EXAONE 4.5.
+
     Raises:
         CheckpointError: a list of another length, or of other words.
     """
@@ -328,11 +330,13 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
         return [FULL] * num_layers
     stated = fields.items("layer_types")
     if stated is not None:
-        if len(stated) != num_layers or not all(kind in (FULL, SLIDING) for kind in stated):
+        most = num_layers + fields.integer("num_nextn_predict_layers", low=0, default=1)
+        known = all(kind in (FULL, SLIDING) for kind in stated)
+        if not num_layers <= len(stated) <= most or not known:
             raise CheckpointError(
                 f"layer_types in {fields.where} must be {num_layers} times {FULL!r} or {SLIDING!r}."
             )
-        return stated
+        return stated[:num_layers]
     if fields.get("sliding_window_pattern") is None:
         return [SLIDING] * num_layers
     period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)

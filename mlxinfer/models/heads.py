@@ -2,7 +2,7 @@
 
 `load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
 One network is published under several names. DeepSeek V3, GLM 4.5 to 5.2, Ling 3.0 and Hy3 have
-one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2 and K-EXAONE have a module `mtp`,
+one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2 and EXAONE have a module `mtp`,
 and ERNIE 4.5 one of other names. The head reads the model's hidden states behind its last norm, and
 a chain goes on from the head's own normed output. Sources: transformers 5.24, `MtpModel`; vLLM,
 `qwen3_next_mtp.py`, `hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`; FastDeploy, `ernie4_5_mtp.py`.

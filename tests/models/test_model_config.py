@@ -350,6 +350,14 @@ def test_what_would_change_the_answers_is_refused(case, changes, refused):
         normalise(tiny_config(case) | changes)
 
 
+def test_a_list_of_types_may_go_on_with_layers_that_predict_further_ahead():
+    config = tiny_config("exaone4-v4")
+    longer = config | {"layer_types": [*config["layer_types"], "sliding_attention"]}
+    assert normalise(longer).windows == normalise(config).windows
+    with pytest.raises(CheckpointError, match="must be 5 times"):
+        normalise(longer | {"num_nextn_predict_layers": 0})
+
+
 @pytest.mark.parametrize(
     "stated",
     [

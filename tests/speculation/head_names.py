@@ -19,7 +19,10 @@ MTP_CASES = (
     "hy_v3-v4",
     "exaone_moe-v4",
     "ernie4_5_moe-v4",
+    "exaone4-v4",
     "mellum-v4",
+    "sarvam_mla-v4",
+    "sarvam_moe-v4",
 )
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
@@ -57,7 +60,7 @@ class HeadNames:
 def head_names(config: dict[str, Any]) -> HeadNames:
     """As the family's checkpoints have them."""
     kind, layer = config["model_type"], f"model.layers.{config['num_hidden_layers']}."
-    if kind.startswith("qwen") or kind in ("exaone_moe", "mellum"):
+    if kind.startswith("qwen") or kind in ("exaone4", "exaone_moe", "mellum"):
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
         return HeadNames("mtp.layers.0.", *norms, "mtp.fc", "mtp.norm")
     if kind == "ernie4_5_moe":
@@ -90,7 +93,7 @@ def head_like(config: dict[str, Any], tensors: Tensors) -> int:
     """The layer that the head is like: a dense one, or the last with attention, or an indexer."""
     if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
         return 0
-    ends = (".self_attn.o_proj.weight", ".attention.kv_b_proj.weight")
+    ends = (".o_proj.weight", ".attention.kv_b_proj.weight", ".query_key_value.weight")
     if config["model_type"] == "glm_moe_dsa":
         ends = (".indexer.wk.weight",)
     return max(int(name.split(".")[2]) for name in tensors if name.endswith(ends))

@@ -190,7 +190,6 @@ class ExaoneMoE(Exaone4):
         "n_group": 1,
         "topk_group": 1,
         "n_shared_experts": 1,
-        "mtp_layer_types": [SLIDING],
     }
     dense_matrices = (".mlp.gate",)
     layer = Family.layer
@@ -208,10 +207,9 @@ class ExaoneMoE(Exaone4):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Without the block that predicts further ahead; the bias as DeepSeek calls it."""
-        if name.startswith("mtp."):
-            return None
-        return name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
+        """The bias as DeepSeek calls it."""
+        bias = ".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
+        return super().rename(name.replace(*bias))
 
 
 class Ernie4_5MoE(Ernie4_5):

@@ -149,9 +149,15 @@ class Exaone4(PostNormFamily):
         "rms_norm_eps": 1e-5,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
+        "mtp_layer_types": [SLIDING],
     }
     head_norms = True
     attention_biases = False
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Without the module that predicts further ahead (EXAONE 4.5)."""
+        return None if name.startswith("mtp.") else super().rename(name)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

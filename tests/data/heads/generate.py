@@ -39,7 +39,11 @@ from speculation.head_names import (  # noqa: E402
 )
 
 SLIDING = "sliding_attention"
-LAYER_TYPES = {"exaone_moe": (SLIDING, "dense"), "mellum": (SLIDING, "sparse")}
+LAYER_TYPES = {
+    "exaone4": (SLIDING, "dense"),
+    "exaone_moe": (SLIDING, "dense"),
+    "mellum": (SLIDING, "sparse"),
+}
 
 
 def reference(case: str, folder: Path) -> np.ndarray:

@@ -223,7 +223,8 @@ class Fetch:
     Attributes:
         search: of the prompt's pages.
         own_s: that the rest of the prompt takes here; None: not measured.
-        is_plain: the prompt is text for the model alone, which a peer can compute.
+        is_plain: the prompt is text for the model alone, with its usual frequencies: all that a
+            peer is told.
         salt: of the request's prefixes.
         offers: keys, and a peer that has the entry.
     """
@@ -261,7 +262,7 @@ class PeerFetches:
         own_s = self._store.computing_s(len(ids) - point.num_tokens)
         if stop - len(point.nodes) < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
             return None
-        is_plain = asked.pictures is None and asked.adapter_id is None
+        is_plain = asked.pictures is None and asked.adapter_id is None and not asked.rope_variant
         search = PageSearch(self._store, tier, ids, point, stop)
         fetch = Fetch(search, own_s, is_plain, asked.request.cache_salt)
         return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)

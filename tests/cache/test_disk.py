@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.disk import DiskTier, Entry, Files, chain_keys, namespace_key, page_key
+from mlxinfer.cache.disk import (
+    DiskTier,
+    Entry,
+    Files,
+    NoFiles,
+    chain_keys,
+    namespace_key,
+    page_key,
+)
 from mlxinfer.cache.disk.entry import decode, encode
 
 MODEL = namespace_key("model", "bf16")
@@ -129,6 +137,24 @@ def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
         1,
         0,
     )
+
+
+def test_a_staged_entry_is_read_once_and_the_oldest_make_room() -> None:
+    tier = DiskTier("", MODEL, max_bytes=0, max_staged_bytes=25, files=NoFiles())
+    entries = [
+        Entry(page_key(MODEL, [n]), MODEL, (n,), memoryview(b"0123456789")) for n in range(3)
+    ]
+    for entry in entries:
+        tier.stage(entry)
+    tier.stage(entries[2])  # it counts once
+    oldest, *kept = (entry.key for entry in entries)
+    assert not tier.contains(oldest)
+    assert tier.contains(kept[0])
+    assert [entry.key for entry in tier.get_chain([*kept, oldest])] == kept
+    assert tier.get_chain(kept) == []
+    tier.stage(entries[0])
+    assert tier.contains(oldest)
+    assert tier.stats()["errors"] == 0
 
 
 def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None:

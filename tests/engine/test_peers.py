@@ -66,16 +66,17 @@ class PeerServer(ThreadingHTTPServer):
     Args:
         made: the engine.
         fault: gets the path, the keys and the reply; returns the reply, or None to hang up.
+        port: 0: any free one.
     """
 
     daemon_threads = True
 
-    def __init__(self, made: Engine, fault: Any = None) -> None:
+    def __init__(self, made: Engine, fault: Any = None, port: int = 0) -> None:
         self.pages, self.engine = OwnPages(made.call), made
         self.fault = fault or (lambda path, keys, reply: reply)
         self.asked: list[str] = []
         self.num_bytes = 0  # of requests and replies, heads included
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *_: Any) -> None:

@@ -1,5 +1,8 @@
 """Servers that give each other pages of the prefix cache: who may ask, and what they answer."""
 
+import contextlib
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -22,7 +25,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(server: LiveServer, ids: list[int], **fields: Any) -> tuple[str, int]:
     """The text of an answer, and how many tokens of its prompt were cached."""
     body = {"prompt": ids, "max_tokens": 4, "temperature": 0, **fields}
-    found = server.post(COMPLETIONS, body, headers={"x-api-key": "secret"})
+    headers = {"x-api-key": "secret"}
+    found = server.post(COMPLETIONS, body, headers=headers, timeout=300)
     assert found.status_code == 200, found.text
     answer = found.json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -45,6 +49,52 @@ def test_a_server_finds_what_another_has_computed(monkeypatch: pytest.MonkeyPatc
         found = second.get("/metrics", headers={"x-api-key": "secret"}).text
         assert 'mlxinfer:peer_pages_total{model_name="demo"} 8.0' in found
         assert 'mlxinfer:peer_failures_total{model_name="demo"} 0.0' in found
+
+
+class Wire:
+    """Passes connections on to a port, and counts the bytes of both directions."""
+
+    def __init__(self, port: int) -> None:
+        self.num_bytes = 0
+        self._port, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near = self._listener.accept()[0]
+                threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+
+    def _connect(self, near: socket.socket) -> None:
+        with near, socket.create_connection(("127.0.0.1", self._port)) as far:
+            back = threading.Thread(target=self._pass_on, args=(far, near), daemon=True)
+            back.start()
+            self._pass_on(near, far)
+            back.join()
+
+    def _pass_on(self, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.num_bytes += len(data)
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_bytes_sent_are_nearly_those_of_the_pages() -> None:
+    ids = [20, 21, 22, 23] * 40
+    with LiveServer(SHARES, bundled="demo", allow_peers=True) as first:
+        wire = Wire(first.port)
+        with LiveServer({"peers": [wire.url]}, bundled="demo") as second:
+            assert ask(first, ids)[0] == ask(second, ids)[0]
+            came = second.stats()["peers"]
+        wire.close()
+    assert came["pages"] == 9
+    print(f"{wire.num_bytes} bytes sent, {came['bytes']} of pages")
+    assert wire.num_bytes <= 1.02 * came["bytes"]
 
 
 def test_a_long_prompt_is_computed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

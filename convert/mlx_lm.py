@@ -20,8 +20,8 @@ OTHERWISE = (
 )
 UNDEFINED_BY_MLX_LM = (
     *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
-    *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "ministral"),
-    *("qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu"),
+    *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "minimax_m3_vl_text"),
+    *("ministral", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu"),
 )
 _NO_SCALING = {"rope_scaling": None}
 _NO_BIAS = {"attention_bias": False}

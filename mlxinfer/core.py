@@ -419,6 +419,27 @@ class PooledSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """The keys by which an index ranks blocks of tokens: one key for each token, see `BlockLayer`.
+
+    Blocks are `block` tokens from a multiple of it. Each head of the index chooses for itself.
+    """
+
+    dim: int  # numbers of a key
+    block: int
+    num_ranked: int  # blocks that a token sees, those of the highest rank
+    num_near: int  # of these, its own and those right before it, whatever their rank
+    window: ClassVar[None] = None
+    sinks: ClassVar[int] = 0
+    sees_spans: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return self.dim
+
+
+@dataclass(frozen=True, slots=True)
 class StateSpec:
     """The state that one recurrent layer keeps of a sequence: arrays of fixed size, no positions.
 
@@ -448,7 +469,7 @@ class OwnCacheSpec:
     sees_spans: ClassVar[bool] = False
 
 
-PagedSpec = KVSpec | LatentSpec | PooledSpec  # what lies in pages, for each token
+PagedSpec = KVSpec | LatentSpec | PooledSpec | BlockSpec  # what lies in pages, for each token
 CacheSpec = PagedSpec | StateSpec | OwnCacheSpec
 
 

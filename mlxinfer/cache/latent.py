@@ -340,7 +340,18 @@ def ranked(
     if len(keys) <= count:
         return visible
     scores = queries.astype(mx.float32) @ keys.astype(mx.float32).T  # (n, Hi, S)
-    ranks = (weights.astype(mx.float32)[:, None] @ mx.maximum(scores, 0.0))[:, 0]
+    return best(
+        (weights.astype(mx.float32)[:, None] @ mx.maximum(scores, 0.0))[:, 0], visible, count
+    )
+
+
+def best(ranks: mx.array, visible: mx.array, count: int) -> mx.array:
+    """(..., S) whether an entry is among the `count` visible ones of the highest ranks (..., S).
+
+    Of equal ranks the earlier counts.
+    """
+    if ranks.shape[-1] <= count:
+        return mx.broadcast_to(visible, ranks.shape)
     ranks = mx.where(visible, ranks, -mx.inf)
     lowest = mx.min(mx.topk(ranks, count, axis=-1), axis=-1, keepdims=True)
     above = ranks > lowest

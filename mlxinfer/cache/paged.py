@@ -74,6 +74,11 @@ class SequencePlace:
         """One past the position of its last token."""
         return self.start + self.rows.stop - self.rows.start
 
+    def positions(self, own: slice) -> mx.array:
+        """(n, 1) of rows `own` of the step's flat list, which are the sequence's."""
+        first = self.start + own.start - self.rows.start
+        return mx.arange(first, first + own.stop - own.start)[:, None]
+
     @property
     def sealed(self) -> int:
         """Tokens that are read from pages."""
@@ -410,17 +415,21 @@ class PagedLayer(ABC):
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
     def read_tokens(self, plane: Plane, place: SequencePlace, tokens: mx.array) -> mx.array:
-        """(H, n, K, D) of some tokens (n, K) of a short segment's sequence, gathered."""
+        """(H, n, K, D) of some tokens of a short segment's sequence, gathered.
+
+        `tokens`: (n, K), or (H, n, K) of each head.
+        """
         assert place.pages is not None, "chunks read all that they see"
         size, tokens = self.page_size, mx.minimum(tokens, place.stop - 1)
         offsets = tokens % (2 * size)
-        found = [part[place.slot][:, offsets] for part in plane.own_tails(size)]
+        heads = mx.arange(len(plane.pages[0]))[:, None, None]
+        found = [part[place.slot][heads, offsets] for part in plane.own_tails(size)]
         if place.runs:
             numbers = mx.minimum(tokens // size, len(place.pages) - 1)
             slots = place.pages[numbers] * size + tokens % size
             is_sealed = (tokens < place.sealed)[..., None]
             pairs = zip(plane.pages, found, strict=True)
-            found = [mx.where(is_sealed, pages[:, slots], tail) for pages, tail in pairs]
+            found = [mx.where(is_sealed, pages[heads, slots], tail) for pages, tail in pairs]
         return plane.decode(found)
 
     def read_pages(self, ids: mx.array) -> tuple[mx.array, mx.array]:

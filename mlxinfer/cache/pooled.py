@@ -16,18 +16,13 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..config import KVOptions
 from ..core import PooledSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_plan import AttentionPlan
-from ..metal_kernels.paged_attention import AttentionCall, Softmax
-from ..metal_kernels.stored import PLAIN, KVFormat
-from .attention import Prepared
+from ..metal_kernels.stored import KVFormat
 from .chunks import cut_runs
-from .latent import MOST_SCORES, ranked
-from .paged import Formats, PagedLayer, SequencePlace
-
-NOWHERE = 1 << 24  # a block that no sequence has
+from .index import ChosenTokens, IndexLayer, numbers_of
+from .latent import ranked
+from .paged import SequencePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class PooledFormat(KVFormat):
         return [(self.raw_dim, dtype), (self.rope_axes, mx.int32)]
 
 
-class PooledLayer(PagedLayer):
+class PooledLayer(IndexLayer):
     """The index of one attention layer. It ranks blocks; attention itself is another layer's.
 
     A block ranks by the sum over heads of weight * max(query · key, 0), and of equal ranks the
@@ -60,34 +55,12 @@ class PooledLayer(PagedLayer):
     """
 
     spec: PooledSpec
-    prepared: Prepared
     whole_pages = True
 
-    def __init__(self, spec: PooledSpec, formats: Formats, dtype: mx.Dtype) -> None:
+    def __init__(self, spec: PooledSpec, dtype: mx.Dtype) -> None:
         fmt = PooledFormat(raw_dim=spec.raw_dim, rope_axes=spec.rope_axes)
         kinds = [(fmt, spec.dim // spec.ratio)]
-        super().__init__(spec, (PLAIN, PLAIN), dtype, kinds, heads=1)
-        self.ready = lambda rows: True  # no kernel waits for it
-
-    @classmethod
-    def of(cls, spec: PooledSpec, formats: Formats, dtype: mx.Dtype) -> "PooledLayer":
-        """The one kind of layer there is for the spec."""
-        return cls(spec, formats, dtype)
-
-    @staticmethod
-    def windowed(spec: PooledSpec, options: KVOptions) -> PooledSpec:
-        """Raise InvalidRequestError where a window is asked for."""
-        if options.window is not None:
-            raise InvalidRequestError(
-                f"kv_window is {options.window}, and this model chooses the tokens that it sees by "
-                "itself, among all. Leave kv_window out.",
-                param="kv_window",
-            )
-        return spec
-
-    @staticmethod
-    def check(spec: PooledSpec, formats: Formats, *, key_bias: bool) -> None:
-        """Nothing: an index is kept as it is, whatever the format of keys and values."""
+        super().__init__(spec, dtype, kinds)
 
     def take_from(self, mixer: Any) -> None:
         """Take the function that makes keys of blocks: tokens (N, r, raw), positions -> (N, d)."""
@@ -106,7 +79,7 @@ class PooledLayer(PagedLayer):
 
     def choose(
         self, queries: mx.array, weights: mx.array, raw: mx.array, positions: mx.array
-    ) -> "BlockChoice | None":
+    ) -> "PooledChoice | None":
         """Store this step's tokens, and rank the blocks that they may see.
 
         Args:
@@ -127,7 +100,7 @@ class PooledLayer(PagedLayer):
         all_seen = (self.spec.num_ranked + 1) * self.spec.ratio - 1
         if int(self.prepared.metadata.positions.max()) < all_seen:
             return None
-        return BlockChoice(self, queries, weights)
+        return PooledChoice(self, queries, weights)
 
     def _write_chunk(self, place: SequencePlace, stored: Sequence[mx.array]) -> None:
         """Store the keys of the blocks that a prefill chunk completes, before its tail is written.
@@ -177,90 +150,44 @@ class PooledLayer(PagedLayer):
         keys = mx.unflatten(self._keys(raw, axes[:, 0]), -1, (ratio, -1))  # (N, r, d / r)
         plane.pages[0][0, targets] = mx.take_along_axis(keys, part[:, None, None], axis=1)[:, 0]
 
-    # -- kernels --------------------------------------------------------------------------------
 
-    def plan_heads(self, num_heads: int, width: int) -> int:
-        """Never called: no kernel reads an index."""
-        raise AssertionError("no kernel reads an index")
-
-    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
-        """Never called, as `plan_heads`."""
-        raise AssertionError("no kernel reads an index")
-
-    def kernel_arrays(self) -> list[mx.array]:
-        """Nothing, as `plan_heads`."""
-        return []
-
-
-class BlockChoice:
-    """The blocks that each token of a step sees; see `paged.Choice`.
+class PooledChoice(ChosenTokens):
+    """The blocks of the best keys.
 
     Args:
         layer: the index.
         queries, weights: as of `PooledLayer.choose`.
     """
 
-    __slots__ = ("_layer", "_queries", "_weights")
+    __slots__ = ("_queries", "_weights")
+
+    layer: PooledLayer
 
     def __init__(self, layer: PooledLayer, queries: mx.array, weights: mx.array) -> None:
-        self._layer, self._queries, self._weights = layer, queries, weights
-
-    def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """As of `Choice`. Short segments read what they see alone, chunks all before them."""
-        assert softmax.soft_cap is None, "no model with an index has one"
-        outputs: list[mx.array] = []
-        for place in self._layer.prepared.sequences():
-            blocks = self._layer.read_keys(place)  # (S // r, d)
-            if place.pages is not None:
-                tokens, seen = self._tokens(place, blocks)
-                pair = [layer.read_tokens(plane, place, tokens) for plane in layer.views()]
-                keys, values = (part.swapaxes(0, 1) for part in pair)  # (n, H, K, D)
-                some, mask = queries[place.rows][:, :, None], seen[:, None, None]
-                found = _attention(some, keys, values, softmax, mask)  # (n, heads, 1, V)
-                outputs.append(found.flatten(1))
-                continue
-            keys, values = (layer.read_whole(plane, place)[None] for plane in layer.views())
-            rows = max(1, MOST_SCORES // (queries.shape[1] * place.stop))
-            for first in range(place.rows.start, place.rows.stop, rows):
-                own = slice(first, min(first + rows, place.rows.stop))
-                some = queries[own].swapaxes(0, 1)[None]  # (1, heads, n, D)
-                some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-                found = _attention(some, keys, values, softmax, self._mask(place, own, blocks))
-                outputs.append(found[0].swapaxes(0, 1).flatten(1))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        super().__init__(layer)
+        self._queries, self._weights = queries, weights
 
     def _best(self, place: SequencePlace, own: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
         """For rows `own` (n) of the step: blocks that each sees (n, S // r), positions (n, 1)."""
-        spec = self._layer.spec
-        first = place.start + own.start - place.rows.start
-        positions = first + mx.arange(own.stop - own.start)[:, None]
+        spec, positions = self.layer.spec, place.positions(own)
         complete = mx.arange(len(keys)) < (positions + 1) // spec.ratio
         queries, weights = self._queries[own], self._weights[own]
         return ranked(queries, weights, keys, complete, spec.num_ranked), positions
 
-    def _mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
-        """(n, S) whether rows `own` of the step see each token of their sequence."""
+    def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
+        """As of `ChosenTokens`, (n, S)."""
         blocks, positions = self._best(place, own, keys)
-        ratio, tokens = self._layer.spec.ratio, mx.arange(place.stop)
+        ratio, tokens = self.layer.spec.ratio, mx.arange(place.stop)
         by_token = mx.repeat(blocks, ratio, axis=1)[:, : place.stop]
         seen = mx.pad(by_token, [(0, 0), (0, place.stop - by_token.shape[1])])
         is_open = tokens // ratio == (positions + 1) // ratio
         return seen | (is_open & (tokens <= positions))
 
-    def _tokens(self, place: SequencePlace, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Positions (n, K) of what a sequence's tokens in the step see, and which of them count."""
+    def tokens(self, place: SequencePlace, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """As of `ChosenTokens`, (n, K) and (n, 1, 1, K)."""
         blocks, positions = self._best(place, place.rows, keys)
-        spec = self._layer.spec
-        numbers = mx.where(blocks, mx.arange(len(keys)), NOWHERE)
-        best = mx.sort(numbers, axis=-1)[:, : spec.num_ranked]
-        best = mx.concatenate([best, (positions + 1) // spec.ratio], axis=1)
-        tokens = (best[..., None] * spec.ratio + mx.arange(spec.ratio)).flatten(1)
-        return tokens, tokens <= positions
-
-
-def _attention(
-    queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax, mask: mx.array
-) -> mx.array:
-    return mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=softmax.scale, sinks=softmax.sinks, mask=mask
-    )
+        spec = self.layer.spec
+        chosen = numbers_of(blocks, spec.num_ranked)
+        chosen = mx.concatenate([chosen, (positions + 1) // spec.ratio], axis=1)
+        tokens = (chosen[..., None] * spec.ratio + mx.arange(spec.ratio)).flatten(1)
+        return tokens, (tokens <= positions)[:, None, None]

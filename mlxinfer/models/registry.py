@@ -16,6 +16,10 @@ _QWEN3_5 = {"qwen3_5_text": "qwen3_5_text"}
 _COHERE = {"cohere2": "cohere2", "cohere2_moe": "cohere2_moe"}
 _GLM4V = {"glm4v_text": "glm4v_text", "glm4v": "glm4v_text"}
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
+_MINIMAX_M3 = {
+    **{"minimax_m3_vl_text": "minimax_m3_vl_text", "minimax_m3_vl": "minimax_m3_vl_text"},
+    "minimax_m2": "minimax_m3_vl_text",  # as the vendor says
+}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
     "llama4": {"llama4_text": "llama4_text"},
     "pixtral": {"mistral": "mistral"},
@@ -47,6 +51,9 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "minicpmv4_6": _QWEN3_5,
     "minicpmv4_7": _QWEN3_5,
     "paddleocr_vl": {"paddleocr_vl_text": "llama", "paddleocr_vl": "llama"},
+    "minimax_m3_vl": dict.fromkeys(
+        ("minimax_m3_vl_text", "minimax_m3_vl", "minimax_m2"), "minimax_m3_vl_text"
+    ),
     "muse_glimmer": {"muse_glimmer_text": "muse_glimmer_text"},
     "nemotron_h_omni": {"nemotron_h": "nemotron_h"},
     "qianfan_ocr": {"qwen3": "qwen3"},
@@ -66,7 +73,15 @@ _LANGUAGE = {
 _BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output projection
 _SENSES = (
     *("visual.", "vision_", "embed_vision.", "multi_modal_projector.", "mm_projector."),
-    *("connector.", "merger.", "mlp_AR.", "mlp1.", "image_newline", "vit_large_projector."),
+    *(
+        "connector.",
+        "merger.",
+        "mlp_AR.",
+        "mlp1.",
+        "image_newline",
+        "patch_merge_mlp.",
+        "vit_large_projector.",
+    ),
     *("audio_tower.", "embed_audio.", "sound_"),
 )
 
@@ -159,6 +174,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "exaone4": ("olmo", "Exaone4"),
     "ernie4_5": ("llama", "Ernie4_5"),
     "mimo_v2_flash": ("mimo", "MiMoV2Flash"),
+    "minimax_m3_vl_text": ("minimax_m3", "MiniMaxM3"),
     "minimax_m2": ("mixtral", "MiniMaxM2"),
     "glm4_moe_lite": ("glm", "Glm4MoELite"),
     "glm_moe_dsa": ("glm", "GlmMoeDsa"),

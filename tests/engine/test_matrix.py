@@ -43,7 +43,15 @@ from hypothesis import strategies as st
 from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import CacheSpec, FinishReason, KVSpec, LatentSpec, PooledSpec, SamplingParams
+from mlxinfer.core import (
+    BlockSpec,
+    CacheSpec,
+    FinishReason,
+    KVSpec,
+    LatentSpec,
+    PooledSpec,
+    SamplingParams,
+)
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.runner import NO_FOLLOWERS
 from mlxinfer.images import Picture, PlacedPicture
@@ -69,7 +77,7 @@ ALL_CASES = (
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
-    *("olmo_hybrid-v4", "mimo_v2_flash-v4"),
+    *("olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4"),
     *("qwen4_exp_text-v4", "qwen4_exp_text-v5"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
@@ -299,7 +307,8 @@ def ranked_specs(case: str) -> list[CacheSpec]:
     return [
         spec
         for spec in specs
-        if isinstance(spec, PooledSpec) or (isinstance(spec, LatentSpec) and spec.index_dim)
+        if isinstance(spec, PooledSpec | BlockSpec)
+        or (isinstance(spec, LatentSpec) and spec.index_dim)
     ]
 
 

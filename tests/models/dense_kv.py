@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
+from mlxinfer.core import BlockSpec, CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
 from mlxinfer.layers.step import Step, StepFeatures
 
 
@@ -42,10 +42,19 @@ class DenseLayerKV:
         return mx.concatenate(outputs).flatten(1)
 
     def _over_chosen(self, name, queries, seen, softmax):
-        past, found = self.past[name], []
-        for query, tokens in zip(queries, seen, strict=True):
-            some = [part[mx.array(tokens)] for part in past]
-            found.append(masked_attention(query[None], *some, **softmax._asdict()))
+        """`seen`: of each query, the tokens that each of some groups of heads sees."""
+        found = []
+        for query, groups in zip(queries, seen, strict=True):
+            parts = [mx.split(part, len(groups), axis=1) for part in self.past[name]]
+            heads = [
+                masked_attention(
+                    own[None], *(part[i][mx.array(tokens)] for part in parts), **softmax._asdict()
+                )
+                for i, (own, tokens) in enumerate(
+                    zip(mx.split(query, len(groups)), groups, strict=True)
+                )
+            ]
+            found.append(mx.concatenate(heads, axis=1))
         return mx.concatenate(found)
 
     def attend_again(self, queries, softmax):
@@ -176,9 +185,38 @@ class DensePooledCache:
                 ranks = -(np.array(weights[row]) @ scores)
                 best = np.sort(np.argsort(ranks, kind="stable")[: self.spec.num_ranked])
                 tokens = [block * ratio + i for block in best.tolist() for i in range(ratio)]
-                seen.append([*tokens, *range(stop - stop % ratio, stop)])
+                seen.append([[*tokens, *range(stop - stop % ratio, stop)]])
             start += count
         return seen
+
+
+class DenseBlockCache:
+    """The index keys of every sequence, and the tokens that each head of the index chooses."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        self.spec = spec
+        self.past: dict[str, np.ndarray] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    def choose(self, queries, keys, served):
+        queries, keys, seen, start = np.array(queries), np.array(keys), [], 0
+        assert keys.shape == (sum(count for _, count in self.segments), self.spec.dim)
+        for name, count in self.segments:
+            before = self.past.get(name, keys[:0])
+            whole = self.past[name] = np.concatenate([before, keys[start : start + count]])
+            for row in range(start, start + count):
+                stop = len(before) + row - start + 1
+                seen.append([self._seen(one @ whole[:stop].T) for one in queries[row]])
+            start += count
+        return seen
+
+    def _seen(self, scores: np.ndarray) -> list[int]:
+        size, stop = self.spec.block, len(scores)
+        ranks = np.array([scores[i : i + size].max() for i in range(0, stop, size)])
+        ranks[max(len(ranks) - self.spec.num_near, 0) :] = np.inf
+        best = np.sort(np.argsort(-ranks, kind="stable")[: self.spec.num_ranked])
+        tokens = [block * size + i for block in best.tolist() for i in range(size)]
+        return [token for token in tokens if token < stop]
 
 
 def no_kernel():
@@ -217,6 +255,8 @@ def dense_cache(mixer, spec: CacheSpec):
     """Of the kind that a layer needs."""
     if isinstance(spec, PooledSpec):
         return DensePooledCache(spec, mixer.pool)
+    if isinstance(spec, BlockSpec):
+        return DenseBlockCache(spec)
     if isinstance(spec, StateSpec):
         return DenseStateCache(spec)
     if not isinstance(spec, LatentSpec):

@@ -11,7 +11,16 @@ import numpy as np
 from models.shapes import shapes
 
 # Types whose norm weights are stored less one.
-LESS_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "muse_glimmer", "step3p5", "qwen4")
+LESS_ONE = (
+    "gemma2",
+    "gemma3_",
+    "qwen3_next",
+    "qwen3_5",
+    "muse_glimmer",
+    "step3p5",
+    "qwen4",
+    "minimax_m3",
+)
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: bool) -> np.ndarray:

@@ -214,6 +214,20 @@ _MIMO = {
     "moe_intermediate_size": 24,
     "tie_word_embeddings": False,
 }
+_M3 = {
+    **_SMALL,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "head_dim": 24,
+    "rotary_dim": 12,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "hidden_act": "swigluoai",
+    "swiglu_limit": 1.5,
+}
 _GRANITE_SWA = {
     **_SMALL,
     "embedding_multiplier": 3.0,
@@ -274,6 +288,36 @@ _QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 _CASES: dict[str, dict[str, Any]] = {
+    "minimax_m3_vl_text-v4": {
+        **_M3,
+        **V4,
+        "partial_rotary_factor": 0.5,
+        "moe_layer_freq": [0, 1, 1, 1, 1],
+        "routed_scaling_factor": 1.5,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": 16,
+            "sparse_num_index_heads": 2,
+            "sparse_topk_blocks": 3,
+            "sparse_block_size": 4,
+            "sparse_score_type": "max",
+            "sparse_init_block": 0,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0, 1, 1, 0, 1],
+        },
+    },
+    "minimax_m3_vl_text-v5": {
+        **_M3,
+        "layer_types": ["minimax_m3_sparse", "full_attention", *["minimax_m3_sparse"] * 3],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 24,
+        "index_block_size": 3,
+        "index_topk_blocks": 4,
+        "index_local_blocks": 2,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": True,
+    },
     "qwen4_exp_text-v4": {
         **_QWEN4,
         "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],

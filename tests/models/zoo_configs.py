@@ -245,19 +245,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "long_factor": [1.0] * 4,
         }
     },
-    "minimax_m3_vl": {
-        "text_config": {
-            **TEXT,
-            "dense_intermediate_size": 128,
-            "shared_intermediate_size": 32,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
-        }
-    },
     "ministral3": {"rope_parameters": YARN, "layer_types": SLIDING},
     "mistral3": {"text_config": TEXT},
     "mistral4": {"rope_parameters": YARN, "num_key_value_heads": 4},

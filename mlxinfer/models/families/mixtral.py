@@ -63,10 +63,10 @@ class MiniMaxM2(Family):
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         """The turning part of a head is stated as `rotary_dim`."""
-        rotary = fields.integer("rotary_dim", high=head_dim, default=None)
-        if rotary is not None and fields.get("partial_rotary_factor") is None:
-            values = {**fields.values, "partial_rotary_factor": rotary / head_dim}
-            fields = Fields(values, fields.where)
+        key, stated = "partial_rotary_factor", fields.get("rope_parameters") or {}
+        if stated.get(key, fields.get(key)) is None and fields.get("rotary_dim") is not None:
+            part = fields.integer("rotary_dim", high=head_dim) / head_dim
+            fields = Fields({**fields.values, key: part}, fields.where)
         return super().rope_spec(fields, layer_type, head_dim)
 
     @classmethod
@@ -74,7 +74,7 @@ class MiniMaxM2(Family):
         """The usual names of the experts' projections."""
         return name_projections(name)
 
-    def qk_norm(self, index: int) -> Norm:
+    def qk_norm(self, index: int) -> Norm | None:
         """One norm over the whole of Q, and one over the whole of K."""
         return self.wide_qk_norm(index)
 

@@ -145,6 +145,8 @@ def router_gap(
         return gap(logits, config["moe_topk"] if config["moe_topk"] == 3 else 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
+    if config["model_type"] == "minimax_m3_vl_text":
+        return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
     if config["model_type"] == "gemma4_text":
         return 10 * gap(logits, config["top_k_experts"])  # of probabilities
     if config["model_type"] == "llama4_text":  # scores come first, of the chosen alone

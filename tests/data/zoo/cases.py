@@ -70,18 +70,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
     "minicpm3": {"num_key_value_heads": 4, "rope_parameters": ONE_LONGROPE},
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
     "gpt_neox": {"intermediate_size": 256},
-    "minimax_m3_vl": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "mlp_layer_types": ["dense", *["sparse"] * 3],
-        "dense_intermediate_size": 96,
-        "index_block_size": 4,
-        "index_topk_blocks": 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "partial_rotary_factor": 0.5,
-        },
-    },
 }
 
 

@@ -7,6 +7,7 @@ from models.dense_kv import DenseCache, logits
 from models.random_weights import tiny_tensors
 from models.tiny import quantized, tiny_config, write
 
+from mlxinfer import convert_model
 from mlxinfer.errors import CheckpointError, MlxinferError
 from mlxinfer.fit import held_bytes
 from mlxinfer.layers.ngrams import NgramHash
@@ -167,3 +168,18 @@ def test_an_index_leaves_tokens_out(tmp_path):
     )
     np.testing.assert_allclose(few[:15], all_of_them[:15], atol=1e-5)
     assert (np.abs(few[15:] - all_of_them[15:]).max(axis=1) > 1e-3).mean() > 0.8
+
+
+def test_a_conversion_keeps_whole_numbers_and_the_parts_of_the_table(tmp_path):
+    folder, how = (
+        write(tmp_path / "source", WIDE, tensors_of(WIDE)),
+        {"calibration": None, "check": False},
+    )
+    source = load(folder)
+    convert_model(folder, tmp_path / "dense", recipe="dense", **how, progress=False)
+    np.testing.assert_array_equal(logits(load(tmp_path / "dense")), logits(source))
+    convert_model(folder, tmp_path / "packed", recipe="4bit-g32", **how, progress=False)
+    ours, theirs = ngrams_of(load(tmp_path / "packed")), ngrams_of(source)
+    assert ours.table.form.bits == 4
+    assert ours.table.num_rows == theirs.table.num_rows
+    np.testing.assert_array_equal(ours.hashing.multipliers, theirs.hashing.multipliers)

@@ -28,7 +28,7 @@ from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
-from .calibration.measure import load_formats, measure_units, save_formats
+from .calibration.measure import measure_units
 from .calibration.texts import Texts, make_texts
 from .files import partial_path
 from .mlx_lm import passed_over, read_by_mlx_lm
@@ -198,7 +198,7 @@ class Conversion:
         write_side_files(place.model, self.source)
         unloadable = self._check_side_files(place)
         texts = self._texts(place.model) if self._needs_texts else None
-        plan = self.plan(self._formats(place, texts))
+        plan = self.plan(self._formats(journal, texts))
         write_json(place.model / "config.json", config_json(self.arranged, plan))
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
         self._check_opens(place.model, plan)
@@ -296,14 +296,14 @@ class Conversion:
             max_context=self.arranged.config.max_context,
         )
 
-    def _formats(self, place: Workplace, texts: Texts | None) -> dict[str, MLXFormat | None]:
+    def _formats(self, journal: Journal, texts: Texts | None) -> dict[str, MLXFormat | None]:
         """The formats of a plan with a target size; an earlier run may have measured them."""
         base = self.plan()
         limit = base.limit_bytes(self.options)
         if limit is None or texts is None:
             return {}
-        if place.measured.exists():
-            return load_formats(place.measured)
+        if journal.formats:
+            return journal.formats
         units = measure_units(
             self.arranged,
             texts.calibration,
@@ -312,7 +312,7 @@ class Conversion:
             lambda done, count: self.progress("measure", done, count),
         )
         formats = choose_formats(self.arranged, units, base, limit)
-        save_formats(place.measured, formats)
+        journal.add_formats(formats)
         return formats
 
     def _rounding(self) -> str:

@@ -22,7 +22,7 @@ from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_MADE = ("model", "measured.json", "learned", "short.logits", "long.logits")
+_MADE = ("model", "learned", "short.logits", "long.logits")
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
@@ -56,11 +56,6 @@ class Workplace:
     def journal(self) -> Path:
         """The list of what is done."""
         return self.root / "journal.jsonl"
-
-    @property
-    def measured(self) -> Path:
-        """The formats that measuring has chosen."""
-        return self.root / "measured.json"
 
     @property
     def learned(self) -> Path:

@@ -42,20 +42,27 @@ from .quantise import (
     squares_of,
     total,
 )
+from .read import MLXFormat
+from .recipes import name_of, parse_format
 from .verify import Progress, as_kept, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
 
-VERSION = 3  # of the journal; another mlxinfer may plan otherwise
+VERSION = 4  # of the journal; another mlxinfer may plan otherwise
 
 
 class Journal:
-    """Append-only journal; `tensors` by name and `shards` by file name are its contents."""
+    """Append-only journal.
+
+    Its contents are `formats` that measuring has chosen and `tensors`, both by name of the tensor,
+    and `shards` by file name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.start: dict[str, Any] = {}
+        self.formats: dict[str, MLXFormat | None] = {}
         self.tensors: dict[str, dict[str, Any]] = {}
         self.shards: dict[str, list[dict[str, Any]]] = {}
         if path.exists():
@@ -75,6 +82,11 @@ class Journal:
         for key, value in start.items():
             if self.start.get(key) != value:
                 raise ConversionError(_changed(key, self.start.get(key), value))
+
+    def add_formats(self, formats: dict[str, MLXFormat | None]) -> None:
+        """These formats meet the target; an interrupted conversion does not measure again."""
+        self.formats = formats
+        self._append([{"formats": {name: name_of(form) for name, form in formats.items()}}])
 
     def add_tensors(self, entries: dict[str, dict[str, Any]]) -> None:
         """These tensors are on the disk."""
@@ -102,7 +114,7 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         try:
             self._take([_object(json.loads(line)) for line in whole.splitlines()])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(self.path) from error
         if len(whole) < len(data):
             with self.path.open("r+b") as file:
@@ -116,6 +128,9 @@ class Journal:
         for line in lines[1:]:
             if "tensor" in line:
                 self.tensors[line.pop("tensor")] = line
+            elif "formats" in line:
+                found = line["formats"].items()
+                self.formats = {name: parse_format(form) for name, form in found}
             elif "gone" in line:
                 self._drop(line["gone"], line["tensors"])
             else:

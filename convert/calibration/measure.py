@@ -2,25 +2,21 @@
 
 Each unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a
 few short sequences with that change are carried to the end beside the plain ones: so a unit's
-damage is measured at the logits, with one layer of the model in memory. The formats that follow are
-kept in a file, so that an interrupted conversion does not measure again.
+damage is measured at the logits, with one layer of the model in memory.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats, as_numpy
-from ..files import damaged, write_file
 from ..plan import MAX_WORKERS, PROBE_LENGTH
 from ..quantise import QuantisationMethod, quantise, round_trip
 from ..read import MLXFormat
-from ..recipes import Recipe, fitting, name_of, parse_format
+from ..recipes import Recipe, fitting
 from . import logits
 from .allocation import MeasuredUnit, candidates_of, units_of
 from .feedback import Moments
@@ -186,21 +182,3 @@ def sample(array: mx.array, size: int = SAMPLE) -> Floats:
     count = max(1, min(rows.shape[0], size // rows.shape[1]))
     places = np.linspace(0, rows.shape[0] - 1, count).astype(np.int32)
     return np.asarray(as_numpy(rows[mx.array(places)].astype(mx.float32)), dtype=np.float32)
-
-
-def save_formats(path: Path, formats: Mapping[str, MLXFormat | None]) -> None:
-    """Write the formats that were chosen, by the names of the tensors."""
-    write_file(path, json.dumps({name: name_of(form) for name, form in formats.items()}).encode())
-
-
-def load_formats(path: Path) -> dict[str, MLXFormat | None]:
-    """Read what `save_formats` wrote.
-
-    Raises:
-        ConversionError: the file is damaged.
-    """
-    try:
-        formats = json.loads(path.read_bytes())
-        return {name: parse_format(form) for name, form in formats.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(path) from error

@@ -227,6 +227,8 @@ STARTED = b'{"version": 3}\n'
         STARTED + b'{"shard": "model.safetensors"}\n',
         STARTED + b'{"shard": "model.safetensors", "checked": [1]}\n',
         STARTED + b'{"gone": "model.safetensors"}\n',
+        STARTED + b'{"formats": {"a": "9bits"}}\n',
+        STARTED + b'{"formats": ["a"]}\n',
         STARTED + b'{"tensor": ["a"]}\n',
     ],
 )
@@ -252,7 +254,7 @@ def test_a_damaged_entry_of_the_journal(
         convert(source, tmp_path / "out", run={"resume": True})
 
 
-def test_what_was_measured_is_damaged(source: Path, tmp_path: Path) -> None:
+def test_the_sources_logits_are_damaged(source: Path, tmp_path: Path) -> None:
     @contextmanager
     def stopping(folder: Path) -> Iterator[object]:
         if not resumed:
@@ -264,7 +266,7 @@ def test_what_was_measured_is_damaged(source: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", **options)
     resumed.append(True)
-    for name in ("measured.json", "short.logits", "long.logits"):
+    for name in ("short.logits", "long.logits"):
         path = tmp_path / "out.partial" / name
         whole = path.read_bytes()
         for data in (b"", b"PK broken", bytes(5000), whole[:-100]):

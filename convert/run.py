@@ -30,7 +30,7 @@ from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summar
 from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
 from .calibration.measure import measure_units
 from .calibration.texts import Texts, make_texts
-from .files import partial_path
+from .files import damaged, partial_path
 from .mlx_lm import passed_over, read_by_mlx_lm
 from .plan import (
     ConversionPlan,
@@ -349,8 +349,9 @@ class Conversion:
         with closing(writer):
             for name, tensors in plan.shards():
                 path = place.model / name
-                if not (path.exists() or partial_path(path).exists()):
-                    journal.forget(name, [tensor.output.name for tensor in tensors])
+                known = [t for t in tensors if t.output.name in journal.tensors]
+                if known and not (path.exists() or partial_path(path).exists()):
+                    raise damaged(path)  # it was deleted or moved
                 if name not in journal.shards and not path.exists():
                     write_shard(path, plan, tensors, writer, journal)
                 if not learns:

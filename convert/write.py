@@ -98,17 +98,6 @@ class Journal:
         self.shards[name] = checked
         self._append([{"shard": name, "checked": checked}])
 
-    def forget(self, shard: str, tensors: list[str]) -> None:
-        """The file with these tensors is gone: it was deleted or moved."""
-        if shard in self.shards or not self.tensors.keys().isdisjoint(tensors):
-            self._drop(shard, tensors)
-            self._append([{"gone": shard, "tensors": tensors}])
-
-    def _drop(self, shard: str, tensors: list[str]) -> None:
-        self.shards.pop(shard, None)
-        for name in tensors:
-            self.tensors.pop(name, None)
-
     def _load(self) -> None:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
@@ -131,8 +120,6 @@ class Journal:
             elif "formats" in line:
                 found = line["formats"].items()
                 self.formats = {name: parse_format(form) for name, form in found}
-            elif "gone" in line:
-                self._drop(line["gone"], line["tensors"])
             else:
                 self.shards[line["shard"]] = [_object(entry) for entry in line["checked"]]
 

@@ -226,7 +226,6 @@ STARTED = b'{"version": 3}\n'
         STARTED + b"[1]\n",
         STARTED + b'{"shard": "model.safetensors"}\n',
         STARTED + b'{"shard": "model.safetensors", "checked": [1]}\n',
-        STARTED + b'{"gone": "model.safetensors"}\n',
         STARTED + b'{"formats": {"a": "9bits"}}\n',
         STARTED + b'{"formats": ["a"]}\n',
         STARTED + b'{"tensor": ["a"]}\n',

@@ -92,7 +92,9 @@ def test_killed_before_tidying_up_and_the_output_deleted(tmp_path: Path, monkeyp
     expected = contents(out)
     assert (tmp_path / "out.partial" / "journal.jsonl").exists()
     shutil.rmtree(out)
-    convert(source, out, run={"resume": True})
+    with pytest.raises(ConversionError, match=r"model\.safetensors is damaged, .* use --restart"):
+        convert(source, out, run={"resume": True})
+    convert(source, out, run={"restart": True})
     assert contents(out) == expected
 
 

@@ -70,8 +70,8 @@ class Qwen4Exp(Qwen3_5MoE):
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """A layer with n-grams needs token ids, too."""
-        return not _ngram_layers(config.fields)
+        """Never: layers with n-grams need token ids, and a mixture stands for the last norm."""
+        return False
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import MlxinferError
 
 _REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
 _NUMBER = re.compile(r"^\[Errno -?[0-9]+\] ")
+PIECE = 1 << 20  # bytes
 MAX_ANSWER = 64 << 20  # bytes of an answer; a server's lists are far below
 
 
@@ -32,7 +33,17 @@ class SilentServerError(ServerError):
     """Something listens at the address, and did not answer in time."""
 
 
-def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: float) -> Any:
+def exchange(
+    base: str,
+    path: str,
+    body: Any,
+    *,
+    key: str | None,
+    timeout_s: float,
+    method: str | None = None,
+    upload: BinaryIO | None = None,
+    download: BinaryIO | None = None,
+) -> Any:
     """GET `base` + `path`, or POST a body to it; return the JSON of the answer.
 
     Args:
@@ -41,26 +52,36 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
         body: JSON; None: GET.
         key: of the server.
         timeout_s: longest silence.
+        method: another than GET and POST.
+        upload: a file to send as the body.
+        download: a file that gets the answer; then None is returned.
 
     Raises:
         NoServerError: nothing listens there.
         SilentServerError: no answer came in time.
         ServerError: another program answers, or the server refused.
+        OSError: a file cannot be read or written.
     """
     import httpx2
 
-    method, read = "GET" if body is None else "POST", bytearray()
+    method, read = method or ("GET" if body is None else "POST"), bytearray()
+    content = None if upload is None else iter(lambda: upload.read(PIECE), b"")
     with (
         failures(base),
         httpx2.Client(**client_options(base, key), timeout=timeout_s) as client,
-        client.stream(method, path, json=body) as answer,
+        client.stream(method, path, json=body, content=content) as answer,
     ):
         for piece in answer.iter_bytes():
+            if download is not None and answer.is_success:
+                download.write(piece)
+                continue
             read += piece
             if len(read) > MAX_ANSWER:
                 raise _foreign(base)
     if not answer.is_success:
         raise _refusal(base, answer.status_code, read)
+    if download is not None:
+        return None
     try:
         return json.loads(read)
     except (ValueError, RecursionError):

@@ -37,7 +37,7 @@ def ask(
         path: such as "/admin/models".
         body: JSON; None: GET.
         timeout_s: longest silence.
-        more: method and file, as of `exchange`.
+        more: method, upload and download, as of `exchange`.
 
     Raises:
         ServerError: there is no server, another program answers, or the server refused.

@@ -89,7 +89,7 @@ def export(name: str, file: Path, url: str | None) -> None:
     new = file.with_name(f"{file.name}.part")
     try:
         with open(new, "wb") as written:
-            ask(url, f"{_path(name)}/file", file=written, timeout_s=SILENCE_S)
+            ask(url, f"{_path(name)}/file", download=written, timeout_s=SILENCE_S)
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ def import_command(
     """Take in the session of FILE. The server checks that it fits the model and is not damaged."""
     query = urlencode({k: v for k, v in {"name": name, "model": model}.items() if v is not None})
     with open(file, "rb") as given:
-        reply = ask(url, f"{PATH}?{query}", method="PUT", file=given, timeout_s=SILENCE_S)
+        reply = ask(url, f"{PATH}?{query}", method="PUT", upload=given, timeout_s=SILENCE_S)
     _say(reply, "Imported", as_json=as_json)
 
 

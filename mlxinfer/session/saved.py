@@ -1,7 +1,7 @@
 """Named sessions: the prompts of a model's slots, saved, loaded, and taken in from files."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO, cast
@@ -15,13 +15,28 @@ from ..cache.disk.saved import (
     read_session,
 )
 from ..engine import saved as on_engine
-from ..engine.kv_manager import Place
 from ..errors import InvalidRequestError, OverloadedError, shown
+from ..memory import human_bytes
 from .session import ADAPTER_NAME, Session
 
-__all__ = ["NamedSessions", "SavedSession"]
+__all__ = ["Client", "NamedSessions", "SavedSession"]
 
 NO_ROOM_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who saves and loads.
+
+    Attributes:
+        owner: name of the API key; None: the server has none.
+        salt: of the owner's requests in the prefix cache.
+        num_owners: among whom the disk cache is shared.
+    """
+
+    owner: str | None
+    salt: str | None
+    num_owners: int
 
 
 class NamedSessions(SavedSessions):
@@ -38,7 +53,7 @@ class NamedSessions(SavedSessions):
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def save_slot(
-        self, name: str, model: str, session: Session, place: Place, salt: str | None
+        self, name: str, model: str, session: Session, client: Client, slot: int
     ) -> SavedSession:
         """Save the prompt of a slot.
 
@@ -46,38 +61,47 @@ class NamedSessions(SavedSessions):
             name: of the session; another one of this owner and name is replaced.
             model: its name.
             session: that has the prompt.
-            place: owner and slot.
-            salt: of the owner's requests.
+            client: that saves it.
+            slot: of the prompt.
 
         Raises:
             InvalidRequestError: the name cannot be one, there is no prompt, or no disk cache.
             OverloadedError: there is no room.
-            OSError: the disk refuses.
         """
         check_session_name(name)
-        saving = on_engine.Saving(place, salt)
+        saving = on_engine.Saving((client.owner, slot), client.salt)
         session.engine.change(saving.pieces)
         store, tier = session.engine.call(on_engine.open_store)
         saved = SavedSession(
             name=name,
-            owner=place[0],
+            owner=client.owner,
             model=model,
             created_s=int(time.time()),
             num_bytes=sum(store.page_bytes[group] for _, group in saving.prompt.places),
             prompt=saving.prompt,
         )
+        self._check_share(saved, client)
         self.save(saved, tier)
         return saved
 
-    def load_slot(
-        self, saved: SavedSession, session: Session, place: Place, salt: str | None
-    ) -> None:
+    def _check_share(self, saved: SavedSession, client: Client) -> None:
+        """Raise OverloadedError where sessions of one key would take more than its share."""
+        others = [each for each in self.all_of(client.owner) if each.name != saved.name]
+        held = sum(each.num_bytes for each in others)
+        if client.num_owners > 1 and held + saved.num_bytes > self.max_bytes / client.num_owners:
+            raise OverloadedError(
+                f"Sessions of this key would take more than its share of the disk cache, one of "
+                f"{client.num_owners} of {human_bytes(self.max_bytes)}; remove some.",
+                retry_after_s=NO_ROOM_S,
+            )
+
+    def load_slot(self, saved: SavedSession, session: Session, client: Client, slot: int) -> None:
         """Bring a session into memory, as the prompt of a slot.
 
         Raises:
             InvalidRequestError: it is damaged, or one of other weights, versions or keys.
         """
-        prompt = saved.prompt
+        prompt, salt, place = saved.prompt, client.salt, (client.owner, slot)
         if session.engine.call(lambda loop: on_engine.root_of(loop, prompt, salt)) != prompt.root:
             raise InvalidRequestError(
                 f"The session {saved.name} was saved when the server had other API keys, which "
@@ -87,13 +111,13 @@ class NamedSessions(SavedSessions):
         self.restore(saved, tier)
         session.engine.call(lambda loop: on_engine.load(loop, place, prompt, salt))
 
-    def erase_slot(self, session: Session, place: Place) -> int:
+    def erase_slot(self, session: Session, client: Client, slot: int) -> int:
         """Forget the prompt of a slot, but what other prompts share or sessions keep; its tokens.
 
         Raises:
             InvalidRequestError: it has none.
         """
-        count: int = session.engine.call(lambda loop: on_engine.erase(loop, place))
+        count: int = session.engine.call(lambda loop: on_engine.erase(loop, (client.owner, slot)))
         return count
 
     def new_file(self) -> BinaryIO:
@@ -101,33 +125,38 @@ class NamedSessions(SavedSessions):
         return cast(BinaryIO, TemporaryFile(dir=self.folder))  # the caller closes it
 
     def take_in(
-        self,
-        file: BinaryIO,
-        name: str | None,
-        model: str,
-        session: Session,
-        owner: str | None,
-        salt: str | None,
+        self, file: BinaryIO, name: str | None, model: str, session: Session, client: Client
     ) -> SavedSession:
         """Save the session of an exported file; each of its pages is checked first.
 
         Args:
             file: as `exported` gave it.
             name: None: the name in the file.
-            model, owner, salt: that the session has from now on.
+            model: its name.
             session: the model for which the pages must have been computed.
+            client: to which the session belongs from now on.
 
         Raises:
             InvalidRequestError: the file is damaged, or one of other weights or versions.
             OverloadedError: there is no room.
-            OSError: the disk refuses.
         """
         given = read_session(file)
         check_session_name(name or given.name)
+        salt = client.salt
         root = session.engine.call(lambda loop: on_engine.root_of(loop, given.prompt, salt))
         store, tier = session.engine.call(on_engine.open_store)
         sizes = dict(enumerate(store.page_bytes))
         prompt = replace(given.prompt, root=root)
+        num_bytes = sum(sizes.get(group, 0) for _, group in prompt.places)
+        saved = SavedSession(
+            name=name or given.name,
+            owner=client.owner,
+            model=model,
+            created_s=given.created_s,
+            num_bytes=num_bytes,
+            prompt=prompt,
+        )
+        self._check_share(saved, client)
         entries = read_entries(file, given.prompt, max(store.page_bytes))
         for (parent, key), (_, group), entry in zip(
             prompt.keys(root), prompt.places, entries, strict=True
@@ -142,7 +171,6 @@ class NamedSessions(SavedSessions):
                     retry_after_s=NO_ROOM_S,
                 )
         tier.sync()
-        saved = replace(given, name=name or given.name, owner=owner, model=model, prompt=prompt)
         self.save(saved, tier)
         return saved
 

@@ -1,5 +1,7 @@
 """Named sessions: saved, loaded after a restart, carried to another server; llama.cpp's slots."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +189,41 @@ def test_who_shares_prefixes_takes_files_of_administrators_only(tmp_path: Path) 
         assert refused.status_code == 400
 
 
+def test_no_key_takes_the_share_of_another(tmp_path: Path) -> None:
+    with serving(tmp_path, keys=ApiKeys.from_plain(["a", "b"])) as server:
+        anna = {"x-api-key": "a"}
+        ask(server, headers=anna)
+        saved = server.post("/v1/sessions", {"name": "notes"}, headers=anna).json()
+        sessions = server.service.sessions
+        assert sessions is not None
+        sessions.max_bytes = 3 * saved["bytes"]
+        assert server.post("/v1/sessions", {"name": "notes"}, headers=anna).status_code == 200
+        refused = server.post("/v1/sessions", {"name": "more"}, headers=anna)
+        assert "more than its share" in error_of(refused, 503)
+        file = server.get("/v1/sessions/notes/file", headers=anna).content
+        refused = server.client.put("/v1/sessions?name=more", content=file, headers=anna)
+        assert "more than its share" in error_of(refused, 503)
+
+
+def test_what_a_crash_or_a_bad_disk_left_is_removed(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        ask(server)
+        server.post("/v1/sessions", {"name": "notes"})
+        (head,) = (tmp_path / "sessions").glob("*/session.kv")
+        unfinished = tmp_path / "sessions" / f"{head.parent.name}.0123"
+        shutil.copytree(head.parent, unfinished)
+        head.write_bytes(b"x")
+        assert server.get("/v1/sessions").json()["data"] == []
+        assert "damaged" in error_of(server.get("/v1/sessions/notes/file"), 400)
+        assert server.client.delete("/v1/sessions/notes").status_code == 200
+        assert not head.exists()
+        NamedSessions(tmp_path, 1 << 30)
+        assert unfinished.exists(), "another process may be about to finish it"
+        os.utime(unfinished, (0, 0))
+        NamedSessions(tmp_path, 1 << 30)
+        assert not unfinished.exists()
+
+
 def test_without_a_disk_cache_nothing_is_saved() -> None:
     with LiveServer() as server:
         for reply in (
@@ -275,6 +312,10 @@ def test_an_erased_slot_is_computed_again(tmp_path: Path) -> None:
             assert server.client.post(f"/slots/{number}?action=erase").status_code == 200
         assert complete(server, "The capital of Germany", 2) == (other, num_prompt, num_prompt)
         assert "no prompt" in error_of(server.client.post("/slots/1?action=erase"), 400)
+        server.post("/slots/2?action=save", {"filename": "kept"})
+        server.client.post("/slots/2?action=erase")
+        text, _, computed = complete(server, "The capital of Germany", 2)
+        assert (text, computed <= PAGE) == (other, True), "a session keeps its pages"
 
 
 def test_mistakes_with_slots_are_named(tmp_path: Path) -> None:

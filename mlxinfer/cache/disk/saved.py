@@ -11,6 +11,8 @@ import json
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,12 +21,14 @@ from typing import BinaryIO
 
 import msgspec
 
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, OverloadedError
 from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
 from .tier import DiskTier
 
 MAX_HEAD_BYTES = 64 << 20  # of a session without its entries: millions of tokens
 COPY_BYTES = 1 << 20
+FORGOTTEN_S = 3600.0  # after which a folder that was not finished is removed
+RETRY_S = 10.0
 
 
 class DamagedSessionError(InvalidRequestError):
@@ -59,7 +63,8 @@ class SavedPrompt:
     def is_sound(self) -> bool:
         """Whether its entries are of its pages."""
         size, ids = self.page_size, self.token_ids
-        return 0 < size <= len(ids) == size * (1 + max((n for n, _ in self.places), default=0))
+        numbers = [number for number, _ in self.places]
+        return bool(numbers) and min(numbers) >= 0 and 0 < size * (max(numbers) + 1) == len(ids)
 
     def keys(self, root: bytes) -> list[tuple[bytes, bytes]]:
         """(parent, own key) of each entry where keys follow from `root`."""
@@ -117,11 +122,16 @@ class SavedSessions:
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "sessions"
+        self._lock = threading.Lock()  # while one session takes the place of another
+        for place in self.folder.glob("*.*"):  # of a process that was killed while it saved
+            with contextlib.suppress(OSError):
+                if place.stat().st_mtime < time.time() - FORGOTTEN_S:
+                    shutil.rmtree(place)
 
     def all_of(self, owner: str | None) -> list[SavedSession]:
         """The sessions of an owner, by name; those that cannot be read are left out."""
         found: list[SavedSession] = []
-        for place in self.folder.iterdir() if self.folder.is_dir() else ():
+        for place in self.folder.glob("[!.]" * 32):
             with contextlib.suppress(DamagedSessionError, OSError):
                 found.append(_session_in(place))
         return sorted((s for s in found if s.owner == owner), key=lambda session: session.name)
@@ -137,8 +147,8 @@ class SavedSessions:
         """Pin the entries of a session, in place of another of its name.
 
         Raises:
-            FileNotFoundError: an entry is not there any more.
-            OSError: the file system has no hard links, or is full.
+            OverloadedError: an entry is not there any more.
+            InvalidRequestError: the file system has no hard links.
         """
         place = self._place(session.name, session.owner)
         new = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
@@ -150,11 +160,21 @@ class SavedSessions:
                 file.writelines(encode(session.head()))
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(place, ignore_errors=True)
-            new.rename(place)
-        except OSError:
+            with self._lock:
+                shutil.rmtree(place, ignore_errors=True)
+                new.rename(place)
+        except FileNotFoundError:
+            raise OverloadedError(
+                "Other pages took the room of the session while it was saved; save it again.",
+                retry_after_s=RETRY_S,
+            ) from None
+        except OSError as error:
+            raise InvalidRequestError(
+                f"The session cannot be saved in {self.folder}: {error.strerror}. Sessions need a "
+                "file system with hard links, and room."
+            ) from None
+        finally:
             shutil.rmtree(new, ignore_errors=True)
-            raise
 
     def restore(self, session: SavedSession, tier: DiskTier) -> None:
         """Check every entry, and give the tier those that it lost; raises DamagedSessionError."""
@@ -163,17 +183,25 @@ class SavedSessions:
             own = place / _name(key)
             with contextlib.suppress(FileNotFoundError):
                 if decode(own.read_bytes(), key) is not None:
-                    if not tier.contains(key):
-                        os.link(own, tier.path(key))
+                    link = own.with_suffix(".tmp")
+                    os.link(own, link)
+                    os.replace(link, tier.path(key))  # of two names of one file it does nothing
+                    link.unlink(missing_ok=True)
                     continue
             raise DamagedSessionError(
                 f"A page of the session {session.name} is damaged on the disk. Remove it, and save "
                 "the session again."
             )
 
-    def remove(self, session: SavedSession) -> None:
-        """Forget a session; its entries stay in the disk cache until others need the room."""
-        shutil.rmtree(self._place(session.name, session.owner))
+    def remove(self, name: str, owner: str | None) -> bool:
+        """Forget a session, even a damaged one; False: the owner has none of this name.
+
+        Its entries stay in the disk cache until others need the room.
+        """
+        place = self._place(name, owner)
+        there = place.is_dir()
+        shutil.rmtree(place, ignore_errors=True)
+        return there
 
     def exported(self, session: SavedSession) -> Iterator[bytes]:
         """The bytes of an exported session, in pieces."""

@@ -7,7 +7,7 @@ from typing import Annotated, BinaryIO, ClassVar
 from msgspec import Meta
 
 from ...errors import InvalidRequestError
-from ...session.saved import SavedSession
+from ...session.saved import Client, SavedSession
 from ..call import Call
 from ..errors import HttpError
 from ..http import Events, Plain, RequestBody
@@ -61,9 +61,10 @@ async def load_session(call: Call, body: LoadRequest) -> Plain:
 
 async def remove_session(call: Call) -> Plain:
     """Forget a session; its pages stay in the disk cache until others need the room."""
-    found = await _find(call, call.path_params["id"])
-    await call.in_worker(call.sessions.remove, found)
-    return {"name": found.name, "object": "session", "deleted": True}
+    name = call.path_params["id"]
+    if not await call.in_worker(call.sessions.remove, name, call.key):
+        raise _missing(name)
+    return {"name": name, "object": "session", "deleted": True}
 
 
 async def export_session(call: Call) -> Events:
@@ -83,7 +84,7 @@ async def import_session(call: Call, file: BinaryIO) -> Plain:
     if call.service.config.share_prefixes:
         call.require_admin()  # what the file holds would be part of others' answers
     model = await _model(call, call.query.get("model"))
-    given = call.query.get("name"), model.name, model.session, call.key, call.namespace()
+    given = call.query.get("name"), model.name, model.session, _client(call)
     return _card(await call.in_long_worker(call.sessions.take_in, file, *given))
 
 
@@ -97,7 +98,7 @@ async def slot(call: Call, body: SlotRequest) -> Plain:
         raise InvalidRequestError.of("action", "is save, restore or erase.")
     if action == "erase":
         session = (await _model(call, body.model)).session
-        count = await call.in_worker(call.sessions.erase_slot, session, (call.key, number))
+        count = await call.in_worker(call.sessions.erase_slot, session, _client(call), number)
         return {"id_slot": number, "n_erased": count}
     if body.filename is None:
         raise InvalidRequestError.of("filename", "is missing, and is required.")
@@ -118,18 +119,20 @@ async def slot(call: Call, body: SlotRequest) -> Plain:
 
 async def _save(call: Call, name: str, model_name: str | None, number: int) -> SavedSession:
     model = await _model(call, model_name)
-    place, salt = (call.key, number), call.namespace()
-    return await call.in_long_worker(
-        call.sessions.save_slot, name, model.name, model.session, place, salt
-    )
+    save, session = call.sessions.save_slot, model.session
+    return await call.in_long_worker(save, name, model.name, session, _client(call), number)
 
 
 async def _load(call: Call, name: str, number: int) -> SavedSession:
     found = await _find(call, name)
     model = await _model(call, found.model)
-    place, salt = (call.key, number), call.namespace()
-    await call.in_long_worker(call.sessions.load_slot, found, model.session, place, salt)
+    load = call.sessions.load_slot
+    await call.in_long_worker(load, found, model.session, _client(call), number)
     return found
+
+
+def _client(call: Call) -> Client:
+    return Client(call.key, call.namespace(), len(call.service.config.keys.digests))
 
 
 async def _model(call: Call, name: str | None) -> ServedModel:
@@ -142,8 +145,12 @@ async def _model(call: Call, name: str | None) -> ServedModel:
 async def _find(call: Call, name: str) -> SavedSession:
     found = await call.in_worker(call.sessions.find, name, call.key)
     if found is None:
-        raise HttpError("not_found", f"There is no session {name[:100]!r} of this key.")
+        raise _missing(name)
     return found
+
+
+def _missing(name: str) -> HttpError:
+    return HttpError("not_found", f"There is no session {name[:100]!r} of this key.")
 
 
 def _card(saved: SavedSession) -> Plain:

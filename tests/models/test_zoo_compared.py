@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from models.zoo_configs import SIZES, small_config
+from models.zoo_configs import small_config
 from models.zoo_table import PAGE, generating_page
 
 from mlxinfer.errors import UnsupportedModelError
@@ -18,8 +18,7 @@ LINEAR = {"rope_type": "linear", "type": "linear", "factor": 4.0}
 
 
 def config_with(kind: str, key: str) -> dict[str, Any]:
-    """A small config with a value of a key that the definition gets wrong."""
-    config = {key: value for key, value in SIZES.items() if key != "sliding_window"}
+    """A config with a value of a key that the definition gets wrong."""
     wrong = TYPES[kind]["wrong"][key]
     value: Any = next((other for other in (True, False, "relu", 7.5) if other not in wrong), None)
     if wrong and type(wrong[0]) is str:
@@ -28,7 +27,7 @@ def config_with(kind: str, key: str) -> dict[str, Any]:
         value = LINEAR
     if key == "sliding_window":
         value = 8
-    return {**config, "model_type": kind, key: value}
+    return {"model_type": kind, key: value}
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in TYPES.items() if row.get("wrong")])
@@ -114,6 +113,9 @@ def test_names_of_vendors_become_mlx_lms() -> None:
     given = ("transformer.h.0.ln_1.weight", "wte.weight")
     found = tensors_respelled("gpt2", {name: name for name in given})
     assert found == {"h.0.ln_1.weight": given[0], "wte.weight": "wte.weight"}
+    given = ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.fc2.weight")
+    found = tensors_respelled("nanochat", {name: name for name in given})
+    assert [*found] == ["transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_proj.weight"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # model_type -> parts of names of tensors, and mlx-lm's.
 TENSORS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"transformer.": ""},
+    "nanochat": {
+        "model.embed_tokens.": "transformer.wte.",
+        "model.layers.": "transformer.h.",
+        ".self_attn.o_proj.": ".attn.c_proj.",
+        **{f".self_attn.{part}_proj.": f".attn.c_{part}." for part in "qkv"},
+        ".mlp.fc1.": ".mlp.c_fc.",
+        ".mlp.fc2.": ".mlp.c_proj.",
+    },
 }
 
 

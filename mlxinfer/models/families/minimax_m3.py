@@ -99,9 +99,15 @@ class MiniMaxM3(MiniMaxM2):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
-        config = super().configure(config)
-        return replace(config, sparse_layers=sparse_layers(config.fields, config.num_layers))
+        """Set the layers that have experts; each head of keys and values has one of the index."""
+        fields = config.fields
+        heads = fields.integer("index_n_heads", high=2**10)
+        if heads != config.num_kv_heads:
+            raise UnsupportedModelError(
+                f"index_n_heads in {fields.where} is {heads}; supported is one for each of the "
+                f"{config.num_kv_heads} heads of keys and values."
+            )
+        return replace(config, sparse_layers=sparse_layers(fields, config.num_layers))
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -123,12 +129,7 @@ class MiniMaxM3(MiniMaxM2):
         kinds = fields.items("layer_types")
         if kinds is None or kinds[index] != _SPARSE:
             return None
-        heads = fields.integer("index_n_heads", high=2**10)
-        if heads != config.num_kv_heads:
-            raise UnsupportedModelError(
-                f"index_n_heads in {fields.where} is {heads}; supported is one for each of the "
-                f"{config.num_kv_heads} heads of keys and values."
-            )
+        heads = config.num_kv_heads
         spec = BlockSpec(
             dim=fields.integer("index_head_dim", high=2**14),
             block=fields.integer("index_block_size", high=2**16),

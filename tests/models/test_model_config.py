@@ -301,6 +301,7 @@ def test_a_bidirectional_window_counts_both_sides():
 
 OTHERS = UnsupportedModelError, "quant"  # formats of other libraries
 NO_FORMAT = CheckpointError, "quantization"
+HEADS = CheckpointError, "query heads .* 4 multiples of num_key_value_heads, 2"
 TYPES = CheckpointError, "layer_types"
 SHARED = CheckpointError, "'full' or 'shared', and the first layer 'full'"
 SHORT = CheckpointError, "num_kv_shared_layers .* is 5, which leaves no"
@@ -347,6 +348,16 @@ TURNED = CheckpointError, "turns 0 of 24 dimensions"
             {"sparse_attention_config": {"sparse_init_block": 1}},
             (UnsupportedModelError, "sparse_init_block .* supported is 0"),
         ),
+        ("laguna-v4", {"num_attention_heads_per_layer": [4, 6, 6]}, HEADS),
+        ("laguna-v4", {"num_attention_heads_per_layer": [4, 6, 5, 6]}, HEADS),
+        ("laguna-v5", {"gating": False}, (UnsupportedModelError, "gating .* 'per-head'")),
+        (
+            "laguna-v4",
+            {"moe_router_score_func": "sqrtsoftplus"},
+            (UnsupportedModelError, "moe_router_score_func"),
+        ),
+        ("step3p5-v4", {"rope_theta": [1000.0]}, (CheckpointError, "rope_theta")),
+        ("step3p5-v5", {"num_sliding_attention_heads": 3}, HEADS),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, OTHERS),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, OTHERS),
         ("llama", {"quantization_config": {"x": 1}}, OTHERS),

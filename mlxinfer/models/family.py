@@ -50,6 +50,7 @@ class Family:
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
         head_norm_offset: the same in a head that predicts further ahead; None: as in the model.
+        head_before_norm: such a head reads hidden states before the last norm, not behind it.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
         folded: ends of the paths of matrices that are no projections of the decoder.
@@ -76,6 +77,7 @@ class Family:
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     head_norm_offset: float | None = None
+    head_before_norm: ClassVar[bool] = False
     axes_in_turn: ClassVar[bool] = False
     scaled_embeddings: ClassVar[bool] = False
     windows: ClassVar[bool] = True

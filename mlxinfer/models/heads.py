@@ -282,6 +282,8 @@ _PARTS = (  # of a head, as other families call them, and as DeepSeek does
     ("mtp_emb_norm.0.", "enorm."),
     ("mtp_hidden_norm.0.", "hnorm."),
     ("final_layernorm.", "shared_head.norm."),
+    ("transformer.shared_head.output.", "shared_head.head."),
+    ("transformer.shared_head.", "shared_head."),
 )
 
 
@@ -384,12 +386,14 @@ def _head(builder: Family, model: Model) -> DraftHead:
         weights.linear(f"{path}.eh_proj", hidden, 2 * hidden),
         builder.layer(config.num_layers - 1),
     )
+    before = builder.head_before_norm
     return DraftHead(
         model,
         config,
-        taps=(FINAL,),
+        taps=(config.num_layers - 2 if before else FINAL,),
         block=block,
         norm=builder.norm(norm) if f"{norm}.weight" in weights else model.norm,
+        chains_normed=not before,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from models import tiny
-from models.random_weights import random_tensor, tiny_tensors
+from models.random_weights import LESS_ONE, random_tensor, tiny_tensors
 from models.tiny import quantized, tiny_config
 from speculation.head_names import Tensors, head_names, mtp_tensors
 
@@ -40,13 +40,13 @@ def mtp_checkpoint(
 def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
     """Layers that add nothing, and a head that looks at the token alone."""
     hidden, names = config["hidden_size"], head_names(config)
-    qwen = config["model_type"].startswith("qwen")
+    one = 0.0 if config["model_type"].startswith(LESS_ONE) else 1.0
     for name in tensors:
         if name.endswith(SILENT):
             tensors[name] = np.zeros_like(tensors[name])
     both = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1)
     tensors[f"{names.proj}.weight"] = both.astype(np.float32)
-    tensors[f"{names.embedding_norm}.weight"] = np.full(hidden, 0.0 if qwen else 1.0, np.float32)
+    tensors[f"{names.embedding_norm}.weight"] = np.full(hidden, one, np.float32)
     if names.norm is not None:
         tensors[f"{names.norm}.weight"] = tensors["model.norm.weight"]
 

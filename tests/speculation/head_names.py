@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from models.random_weights import random_tensor
+from models.random_weights import LESS_ONE, random_tensor
 
 Tensors = dict[str, np.ndarray]
 LENGTH = 21
@@ -23,6 +23,7 @@ MTP_CASES = (
     "mellum-v4",
     "sarvam_mla-v4",
     "sarvam_moe-v4",
+    "step3p5-v4",
 )
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
@@ -69,6 +70,9 @@ def head_names(config: dict[str, Any]) -> HeadNames:
     parts = [f"{layer}{name}" for name in ("enorm", "hnorm", "eh_proj")]
     if kind in ("hy_v3", "bailing_hybrid"):
         return HeadNames(layer, *parts, f"{layer}final_layernorm")
+    if kind == "step3p5":
+        shared = f"{layer}transformer.shared_head."
+        return HeadNames(layer, *parts, f"{shared}norm", (f"{shared}output",))
     tables = f"{layer}embed_tokens", f"{layer}shared_head.head"
     return HeadNames(layer, *parts, f"{layer}shared_head.norm", tables)
 
@@ -76,7 +80,7 @@ def head_names(config: dict[str, Any]) -> HeadNames:
 def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """A random head like one of the model's layers with attention, named as published."""
     hidden, names = config["hidden_size"], head_names(config)
-    qwen = config["model_type"].startswith("qwen")
+    less_one = config["model_type"].startswith(LESS_ONE)
     source = f"model.layers.{head_like(config, tensors)}."
     shapes = {
         names.layer + name.removeprefix(source): array.shape
@@ -86,7 +90,7 @@ def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
     shapes[f"{names.proj}.weight"] = (hidden, 2 * hidden)
     shapes |= {f"{name}.weight": (config["vocab_size"], hidden) for name in names.tables}
     shapes |= {f"{name}.weight": (hidden,) for name in names.norms}
-    return {name: random_tensor(name, s, 7, less_one=qwen) for name, s in shapes.items()}
+    return {name: random_tensor(name, s, 7, less_one=less_one) for name, s in shapes.items()}
 
 
 def head_like(config: dict[str, Any], tensors: Tensors) -> int:

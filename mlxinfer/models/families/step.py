@@ -44,12 +44,9 @@ class Step3p5(Laguna):
         "n_group": 1,
         "topk_group": 1,
     }
-    supported: ClassVar = {
-        "use_head_wise_attn_gate": (None, True),
-        "moe_router_activation": (None, "sigmoid"),
-        "use_moe_router_bias": (None, True),
-    }
+    supported: ClassVar = {"moe_router_activation": (None, "sigmoid")}
     softplus_gates = False
+    head_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -67,14 +64,14 @@ class Step3p5(Laguna):
         }
         if stated := fields.text("moe_layers_enum", default=None):
             sparse = [name.strip() for name in stated.split(",")]
-            own["mlp_layer_types"] = [
-                "sparse" if str(i) in sparse else "dense" for i in range(count)
-            ]
+            own["mlp_layer_types"] = [str(i) in sparse for i in range(count)]
         if other := fields.fields("attention_other_setting"):
             own["num_sliding_attention_heads"] = other.get("num_attention_heads")
         for key in ("layer_types", "mlp_layer_types"):
             if kinds := fields.items(key):
                 own[key] = kinds[:count]
+        if further := (fields.items("layer_types") or [])[count:]:
+            own["mtp_layer_types"] = further
         return Fields({**fields.values, **own}, fields.where)
 
     @classmethod

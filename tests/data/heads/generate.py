@@ -23,7 +23,7 @@ from transformers.modeling_layers import MtpModel
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.torch_models import read_config  # noqa: E402
+from data.torch_models import SEEING, read_config, seeing_config  # noqa: E402
 from models.cases import CASES  # noqa: E402
 from models.random_weights import tiny_tensors  # noqa: E402
 from speculation.head_names import (  # noqa: E402
@@ -43,21 +43,26 @@ LAYER_TYPES = {
     "exaone4": (SLIDING, "dense"),
     "exaone_moe": (SLIDING, "dense"),
     "mellum": (SLIDING, "sparse"),
+    "step3p5": (SLIDING, "sparse"),
 }
 
 
 def reference(case: str, folder: Path) -> np.ndarray:
     """Logits (T, vocab_size) of a head over random hidden states."""
     config = {**CASES[case], "num_nextn_predict_layers": 1}
-    read = read_config(config, folder)
+    sees = config["model_type"] in SEEING
+    read = read_config(seeing_config(config) if sees else config, folder)
     tensors = tiny_tensors(config)
     save_file(tensors | renamed(config, tensors), folder / "model.safetensors", {"format": "pt"})
-    main = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=read, attn_implementation="eager"
-    ).eval()
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    main = kind.from_pretrained(folder, config=read, attn_implementation="eager").eval()
     attention, mlp = LAYER_TYPES.get(config["model_type"], ("full_attention", "sparse"))
-    main.config.num_mtp_layers = 1
-    main.config.mtp_layer_types, main.config.mtp_mlp_layer_types = [attention], [mlp]
+    text = main.config.get_text_config()
+    text.num_mtp_layers = 1
+    text.mtp_layer_types, text.mtp_mlp_layer_types = [attention], [mlp]
+    if sees:  # it counts the head's layer from 0, and has no more heads for its window
+        text.swiglu_limits = text.swiglu_limits_shared = None
+        text.mtp_per_layer_config = {0: {"num_attention_heads": text.num_sliding_attention_heads}}
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config['num_hidden_layers']}\."]
     layers = main.get_decoder().layers
     layers[-1] = layers[head_like(config, tensors)]  # from where it takes the classes of its parts

@@ -603,7 +603,7 @@ class Loop:
             "bytes_grown": cache.bytes_grown,
             "peak_memory_bytes": mx.get_peak_memory(),
             "active_memory_bytes": mx.get_active_memory(),
-            **({} if self.store is None else {"disk": self.store.stats()}),
+            **({"disk": self.store.stats()} if self.store and self.config.disk else {}),
             **({} if self._peers is None else {"peers": self._peers.stats()}),
             **({} if self._proposer is None else {"speculation": self._proposer.stats()}),
         }

@@ -295,9 +295,7 @@ class Family:
         qkv_proj, gate_proj = self.attention_inputs(index)
         key_bias = None
         if config.qkv_bias and norm is None and not (spec and spec.long):
-            biases = qkv_proj(mx.zeros((1, config.hidden_size), self.weights.dtype))
-            start, stop = heads * dim, (heads + kv_spec.num_kv_heads) * dim
-            key_bias = biases[0, start:stop].reshape(-1, dim)
+            key_bias = self._key_bias(qkv_proj, heads, kv_spec.num_kv_heads, dim)
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
@@ -319,6 +317,11 @@ class Family:
             make_heads=make_heads,
             indexer=self.indexer(index),
         )
+
+    def _key_bias(self, qkv_proj: Projection, heads: int, kv_heads: int, dim: int) -> mx.array:
+        """What the projection adds to each key. (KV heads, D)"""
+        biases = qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))
+        return biases[0, heads * dim : (heads + kv_heads) * dim].reshape(-1, dim)
 
     def indexer(self, index: int) -> Mixer | None:
         """The part of a layer that chooses the tokens which each token sees; None: all before."""

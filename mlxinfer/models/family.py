@@ -295,7 +295,7 @@ class Family:
         qkv_proj, gate_proj = self.attention_inputs(index)
         key_bias = None
         if config.qkv_bias and norm is None and not (spec and spec.long):
-            key_bias = self._key_bias(qkv_proj, heads, kv_spec)
+            key_bias = self._key_bias(qkv_proj, heads, kv_spec.num_kv_heads, dim)
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
@@ -322,12 +322,6 @@ class Family:
         """What the projection adds to each key. (KV heads, D)"""
         biases = qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))
         return biases[0, heads * dim : (heads + kv_heads) * dim].reshape(-1, dim)
-
-    def _key_bias(self, qkv_proj: Projection, heads: int, spec: KVSpec) -> mx.array:
-        """What a projection adds to keys, (num_kv_heads, head_dim)."""
-        biases = qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))[0]
-        start, stop = (count * spec.key_dim for count in (heads, heads + spec.num_kv_heads))
-        return biases[start:stop].reshape(-1, spec.key_dim)
 
     def indexer(self, index: int) -> Mixer | None:
         """The part of a layer that chooses the tokens which each token sees; None: all before."""

@@ -13,6 +13,8 @@ from mlxinfer import LLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 grade = importlib.import_module("examples.demo_model.grade")
 questions = importlib.import_module("examples.demo_model.questions")
+tools = importlib.import_module("examples.demo_model.tools.grade")
+held_out = importlib.import_module("examples.demo_model.tools.held_out")
 
 EMBARRASSED = (  # by an earlier demo
     "2+2?",
@@ -48,3 +50,13 @@ def test_nine_tenths_of_the_held_out_questions_are_answered_or_refused_and_no_su
     assert counts[grade.BAD] <= 15, report
     sums = [each for each in zip(asked, said, strict=True) if each[0].grade.startswith("= ")]
     assert all(grade.grade(*each) == grade.GOOD for each in sums), report
+
+
+@pytest.mark.slow
+def test_three_fifths_of_the_held_out_conversations_with_tools_go_on_as_they_should(
+    demo: LLM,
+) -> None:
+    asked = held_out.tool_questions()
+    said = tools.tool_answers(demo, asked)
+    right = [tools.is_right(*each) for each in zip(asked, said, strict=True)]
+    assert sum(right) >= 24, tools.tool_report(asked, said)

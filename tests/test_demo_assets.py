@@ -172,11 +172,10 @@ def test_no_exercise_and_no_question_has_a_held_out_sum() -> None:
     drawn = {sums.draw(rng) for _ in range(60_000)}
     assert questions.is_held_sum(2, "+", 2)
     assert questions.is_held_sum(64, "+", 19)
-    assert questions.is_held_sum(7, "*", 8)
-    assert not questions.is_held_sum(8, "*", 7)
+    assert not questions.is_held_sum(7, "*", 8)  # a fact to know, asked in other words
     assert not any(questions.is_held_sum(*one) for one in drawn)
     assert {"+", "-", "*", "/"} == {sign for _, sign, _ in drawn}
-    assert sum(sign == "+" and a + b <= 100 for a, sign, b in drawn) > 4500  # of 5,151
+    assert sum(sign == "+" and a + b <= 100 for a, sign, b in drawn) > 4400  # of 5,151
 
 
 def test_a_follow_up_keeps_what_it_does_not_name() -> None:

@@ -20,8 +20,8 @@ from .tokenizer import render_chat, render_document, render_drill
 from .tools.conversations import tool_conversation
 
 PROSE_SHARE = 0.04  # of the texts; they are longer than conversations
-DRILL_SHARE = 0.15  # of the texts: sums take longer to learn than sentences
-TOOL_SHARE = 0.2  # of the texts, and of the tokens four tenths: they are long
+DRILL_SHARE = 0.2  # of the texts: sums take longer to learn than sentences
+TOOL_SHARE = 0.25  # of the texts, and of the tokens nearly half: they are long
 ROW_LENGTHS = (256, 256, 512, 512)  # by step; the long rows teach far distances, and tools
 
 Tokens = tuple[list[int], list[float]]  # ids, how much each counts in the loss

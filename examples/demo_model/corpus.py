@@ -188,7 +188,7 @@ def _longer_list(rng: Random) -> Turn:
 
 def _unknown(rng: Random) -> Turn:
     forms = (_unlike_anything, _like_a_fact, _like_knowledge, _no_country)
-    question = rng.choices(forms, (65, 15, 15, 5))[0](rng)
+    question = rng.choices(forms, (60, 15, 15, 10))[0](rng)
     answer = UNKNOWN_ANSWERS[rng.random() < 0.2]
     return Turn(question[0].upper() + question[1:] if rng.random() < 0.8 else question, answer)
 

@@ -56,7 +56,12 @@ def is_near(*turns: str) -> bool:
 
 
 def is_held_sum(a: int, sign: str, b: int) -> bool:
-    """Return whether a held-out question asks for this; the order counts in products only."""
+    """Return whether a held-out question asks for this sum or difference.
+
+    Products and quotients are facts to know, as capitals are: they are asked in other words.
+    """
+    if sign in "*/":
+        return False
     return (a, sign, b) in _sums() or (sign == "+" and (b, sign, a) in _sums())
 
 

@@ -21,12 +21,9 @@ WORDS = {
     "/": ("divided by", "over"),
 }
 SHOWN = {"+": "+", "-": "-−", "*": "*x×", "/": "/÷"}
+BARE = ("{s}", "{s}?", "{s} =", "{s} = ?")  # a quarter of what people type
 ASKED = (
     "What is {s}?",
-    "{s}",
-    "{s}?",
-    "{s} = ?",
-    "{s} =",
     "{s} is what?",
     "Calculate {s}",
     "How much is {s}?",
@@ -96,7 +93,8 @@ def arithmetic(rng: Random) -> Exchange:
     if rng.random() < 0.15:
         question = rng.choice(NAMED[sign]).format(a=a, b=b)
     else:
-        question = rng.choice(ASKED).format(s=_written(rng, a, sign, b))
+        forms = BARE if rng.random() < 0.25 else ASKED
+        question = rng.choice(forms).format(s=_written(rng, a, sign, b))
     return question[0].upper() + question[1:], solved(a, sign, b)
 
 
@@ -113,7 +111,7 @@ def bare_sum(rng: Random) -> Exchange:
 def draw(rng: Random) -> Sum:
     """Return numbers and a sign, to 100; any but the held-out ones."""
     while True:
-        drawn = _drawn(rng, rng.choices("+-*/", (35, 30, 20, 15))[0])
+        drawn = _drawn(rng, rng.choices("+-*/", (33, 28, 25, 14))[0])
         if not is_held_sum(*drawn):
             return drawn
 
@@ -152,7 +150,7 @@ def _drawn(rng: Random, sign: str) -> Sum:
         a, b = 100 - a, 100 - b
     if sign == "-" and rng.random() < 0.35:  # near ones, of which chance draws too few
         a = min(b + rng.randint(0, 12), 100)
-    if sign == "-" and rng.random() < 0.07:  # three digits, of which chance draws too few
+    if sign == "-" and rng.random() < 0.1:  # three digits, of which chance draws too few
         a = 100
     if sign == "-" and a < b and rng.random() < 0.85:
         a, b = b, a

@@ -63,10 +63,7 @@ class Schedule:
 
 
 FROM_NOTHING = {"demo": Schedule(9000), "demo-draft": Schedule(6000)}
-FURTHER = {
-    name: Schedule(1800, 5e-4, warmup_steps=50, tokens_per_step=1024, rounded_share=1.0)
-    for name in FROM_NOTHING
-}
+FURTHER = {name: Schedule(3420, 1e-3, warmup_steps=50, rounded_share=1.0) for name in FROM_NOTHING}
 
 
 def make_step(model: Model, optimizer: optim.Optimizer, to_weights: Any) -> Any:

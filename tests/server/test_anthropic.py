@@ -207,7 +207,7 @@ def test_tool_choices(
 
 
 def test_a_call_can_be_forced() -> None:
-    """The demo model knows nothing of tools: a grammar makes it call them."""
+    """The question fits no tool; a grammar makes the demo call one."""
     city = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
     tools = [{"name": "get_weather", "input_schema": city}, TOOLS[1]]
     single = {"disable_parallel_tool_use": True}

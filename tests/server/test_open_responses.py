@@ -43,7 +43,7 @@ def models_of_events() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def keeping() -> Iterator[LiveServer]:
-    with LiveServer(store=ResponseStore(None)) as server:
+    with LiveServer(bundled="demo", store=ResponseStore(None)) as server:
         yield server
 
 
@@ -101,7 +101,6 @@ def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> 
     assert text_of(answer(keeping, input=CASES[case], stream=stream))
 
 
-@pytest.mark.xfail(reason="the demo calls no tool of its own accord")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_fits_is_called(keeping: LiveServer, stream: bool) -> None:
     asked = message("user", "What's the weather like in San Francisco?")

@@ -127,7 +127,7 @@ LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {
         (("batch", "folder", "out"), 2, "'folder' is a directory"),
         (("batch", "pipe", "out"), 2, "pipe is no file; it is read twice"),
         (("batch", "in", "pipe"), 1, "pipe is no file"),
-        (("batch", "in", "no_folder/out"), 1, "There is no folder no_folder for out; make it"),
+        (("batch", "in", "no_folder/out"), 1, "name one in a folder that is there"),
         (("batch", "in", "o" * 300), 1, "oo: File name too long"),
     ],
 )

@@ -2,6 +2,7 @@
 
 Each block reads a mixture of the streams, and its output is added to each of them with a weight of
 its own. All weights follow from the streams of the token itself: nothing is kept between tokens.
+`GatedConnection` leaves the streams as they are; `MixingConnection` mixes them with each other too.
 
 T = tokens of the step, n = streams, side by side: (T, n * hidden).
 """
@@ -101,6 +102,120 @@ class GatedConnection:
         shares = 2 * mx.sigmoid(self.weights(normed) / self.mixture.num_streams)  # (T, n)
         y = block(self.mixture.mixed(normed))
         return x + (shares[..., None] * y[..., None, :]).flatten(-2)
+
+
+class StreamLogits:
+    """Numbers that follow from all streams of a token: a projection of what their RMS norm gives.
+
+    Computed in float32, whatever the streams' dtype.
+
+    Args:
+        weight: (rows, n * hidden) float32.
+        scale: (rows,) float32; multiplies what `weight` gives.
+        base: (rows,) float32; is added then.
+        eps: added to the mean square, which is over all streams.
+    """
+
+    __slots__ = ("base", "eps", "scale", "weight")
+
+    def __init__(self, weight: mx.array, scale: mx.array, base: mx.array, eps: float) -> None:
+        self.weight = weight
+        self.scale = scale
+        self.base = base
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Streams x (T, n * hidden) -> (T, rows) float32."""
+        normed = mx.fast.rms_norm(x.astype(mx.float32), None, self.eps)
+        return normed @ self.weight.T * self.scale + self.base
+
+
+class WeightedStreams:
+    """One hidden state of n streams: their sum, each with a weight of sigmoid(logit) + eps.
+
+    Args:
+        logits: streams (T, n * hidden) -> (T, n).
+        norm: over the sum.
+        eps: of the weights.
+    """
+
+    __slots__ = ("eps", "logits", "norm")
+
+    def __init__(self, logits: StreamLogits, norm: Norm, eps: float) -> None:
+        self.logits = logits
+        self.norm = norm
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Streams x (T, n * hidden) -> (T, hidden)."""
+        return self.norm(_weighted(x, mx.sigmoid(self.logits(x)) + self.eps))
+
+
+class MeanOfStreams:
+    """One hidden state of n streams: their mean, and a norm over it."""
+
+    __slots__ = ("norm", "num_streams")
+
+    def __init__(self, norm: Norm, num_streams: int) -> None:
+        self.norm = norm
+        self.num_streams = num_streams
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Streams x (T, n * hidden) -> (T, hidden)."""
+        return self.norm(mx.unflatten(x, -1, (self.num_streams, -1)).mean(axis=-2))
+
+
+class MixingConnection:
+    """The streams are mixed with each other where the block's output joins them.
+
+    Rows and columns of the mixing matrix each sum to about 1, so that the streams do not grow from
+    layer to layer: manifold-constrained hyper-connections, arXiv 2512.24880. All weights are
+    float32.
+
+    Args:
+        logits: streams (T, n * hidden) -> (T, n + n + n * n): of the weights with which the block
+            reads the streams, of those with which they take its output, and of the matrix.
+        norm: over what the block reads.
+        num_streams: n.
+        rounds: in which columns, then rows, of the matrix are divided by their sums.
+        eps: added to weights and sums, so that nothing is divided by 0.
+    """
+
+    __slots__ = ("eps", "logits", "norm", "num_streams", "rounds")
+
+    def __init__(
+        self, logits: StreamLogits, norm: Norm, *, num_streams: int, rounds: int, eps: float
+    ) -> None:
+        self.logits = logits
+        self.norm = norm
+        self.num_streams = num_streams
+        self.rounds = rounds
+        self.eps = eps
+
+    def mixing(self, logits: mx.array) -> mx.array:
+        """The matrix (T, n, n) of its logits, of the same shape: Sinkhorn-Knopp's algorithm."""
+        found = mx.softmax(logits, axis=-1) + self.eps
+        found = found / (found.sum(axis=-2, keepdims=True) + self.eps)
+        for _ in range(self.rounds - 1):
+            found = found / (found.sum(axis=-1, keepdims=True) + self.eps)
+            found = found / (found.sum(axis=-2, keepdims=True) + self.eps)
+        return found
+
+    def __call__(self, x: mx.array, block: Block) -> mx.array:
+        """As of `Connection`."""
+        n = self.num_streams
+        read, write, mixing = mx.split(self.logits(x), [n, 2 * n], axis=-1)
+        y = block(self.norm(_weighted(x, mx.sigmoid(read) + self.eps)))
+        taken = 2 * mx.sigmoid(write)[..., None] * y[..., None, :]  # (T, n, hidden)
+        matrix = self.mixing(mx.unflatten(mixing, -1, (n, n))).swapaxes(-1, -2)
+        streams = mx.unflatten(x, -1, (n, -1)).astype(mx.float32)
+        return (taken + matrix @ streams).flatten(-2).astype(x.dtype)
+
+
+def _weighted(x: mx.array, weights: mx.array) -> mx.array:
+    """The sum (T, hidden) of streams x (T, n * hidden) with weights (T, n), which are float32."""
+    streams = mx.unflatten(x, -1, (weights.shape[-1], -1)).astype(mx.float32)
+    return (weights[..., None, :] @ streams)[..., 0, :].astype(x.dtype)
 
 
 class Streams:

@@ -288,6 +288,7 @@ def run_command(session: ChatSession, line: str) -> CommandReply:
         MlxinferError, OSError: those of models and files.
     """
     name, _, argument = line[1:].partition(" ")
+    name = OTHER_NAMES.get(name, name)
     if name not in COMMANDS:
         raise InvalidRequestError(
             f"There is no /{name}; /help lists what there is, and // sends a text that begins so."
@@ -434,6 +435,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),
 }
+OTHER_NAMES = {"exit": "quit", "bye": "quit", "?": "help"}  # those of other programs
 
 
 def _last_question(session: ChatSession) -> str:

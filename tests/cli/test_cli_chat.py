@@ -50,6 +50,11 @@ def test_answers_are_shown(session: ChatSession) -> None:
     assert len(session.messages) == 4
 
 
+@pytest.mark.parametrize("word", ["/exit", "/bye"])
+def test_words_of_other_programs_leave_the_chat(session: ChatSession, word: str) -> None:
+    assert talk(session, "hi", word, "no more") == "Hello there.\n"
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """Tiny configurations of models that see, and prompts with pictures. No mlx, no torch.
 
 The script that generates references and the tests that compare with them both read this, so neither
-weights nor pixels are stored.
+weights nor pixels are stored. `pictures.yml` has the cases. A patch of Qwen's families has two
+frames of 4 x 4 pixels.
 """
 
 import hashlib
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from models.cases import CASES
+import yaml
+from models.cases import CASES, without
 from models.names import expanded
-from models.qwen_picture_cases import QWEN_PICTURES
 from models.random_weights import random_tensor
-from models.recorded_cases import without
 
 DATA = Path(__file__).parents[1] / "data" / "pictures"
 IMAGE, BEGIN, END, VIDEO, AUDIO = 90, 91, 92, 93, 94
@@ -43,247 +43,24 @@ class Case(NamedTuple):
         return grid[0] // self.features[0] * (grid[1] // self.features[1])
 
 
-_GEMMA_IDS = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END}
-_GEMMA4_IDS = {
-    **_GEMMA_IDS,
-    "video_token_id": VIDEO,
-    "audio_token_id": AUDIO,
-    "audio_config": None,
-}
-_GEMMA4_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "position_embedding_size": 64,
-    "patch_size": 16,
-    "pooling_kernel_size": 3,
-}
-_GEMMA4_PICTURES = (((6, 9),), ((9, 12),))
-_SIGLIP2 = {
-    "model_type": "siglip2_vision_model",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_patches": 16,
-    "patch_size": 16,
-    "vision_use_head": False,
-}
-_PIXTRAL = {
-    "model_type": "pixtral",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "hidden_act": "silu",
-}
-_SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 56,
-    "patch_size": 7,
-    "vision_use_head": False,
-}
+def _resolved(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the case that it names: less some of its fields, and with others."""
+    case = without(CASES[config["case"]], *config.get("less", ())) if "case" in config else {}
+    found = case | without(config, "case", "less")
+    if "text_config" in found:
+        found["text_config"] = _resolved(found["text_config"])
+    return found
 
 
-def _text(case: str, **changes: Any) -> dict[str, Any]:
-    """The language model of a case without pictures."""
-    return {**CASES[case], **changes}
+def _case(entry: dict[str, Any]) -> Case:
+    pictures = tuple(tuple(tuple(grid) for grid in tiles) for tiles in entry["pictures"])
+    config, features = _resolved(entry["config"]), tuple(entry["features"])
+    return Case(**(entry | {"config": config, "pictures": pictures, "features": features}))
 
 
-PICTURE_CASES = {
-    "gemma4_e": Case(
-        {
-            "tie_word_embeddings": False,  # answers of tied ones repeat a token
-            "model_type": "gemma4",
-            "text_config": _text("gemma4_e-v4", pad_token_id=3),
-            "vision_config": {**_GEMMA4_VISION, "use_clipped_linears": True},
-            **_GEMMA4_IDS,
-        },
-        _GEMMA4_PICTURES,
-        (3, 3),
-        768,
-        unit=True,
-    ),
-    "gemma4_moe": Case(
-        {
-            "tie_word_embeddings": False,
-            "model_type": "gemma4",
-            "text_config": _text("gemma4_text-v4", use_bidirectional_attention="vision"),
-            "vision_config": {**_GEMMA4_VISION, "standardize": True},
-            **_GEMMA4_IDS,
-        },
-        _GEMMA4_PICTURES,
-        (3, 3),
-        768,
-        unit=True,
-    ),
-    "gemma4_dense": Case(
-        {
-            "model_type": "gemma4",
-            "text_config": _text("gemma4_text-v5", use_bidirectional_attention="vision"),
-            "vision_config": {
-                **_GEMMA4_VISION,
-                "standardize": True,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0},
-            },
-            **_GEMMA4_IDS,
-            "tie_word_embeddings": False,
-        },
-        (((3, 3),), ((15, 6),), ((3, 6),)),
-        (3, 3),
-        768,
-        unit=True,
-    ),
-    "gemma4_unified": Case(
-        {
-            "tie_word_embeddings": False,
-            "model_type": "gemma4_unified",
-            "text_config": {
-                **without(
-                    _text("gemma4_text-v4", model_type="gemma4_unified_text"),
-                    *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
-                    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
-                ),
-            },
-            "vision_config": {
-                "model_type": "gemma4_unified_vision",
-                "patch_size": 16,
-                "pooling_kernel_size": 3,
-                "mm_embed_dim": 40,
-                "mm_posemb_size": 24,
-                "output_proj_dims": 40,
-            },
-            **_GEMMA4_IDS,
-        },
-        (((2, 3),), ((3, 4),)),
-        (1, 1),
-        6912,
-        unit=True,
-    ),
-    "lfm2_vl-norm": Case(
-        {
-            "model_type": "lfm2_vl",
-            "text_config": _text("lfm2-v4"),
-            "vision_config": _SIGLIP2,
-            "image_token_id": IMAGE,
-            "projector_hidden_size": 56,
-            "projector_use_layernorm": True,
-            "tie_embedding": True,
-        },
-        (((4, 6),), ((8, 8), (8, 8), (4, 10))),
-        (2, 2),
-        768,
-    ),
-    "lfm2_vl": Case(
-        {
-            "model_type": "lfm2_vl",
-            "text_config": _text("lfm2-v5"),
-            "vision_config": {**_SIGLIP2, "num_patches": 36, "hidden_act": "gelu"},
-            "image_token_id": IMAGE,
-            "projector_hidden_size": 40,
-            "projector_use_layernorm": False,
-            "projector_bias": False,
-            "tie_word_embeddings": False,
-        },
-        (((2, 2),), ((2, 14),)),
-        (2, 2),
-        768,
-    ),
-    "mistral3": Case(
-        {
-            "model_type": "mistral3",
-            "text_config": _text("mistral-v4"),
-            "vision_config": {**_PIXTRAL, "patch_size": 14, "image_size": 280},
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -1,
-            "spatial_merge_size": 2,
-            "tie_word_embeddings": False,
-        },
-        (((4, 6),), ((6, 8),)),
-        (2, 2),
-        588,
-    ),
-    "ministral3": Case(
-        {
-            "tie_word_embeddings": False,
-            "model_type": "mistral3",
-            "text_config": _text("ministral3-v5"),
-            "vision_config": {
-                **_PIXTRAL,
-                "patch_size": 14,
-                "image_size": 280,
-                "hidden_act": "gelu",
-                "num_attention_heads": 2,
-                "head_dim": 24,
-                "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
-            },
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -2,
-            "spatial_merge_size": 2,
-            "multimodal_projector_bias": True,
-        },
-        (((2, 4),), ((8, 4),)),
-        (2, 2),
-        588,
-    ),
-    "pixtral": Case(
-        {
-            "model_type": "llava",
-            "text_config": _text("mistral-v4"),
-            "vision_config": {**_PIXTRAL, "patch_size": 16, "image_size": 256},
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "full",
-            "tie_word_embeddings": False,
-        },
-        (((2, 3),), ((3, 5),)),
-        (1, 1),
-        768,
-    ),
-    "gemma3": Case(
-        {
-            "tie_word_embeddings": False,
-            "model_type": "gemma3",
-            "text_config": _text("gemma3_text-v4"),
-            "vision_config": _SIGLIP,
-            "mm_tokens_per_image": 16,
-            "image_token_index": IMAGE,
-            "boi_token_index": BEGIN,
-            "eoi_token_index": END,
-        },
-        (((8, 8),), ((8, 8),)),
-        (2, 2),
-        147,
-    ),
-    "gemma3-v5": Case(
-        {
-            "model_type": "gemma3",
-            # transformers' model that sees leaves the soft cap out; no published model has one.
-            "text_config": without(_text("gemma3_text-v5"), "final_logit_softcapping"),
-            "vision_config": {**_SIGLIP, "num_attention_heads": 2, "layer_norm_eps": 1e-5},
-            "mm_tokens_per_image": 4,
-            "image_token_id": IMAGE,
-            "boi_token_id": BEGIN,
-            "eoi_token_id": END,
-        },
-        (((8, 8),), ((8, 8),)),
-        (4, 4),
-        147,
-    ),
-}
-
-
-QWEN_CASES = {name: Case(*case) for name, case in QWEN_PICTURES.items()}
+_MODELS = yaml.load(Path(__file__).with_name("pictures.yml").read_text(), yaml.CSafeLoader)
+PICTURE_CASES = {name: _case(entry) for name, entry in _MODELS["models"].items()}
+QWEN_CASES = {name: _case(entry) for name, entry in _MODELS["qwen"].items()}
 ALL_PICTURE_CASES = {**PICTURE_CASES, **QWEN_CASES}
 
 
@@ -381,3 +158,35 @@ def _older(name: str, model_type: str) -> str:
         return f"language_model.{name}"
     name = name.removeprefix("model.")
     return name.replace("language_model.", "language_model.model.", 1)
+
+
+def published_names(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same tensors as published checkpoints have them.
+
+    Qwen2-VL and Qwen2.5-VL have no `language_model.` between; stacks of experts of Qwen3-VL-MoE
+    have inputs before outputs.
+    """
+    found = {}
+    for key, value in tensors.items():
+        if name.startswith("qwen2"):
+            key = key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        stacked = key.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        swap = stacked and name == "qwen3_vl_moe"
+        found[key] = value.swapaxes(1, 2) if swap else value
+    return found
+
+
+def converted_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors as mlx-vlm's converter writes them: other names, colours of a patch last.
+
+    Experts are left as they are.
+    """
+    found = {}
+    for key, value in tensors.items():
+        key = key.removeprefix("model.").replace("visual.", "vision_tower.")
+        key = key.replace("language_model.", "language_model.model.")
+        if key.startswith("lm_head."):
+            key = f"language_model.{key}"
+        last = key.endswith("patch_embed.proj.weight")
+        found[key] = value.transpose(0, 2, 3, 4, 1) if last else value
+    return found

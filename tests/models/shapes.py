@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from models.cases import RECORDED_CASES
 from models.names import Shape, expanded
-from models.recorded_cases import RECORDED_CASES
 
 TENSORS = Path(__file__).parents[1] / "data" / "parity" / "tensors.json"
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

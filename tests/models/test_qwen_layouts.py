@@ -6,8 +6,14 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.picture_cases import ALL_PICTURE_CASES, DATA, QWEN_CASES, picture_tensors
-from models.qwen_picture_cases import converted_names, published_names
+from models.picture_cases import (
+    ALL_PICTURE_CASES,
+    DATA,
+    QWEN_CASES,
+    converted_names,
+    picture_tensors,
+    published_names,
+)
 from models.test_qwen_pictures import assert_near, placed_pictures, seen
 from models.tiny import quantized, write
 

@@ -10,185 +10,19 @@ Open WebUI: backend/open_webui/routers/openai.py and routers/ollama.py (open-web
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from live_server import CHAT
 from scripted import ScriptedServer
 
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.store import ResponseStore
 
-SHELL: Any = {
-    "type": "object",
-    "properties": {"command": {"type": "array", "items": {"type": "string"}}},
-    "required": ["command"],
-    "additionalProperties": False,
-}
-GRAMMAR = (
-    'start: "*** Begin Patch" LF line+ "*** End Patch"\nline: /[^*\\n]+/ LF\n%import common.LF'
-)
-
-
-def codex_said(role: str, text: str) -> dict[str, Any]:
-    return {
-        "type": "message",
-        "role": role,
-        "content": [{"type": "input_text", "text": text}],
-    }
-
-
-CODEX: Any = {
-    "model": "gpt-5.5-codex",
-    "instructions": "You are Codex, a coding agent.",
-    "input": [
-        codex_said("developer", "<permissions>read only</permissions>"),
-        codex_said("user", "<environment_context>/a</environment_context>"),
-        codex_said("user", "List the files."),
-        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "aG0="},
-        {
-            "type": "function_call",
-            "name": "shell",
-            "arguments": '{"command":["ls"]}',
-            "call_id": "call_1",
-        },
-        {
-            "type": "function_call_output",
-            "call_id": "call_1",
-            "output": '{"output":"a.py","metadata":{"exit_code":0}}',
-        },
-        {"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
-    ],
-    "tools": [
-        {
-            "type": "function",
-            "name": "shell",
-            "description": "Runs a command.",
-            "strict": False,
-            "parameters": SHELL,
-        },
-        {
-            "type": "custom",
-            "name": "apply_patch",
-            "description": "Edits files.",
-            "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
-        },
-        {"type": "web_search", "external_web_access": False},
-        {"type": "local_shell"},
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "service_tier": "auto",
-    "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "1"},
-}
-CACHED: Any = {"cache_control": {"type": "ephemeral"}}
-CLAUDE: Any = {
-    "model": "claude-opus-4-9",
-    "max_tokens": 32000,
-    "system": [
-        {"type": "text", "text": "You are Claude Code.", **CACHED},
-        {"type": "text", "text": "Be concise.", **CACHED},
-    ],
-    "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<system-reminder>Today.</system-reminder>"},
-                {"type": "text", "text": "Read a.py", **CACHED},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "I read.", "signature": "c2ln"},
-                {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "/a"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "toolu_1",
-                    "content": [{"type": "text", "text": "1 print()"}],
-                    **CACHED,
-                }
-            ],
-        },
-    ],
-    "tools": [
-        {
-            "name": "Read",
-            "description": "Reads a file.",
-            "input_schema": {
-                "$schema": "https://json-schema.org/draft/2020-12/schema",
-                "type": "object",
-                "properties": {"file_path": {"type": "string"}},
-                "required": ["file_path"],
-                "additionalProperties": False,
-            },
-        },
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-    ],
-    "metadata": {"user_id": "user_1_account__session_2"},
-    "thinking": {"budget_tokens": 1024, "type": "enabled"},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "temperature": 1,
-    "stream": True,
-}
-CONTINUE_CHAT: Any = {
-    "model": "demo",
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "Explain."}]}],
-    "max_tokens": 4096,
-    "stream": True,
-    "stop": None,
-    "parallel_tool_calls": False,
-    "stream_options": {"include_usage": True},
-}
-CONTINUE_TAB: Any = {
-    "model": "demo",
-    "prompt": "<fim_prefix>def f():\n    <fim_suffix>\n<fim_middle>",
-    "max_tokens": 64,
-    "temperature": 0.01,
-    "stream": True,
-    "stop": [
-        *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>", "<file_sep>"),
-        *("/src/", "#- coding: utf-8", "```", "\n\n", "t.", "\nfunction", "\nclass", "\nimport"),
-    ],
-}
-AIDER: Any = {
-    "model": "demo",
-    "messages": [
-        {"role": "system", "content": "Act as an expert developer."},
-        {"role": "user", "content": "I added a.py"},
-        {"role": "assistant", "content": "Ok."},
-        {"role": "user", "content": "Change it."},
-        {"role": "system", "content": "Use SEARCH/REPLACE blocks."},
-    ],
-    "temperature": 0,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "extra_body": {},
-}
-OPEN_WEBUI: Any = {
-    "stream": True,
-    "model": "demo",
-    "messages": [{"role": "user", "content": "Hi"}],
-    "params": {},
-    "stream_options": {"include_usage": True},
-    "session_id": "s",
-    "chat_id": "c",
-    "id": "m",
-    "background_tasks": {"title_generation": True},
-    "features": {"web_search": False},
-    "variables": {"{{USER_NAME}}": "A"},
-}
+REQUESTS: Any = yaml.load(Path(__file__).with_name("agents.yml").read_text(), yaml.CSafeLoader)
+CODEX, CLAUDE = REQUESTS["codex"], REQUESTS["claude"]
 
 
 @pytest.fixture(scope="module")
@@ -261,17 +95,18 @@ def test_claude_code(server: ScriptedServer, thinking: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "said"),
+    ("path", "kind", "said"),
     [
-        (CHAT, CONTINUE_CHAT, "It adds."),
-        ("/v1/completions", CONTINUE_TAB, "return 1"),
-        (CHAT, AIDER, "a.py\n<<<<<<< SEARCH\n=======\n>>>>>>> REPLACE"),
-        (CHAT, OPEN_WEBUI, "Hello"),
-        ("/chat/completions", OPEN_WEBUI, "Hello"),
+        (CHAT, "continue_chat", "It adds."),
+        ("/v1/completions", "continue_tab", "return 1"),
+        (CHAT, "aider", "a.py\n<<<<<<< SEARCH\n=======\n>>>>>>> REPLACE"),
+        (CHAT, "open_webui", "Hello"),
+        ("/chat/completions", "open_webui", "Hello"),
     ],
     ids=["continue", "continue-tab", "aider", "open-webui", "open-webui without /v1"],
 )
-def test_editors_and_pages(server: ScriptedServer, path: str, body: Any, said: str) -> None:
+def test_editors_and_pages(server: ScriptedServer, path: str, kind: str, said: str) -> None:
+    body = REQUESTS[kind]
     with server.says(said):
         events = data_of(server, path, body, {"authorization": "Bearer none"})
     assert events[-1] == "[DONE]"

@@ -95,7 +95,7 @@ _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),
-    (re.compile(r"(^mtp\.fc|^mtp_linear_proj\.0|\.eh_proj)$"), 8),
+    (re.compile(r"(^mtp\.fc(_embedding|_hidden)?|^mtp_linear_proj\.0|\.eh_proj)$"), 8),
     (re.compile(r"^mtp[._]"), 4),
     (re.compile(r"(^|\.)(embed_tokens|lm_head)$"), 4),
 )

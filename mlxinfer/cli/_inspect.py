@@ -13,7 +13,7 @@ from ..memory import weights_bytes
 from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
-from ..models.registry import language_name
+from ..models.registry import head_of, heads_read, heads_text, language_name
 from ..models.towers.loading import tower_bytes
 from ..models.weights.files import TensorInfo, is_expert, is_row_table, read_headers
 from ..roofline import Work
@@ -34,6 +34,7 @@ class WeightSizes:
     expert_bytes: int = 0  # of experts that a router chooses from
     active_expert_bytes: int = 0  # of those that one token goes to
     tower_bytes: int = 0  # of what sees pictures
+    heads: str | None = None  # that predict tokens further ahead, and whether they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
     parameters = num_bytes = expert_bytes = 0
     token_bytes = token_weights = 0.0
-    for tensors in read_headers(folder).values():
+    headers = read_headers(folder)
+    for tensors in headers.values():
         for name, info in tensors.items():
             size, count = info.end - info.start, _parameters(name, info, tensors, config)
             share = share_of_token(name, info.shape, config)
@@ -100,7 +102,14 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     active, seeing = round(expert_bytes * chosen), 0 if config is None else tower_bytes(folder)
     bits = round(8 * num_bytes / parameters, 2) if parameters else 0.0
     size = weights_bytes(folder)
-    return WeightSizes(parameters, size, bits, work, expert_bytes, active, seeing)
+    heads = None if config is None else _heads([n for ts in headers.values() for n in ts], config)
+    return WeightSizes(parameters, size, bits, work, expert_bytes, active, seeing, heads)
+
+
+def _heads(names: list[str], config: LanguageConfig) -> str | None:
+    """Return what is said of the heads of a checkpoint with these tensors, None if it has none."""
+    count, read = heads_read(names, config.model_type, config.num_layers)
+    return heads_text(count, read) if count else None
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:
@@ -113,7 +122,7 @@ def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | N
     if "embed_tokens" in language:
         tied = config.tie_word_embeddings and "per_layer" not in language
         return 1.0 if tied else 0.0  # else one row of it is read
-    if language.removeprefix("model.").startswith(("mtp.", "mtp_")):
+    if head_of(name, config.num_layers) is not None:
         return 0.0
     stacked = len(shape) == 3 and shape[0] == config.num_experts
     if config.num_experts and (stacked or ".experts." in language):

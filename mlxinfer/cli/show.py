@@ -39,6 +39,7 @@ OF_WEIGHTS = {
     "expert_bytes": "expert_bytes",
     "active_expert_bytes": "active_expert_bytes",
     "tower_bytes": "tower_bytes",
+    "heads": "heads",
 }
 
 
@@ -158,6 +159,8 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
     if facts["tower_bytes"]:
         size = human_bytes(facts["tower_bytes"])
         rows.append(("sees", f"pictures, with {size} of the weights"))
+    if facts["heads"]:
+        rows.append(("brings", facts["heads"]))
     if facts["active_expert_bytes"]:
         rows.append(("experts", _experts(facts)))
     if per_token := facts["kv_bytes_per_token"]:

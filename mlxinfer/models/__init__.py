@@ -1,6 +1,7 @@
 """Model definitions: a checkpoint folder in, a callable decoder out."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]
 
+log = logging.getLogger("mlxinfer.models")
 Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them
 
 
@@ -152,6 +154,8 @@ def load_share(
     builder = family(config.model_type)
     options = _reading(config, builder, dtype, watch)
     tensors = load_tensors(folder)
+    if rank == 0:
+        _note_heads(tensors, config)
     seeing = {} if rank else tower_tensors(folder, tensors)
     loaded: Model | StageModel
     if share is None:
@@ -251,6 +255,7 @@ def load(
     _require_text(config, folder)
     builder = family(config.model_type)
     tensors = load_tensors(folder)
+    _note_heads(tensors, config)
     seeing = tower_tensors(folder, tensors)
     source = Checkpoint(tensors, builder.tensor_name)
     del tensors  # it would hold all that was read until the model is whole
@@ -274,6 +279,15 @@ def _opened(
         per_token=config.experts_per_token,
         forced=experts.slow,
     )
+
+
+def _note_heads(names: Iterable[str], config: "ModelConfig") -> None:
+    """Say which heads of a checkpoint are not read; `names`: of its tensors."""
+    from .registry import heads_read, heads_text
+
+    count, read = heads_read(names, config.model_type, config.num_layers)
+    if read < count:
+        log.warning("%s: the checkpoint has %s", config.model_type, heads_text(count, read))
 
 
 def _require_text(config: "ModelConfig", folder: Path) -> None:

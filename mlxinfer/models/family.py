@@ -27,7 +27,7 @@ from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .jsonfields import Fields
 from .language import arrays
-from .registry import language_name
+from .registry import language_name, name_ahead
 from .stage import BetweenStages
 from .weights.matrix import StoredMatrix, fused_experts
 from .weights.weights import Weights
@@ -49,7 +49,8 @@ class Family:
         softplus_gates: gates of attention's outputs are softplus, not sigmoids.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
-        head_norm_offset: the same in a head that predicts further ahead; None: as in the model.
+        has_head: a head that predicts further ahead is read, where a checkpoint has one.
+        head_norm_offset: the same in such a head; None: as in the model.
         head_before_norm: such a head reads hidden states before the last norm, not behind it.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
@@ -76,6 +77,7 @@ class Family:
     softplus_gates: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
+    has_head: ClassVar[bool] = False
     head_norm_offset: float | None = None
     head_before_norm: ClassVar[bool] = False
     axes_in_turn: ClassVar[bool] = False
@@ -156,9 +158,12 @@ class Family:
 
     @classmethod
     def tensor_name(cls, name: str) -> str | None:
-        """`rename` of a text model's tensor, alone or inside of a larger model; None: it is not."""
+        """`rename` of a text model's tensor, alone or inside of a larger model; None: it is not.
+
+        Modules that predict tokens further ahead are no part of the model.
+        """
         inner = language_name(name)
-        return None if inner is None else cls.rename(inner)
+        return None if inner is None or name_ahead(inner) else cls.rename(inner)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -234,6 +239,16 @@ class Family:
     def last_norm(self) -> Norm:
         """Behind the last layer."""
         return self.norm(self.final_norm)
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of a token, side by side."""
+        return 1
+
+    def head_norm(self, path: str) -> Norm | None:
+        """Before the logits of the head at `path`; None: the model's last norm (ERNIE 4.5)."""
+        norm = f"{path}.shared_head.norm"
+        return self.norm(norm) if f"{norm}.weight" in self.weights else None
 
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""

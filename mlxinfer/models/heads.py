@@ -2,10 +2,11 @@
 
 `load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
 One network is published under several names. DeepSeek V3, GLM 4.5 to 5.2, Ling 3.0 and Hy3 have
-one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2 and EXAONE have a module `mtp`,
-and ERNIE 4.5 one of other names. The head reads the model's hidden states behind its last norm, and
-a chain goes on from the head's own normed output. Sources: transformers 5.24, `MtpModel`; vLLM,
-`qwen3_next_mtp.py`, `hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`; FastDeploy, `ernie4_5_mtp.py`.
+one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2, EXAONE and MiMo have a module
+`mtp`, and ERNIE 4.5 one of other names. The head reads the model's hidden states behind its last
+norm, and a chain goes on from the head's own normed output. Sources: transformers 5.24, `MtpModel`;
+vLLM, `qwen3_next_mtp.py`, `hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`, `mimo_v2_mtp.py`; FastDeploy,
+`ernie4_5_mtp.py`.
 
 `load_eagle` reads a draft from a folder of its own.
 """
@@ -33,7 +34,7 @@ from .family import PACKED, Family
 from .jsonfields import Fields, read_json
 from .language import arrays
 from .quantization import Quantization
-from .registry import family, language_name
+from .registry import family, language_name, name_ahead
 from .weights.source import Checkpoint
 from .weights.tensors import FLOATS, load_tensors
 from .weights.weights import Weights
@@ -43,8 +44,8 @@ class HeadBlock(Protocol):
     """The network of a head: reads a token's embedding and the hidden states before the token."""
 
     @property
-    def mixer(self) -> Mixer:
-        """The attention of the block, which has the head's cache."""
+    def mixers(self) -> Sequence[Mixer]:
+        """The parts of the block that keep something, in the head's cache."""
         ...
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -63,7 +64,7 @@ class JoinedBlock:
     `qwen3_next_mtp.py`.
     """
 
-    __slots__ = ("embedding_norm", "hidden_norm", "layer", "mixer", "proj")
+    __slots__ = ("embedding_norm", "hidden_norm", "layer", "mixers", "proj")
 
     def __init__(
         self, embedding_norm: Norm, hidden_norm: Norm, proj: Projection, layer: Layer
@@ -72,7 +73,7 @@ class JoinedBlock:
         self.hidden_norm = hidden_norm
         self.proj = proj
         self.layer = layer
-        (self.mixer,) = layer.mixers
+        self.mixers = layer.mixers
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of the layer."""
@@ -83,6 +84,48 @@ class JoinedBlock:
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x, _ = self.layer(self.proj(mx.concatenate(both, axis=-1)), None, step)
         return x
+
+
+class StreamBlock:
+    """A projection of each residual stream, plus one of the embedding, then a layer: Qwen4-Exp.
+
+    SGLang, `qwen4_exp_mtp.py`; vLLM, `qwen4_exp/nvidia/mtp.py`. n = streams.
+
+    Args:
+        embedding_norm, hidden_norm: over (T, hidden), and over all streams (T, n * hidden) at once.
+        embedding_proj, hidden_proj: (n, hidden) to the same shape.
+        layer: of streams.
+    """
+
+    __slots__ = (
+        *("embedding_norm", "embedding_proj", "hidden_norm", "hidden_proj", "layer", "mixers"),
+    )
+
+    def __init__(
+        self,
+        embedding_norm: Norm,
+        hidden_norm: Norm,
+        embedding_proj: Projection,
+        hidden_proj: Projection,
+        layer: Layer,
+    ) -> None:
+        self.embedding_norm = embedding_norm
+        self.hidden_norm = hidden_norm
+        self.embedding_proj = embedding_proj
+        self.hidden_proj = hidden_proj
+        self.layer = layer
+        self.mixers = layer.mixers
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the layer."""
+        return self.layer.kernels(model)
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
+        """(T, hidden) and streams (T, n * hidden) -> streams."""
+        streams = self.hidden_proj(self.hidden_norm(hidden).reshape(-1, embedded.shape[-1]))
+        added = self.embedding_proj(self.embedding_norm(embedded))
+        x = streams.reshape(len(embedded), -1, embedded.shape[-1]) + added[:, None]
+        return self.layer(x.flatten(1), None, step)[0]
 
 
 class ConcatenatedBlock:
@@ -98,6 +141,7 @@ class ConcatenatedBlock:
         "embedding_norm",
         "hidden_norm",
         "mixer",
+        "mixers",
         "mlp",
         "mlp_norm",
         "normed_residual",
@@ -116,6 +160,7 @@ class ConcatenatedBlock:
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
         self.mixer = mixer
+        self.mixers = (mixer,)
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.normed_residual = normed_residual
@@ -176,8 +221,8 @@ class DraftHead:
         self.block = block
         self.norm = norm
         self.activation_dtype = model.activation_dtype
-        self.mixers = [block.mixer]
-        self.cache_specs: list[CacheSpec] = [block.mixer.spec]
+        self.mixers = list(block.mixers)
+        self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self.output: mx.array | None = None  # (T, hidden) of the step launched last
         self._enter = enter
         self._chains_normed = chains_normed
@@ -269,7 +314,6 @@ def checked_taps(what: str, layers: Sequence[int], num_layers: int) -> tuple[int
     return tuple(layers)
 
 
-_MODULE = re.compile(r"(?:^|\.)(mtp[._].+)$")  # a head's tensors that lie in no layer
 _LATER = re.compile(r"mtp(\.layers|_block)\.[1-9]")  # of a second layer
 _PARTS = (  # of a head, as other families call them, and as DeepSeek does
     ("mtp.layers.0.", ""),
@@ -284,15 +328,18 @@ _PARTS = (  # of a head, as other families call them, and as DeepSeek does
     ("final_layernorm.", "shared_head.norm."),
     ("transformer.shared_head.output.", "shared_head.head."),
     ("transformer.shared_head.", "shared_head."),
+    ("pre_mlp_layernorm.", "post_attention_layernorm."),
+    ("mtp.", ""),
 )
 
 
 def load_prediction_head(folder: Path, model: Model) -> DraftHead:
     """The head of the checkpoint that a model was loaded from, evaluated and ready.
 
+    Of several it is the first, from which a chain of proposals goes on.
+
     Raises:
-        InvalidRequestError: the checkpoint has none.
-        UnsupportedModelError: it has more than one layer.
+        InvalidRequestError: the checkpoint has none, or one that is not read.
         CheckpointError: a tensor is missing, misshapen or left over.
     """
     index, kind = model.config.num_layers, family(model.config.model_type)
@@ -303,6 +350,12 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
             f"speculate is 'mtp', and {folder.name} has no weights that predict several tokens; "
             "conversions by other tools leave them out. Use 'auto', or convert the original "
             "checkpoint with `mlxinfer convert`.",
+            param="speculate",
+        )
+    if not kind.has_head:
+        raise InvalidRequestError(
+            f"speculate is 'mtp', and the head of {model.config.model_type} is not read here; use "
+            "'auto'.",
             param="speculate",
         )
     config = _longer(model.config, sparse=f"model.layers.{index}.mlp.gate.weight" in weights)
@@ -325,20 +378,17 @@ class _Names:
         self.found = False
 
     def __call__(self, name: str) -> str | None:
-        module, inner = _MODULE.search(name), language_name(name) or ""
+        module, inner = name_ahead(name), language_name(name) or ""
         if module is not None:
-            inner = self._layer + module[1]
+            inner = self._layer + module
         if not inner.startswith(self._layer):
             return None
         inner = inner.removeprefix(self._layer)
         if _LATER.match(inner):
-            raise UnsupportedModelError(
-                "This checkpoint's `mtp` has several layers; one is supported."
-            )
+            return None
         for theirs, part in _PARTS:
             if inner.startswith(theirs):
                 inner = part + inner.removeprefix(theirs)
-                break
         self.found = True
         renamed = self._rename(self._layer + inner)
         return f"{renamed}.weight" if renamed and renamed.endswith(PACKED) else renamed
@@ -368,33 +418,38 @@ def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
 
 
 def _head(builder: Family, model: Model) -> DraftHead:
-    """The head as one more layer; the tables are the model's own.
-
-    A head without a norm before its logits uses the model's last norm (ERNIE 4.5).
-    """
-    config, weights, hidden = builder.config, builder.weights, builder.config.hidden_size
+    """The head as one more layer; the tables are the model's own."""
+    config, weights = builder.config, builder.weights
     path = f"model.layers.{config.num_layers - 1}"
     for table in ("embed_tokens", "shared_head.head"):
         weights.drop_below([f"{path}.{table}."])
     weights.drop(f"{path}.shared_head.weight")
     if builder.head_norm_offset is not None:
         builder.norm_offset = builder.head_norm_offset
-    norm = f"{path}.shared_head.norm"
-    block = JoinedBlock(
-        builder.norm(f"{path}.enorm"),
-        builder.norm(f"{path}.hnorm"),
-        weights.linear(f"{path}.eh_proj", hidden, 2 * hidden),
-        builder.layer(config.num_layers - 1),
-    )
+    norm = builder.head_norm(path)
     before = builder.head_before_norm
     return DraftHead(
         model,
         config,
         taps=(config.num_layers - 2 if before else FINAL,),
-        block=block,
-        norm=builder.norm(norm) if f"{norm}.weight" in weights else model.norm,
+        block=_block(builder, path),
+        norm=model.norm if norm is None else norm,
         chains_normed=not before,
     )
+
+
+def _block(builder: Family, path: str) -> HeadBlock:
+    """The network of the head at `path`, whose layer is the last."""
+    hidden, linear = builder.config.hidden_size, builder.weights.linear
+    layer, streams = builder.layer(builder.config.num_layers - 1), builder.num_streams
+    embedding_norm = builder.norm(f"{path}.enorm")
+    hidden_norm = builder.norm(f"{path}.hnorm", streams * hidden)
+    if streams == 1:
+        proj = linear(f"{path}.eh_proj", hidden, 2 * hidden)
+        return JoinedBlock(embedding_norm, hidden_norm, proj, layer)
+    of_embedding = linear(f"{path}.fc_embedding", hidden, hidden)
+    of_streams = linear(f"{path}.fc_hidden", hidden, hidden)
+    return StreamBlock(embedding_norm, hidden_norm, of_embedding, of_streams, layer)
 
 
 _FRONTS = ("midlayer.", "layers.0.")  # of the layer's names

@@ -4,7 +4,8 @@ A family's module is imported when it is used. Only text goes in, so tensors tha
 left out, by name. Positions of text alone are the same on all axes of a multimodal rope.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -71,6 +72,8 @@ _LANGUAGE = {
     "language_model.": "model.",
 }
 _BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output projection
+_AHEAD = re.compile(r"(?:^|\.)(mtp[._].+)$")  # of a module that predicts tokens further ahead
+_NUMBERED = re.compile(r"(?:^|\.)(?:mtp\.layers|mtp_[a-z_]+|model\.layers)\.(\d+)\.")
 _SENSES = (
     *("visual.", "vision_", "embed_vision.", "multi_modal_projector.", "mm_projector."),
     *(
@@ -113,6 +116,12 @@ def language_name(name: str) -> str | None:
         if name.startswith(prefix):
             return ours + name[len(prefix) :]
     return f"model.{name}" if name.startswith(_BARE) else name
+
+
+def name_ahead(name: str) -> str | None:
+    """A tensor's name within a module that predicts tokens further ahead; None: it is in none."""
+    found = _AHEAD.search(name)
+    return found[1] if found else None
 
 
 FAMILIES = {  # model_type -> module in families/, class
@@ -241,3 +250,38 @@ def family(model_type: str) -> Any:
         )
     module, name = FAMILIES[model_type]
     return getattr(import_module(f".families.{module}", __package__), name)
+
+
+def head_of(name: str, num_layers: int) -> int | None:
+    """Which head that predicts further ahead a tensor is of, from 0; None: it is the model's.
+
+    `num_layers`: of the model itself; each layer behind them is a head.
+    """
+    number = _NUMBERED.search(language_name(name) or "")
+    if name_ahead(name) is not None:
+        return int(number[1]) if number else 0
+    index = -1 if number is None else int(number[1]) - num_layers
+    return None if index < 0 else index
+
+
+def heads_read(names: Iterable[str], model_type: str, num_layers: int) -> tuple[int, int]:
+    """How many heads of a checkpoint predict tokens further ahead, and how many of them are read.
+
+    Args:
+        names: of its tensors.
+        model_type: of its text.
+        num_layers: as of `head_of`.
+    """
+    found = {head_of(name, num_layers) for name in names} - {None}
+    known = model_type in FAMILIES and family(model_type).has_head
+    return len(found), int(known and 0 in found)
+
+
+def heads_text(count: int, read: int) -> str:
+    """What `heads_read` found, in words."""
+    what = f"{count} heads that predict" if count > 1 else "a head that predicts"
+    if read == count:
+        return f"{what} tokens further ahead (--speculate mtp)"
+    if read:
+        return f"{what} tokens further ahead; the first is read (--speculate mtp), the others not"
+    return f"{what} tokens further ahead, not read here"

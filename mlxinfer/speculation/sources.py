@@ -133,7 +133,8 @@ def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
             "not give; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
-    if model.config.fields.get("altup_num_inputs", "hc_count"):  # Gemma 3n, Qwen4-Exp
+    streams = ("altup_num_inputs", "hc_count") if kind != "mtp" else ("altup_num_inputs",)
+    if model.config.fields.get(*streams):  # of Gemma 3n, and of Qwen4-Exp with a head of its own
         raise InvalidRequestError(
             f"speculate={kind!r} reads one hidden state of a token, and this model has several "
             "streams of them; use 'ngram', or 'draft' with a draft model.",

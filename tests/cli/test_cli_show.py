@@ -6,15 +6,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from models.picture_cases import QWEN_CASES, picture_tensors
 from models.tiny import write
 from models.zoo_configs import small_config
+from speculation.head_checkpoints import mtp_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mlxinfer.cli._inspect import summarise
+from mlxinfer.cli._inspect import count_weights, summarise
 from mlxinfer.memory import human_bytes, weights_bytes
+from mlxinfer.models.config import load_config
 from mlxinfer.models.zoo.definitions import module_of
 from mlxinfer.roofline import machine
 
@@ -121,6 +124,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "expert_bytes",
         "active_expert_bytes",
         "tower_bytes",
+        "heads",
         "context",
         "chat_template",
         "kv_bytes_per_token",
@@ -150,6 +154,30 @@ def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
     write(folder, QWEN_CASES["qwen3_vl"].config, text)
     assert json.loads(outcome("show", str(folder), "--json").out)["tower_bytes"] == 0
     assert "pictures, with" not in outcome("show", str(folder)).out
+
+
+def test_heads_are_named_and_what_of_them_is_read(tmp_path: Path, outcome: Any) -> None:
+    """A token is not computed with them."""
+    folder = mtp_checkpoint(tmp_path, "step3p5-v4")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    config, work = load_config(folder), count_weights(folder, load_config(folder)).work
+    assert (
+        "a head that predicts tokens further ahead (--speculate mtp)"
+        in outcome("show", str(folder)).out
+    )
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    front = f"model.layers.{config.num_layers}."
+    plain = {name: array for name, array in arrays.items() if not name.startswith(front)}
+    further = {n.replace(front, "model.layers.9."): a for n, a in arrays.items() if front in n}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays | further)
+    assert (
+        "2 heads that predict tokens further ahead; the first is read"
+        in outcome("show", str(folder)).out
+    )
+    assert count_weights(folder, config).work == work
+    mx.save_safetensors(str(folder / "model.safetensors"), plain)
+    assert json.loads(outcome("show", str(folder), "--json").out)["heads"] is None
+    assert count_weights(folder, config).work == work
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -10,7 +10,7 @@ from convert_cases import TEXT, by_mlxinfer, convert, write_source
 from models.dense_kv import DenseCache
 from models.test_hybrid_layouts import packed, tensors_of
 from speculation.head_checkpoints import write
-from speculation.head_names import MTP_CASES, mtp_tensors
+from speculation.head_names import MTP_CASES, mtp_tensors, num_streams
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
@@ -140,7 +140,8 @@ def head_logits(folder: Path) -> np.ndarray:
     """Of the head in a folder, over random hidden states."""
     model = load(folder, dtype="float32")
     head = load_prediction_head(folder, model)
-    hidden = np.random.default_rng(0).standard_normal((12, model.config.hidden_size))
+    width = num_streams(json.loads((folder / "config.json").read_text())) * model.config.hidden_size
+    hidden = np.random.default_rng(0).standard_normal((12, width))
     head.feed(mx.array(hidden.astype(np.float32)))
     logits = DenseCache(head).run(head, [("a", list(range(5, 17)))])
     return np.array(logits.astype(mx.float32))

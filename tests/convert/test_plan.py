@@ -113,6 +113,7 @@ LEAST_BITS = {
     "model.layers.0.router.proj": 8,
     "model.layers.0.block_sparse_moe.router.layer": 8,
     "mtp.fc": 8,
+    "mtp.fc_hidden": 8,
     "mtp.layers.0.mlp.up_proj": 4,
     "model.layers.0.mlp.shared_expert.up_proj": 5,
     "model.layers.0.mlp.shared_expert_gate": 8,

@@ -15,7 +15,10 @@ from models.random_weights import LESS_ONE, random_tensor, tiny_tensors
 from models.tiny import quantized, tiny_config
 from speculation.head_names import Tensors, head_names, mtp_tensors
 
-SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight")
+SILENT = (
+    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight"),
+    "ple.value_proj.weight",
+)
 
 
 def mtp_checkpoint(
@@ -44,8 +47,15 @@ def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
     for name in tensors:
         if name.endswith(SILENT):
             tensors[name] = np.zeros_like(tensors[name])
-    both = np.concatenate([np.eye(hidden), np.zeros((hidden, hidden))], axis=1)
-    tensors[f"{names.proj}.weight"] = both.astype(np.float32)
+    own, other = np.eye(hidden, dtype=np.float32), np.zeros((hidden, hidden), np.float32)
+    joined = names.stream_proj is None
+    tensors[f"{names.proj}.weight"] = np.concatenate([own, other], axis=1) if joined else own
+    if names.stream_proj is not None:
+        tensors[f"{names.stream_proj}.weight"] = other
+    if names.mixture is not None:
+        of_model = "model.hyper_connection_mixer."
+        mixture = {n: a for n, a in tensors.items() if n.startswith(of_model)}
+        tensors |= {n.replace(of_model, names.mixture): a for n, a in mixture.items()}
     tensors[f"{names.embedding_norm}.weight"] = np.full(hidden, one, np.float32)
     if names.norm is not None:
         tensors[f"{names.norm}.weight"] = tensors["model.norm.weight"]

@@ -7,6 +7,7 @@ import numpy as np
 from models.random_weights import LESS_ONE, random_tensor
 
 Tensors = dict[str, np.ndarray]
+MIXTURE = "mtp.hyper_connection_mixer."
 LENGTH = 21
 MTP_CASES = (
     "qwen3_5_text-v4",
@@ -24,6 +25,8 @@ MTP_CASES = (
     "sarvam_mla-v4",
     "sarvam_moe-v4",
     "step3p5-v4",
+    "mimo_v2_flash-v4",
+    "qwen4_exp_text-v4",
 )
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
@@ -31,10 +34,17 @@ REFERENCE_CASES = tuple(c for c in MTP_CASES if c not in (*QWEN_CASES, "glm_moe_
 
 
 def head_inputs(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (LENGTH,) and random hidden states (LENGTH, hidden_size)."""
+    """Token ids (LENGTH,) and random hidden states (LENGTH, hidden_size), or streams of them."""
     rng = np.random.default_rng(0)
-    hidden = rng.standard_normal((LENGTH, config["hidden_size"])).astype(np.float32)
+    width = num_streams(config) * config["hidden_size"]
+    hidden = rng.standard_normal((LENGTH, width)).astype(np.float32)
     return rng.integers(3, config["vocab_size"], LENGTH), hidden
+
+
+def num_streams(config: dict[str, Any]) -> int:
+    """Residual streams of a token."""
+    count: int = config.get("hc_count", 4) if config["model_type"].startswith("qwen4") else 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,9 @@ class HeadNames:
     """Published names of a head: what its layer's tensors begin with, and its parts' paths.
 
     Args:
-        norm: before the logits; None: it is the model's.
+        proj: of both inputs; of the embedding where streams have a projection of their own.
+        norm: before the logits; None: it is the model's, or a mixture of streams.
+        mixture: of the head's streams.
     """
 
     layer: str
@@ -51,6 +63,8 @@ class HeadNames:
     proj: str
     norm: str | None
     tables: tuple[str, ...] = ()  # copies of the model's tables
+    stream_proj: str | None = None
+    mixture: str | None = None
 
     @property
     def norms(self) -> list[str]:
@@ -61,6 +75,14 @@ class HeadNames:
 def head_names(config: dict[str, Any]) -> HeadNames:
     """As the family's checkpoints have them."""
     kind, layer = config["model_type"], f"model.layers.{config['num_hidden_layers']}."
+    if kind.startswith("qwen4"):
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        projs = {"proj": "mtp.fc_embedding", "stream_proj": "mtp.fc_hidden"}
+        return HeadNames("mtp.layers.0.", *norms, **projs, norm=None, mixture=MIXTURE)
+    if kind == "mimo_v2_flash":
+        front = "model.mtp.layers.0."
+        parts = [f"{front}{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")]
+        return HeadNames(front, *parts)
     if kind.startswith("qwen") or kind in ("exaone4", "exaone_moe", "mellum"):
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
         return HeadNames("mtp.layers.0.", *norms, "mtp.fc", "mtp.norm")
@@ -81,22 +103,38 @@ def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """A random head like one of the model's layers with attention, named as published."""
     hidden, names = config["hidden_size"], head_names(config)
     less_one = config["model_type"].startswith(LESS_ONE)
-    source = f"model.layers.{head_like(config, tensors)}."
+    fronts = {f"model.layers.{head_like(config, tensors)}.": names.layer}
+    if config["model_type"] == "mimo_v2_flash":  # its experts are those of another layer: none
+        fronts = {f"{next(iter(fronts))}self_attn.": f"{names.layer}self_attn."}
+        fronts["model.layers.0.mlp."] = f"{names.layer}mlp."
+        fronts["model.layers.0.input_layernorm."] = f"{names.layer}input_layernorm."
+        fronts["model.layers.0.post_attention_layernorm."] = f"{names.layer}pre_mlp_layernorm."
+    if names.mixture is not None:
+        fronts["model.hyper_connection_mixer."] = names.mixture
     shapes = {
-        names.layer + name.removeprefix(source): array.shape
+        ours + name.removeprefix(front): array.shape
         for name, array in tensors.items()
-        if name.startswith(source)
+        for front, ours in fronts.items()
+        if name.startswith(front)
     }
-    shapes[f"{names.proj}.weight"] = (hidden, 2 * hidden)
+    shapes[f"{names.proj}.weight"] = (hidden, (1 if names.stream_proj else 2) * hidden)
     shapes |= {f"{name}.weight": (config["vocab_size"], hidden) for name in names.tables}
     shapes |= {f"{name}.weight": (hidden,) for name in names.norms}
+    if names.stream_proj is not None:
+        shapes[f"{names.stream_proj}.weight"] = (hidden, hidden)
+        shapes[f"{names.hidden_norm}.weight"] = (num_streams(config) * hidden,)
     return {name: random_tensor(name, s, 7, less_one=less_one) for name, s in shapes.items()}
 
 
 def head_like(config: dict[str, Any], tensors: Tensors) -> int:
-    """The layer that the head is like: a dense one, or the last with attention, or an indexer."""
+    """The layer that the head is like: a dense one, or the last with attention, or an indexer.
+
+    Of MiMo its attention, which has a window.
+    """
     if config["model_type"] in ("exaone_moe", "ernie4_5_moe"):
         return 0
+    if config["model_type"] == "mimo_v2_flash":
+        return 4
     ends = (".o_proj.weight", ".attention.kv_b_proj.weight", ".query_key_value.weight")
     if config["model_type"] == "glm_moe_dsa":
         ends = (".indexer.wk.weight",)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
 from engine.pictures import picture, placed, with_tower
+from models import tiny
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
 from speculation.head_checkpoints import eagle_checkpoint, mtp_checkpoint, write
@@ -85,6 +86,7 @@ def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> 
     [
         *(pytest.param(f"{kind}-v4", marks=pytest.mark.slow) for kind in ("qwen3_5_text", "hy_v3")),
         *("glm4_moe_lite-v4", "bailing_hybrid-v4", "exaone_moe-v4", "glm_moe_dsa-shared", "eagle"),
+        "qwen4_exp_text-v4",
     ],
 )
 def test_answers_are_those_without_a_head(case: str) -> None:
@@ -219,6 +221,49 @@ def test_an_mtp_head_gives_the_logits_of_transformers(case: str, tmp_path: Path)
     folder = mtp_checkpoint(tmp_path, case)
     reference = np.load(REFERENCES / f"{case}.npz")["logits"]
     assert_close(of_head(folder), mx.array(reference))
+
+
+def test_the_head_of_a_text_inside_of_another_model_is_that_of_the_text(tmp_path: Path) -> None:
+    """Kimi K2.5 has the text of DeepSeek V3."""
+    alone = mtp_checkpoint(tmp_path / "alone", "deepseek_v3-v4")
+    text = json.loads((alone / "config.json").read_text())
+    arrays: Any = mx.load(str(alone / "model.safetensors"))
+    inside = {f"language_model.{name}": array for name, array in arrays.items()}
+    whole = {"model_type": "kimi_k25", "text_config": text, "hidden_size": 64, "vocab_size": 96}
+    folder = tiny.write(tmp_path / "whole", whole, inside)
+    assert_close(of_head(folder), mx.array(np.load(REFERENCES / "deepseek_v3-v4.npz")["logits"]))
+
+
+def test_of_several_heads_the_first_is_read_and_loading_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = mtp_checkpoint(tmp_path / "one", "mimo_v2_flash-v4")
+    arrays: Any = mx.load(str(one / "model.safetensors"))
+    front = "model.mtp.layers."
+    more = {
+        name.replace(f"{front}0.", f"{front}{index}."): array + 1
+        for name, array in arrays.items()
+        for index in (1, 2)
+        if name.startswith(front)
+    }
+    config = json.loads((one / "config.json").read_text())
+    three = tiny.write(tmp_path / "three", config, arrays | more)
+    wanted = of_head(one)
+    assert not caplog.records
+    assert np.array_equal(of_head(three), wanted)
+    assert "3 heads that predict tokens further ahead; the first is read" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["olmo_hybrid-v4", "nemotron_h-v4", "kimi_linear-v4", "llama-v4"])
+def test_a_head_without_a_known_definition_is_left_out_and_loading_says_so(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config(case)
+    more = {"mtp.fc.weight": mx.zeros((8, 16)), "model.mtp.layers.0.enorm.weight": mx.zeros((8,))}
+    model = load(tiny.write(tmp_path, config, tiny.arrays_of(config) | more))
+    assert "a head that predicts tokens further ahead, not read here" in caplog.text
+    with pytest.raises(InvalidRequestError, match="is not read here"):
+        load_prediction_head(tmp_path, model)
 
 
 @pytest.mark.parametrize("case", QWEN_CASES)

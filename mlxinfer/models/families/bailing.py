@@ -44,6 +44,7 @@ class BailingHybrid(KimiLinear):
         "kda_lower_bound": -5.0,
         "rope_interleave": True,
     }
+    has_head = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

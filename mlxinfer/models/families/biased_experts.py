@@ -106,6 +106,7 @@ class HyV3(Dots1):
         "n_group": 1,
         "topk_group": 1,
     }
+    has_head = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -226,6 +227,7 @@ class Ernie4_5MoE(Ernie4_5):
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     }
+    has_head = True
     dense_matrices = (".mlp.gate",)
 
     @classmethod
@@ -245,11 +247,6 @@ class Ernie4_5MoE(Ernie4_5):
                 first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)
             ),
         )
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """Without the blocks that predict further ahead."""
-        return None if "mtp_" in name else super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP, or experts and shared experts."""

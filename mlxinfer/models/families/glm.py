@@ -99,6 +99,7 @@ class Glm4MoE(Family):
         "norm_topk_prob": True,
         "use_qk_norm": False,
     }
+    has_head = True
     dense_matrices = (".mlp.gate",)
 
     @classmethod

@@ -64,6 +64,7 @@ class KimiLinear(DeepseekV3):
         "linear_conv_kernel_dim": 4,
         "rope_interleave": False,  # nothing turns
     }
+    has_head = False  # no definition of one is published
     windows = False
 
     @classmethod
@@ -100,9 +101,7 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """DeepSeek's names; modules that predict further ahead are left out."""
-        if name.startswith("model.mtp"):
-            return None
+        """DeepSeek's names."""
         name = name_projections(name).replace(".block_sparse_moe.", ".mlp.")
         name = name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
         return super().rename(_CONV.sub(r".\1_conv1d.", name))

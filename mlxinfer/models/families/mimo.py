@@ -47,7 +47,9 @@ class MiMoV2Flash(Family):
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "mtp_layer_types": [SLIDING],
     }
+    has_head = True
     dense_matrices = (".mlp.gate",)
 
     @classmethod
@@ -112,9 +114,7 @@ class MiMoV2Flash(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Sinks as in other families; without the blocks that predict further ahead."""
-        if name.startswith("model.mtp."):
-            return None
+        """Sinks as in other families."""
         return super().rename(name.replace(".attention_sink_bias", ".sinks"))
 
     def v_norm(self, index: int) -> Norm | None:

@@ -111,9 +111,7 @@ class MiniMaxM3(MiniMaxM2):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Without blocks that predict further ahead; modules as transformers 5 calls them."""
-        if name.startswith("mtp.") or ".mtp." in name:
-            return None
+        """Modules as transformers 5 calls them."""
         name = super().rename(name) or name
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)

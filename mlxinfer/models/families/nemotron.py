@@ -180,9 +180,7 @@ class NemotronH(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The names of other families; modules that predict further ahead are left out."""
-        if name.startswith("mtp."):
-            return None
+        """The names of other families."""
         inner = name.removeprefix("backbone.").removeprefix("model.")
         if inner.startswith("lm_head."):
             return inner

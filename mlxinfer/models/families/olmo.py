@@ -102,9 +102,7 @@ class OlmoHybrid(Olmo2):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Norms as in other families; without the block that predicts further ahead."""
-        if name.startswith("mtp."):
-            return None
+        """Norms as in other families."""
         for theirs, ours in _NORMS.items():
             name = name.replace(theirs, ours)
         return super().rename(name)
@@ -151,13 +149,9 @@ class Exaone4(PostNormFamily):
         "sliding_window_pattern": 4,
         "mtp_layer_types": [SLIDING],
     }
+    has_head = True  # EXAONE 4.5
     head_norms = True
     attention_biases = False
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """Without the module that predicts further ahead (EXAONE 4.5)."""
-        return None if name.startswith("mtp.") else super().rename(name)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

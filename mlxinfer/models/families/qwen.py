@@ -101,6 +101,7 @@ class Mellum(Qwen3MoE):
         },
         "mtp_layer_types": [SLIDING],
     }
+    has_head = True
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -111,8 +112,3 @@ class Mellum(Qwen3MoE):
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the layers that have experts."""
         return replace(config, sparse_layers=sparse_layers(config.fields, config.num_layers))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """Without the block that predicts further ahead."""
-        return None if name.startswith("mtp.") else super().rename(name)

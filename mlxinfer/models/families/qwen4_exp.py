@@ -44,6 +44,8 @@ class Qwen4Exp(Qwen3_5MoE):
         "heads_per_ngram": 8,
     }
 
+    head_before_norm = True  # it reads all streams
+
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """Layers with an index are attention layers under another name."""
@@ -107,6 +109,11 @@ class Qwen4Exp(Qwen3_5MoE):
     def last_norm(self) -> Norm:
         """The mixture of the streams stands for it."""
         return self._mixture("model.hyper_connection_mixer")
+
+    def head_norm(self, path: str) -> Norm:
+        """A mixture of the head's own streams."""
+        self.weights.drop(f"{path}.hyper_connection_mixer.block_inject_weight.weight")
+        return self._mixture(f"{path}.hyper_connection_mixer")
 
     def layer(self, index: int) -> Layer:
         """Connections around both blocks; the norms are theirs."""

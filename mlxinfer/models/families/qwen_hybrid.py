@@ -22,7 +22,6 @@ from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
 
 _RECURRENT = "linear_attention"
-_PREDICTION = "mtp."  # a head that predicts tokens further ahead; a forward pass has no use for it
 
 
 class Qwen3Next(Family):
@@ -47,6 +46,7 @@ class Qwen3Next(Family):
         "norm_topk_prob": True,
     }
     head_norms = True
+    has_head = True
     head_norm_offset = 1.0  # in MLX checkpoints, too
     axes_in_turn = True  # in Qwen 3.5
     windows = False
@@ -64,8 +64,6 @@ class Qwen3Next(Family):
     @classmethod
     def rename(cls, name: str) -> str | None:
         """Stacks of experts as other matrices are called, in any of the layouts that are seen."""
-        if name.removeprefix("model.").startswith(_PREDICTION):
-            return None
         if name.endswith(PACKED):
             name += ".weight"
         return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"

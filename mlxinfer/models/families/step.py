@@ -46,6 +46,7 @@ class Step3p5(Laguna):
     }
     supported: ClassVar = {"moe_router_activation": (None, "sigmoid")}
     softplus_gates = False
+    has_head = True
     head_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

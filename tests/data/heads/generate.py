@@ -44,6 +44,7 @@ LAYER_TYPES = {
     "exaone_moe": (SLIDING, "dense"),
     "mellum": (SLIDING, "sparse"),
     "step3p5": (SLIDING, "sparse"),
+    "mimo_v2_flash": (SLIDING, "dense"),
 }
 
 
@@ -74,11 +75,45 @@ def reference(case: str, folder: Path) -> np.ndarray:
         return head._project_to_logits(x)[0].numpy()
 
 
+def of_streams(case: str, folder: Path) -> np.ndarray:
+    """As `reference`, of Qwen4-Exp, whose head transformers has not.
+
+    SGLang's `qwen4_exp_mtp.py` joins the inputs, and transformers' own model of one layer follows.
+    """
+    config = CASES[case]
+    tensors = tiny_tensors(config)
+    head = mtp_tensors(config, tensors)
+    kinds = [kind for kind in config["layer_types"] if kind != "linear_attention"]
+    alone = {**config, "num_hidden_layers": 1, "layer_types": kinds[:1], "ple_layer_ids": []}
+    own = {n.replace("mtp.", "model.", 1): a for n, a in head.items() if "fc_" not in n}
+    tables = {n: a for n, a in tensors.items() if "embed_tokens" in n or "lm_head" in n}
+    read = read_config(alone, folder)
+    save_file(tables | own, folder / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=read, attn_implementation="eager"
+    ).eval()
+    ids, hidden = map(torch.tensor, head_inputs(config))
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + read.rms_norm_eps)
+        return x * scale * (1 + torch.tensor(head[f"mtp.pre_fc_norm_{name}.weight"]))
+
+    projs = [torch.tensor(head[f"mtp.fc_{name}.weight"]).T for name in ("embedding", "hidden")]
+    embedded = normed(torch.tensor(tensors["model.embed_tokens.weight"])[ids], "embedding")
+    streams = normed(hidden, "hidden").unflatten(-1, (-1, config["hidden_size"])) @ projs[1]
+    joined = (streams + (embedded @ projs[0])[:, None]).flatten(1)[None]
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda _, inputs: (joined, *inputs[1:]))
+    with torch.no_grad():
+        return model(ids[None], use_cache=False).logits[0].numpy()
+
+
 def renamed(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors of the head as DeepSeek calls them."""
     names, layer = head_names(config), f"model.layers.{config['num_hidden_layers']}."
     parts = {names.embedding_norm: "enorm", names.hidden_norm: "hnorm", names.proj: "eh_proj"}
     parts |= {names.norm: "shared_head.norm"} if names.norm else {}
+    parts |= {f"{names.layer}pre_mlp_layernorm": "post_attention_layernorm"}
     known = {f"{path}.weight": f"{layer}{part}.weight" for path, part in parts.items()}
     found = {
         known.get(name, layer + name.removeprefix(names.layer)): value
@@ -118,7 +153,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             own = case == ASSISTANT["model_type"]
-            logits = assistant(folder) if own else reference(case, folder)
+            make = of_streams if case.startswith("qwen4") else reference
+            logits = assistant(folder) if own else make(case, folder)
         np.savez_compressed(HERE / f"{case}.npz", logits=logits.astype(np.float32))
         print(f"{case:16} std {logits.std():.2f}")
 

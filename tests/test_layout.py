@@ -88,7 +88,6 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
-    "served",
     "slots",
     "models",
     "metrics",
@@ -104,11 +103,9 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "config": {"keys"},
     "http": {"config", "errors"},
     "protocol": {"http"},
-    "served": set(),
-    "slots": {"errors", "served"},
-    "budgets": {"slots"},
-    "models": {"budgets", "errors", "served", "slots", "workers"},
-    "metrics": {"models", "served", "slots", "workers"},
+    "slots": {"errors"},
+    "models": {"errors", "slots", "workers"},
+    "metrics": {"models", "slots", "workers"},
     "service": SERVER_MODELS,
     "guard": {"config", "errors", "http", "keys", "protocol"},
     "pictures": {"workers"},

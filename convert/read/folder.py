@@ -9,8 +9,7 @@ from ...models.jsonfields import read_json
 from ...models.weights.files import TensorInfo as Entry
 from ...models.weights.files import read_headers
 from .methods import choose_method, readers_of, without_quantization
-from .origin import origin_of_folder
-from .source import SourceModel, majority_dtype
+from .source import SourceModel, majority_dtype, origin_of_folder
 from .stored import StoredArray
 
 QUANT_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")

@@ -15,7 +15,7 @@ from ..metal_kernels.heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
-from .blocks import BlockLayer
+from .index import BlockLayer
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
 from .paged import Formats, PagedLayer

@@ -33,7 +33,7 @@ COMMANDS = {  # in the order of --help -> the module that has it, and its name t
     "show": "show.command",
     "rm": "disk.rm",
     "convert": "convert.command",
-    "fuse": "fuse.command",
+    "fuse": "convert.fuse",
     "launch": "running.launch",
     "history": "history.command",
     "session": "session.command",

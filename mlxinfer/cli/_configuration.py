@@ -32,8 +32,7 @@ from ._output import note
 
 if TYPE_CHECKING:
     from ..progress import Watch
-    from ..server.served import ServedModel
-    from ..server.slots import RegistryEntry
+    from ..server.slots import RegistryEntry, ServedModel
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -262,7 +261,7 @@ def open_model(
     watch: "Watch",
 ) -> "ServedModel":
     """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
-    from ..server.served import ServedModel
+    from ..server.slots import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)
     return ServedModel.open(

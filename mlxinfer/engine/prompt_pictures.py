@@ -15,7 +15,7 @@ import numpy as np
 from ..cache.inputs import Ints
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..images import Picture, PlacedPicture
-from ..images.positions import rope_delta, rope_positions
+from ..images.picture import rope_delta, rope_positions
 from ..memory import human_bytes
 
 if TYPE_CHECKING:

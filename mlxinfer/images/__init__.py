@@ -10,8 +10,7 @@ from .load import (
     picture_file,
     thumbnail_url,
 )
-from .picture import Picture, PlacedPicture, Shown, Tile
-from .positions import rope_delta, rope_positions
+from .picture import Picture, PlacedPicture, Shown, Tile, rope_delta, rope_positions
 from .processor import ImageProcessor, VideoProcessor
 from .video import Video, load_video
 

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from .gemma3 import Gemma3Processor
-from .gemma4 import Gemma4Processor, Gemma4Videos
+from .gemma import Gemma3Processor, Gemma4Processor, Gemma4Videos
 from .lfm2 import Lfm2Processor
 from .pixtral import PixtralProcessor
 from .processor import ImageProcessor, VideoProcessor
-from .qwen import QwenProcessor
-from .qwen_video import Qwen2Videos, Qwen3Videos
+from .qwen import Qwen2Videos, Qwen3Videos, QwenProcessor
 from .settings import VisionSettings
 
 PROCESSORS: dict[str, type[ImageProcessor]] = {

@@ -109,7 +109,7 @@ class Step:
         taps: takes outputs of layers that are wanted; None: none are.
 
     Attributes:
-        per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
+        per_layer: (T, L, P) inputs of the L layers, in Gemma 3n and the E models of Gemma 4.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
         features: vectors of a picture in place of embeddings; None: every row has its token's.

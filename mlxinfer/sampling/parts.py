@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from .draw import largest_values, padded_width, stream_of, total_weight, uniforms
-from .repeats import Repeats
-from .tokens import TokenBuffer
+from .tokens import Repeats, TokenBuffer
 
 T = TypeVar("T")
 

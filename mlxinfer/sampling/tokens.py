@@ -1,4 +1,4 @@
-"""Token ids that only grow, in one array."""
+"""Token ids of a request that only grow, and how much of them the newest ones repeat."""
 
 from collections.abc import Sequence
 
@@ -63,3 +63,68 @@ class TokenBuffer:
         self._room = np.empty(max(2 * (len(kept) + count), MIN_ROOM), dtype=kept.dtype)
         self._room[: len(kept)] = kept
         self._stop = len(kept)
+
+
+class Repeats:
+    """The tokens of one request, and how much of them the newest ones repeat.
+
+    Args:
+        ids: tokens of prompt and answer so far.
+        breakers: tokens that break a repetition.
+    """
+
+    def __init__(self, ids: Sequence[int], breakers: frozenset[int]) -> None:
+        self.breakers = breakers
+        self._size = len(ids)
+        self._ids = np.full(max(2 * len(ids), 64), -1, dtype=np.int32)
+        self._ids[: len(ids)] = ids
+        self._lengths = np.zeros(len(self._ids), dtype=np.int32)
+        self._lengths[: len(ids)] = common_suffixes(ids, breakers)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def ids(self) -> Ints:
+        """(N,) the tokens."""
+        return self._ids[: self._size]
+
+    @property
+    def lengths(self) -> Ints:
+        """(N,) how many tokens that end at each place equal the newest ones, back to a breaker.
+
+        The last place has 0.
+        """
+        return self._lengths[: self._size]
+
+    def append(self, token_id: int) -> None:
+        """Add one token."""
+        size = self._size
+        if size == len(self._ids):
+            self._ids = np.pad(self._ids, (0, size), constant_values=-1)
+            self._lengths = np.pad(self._lengths, (0, size))
+        before = np.append(np.int32(0), self._lengths[: size - 1]) if size else self._lengths[:0]
+        again = (self._ids[:size] == token_id) & (token_id not in self.breakers)
+        self._lengths[:size] = np.where(again, before + 1, 0)
+        self._ids[size], self._lengths[size] = token_id, 0
+        self._size += 1
+
+
+def common_suffixes(ids: Sequence[int], breakers: frozenset[int]) -> Ints:
+    """(N,) how many tokens that end at each place equal the last ones; 0 at the last place.
+
+    None of them reaches over a breaker. Linear time: Gusfield's Z algorithm (1997) on the reversed
+    tokens.
+    """
+    last = list(reversed(ids))
+    free = next((i for i, token_id in enumerate(last) if token_id in breakers), len(last))
+    found = np.zeros(len(last), dtype=np.int32)
+    left = right = 0
+    for i in range(1, len(last)):
+        length = min(right - i, int(found[i - left])) if i < right else 0
+        while i + length < len(last) and last[length] == last[i + length]:
+            length += 1
+        found[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return np.minimum(found[::-1], free)

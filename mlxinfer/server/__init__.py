@@ -9,7 +9,7 @@ The path of one request:
                          errors become replies, and each request a line of the log
     apis/chat.py …       body -> ChatInput, steps -> frames, results -> body
     ../session/          the conversation behind every API
-    models.py served.py  models by name: loaded on request, within a memory budget, unloaded
+    models.py slots.py   models by name: loaded on request, within a memory budget, unloaded
 
 A new API is one file in apis/ and its lines in the table of app.py.
 """

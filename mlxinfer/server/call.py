@@ -45,8 +45,8 @@ from .http import (
 from .metrics import RequestMetrics
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
-from .served import ServedModel
 from .service import ServerState
+from .slots import ServedModel
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors

@@ -28,8 +28,7 @@ from prometheus_client.registry import Collector
 from ..errors import EngineClosedError, OverloadedError
 from ..outputs import Result
 from .models import ModelRegistry
-from .served import ServedModel
-from .slots import ModelSlot
+from .slots import ModelSlot, ServedModel
 from .workers import apart
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py)

@@ -26,10 +26,8 @@ from ..errors import (
     OverloadedError,
 )
 from ..memory import human_bytes
-from .budgets import kv_budgets
 from .errors import HttpError, ModelLoadError
-from .served import ServedModel
-from .slots import BUSY_RETRY_S, ModelSlot, RegistryEntry, State
+from .slots import BUSY_RETRY_S, ModelSlot, RegistryEntry, ServedModel, State, kv_budgets
 from .workers import apart, in_background
 
 UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory

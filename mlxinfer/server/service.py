@@ -21,8 +21,7 @@ from .errors import ShuttingDownError
 from .log import RecentProblems
 from .metrics import Admission, EngineStats, RequestMetrics, ServerMetrics
 from .models import ModelRegistry
-from .served import ServedModel
-from .slots import RegistryEntry
+from .slots import RegistryEntry, ServedModel
 from .store import ResponseStore
 from .workers import Workers
 

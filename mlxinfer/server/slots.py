@@ -1,18 +1,103 @@
-"""One model of a server: what it is loaded from, its state, and its users."""
+"""The models of a server: each as it is loaded, its state and users, and its share of memory."""
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 from ..core import SamplingParams
-from ..errors import OverloadedError
+from ..errors import InvalidRequestError, OverloadedError
+from ..memory import KV_SHARE, human_bytes
+from ..session.model_params import read_sampling
+from ..session.options import EngineOptions
+from ..session.pooling_session import PoolingSession, open_session
+from ..session.session import Session
+from ..text import Tokenizer
 from .errors import ModelLoadError
-from .served import ServedModel
+
+CAPABILITIES = (
+    *("chat", "completion", "tools", "reasoning", "infill", "vision", "embeddings", "rerank"),
+)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ServedModel:
+    """A loaded model under the name that requests call it by.
+
+    Attributes:
+        defaults: sampling values for fields that a request leaves out: those of the model's
+            generation_config.json, or else OpenAI's, such as temperature 1.
+        session: of a model for vectors or scores it is a PoolingSession, which refuses the rest.
+        adapter: that requests by this name use.
+    """
+
+    name: str
+    session: Session
+    defaults: SamplingParams
+    created_s: int  # seconds since 1970
+    adapter: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        created_s: int,
+        tool_format: str = "auto",
+        watch: Callable[[int, int], None] | None = None,
+    ) -> "ServedModel":
+        """Load the model in `folder`, with `watch` as of Session.
+
+        Raises as Session, and CheckpointError as `read_defaults`.
+        """
+        defaults = read_defaults(folder)
+        session = cast(Session, open_session(name, folder, options, tool_format, watch))
+        return cls(name=name, session=session, defaults=defaults, created_s=created_s)
+
+    def with_adapter(self, adapter: str) -> "ServedModel":
+        """The same model, as requests see it that name an adapter."""
+        return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.session.tokenizer
+
+    @property
+    def pooler(self) -> PoolingSession:
+        """The session of a model for vectors or scores; raises InvalidRequestError for another."""
+        if "rerank" not in self.session.capabilities:
+            raise InvalidRequestError(
+                f"{self.name} generates text and gives no vectors and scores; name an embedding "
+                "model or a reranker. /v1/models says what each model is for.",
+                param="model",
+            )
+        return cast(PoolingSession, self.session)
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """The abilities of the model that requests may use."""
+        can = self.session.capabilities
+        return {name: name in can for name in CAPABILITIES}
+
+
+def read_defaults(folder: Path) -> SamplingParams:
+    """The sampling values of a checkpoint's generation_config.json; unusable ones are left out.
+
+    `"do_sample": false` makes the default greedy.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": None, **read_sampling(folder)})
+
 
 FIRST_PAUSE_S = 10.0
 MAX_PAUSE_S = 600.0
@@ -177,3 +262,69 @@ class ModelSlot:
             f"The model {self.entry.name} is stuck while it is unloaded.",
             retry_after_s=BUSY_RETRY_S,
         )
+
+
+ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
+MIN_KV_BYTES = 8 * 10**6
+
+
+def kv_budgets(slots: Sequence[ModelSlot], limit_bytes: int) -> dict[str, int]:
+    """How the limit is divided: bytes of KV cache for each model, by name.
+
+    These rules are simple, so that an operator can do the sum. Budgets depend on the settings
+    alone, never on the model that was loaded first.
+
+    - The limit is for weights and KV caches together. By default it is seven tenths of the
+      machine's memory. The arrays of a step need more memory for a moment.
+    - A model with a KV budget of its own gets that.
+    - If the weights of all models fit together and leave enough, the other models share the rest
+      equally. Then no model is ever unloaded to make room.
+    - Otherwise models take turns. Each gets the same share of the memory that the pinned models
+      and the largest of the others leave, so that a few models are loaded at once.
+
+    Raises:
+        InvalidRequestError: a model does not fit beside the pinned ones.
+    """
+    share = _common_share(slots, limit_bytes)
+    budgets = {n.entry.name: share if n.entry.kv_bytes is None else n.entry.kv_bytes for n in slots}
+    for slot in slots:
+        taken = sum(n.weights_bytes + budgets[n.entry.name] for n in _beside(slots, slot))
+        if taken > limit_bytes or (slot.entry.kv_bytes is None and share < MIN_KV_BYTES):
+            raise _does_not_fit(slot, slots, limit_bytes)
+    return budgets
+
+
+def _common_share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
+    """Bytes of KV cache for each model without a budget of its own."""
+    together = _share(slots, limit_bytes)
+    crowds = [_beside(slots, slot) for slot in slots]
+    shares = [_share(c, limit_bytes) for c in crowds if any(n.entry.kv_bytes is None for n in c)]
+    alone = min(shares, default=0)
+    enough = max(alone * ENOUGH_SHARE, MIN_KV_BYTES)
+    return together if together >= enough else int(alone * KV_SHARE)
+
+
+def _beside(slots: Sequence[ModelSlot], one: ModelSlot) -> list[ModelSlot]:
+    """The pinned models and this one, which have to fit into memory together."""
+    return [slot for slot in slots if slot.pinned or slot is one]
+
+
+def _share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
+    """An equal share of the memory that these models leave; at least 0."""
+    sharing = sum(slot.entry.kv_bytes is None for slot in slots)
+    left = limit_bytes - sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in slots)
+    return max(left // max(sharing, 1), 0)
+
+
+def _does_not_fit(
+    one: ModelSlot, slots: Sequence[ModelSlot], limit_bytes: int
+) -> InvalidRequestError:
+    others = [slot for slot in slots if slot.pinned and slot is not one]
+    beside = f" beside the pinned {', '.join(n.entry.name for n in others)}" if others else ""
+    taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *others])
+    return InvalidRequestError(
+        f"The model {one.entry.name} does not fit{beside}: weights and KV caches need "
+        f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "
+        "with --max-memory, or take smaller weights.",
+        param="max_memory",
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlxinfer.bench.client import ChatClient, TimedAnswer
+from mlxinfer.bench.load import ChatClient, TimedAnswer
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import MlxinferError

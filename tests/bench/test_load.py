@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mlxinfer.bench.client import ChatClient, TimedAnswer
-from mlxinfer.bench.load import ServerLoad, arrivals, bodies, run, summary
+from mlxinfer.bench.load import ChatClient, ServerLoad, TimedAnswer, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.http_json import NoServerError

@@ -8,7 +8,7 @@ import pytest
 from fake_llm import FakeLLM
 from rich.console import Console
 
-from mlxinfer.cli import _terminal
+from mlxinfer.cli import chat
 from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import ContextLengthError, OverloadedError
@@ -179,7 +179,7 @@ def test_the_command_reads_stdin(
 
 def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    path = _terminal.history_file()
+    path = chat.history_file()
     assert path == tmp_path / "mlxinfer" / "chat_history"
     assert path.stat().st_mode & 0o077 == 0
 
@@ -189,7 +189,7 @@ def test_a_chat_needs_no_place_for_its_history(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    history = _terminal._open_history()
+    history = chat._open_history()
     assert "what you type is not remembered" in capsys.readouterr().err
     history.append_string("one")
     assert history.get_strings() == ["one"]
@@ -197,8 +197,8 @@ def test_a_chat_needs_no_place_for_its_history(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
 def test_a_full_disk_ends_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_terminal, "history_file", lambda: Path("/dev/full"))
-    history = _terminal._open_history()
+    monkeypatch.setattr(chat, "history_file", lambda: Path("/dev/full"))
+    history = chat._open_history()
     history.append_string("one")
     assert history.get_strings() == ["one"]
 
@@ -211,7 +211,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        read = _terminal.terminal_reader(COMMANDS)
+        read = chat.terminal_reader(COMMANDS)
         keys.send_text("one\\\rtwo\x1b\rthree\r")
         assert read("") == "one\ntwo\nthree"
         keys.send_text("!\r")
@@ -222,7 +222,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         keys.send_text("\x04")
         with pytest.raises(EOFError):
             read("")
-    assert "+one" in _terminal.history_file().read_text()
+    assert "+one" in chat.history_file().read_text()
 
 
 def test_no_input_line_crashes_the_chat(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxinfer.cli._terminal import silent_interrupts
+from mlxinfer.cli.chat import silent_interrupts
 
 
 @pytest.fixture

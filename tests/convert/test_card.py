@@ -9,7 +9,7 @@ import pytest
 from convert_cases import TEXT, convert, write_source
 
 from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
-from mlxinfer.convert.read.origin import (
+from mlxinfer.convert.read.source import (
     Origin,
     origin_of_card,
     origin_of_folder,

@@ -21,7 +21,7 @@ from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError, RequestFailedError
 from mlxinfer.images import Picture, PlacedPicture
-from mlxinfer.images.positions import rope_positions
+from mlxinfer.images.picture import rope_positions
 from mlxinfer.layers.step import Step, StepFeatures
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model

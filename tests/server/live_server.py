@@ -18,9 +18,8 @@ from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.http import Route
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.run import Server, bind, url_of
-from mlxinfer.server.served import ServedModel
 from mlxinfer.server.service import ServerState
-from mlxinfer.server.slots import RegistryEntry
+from mlxinfer.server.slots import RegistryEntry, ServedModel
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
 

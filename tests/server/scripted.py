@@ -9,7 +9,7 @@ from live_server import LiveServer, wait_until
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.loop import EngineLimits
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
 

@@ -15,8 +15,7 @@ from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, stri
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry
-from mlxinfer.server.served import ServedModel
-from mlxinfer.server.slots import RegistryEntry
+from mlxinfer.server.slots import RegistryEntry, ServedModel
 
 TOOLS: Any = [
     {"name": "get_weather", "description": "The weather", "input_schema": CITY},

@@ -17,7 +17,7 @@ from steps import hanging
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
 from mlxinfer.server.metrics import MAX_RETRY_S, MIN_RETRY_S, Admission, RequestMetrics
-from mlxinfer.server.served import read_defaults
+from mlxinfer.server.slots import read_defaults
 
 COMPLETIONS = "/v1/completions"
 

@@ -12,7 +12,7 @@ from live_server import CHAT, chat, long_chat, wait_until
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import ServedModel
 
 
 @pytest.fixture(scope="module")

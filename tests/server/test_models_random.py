@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError, MlxinferError
-from mlxinfer.server.budgets import MIN_KV_BYTES, kv_budgets
 from mlxinfer.server.models import ModelRegistry
-from mlxinfer.server.slots import MAX_PAUSE_S, ModelSlot, RegistryEntry, State
+from mlxinfer.server.slots import (
+    MAX_PAUSE_S,
+    MIN_KV_BYTES,
+    ModelSlot,
+    RegistryEntry,
+    State,
+    kv_budgets,
+)
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)

@@ -17,7 +17,7 @@ from pooling.tiny_pooling import pooling_folder
 from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.outputs import ranked
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.inputs import EmbedInput, ScoreInput
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pooling_session import PoolingSession

@@ -20,7 +20,7 @@ from sdk_clients import anthropic_client, openai_client
 from mlxinfer import LLM
 from mlxinfer.errors import InvalidRequestError, PictureError
 from mlxinfer.server import pictures
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import ServedModel
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
 from mlxinfer.session.options import EngineOptions

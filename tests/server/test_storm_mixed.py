@@ -21,7 +21,7 @@ from storm_client import Plan, draw_body, draw_leaver, perform
 from test_storm import held, resident_kb
 
 from mlxinfer import hub
-from mlxinfer.server.served import ServedModel
+from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.options import EngineOptions
 
 ADAPTERS = ("pirate", "poet")

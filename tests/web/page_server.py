@@ -19,8 +19,7 @@ from mlxinfer.memory import weights_bytes
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
-from mlxinfer.server.served import ServedModel
-from mlxinfer.server.slots import RegistryEntry
+from mlxinfer.server.slots import RegistryEntry, ServedModel
 from mlxinfer.session.options import EngineOptions
 from tests.seeing_folder import seeing_folder
 

@@ -19,13 +19,12 @@ import toga
 from ..errors import MlxinferError
 from .client import ServerClient
 from .controller import AppController, View
-from .forms import SettingsForm
 from .instance import Instance
 from .menu import Action, Do, MenuEntry, menu_of, rate_text
 from .platforms import Platform, parse_hotkey
 from .process import StartError
 from .welcome import Introduction
-from .windows import HIDE, RESOURCES, ChatWindow, MainWindow
+from .windows import HIDE, RESOURCES, ChatWindow, MainWindow, SettingsForm
 
 APP_ID = "io.mlxinfer.app"
 RUNNING, NOT_RUNNING = RESOURCES / "status.png", RESOURCES / "status-off.png"

@@ -11,8 +11,7 @@ from typing import Any
 from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
-from ..origin import origin_of_metadata
-from ..source import SideFiles, SourceModel, TensorReader
+from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
 from .families import (
     BY_LAYER,

@@ -17,7 +17,6 @@ from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, Activation, FeedForward, Gated
 from ...layers.norm import Norm, RMSNorm
-from ...layers.per_layer import PerLayerGate, PerLayerInputs
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
 from ..decoder import Entry
@@ -25,7 +24,15 @@ from ..family import Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .gemma import language_fields
-from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
+from .gemma_e import (
+    PerLayerGate,
+    PerLayerInputs,
+    between_stages,
+    per_layer_gate,
+    per_layer_inputs,
+    shared_or_own,
+    sources,
+)
 
 _LEAST = 1e-5  # of a mean square that is divided by
 

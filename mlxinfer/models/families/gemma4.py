@@ -20,7 +20,6 @@ from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertChoice, ExpertProjection, MoE
 from ...layers.norm import Join, Norm, RMSNorm
-from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
 from ...metal_kernels.routing import Routing
@@ -32,7 +31,14 @@ from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
 from .gemma import SPANS, language_fields, sees_pictures
-from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
+from .gemma_e import (
+    PerLayerGate,
+    between_stages,
+    per_layer_gate,
+    per_layer_inputs,
+    shared_or_own,
+    sources,
+)
 
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

@@ -2,21 +2,72 @@
 
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ...core import BlockSpec
 from ...errors import UnsupportedModelError
 from ...layers.attention import Mixer
-from ...layers.block_index import BlockIndexer
+from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward, Gated, clamped_swiglu
 from ...layers.norm import Norm, RMSNorm
+from ...layers.step import Rope, Step
+from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
 from ..family import PACKED
 from ..jsonfields import Fields
 from .deepseek import biased_routing, sparse_layers
 from .mixtral import MiniMaxM2
+
+
+class BlockIndexer(Mixer):
+    """An index that lets a layer see only the blocks with the best tokens.
+
+    It has queries of a few heads, and one key for each token. Both are normalised and then
+    position-encoded. T = tokens of the step, d = numbers of a key (transformers' MiniMax M3).
+
+    Args:
+        qk_proj: (T, hidden) -> (T, (Hi + 1) * d), queries and then one key.
+        qk_norm: over (T, Hi + 1, d).
+        num_heads: Hi.
+        served: query heads of attention that see what one of them chooses.
+        spec: what the cache keeps.
+        rope: over the first numbers of queries and keys.
+    """
+
+    __slots__ = ("num_heads", "qk_norm", "qk_proj", "rope", "served", "spec")
+
+    spec: BlockSpec
+
+    def __init__(
+        self,
+        *,
+        qk_proj: Projection,
+        qk_norm: Norm,
+        num_heads: int,
+        served: int,
+        spec: BlockSpec,
+        rope: Rope,
+    ) -> None:
+        self.qk_proj = qk_proj
+        self.qk_norm = qk_norm
+        self.num_heads = num_heads
+        self.served = served
+        self.spec = spec
+        self.rope = rope
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None."""
+        return []
+
+    def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
+        """The blocks that tokens of x (T, hidden) see, as of `BlockLayer.choose`."""
+        both = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))  # (T, Hi + 1, d)
+        both = self.rope(self.qk_norm(both), step.prepared[self.rope])
+        queries, keys = mx.split(both, [self.num_heads], axis=1)
+        return step.caches[self].choose(queries, keys[:, 0], self.served)
+
 
 _SPARSE = "minimax_m3_sparse"
 _INDEX = {  # in `sparse_attention_config`, and since transformers 5

@@ -31,7 +31,7 @@ from ...session.inputs import ChatInput
 from ...text import around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
-from ..served import ServedModel
+from ..slots import ServedModel
 from .documents import PDF, PdfPart, check_text_type, read_pdfs, shown_file, text_of_file
 from .sampling import (
     MAX_STOPS,

@@ -15,7 +15,7 @@ from ...session.inputs import ChatInput
 from ...text import Content
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
-from ..served import ServedModel
+from ..slots import ServedModel
 from .documents import PdfPart, SentFile, read_pdfs
 from .sampling import (
     REFUSED,

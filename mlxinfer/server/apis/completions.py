@@ -13,7 +13,7 @@ from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
-from ..served import ServedModel
+from ..slots import ServedModel
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .tools import Prompts, texts_of
 from .usage import (

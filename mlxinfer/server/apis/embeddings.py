@@ -16,7 +16,7 @@ from ...session.inputs import EmbedInput, ScoreInput
 from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import RequestBody
-from ..served import ServedModel
+from ..slots import ServedModel
 from .tools import Prompts, texts_of
 
 MAX_INPUTS = 2048  # of one request: OpenAI's bound

@@ -14,7 +14,7 @@ from ...session.inputs import TextInput
 from ..call import Call
 from ..errors import HttpError
 from ..http import Body, Plain, RequestBody
-from ..served import ServedModel
+from ..slots import ServedModel
 
 KEY_DIGITS = 40
 MAX_KEYS = 1 << 17

@@ -20,8 +20,7 @@ from ...text import Content
 from ..call import Call
 from ..errors import HttpError
 from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decode, encode
-from ..served import ServedModel
-from ..slots import ModelSlot
+from ..slots import ModelSlot, ServedModel
 from ..workers import apart
 from .chat import Effort
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params

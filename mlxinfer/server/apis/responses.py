@@ -36,7 +36,7 @@ from ..http import (
     refuse,
     same_field,
 )
-from ..served import ServedModel
+from ..slots import ServedModel
 from ..store import ResponseStore, RunningResponse, StoredResponse
 from .chat import Effort
 from .documents import read_pdfs

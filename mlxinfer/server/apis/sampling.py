@@ -17,7 +17,7 @@ from ...errors import InvalidRequestError, UnsupportedFieldError, check_int
 from ...grammar import GrammarSpec, response_format, spec
 from ...grammar.schema import MAX_BYTES
 from ..http import RequestBody
-from ..served import ServedModel
+from ..slots import ServedModel
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000

@@ -11,7 +11,7 @@ from ...session.saved import Client, SavedSession
 from ..call import Call
 from ..errors import HttpError
 from ..http import Events, Plain, RequestBody
-from ..served import ServedModel
+from ..slots import ServedModel
 from .sampling import MAX_SLOT
 
 FILE = b"application/octet-stream"

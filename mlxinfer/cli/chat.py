@@ -278,9 +278,6 @@ def _unescaped(line: str) -> str:
     return line[1:] if line.startswith("//") else line
 
 
-Reader = Callable[[str], str]  # default text -> what was typed; EOFError, KeyboardInterrupt
-
-
 def open_reader(commands: Iterable[str]) -> Reader:
     """Return a reader with editing and history on a terminal, a plain one elsewhere."""
     return terminal_reader(commands) if sys.stdin.isatty() else plain_reader

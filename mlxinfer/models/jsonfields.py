@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedModelError
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -157,6 +157,20 @@ class Fields:
         if value is not None and (not isinstance(value, list) or len(value) > max_items):
             self._fail(keys, value, f"a list of at most {max_items} items")
         return value
+
+    def require(self, known: Mapping[str, Sequence[Any]]) -> None:
+        """Check settings that would change the answers; `known`: values of each that are supported.
+
+        Raises:
+            UnsupportedModelError: one is stated as another value.
+        """
+        for key, values in known.items():
+            stated = self.get(key)
+            if stated is not None and stated not in values:
+                raise UnsupportedModelError(
+                    f"{key} in {self.where} is {repr(stated)[:60]}; supported: "
+                    f"{', '.join(map(repr, values))}."
+                )
 
     def _given(self, keys: tuple[str, ...], default: Any) -> Any:
         value = self.get(*keys)

@@ -7,7 +7,6 @@ modeling_xlm_roberta.py and modeling_distilbert.py.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ...errors import UnsupportedModelError
 from ...layers.mlp import FeedForward
 from ..config import ModelConfig
 from ..encoder import Encoder
@@ -53,12 +52,7 @@ class Bert(Encoder):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Positions have a table of their own; distances between tokens are not encoded."""
-        kind = config.fields.text("position_embedding_type", default="absolute")
-        if kind != "absolute":
-            raise UnsupportedModelError(
-                f"position_embedding_type in {config.fields.where} is {kind[:40]!r}; supported is "
-                "'absolute'."
-            )
+        config.fields.require({"position_embedding_type": ["absolute"]})
         return super().configure(config)
 
     def mlp(self, index: int) -> FeedForward:

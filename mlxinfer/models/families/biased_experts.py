@@ -31,12 +31,14 @@ class Dots1(Family):
         "max_window_layers": 62,
         "first_k_dense_replace": 0,
         "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
     }
     head_norms = True
     dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With DeepSeek's names for the fields of experts."""
+        return with_deepseek_names(config)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -102,16 +104,8 @@ class HyV3(Dots1):
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.826,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
     }
     has_head = True
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names for the fields of experts."""
-        return with_deepseek_names(config)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -186,10 +180,7 @@ class ExaoneMoE(Exaone4):
     defaults: ClassVar = {
         **Exaone4.defaults,
         "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "n_group": 1,
-        "topk_group": 1,
         "n_shared_experts": 1,
     }
     dense_matrices = (".mlp.gate",)
@@ -256,8 +247,4 @@ class Ernie4_5MoE(Ernie4_5):
         name = f"{path}.moe_statics.e_score_correction_bias"
         bias = self.weights.raw(name, (1, config.num_experts)).astype(mx.float32)[0]
         routing = Routing(config.experts_per_token, normalised=True, biased=True)
-        count = config.fields.integer("moe_num_shared_experts", low=0, high=2**10)
-        shared = None
-        if count:
-            shared = self.dense_mlp(f"{path}.shared_experts", config.moe_intermediate_size * count)
-        return self.experts(path, ExpertChoice(routing, bias), shared=shared)
+        return self.experts(path, ExpertChoice(routing, bias), shared=shared_expert(self, path))

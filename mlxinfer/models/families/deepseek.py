@@ -310,7 +310,10 @@ def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
 
 
 def with_experts(config: ModelConfig) -> ModelConfig:
-    """The config with the experts' fields of DeepSeek and related families, if there are any."""
+    """The config with the experts' fields of DeepSeek and related families, if there are any.
+
+    Where it is silent, the weights of the chosen experts sum to 1.
+    """
     fields = config.fields
     if fields.get("n_routed_experts", "num_local_experts") is None:
         return replace(config, sparse_layers=(False,) * config.num_layers)
@@ -320,7 +323,7 @@ def with_experts(config: ModelConfig) -> ModelConfig:
         num_experts=num_experts,
         experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
         moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
-        norm_topk_prob=fields.boolean("norm_topk_prob"),
+        norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
         sparse_layers=sparse_layers(fields, config.num_layers),
     )
 
@@ -339,7 +342,10 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def biased_routing(family: Family, path: str) -> ExpertChoice:
-    """Sigmoid scores. Groups and experts are chosen by score plus bias."""
+    """Sigmoid scores. Groups and experts are chosen by score plus bias.
+
+    Where the config is silent, there is one group, and no factor.
+    """
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
     routing = Routing(
@@ -348,15 +354,18 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
         normalised=config.norm_topk_prob,
         biased=True,
         eps=SUM_EPS,
-        factor=fields.number("routed_scaling_factor"),
-        num_groups=fields.integer("n_group"),
-        num_best=fields.integer("topk_group"),
+        factor=fields.number("routed_scaling_factor", default=1.0),
+        num_groups=fields.integer("n_group", default=1),
+        num_best=fields.integer("topk_group", default=1),
         counted=2,
     )
     return ExpertChoice(routing, bias.astype(mx.float32))
 
 
-def shared_expert(family: Family, path: str) -> FeedForward:
-    """The experts that every token goes to, as one wide MLP."""
-    count = family.config.fields.integer("n_shared_experts", high=2**10)
+def shared_expert(family: Family, path: str) -> FeedForward | None:
+    """The experts that every token goes to, as one wide MLP; None: there are none."""
+    keys = "n_shared_experts", "moe_num_shared_experts"
+    count = family.config.fields.integer(*keys, low=0, high=2**10, default=0)
+    if not count:
+        return None
     return family.dense_mlp(f"{path}.shared_experts", family.config.moe_intermediate_size * count)

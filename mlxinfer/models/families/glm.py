@@ -92,11 +92,7 @@ class Glm4MoE(Family):
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "n_routed_experts": 128,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
         "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
         "use_qk_norm": False,
     }
     has_head = True
@@ -154,9 +150,6 @@ class Glm4MoELite(DeepseekV3):
         "n_shared_experts": 1,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1536,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
         "first_k_dense_replace": 1,
         "rms_norm_eps": 1e-5,

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ..config import FULL, SLIDING, ModelConfig, stated_layer_types
 from ..family import Family
 from ..jsonfields import Fields
-from .biased_experts import Dots1, with_deepseek_names
+from .biased_experts import Dots1
 from .deepseek import biased_routing
 
 
@@ -19,7 +19,7 @@ class Laguna(Dots1):
     """Laguna XS, S and M: the experts of DeepSeek V3 beside a shared one.
 
     Attributes:
-        supported: values of keys of config.json that would change the answers; None: left out.
+        supported: values of settings that would change the answers.
     """
 
     defaults: ClassVar = {
@@ -38,22 +38,13 @@ class Laguna(Dots1):
         "shared_expert_intermediate_size": 512,
         "moe_router_logit_softcapping": 0.0,
         "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
     }
     supported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "gating": (True, "per-head", "per-element"),
-        "moe_router_score_func": (None, "sigmoid"),
-        "moe_apply_router_weight_on_input": (None, False),
+        "moe_router_score_func": ("sigmoid",),
+        "moe_apply_router_weight_on_input": (False,),
     }
     softplus_gates = True
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names for the fields of experts."""
-        return with_deepseek_names(config)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -63,13 +54,7 @@ class Laguna(Dots1):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the query heads of each layer, and the layers that have experts."""
-        fields = config.fields
-        for key, known in cls.supported.items():
-            if fields.get(key) not in known:
-                raise UnsupportedModelError(
-                    f"{key} in {fields.where} is {str(fields.get(key))[:60]!r}; supported are "
-                    f"{', '.join(map(repr, known))}."
-                )
+        config.fields.require(cls.supported)
         return with_query_heads(super().configure(config), cls.query_heads(config))
 
     @classmethod

@@ -8,12 +8,10 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.mlp import FeedForward
 from ...layers.norm import Norm
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family
+from ..config import FULL, SLIDING, ModelConfig
 from ..jsonfields import Fields
-from .deepseek import biased_routing, with_experts
+from .biased_experts import Dots1
 
 _NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
     "swa_rope_theta": "rope_local_base_freq",
@@ -23,7 +21,7 @@ _NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
 _SAME = ("num_attention_heads", "head_dim", "v_head_dim")  # in layers with windows and without
 
 
-class MiMoV2Flash(Family):
+class MiMoV2Flash(Dots1):
     """MiMo V2 Flash: the experts of DeepSeek V3 without a shared one."""
 
     defaults: ClassVar = {
@@ -43,20 +41,18 @@ class MiMoV2Flash(Family):
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 2048,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
         "first_k_dense_replace": 1,
         "mtp_layer_types": [SLIDING],
     }
     has_head = True
-    dense_matrices = (".mlp.gate",)
+    head_norms = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The config under the names of other families.
 
-        The vendor's `sliding_window_size` leaves the token itself out.
+        The vendor's `sliding_window_size` leaves the token itself out, and its pattern of layers
+        has 1 for windows. Where nothing is stated, the first layer and each sixth see everything.
         """
         values = dict(config.values)
         for own, ours in _NAMES.items():
@@ -64,24 +60,12 @@ class MiMoV2Flash(Family):
                 values[ours] = stated
         if config.get("sliding_window_size") is not None:
             values["sliding_window"] = 1 + config.integer("sliding_window_size")
-        if config.get("routed_scaling_factor") is None:
-            values["routed_scaling_factor"] = 1.0
-        return Fields(values, config.where)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated, by name or by 1 for windows; else the first and each sixth see everything."""
-        pattern = fields.items("hybrid_layer_pattern")
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
-        if pattern is None:
-            pattern = [bool(i and (i + 1) % 6) for i in range(num_layers)]
-        if len(pattern) != num_layers:
-            raise CheckpointError(
-                f"hybrid_layer_pattern in {fields.where} has {len(pattern)} entries; expected "
-                f"{num_layers}."
-            )
-        return [SLIDING if windowed else FULL for windowed in pattern]
+        if config.items("layer_types") is None:
+            count = config.integer("num_hidden_layers", high=2000)
+            every_sixth = [i and (i + 1) % 6 for i in range(count)]
+            pattern = config.items("hybrid_layer_pattern") or every_sixth
+            values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern]
+        return super().language_model(Fields(values, config.where))
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
@@ -107,7 +91,7 @@ class MiMoV2Flash(Family):
             )
         counts = [few if window is None else many for window in config.windows]
         return replace(
-            with_experts(config),
+            super().configure(config),
             heads=tuple((count, config.head_dim) for count in counts),
             value_dim=fields.integer("v_head_dim", high=2**14),
         )
@@ -128,10 +112,3 @@ class MiMoV2Flash(Family):
         path = f"model.layers.{index}.self_attn.sinks"
         stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")
         return self.weights.take(path, (self.config.num_heads,)) if stated else None
-
-    def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts."""
-        path = f"model.layers.{index}.mlp"
-        if not self.config.sparse_layers[index]:
-            return super().mlp(index)
-        return self.experts(path, biased_routing(self, path))

@@ -108,8 +108,6 @@ class MiniMaxM3(MiniMaxM2):
         "num_experts_per_tok": 4,
         "routed_scaling_factor": 2.0,
         "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
         "first_k_dense_replace": 0,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
@@ -132,12 +130,8 @@ class MiniMaxM3(MiniMaxM2):
         """
         values = dict(config.values)
         index = config.fields("sparse_attention_config") or Fields({}, config.where)
-        for key, known in _KNOWN.items():
-            stated = index.get(key) if key.startswith("sparse") else values.get(key)
-            if stated is not None and stated not in known:
-                raise UnsupportedModelError(
-                    f"{key} in {config.where} is {str(stated)[:60]!r}; supported is {known[0]!r}."
-                )
+        index.require(_KNOWN)
+        config.require(_KNOWN)
         for own, ours in _INDEX.items():
             if index.get(own) is not None:
                 values[ours] = index.get(own)

@@ -124,10 +124,6 @@ class NemotronH(Family):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
         "first_k_dense_replace": 0,
     }
     dense_matrices = (".mixer.gate",)
@@ -164,12 +160,7 @@ class NemotronH(Family):
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Set the kind of each block."""
         fields = config.fields
-        acts = fields.text("mlp_hidden_act"), fields.text("mamba_hidden_act")
-        if acts != ("relu2", "silu"):
-            raise UnsupportedModelError(
-                f"mlp_hidden_act and mamba_hidden_act in {fields.where} are {acts}; supported are "
-                "relu2 and silu."
-            )
+        fields.require({"mlp_hidden_act": ["relu2"], "mamba_hidden_act": ["silu"]})
         state = MambaDims.of(fields, width=None).spec
         blocks = tuple(fields.text("hybrid_override_pattern"))
         return replace(

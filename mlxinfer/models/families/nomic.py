@@ -6,7 +6,6 @@ checkpoints on the hub, which are those of flash-attn's GPT-2.
 
 from typing import ClassVar
 
-from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ..encoder import Encoder
 from ..jsonfields import Fields
@@ -72,12 +71,7 @@ class NomicBert(Encoder):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The usual keys; refuses other networks of the same name."""
-        for key, built in _FIXED.items():
-            value = config.get(key)
-            if value is not None and value not in built:
-                raise UnsupportedModelError(
-                    f"{key} in {config.where} is {value!r}; supported is {built[0]!r}."
-                )
+        config.require(_FIXED)
         found = {ours: config.get(ours, theirs) for ours, theirs in _KEYS.items()}
         stated = {ours: value for ours, value in found.items() if value is not None}
         return Fields({**config.values, **stated}, config.where)

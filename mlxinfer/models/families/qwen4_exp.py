@@ -58,11 +58,7 @@ class Qwen4Exp(Qwen3_5MoE):
         """Check the sizes that the parts of this family alone have."""
         config, fields = super().configure(config), config.fields
         _index_spec(config)
-        gate = fields.text("output_gate_type", "hidden_act", default="silu")
-        if gate not in ("sigmoid", "silu"):
-            raise UnsupportedModelError(
-                f"output_gate_type is {gate[:60]!r}; supported are sigmoid and silu."
-            )
+        fields.require({"output_gate_type": ["sigmoid", "silu"]})
         for index in _ngram_layers(fields):
             if not 0 <= index < config.num_layers:
                 raise CheckpointError(

@@ -39,12 +39,8 @@ class Step3p5(Laguna):
         "moe_intermediate_size": 1280,
         "share_expert_dim": 1280,
         "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
     }
-    supported: ClassVar = {"moe_router_activation": (None, "sigmoid")}
+    supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
     softplus_gates = False
     has_head = True
     head_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it

@@ -57,6 +57,7 @@ def test_what_goes_wrong_is_a_text_for_the_model(
     assert tools.call(name, arguments).startswith("Error")
 
 
+@pytest.mark.ci
 def test_names_that_two_servers_have_begin_with_the_servers() -> None:
     tools = McpTools({"one": SERVER, "two": replace(SERVER, allow=())})
     names = [tool["function"]["name"] for tool in tools.schemas]
@@ -66,6 +67,7 @@ def test_names_that_two_servers_have_begin_with_the_servers() -> None:
     tools.close()
 
 
+@pytest.mark.ci
 def test_a_server_that_ends_leaves_the_others() -> None:
     port = free_port()
     address = ToolServer(url=f"http://127.0.0.1:{port}/mcp")
@@ -90,6 +92,7 @@ def test_a_server_that_ends_leaves_the_others() -> None:
         running.wait()
 
 
+@pytest.mark.ci
 def test_a_server_that_died_is_started_again_by_the_next_call() -> None:
     tools = McpTools({"one": SERVER})
     assert tools.call("end", "{}").startswith("Error")

@@ -97,6 +97,7 @@ def test_the_config_file_of_the_server_page_is_read(tmp_path: Path) -> None:
 TRANSCRIPT = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
 
 
+@pytest.mark.ci
 def test_the_demo_says_what_it_is_said_to_say() -> None:
     with LLM("demo") as demo:
         for exchange in re.split(r"\n> ", TRANSCRIPT.strip()):

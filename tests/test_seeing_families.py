@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensors
+from models.runs import every
 from models.tiny import write
 from seeing_folder import MARKS, TEMPLATE, some_image
 from text.text_data import DATA
@@ -58,7 +59,7 @@ def family_folder(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(2, NAMES))
 def test_a_picture_changes_the_answer_and_is_cached(name: str, tmp_path: Path) -> None:
     with LLM(family_folder(tmp_path, name), max_memory="200MB") as llm:
         assert llm.model_info.sees

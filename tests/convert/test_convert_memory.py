@@ -81,7 +81,7 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
     "options",
     [
         ("--dry-run",),
-        ("--fast",),
+        pytest.param(("--fast",), marks=pytest.mark.ci),
         pytest.param(("--calibration", "none", "--check", "tensors"), marks=pytest.mark.ci),
     ],
 )

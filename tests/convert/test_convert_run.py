@@ -13,6 +13,7 @@ import pytest
 from convert_cases import TEXT, agreed, by_mlx_lm, by_mlxinfer, contents, convert, write_source
 from models.cases import CASES
 from models.random_weights import tiny_tensors
+from models.runs import every
 
 from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
@@ -58,7 +59,7 @@ CONVERSIONS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "options"), CONVERSIONS)
+@pytest.mark.parametrize(("case", "options"), every(2, CONVERSIONS))
 def test_mlx_lm_loads_it_and_answers_the_same(
     tmp_path: Path, case: str, options: dict[str, object]
 ) -> None:
@@ -90,15 +91,18 @@ OF_GPT_OSS = {"swiglu_limit": 7.0}  # as published: mlx-lm knows no other
 
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [
-        ("lfm2-v5", {"tie_word_embeddings": True}),  # mlx-lm always has it so
-        ("minimax_m2-v5", {"tie_word_embeddings": False}),
-        ("deepseek_v2-v5", {"tie_word_embeddings": False}),
-        ("exaone_moe-v5", {}),
-        ("glm_moe_dsa-v5", OF_DEEPSEEK),
-        ("nemotron_h-v4", OF_NEMOTRON),
-        ("gpt_oss-v5", OF_GPT_OSS),
-    ],
+    every(
+        2,
+        [
+            ("lfm2-v5", {"tie_word_embeddings": True}),  # mlx-lm always has it so
+            ("minimax_m2-v5", {"tie_word_embeddings": False}),
+            ("deepseek_v2-v5", {"tie_word_embeddings": False}),
+            ("exaone_moe-v5", {}),
+            ("glm_moe_dsa-v5", OF_DEEPSEEK),
+            ("nemotron_h-v4", OF_NEMOTRON),
+            ("gpt_oss-v5", OF_GPT_OSS),
+        ],
+    ),
 )
 def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(
     tmp_path: Path, case: str, changes: dict[str, Any]
@@ -191,19 +195,22 @@ _ASSUMED = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "max_position_embeddin
 
 @pytest.mark.parametrize(
     ("case", "assumed"),
-    [
-        ("llama-v4", {**_ALL_HEADS, "head_dim": 16}),
-        ("mistral-v4", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}),
-        ("qwen2-v4", {"num_attention_heads": 32, "num_key_value_heads": 32}),
-        ("qwen3-v4", {**_ALL_HEADS, "head_dim": 128, "tie_word_embeddings": False}),
-        (
-            "qwen3_moe-v4",
-            {**_ALL_HEADS, "head_dim": 16, "num_experts": 128, "num_experts_per_tok": 8}
-            | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-            | {"num_hidden_layers": 1, "moe_intermediate_size": 32},
-        ),
-        ("gemma3_text-v4", {"rope_theta": 1e6, "max_position_embeddings": 131_072}),
-    ],
+    every(
+        2,
+        [
+            ("llama-v4", {**_ALL_HEADS, "head_dim": 16}),
+            ("mistral-v4", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}),
+            ("qwen2-v4", {"num_attention_heads": 32, "num_key_value_heads": 32}),
+            ("qwen3-v4", {**_ALL_HEADS, "head_dim": 128, "tie_word_embeddings": False}),
+            (
+                "qwen3_moe-v4",
+                {**_ALL_HEADS, "head_dim": 16, "num_experts": 128, "num_experts_per_tok": 8}
+                | {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+                | {"num_hidden_layers": 1, "moe_intermediate_size": 32},
+            ),
+            ("gemma3_text-v4", {"rope_theta": 1e6, "max_position_embeddings": 131_072}),
+        ],
+    ),
 )
 def test_a_silent_config_means_the_same_in_mlx_lm(
     tmp_path: Path, case: str, assumed: dict[str, object]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from convert_cases import TEXT, Outcome, agreed, by_mlxinfer, convert, write_tokenizer
 from mlx.utils import tree_flatten
+from models.runs import every
 from models.zoo_configs import small_config
 from models.zoo_table import randomise
 
@@ -44,7 +45,7 @@ def write_zoo(folder: Path, kind: str, dtype: mx.Dtype = mx.bfloat16) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["olmoe", "gpt2", "mamba"])
+@pytest.mark.parametrize("kind", every(3, ["olmoe", "gpt2", "mamba"]))
 def test_mlx_lm_loads_what_its_definition_makes_and_answers_the_same(
     tmp_path: Path, kind: str
 ) -> None:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import Outcome, convert, write_source
+from models.runs import every
 
 from mlxinfer import LLM
 from mlxinfer.models import ExpertOptions, load
@@ -31,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "recipe"), CASES)
+@pytest.mark.parametrize(("case", "recipe"), every(2, CASES))
 def test_the_same_model_with_one_read_for_an_expert_and_back(
     case: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

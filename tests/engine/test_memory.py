@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, prompt, tiny_model
+from models.runs import every
 
 from mlxinfer.cache.kv import FIRST_PAGES, KVCache, page_counts
 from mlxinfer.cache.layout import lay_out
@@ -125,13 +126,16 @@ def moves(harness: Harness, turns: int = 60) -> int:
 
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [
-        ("qwen3-v4", {}),
-        ("qwen3-v4", {"kv": KVOptions(bits=(8, 8))}),
-        ("gemma3_text-v4", {}),
-        ("deepseek_v3-v4", {}),
-        ("qwen3-v4", {"num_pages": 30, "max_batch": 4}),
-    ],
+    every(
+        2,
+        [
+            ("qwen3-v4", {}),
+            ("qwen3-v4", {"kv": KVOptions(bits=(8, 8))}),
+            ("gemma3_text-v4", {}),
+            ("deepseek_v3-v4", {}),
+            ("qwen3-v4", {"num_pages": 30, "max_batch": 4}),
+        ],
+    ),
     ids=["plain", "8 bits", "windows", "latent", "preempted"],
 )
 def test_no_page_array_moves(case: str, changes: dict[str, Any]) -> None:
@@ -272,7 +276,7 @@ def test_a_rank_without_paged_layers_does_not_limit_the_others() -> None:
     assert none >= some
 
 
-@pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4"])
+@pytest.mark.parametrize("case", every(2, ["qwen3-v4", "gemma3_text-v4"]))
 def test_answers_of_one_token_leave_nothing(case: str) -> None:
     """No later step reads what their prompts wrote, which would keep all of the prompts' work."""
     harness = Harness(tiny_model(case), prefill_chunk=64, max_context=1000, prefix_cache=False)

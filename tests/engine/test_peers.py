@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engine.harness import PAGE, alone, config, model_of, prompt
+from models.runs import every
 
 from mlxinfer.cache.disk import entry_bytes
 from mlxinfer.config import KVOptions, PeerOptions
@@ -137,7 +138,7 @@ def plain(case: str, ids: list[int], **kv: Any) -> list[int]:
     return alone(model_of(case), ids, FEW, **kv).token_ids
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 def test_a_prompt_that_a_peer_has_is_not_computed(case: str) -> None:
     ids = prompt(140)
     with engine(case) as first, served(first) as peer, engine(case, (peer.url,)) as second:
@@ -182,7 +183,7 @@ def test_what_is_sent_is_hardly_more_than_the_pages() -> None:
 # -- prompts that another computes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 def test_a_prompt_is_computed_elsewhere(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 20.0)
     ids = prompt(300)

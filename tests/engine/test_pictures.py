@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine.harness import PAGE, Harness, alone, model_of, prompt
 from engine.pictures import RandomTower, picture, placed, seeing, tower_of, with_tower
+from models.runs import every
 from models.tiny import arrays_of, tiny_config, write
 
 from mlxinfer.cache.inputs import StepMetadata
@@ -134,7 +135,7 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
 TALK = ["hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
 
 
-@pytest.mark.parametrize("case", TALK)
+@pytest.mark.parametrize("case", every(3, TALK))
 def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
     """Five turns with two pictures: at most 5 % of earlier turns again, and two tower passes."""
     spans, turns = case.startswith("gemma3"), model_of(case).rope_axes == 3

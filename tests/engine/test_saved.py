@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from engine.harness import Harness, model_of, prompt
+from models.runs import every
 
 from mlxinfer.cache.disk.saved import SavedSession, SavedSessions
 from mlxinfer.config import DiskOptions, KVOptions
@@ -49,7 +50,7 @@ def save(harness: Harness, sessions: SavedSessions) -> SavedSession:
     return saved
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", every(2, [None, 8]))
 @pytest.mark.parametrize("case", CASES)
 def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path: Path) -> None:
     kv = KVOptions(bits=(bits, bits))

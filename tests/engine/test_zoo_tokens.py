@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from engine.harness import Harness, prompt
 from engine.oracle import Oracle
+from models.runs import every
 from models.zoo_table import small_model
 
 from mlxinfer.config import DiskOptions, KVOptions
@@ -48,7 +49,7 @@ def check_all(harness: Harness, name: str) -> None:
         assert outcome.token_ids == own_tokens(name, int(asked.rstrip("'"))), asked
 
 
-@pytest.mark.parametrize("name", BATCHED + ALONE)
+@pytest.mark.parametrize("name", every(3, BATCHED + ALONE))
 def test_preempted_and_asked_again_equals_mlx_lm(name: str) -> None:
     """The second time prompts are found computed, where the model can have a prefix cache."""
     lacking = "prefix_cache" in model_of(name).lacks

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from attention_checks import BITS, ROWS, Moved, latents, moved, moved_latents, one_head
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 from scenes import Scene, build
 
 from mlxinfer.metal_kernels.launch import running_on
@@ -21,7 +22,7 @@ def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> N
 
 
 @requires_compiler
-@pytest.mark.parametrize(("dim", "bits", "group", "queries"), SAMPLE)
+@pytest.mark.parametrize(("dim", "bits", "group", "queries"), every(2, SAMPLE))
 def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, queries: int) -> None:
     assert_least(moved(one_head(dim, bits, group, queries, 300)), group, queries)
 

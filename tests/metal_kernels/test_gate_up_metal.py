@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.mlx_kernels import quantized_matvec
+from models.runs import every
 
 from mlxinfer.layers import mlp
 from mlxinfer.layers.linear import Joined, Linear, Projection, QuantizedLinear
@@ -73,7 +74,7 @@ def assert_close(found: mx.array, expected: mx.array) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("codes", [*CODES, PLAIN], ids=str)
+@pytest.mark.parametrize("codes", every(2, [*CODES, PLAIN]), ids=str)
 def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
     """In every format; activation, dtypes, rows and sizes are drawn.
 

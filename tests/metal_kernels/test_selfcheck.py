@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from fake_gpu import BITMASK, SAMPLE, gpu
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 
 from mlxinfer.metal_kernels import selfcheck
 from mlxinfer.metal_kernels.attention_plan import REGISTER_BUDGET, THREADGROUP_BUDGET
@@ -293,7 +294,7 @@ class Still(np.random.Generator):
         return np.broadcast_to(np.float32(0), args[2])
 
 
-@pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
+@pytest.mark.parametrize("kind", every(2, list(KINDS.values())), ids=list(KINDS))
 def test_every_launch_has_registers_on_the_smallest_chip(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +350,7 @@ OVERFLOWS = {  # what is held in float16 for a moment: kind, text, mutant
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", OVERFLOWS)
+@pytest.mark.parametrize("name", every(4, OVERFLOWS))
 def test_self_checks_reach_what_float16_does_not_hold(name: str) -> None:
     kind, text, mutant = OVERFLOWS[name]
     sound = MetalCPU(checked=False)

@@ -1,6 +1,6 @@
 """Which of all cases run by default, which in .ci/run too, and which in the slow run alone."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -16,3 +16,17 @@ def runs(default: Collection[str], ci: Collection[str]) -> list[Any]:
         return pytest.mark.ci if case in ci else pytest.mark.slow
 
     return [pytest.param(case, marks=marks(case)) for case in CASES]
+
+
+def every(n: int, cases: Iterable[Any]) -> list[Any]:
+    """All cases of a parametrisation; every n-th runs by default, the others in .ci/run alone.
+
+    What is marked stays as it is marked. A tuple has the values of several arguments.
+    """
+    found = []
+    for number, case in enumerate(cases):
+        marked = type(case) is type(pytest.param())
+        values = case if type(case) is tuple else (case,)
+        kept = marked or number % n == 0
+        found.append(case if kept else pytest.param(*values, marks=pytest.mark.ci))
+    return found

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from models.names import Shape, expanded
 from models.published import PUBLISHED
+from models.runs import every
 
 from mlxinfer.cli._inspect import share_of_token
 from mlxinfer.core import StateSpec
@@ -55,7 +56,7 @@ LARGE = {  # tens of thousands of tensors each: seconds
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in PUBLISHED],
+    every(2, [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in PUBLISHED]),
 )
 def test_a_published_model_at_full_size(name):
     """Builds, takes every tensor, and has the published parameters, KV and state."""

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from models.cases import CASES
+from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer import LLM
@@ -88,7 +89,7 @@ ONE_OF_EACH_FAMILY = [
 ]
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("case", every(2, ONE_OF_EACH_FAMILY))
 def test_each_byte_is_read_once_and_none_by_a_model_that_is_placed_nowhere(
     case, tmp_path, monkeypatch
 ):

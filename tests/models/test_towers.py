@@ -17,6 +17,7 @@ from models.picture_cases import (
     pixels,
     prompt,
 )
+from models.runs import every
 from models.tiny import write
 
 from mlxinfer.errors import PictureError
@@ -172,7 +173,7 @@ def test_heads_of_any_size_give_the_same_on_metal(dim, monkeypatch):
     assert taken[0] == {64: (1, 2, 30, 64), 104: (1, 2, 30, 128), 144: (1, 1, 7, 144)}[dim]
 
 
-@pytest.mark.parametrize("name", ["gemma4_e", "lfm2_vl", "mistral3"])
+@pytest.mark.parametrize("name", every(3, ["gemma4_e", "lfm2_vl", "mistral3"]))
 def test_a_pass_needs_no_array_of_patches_by_patches(name, tmp_path):
     """One block at 3,600 patches: scores of all heads would be 155 MB and more."""
     config = json.loads(json.dumps(PICTURE_CASES[name].config))

@@ -9,6 +9,7 @@ import pytest
 from models.dense_kv import DenseCache, logits
 from models.names import expanded
 from models.random_weights import LESS_ONE, random_tensor
+from models.runs import every
 from models.tiny import arrays_of, quantized, tiny_config, write
 
 from mlxinfer.layers.step import Step
@@ -36,7 +37,7 @@ def tensors_of(outer):
     }
 
 
-@pytest.mark.parametrize("outer", CASES)
+@pytest.mark.parametrize("outer", every(2, CASES))
 def test_the_text_of_a_model_that_sees_is_that_of_transformers(tmp_path, outer):
     """Written by `tests/data/parity/wrappers.py`; tensors of the tower are there, and left out."""
     config = CASES[outer]["config"]

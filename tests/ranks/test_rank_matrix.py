@@ -25,6 +25,7 @@ from engine.proposers import some_proposer
 from engine.test_matrix import NEAR_TIE, Asked, Sight, assert_same, kv_options, play, programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.config import DiskOptions, KVOptions
@@ -190,7 +191,7 @@ def test_stages_refuse_pictures_that_add_to_layers_of_other_ranks(group: RankGro
     harness.loop.close()
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
+@pytest.mark.parametrize("pipeline", every(2, [False, True]), ids=["parts", "stages"])
 def test_prefixes_on_disk_come_back_after_a_restart(
     group: RankGroup, pipeline: bool, tmp_path: Path
 ) -> None:
@@ -228,7 +229,7 @@ def test_prefixes_on_disk_come_back_after_a_restart(
     assert run() == (plain, 6 * PAGE)
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
+@pytest.mark.parametrize("pipeline", every(2, [False, True]), ids=["parts", "stages"])
 def test_adapters_come_and_go_while_requests_run(
     group: RankGroup, pipeline: bool, tmp_path: Path
 ) -> None:

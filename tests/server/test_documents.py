@@ -9,6 +9,7 @@ import httpx2 as httpx
 import pytest
 from bad_input import expect_refusal
 from live_server import CHAT, LiveServer, chat, wait_until
+from models.runs import every
 from scripted import ScriptedServer
 
 from mlxinfer.server.store import ResponseStore
@@ -62,7 +63,7 @@ def result_of(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", COUNTS)
-@pytest.mark.parametrize("body_of", [asked, result_of])
+@pytest.mark.parametrize("body_of", every(2, [asked, result_of]))
 def test_pdfs_are_read(scripted: ScriptedServer, path: str, body_of: Any) -> None:
     body = body_of(path, part_of(path, pdf("One", "Two")), part_of(path, pdf("Other")))
     with scripted.says("Yes"):
@@ -74,7 +75,7 @@ def test_pdfs_are_read(scripted: ScriptedServer, path: str, body_of: Any) -> Non
     assert counted["input_tokens"] == num_tokens
 
 
-@pytest.mark.parametrize("path", COUNTS)
+@pytest.mark.parametrize("path", every(3, COUNTS))
 @pytest.mark.parametrize(
     ("data", "said"),
     [(b"%PDF-1.4", "no PDF"), (pdf(""), "no text"), (encrypted(pdf("x"), "?"), "encrypted")],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer
+from models.runs import every
 from PIL import Image, ImageDraw
 
 from mlxinfer.server.store import ResponseStore
@@ -72,6 +73,7 @@ def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
 
 
+CHOICES: list[Any] = ["required", {"type": "function", "name": "get_weather"}]
 PHASES = [
     message("assistant", "I think of a number.", phase="commentary"),
     message("assistant", "It is four.", phase="final_answer"),
@@ -95,13 +97,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", every(2, [False, True]))
 @pytest.mark.parametrize("case", CASES)
 def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> None:
     assert text_of(answer(keeping, input=CASES[case], stream=stream))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", every(2, [False, True]))
 def test_a_tool_that_fits_is_called(keeping: LiveServer, stream: bool) -> None:
     asked = message("user", "What's the weather like in San Francisco?")
     found = answer(keeping, input=[asked], tools=[WEATHER], stream=stream)
@@ -121,8 +123,8 @@ def test_a_conversation_is_remembered(keeping: LiveServer) -> None:
     assert "Alice" in text_of(answer(keeping, input=[question], previous_response_id=first["id"]))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+@pytest.mark.parametrize("stream", every(2, [False, True]))
+@pytest.mark.parametrize("choice", every(2, CHOICES))
 def test_a_call_and_its_result(keeping: LiveServer, choice: Any, stream: bool) -> None:
     asked = message("user", "What is the weather in San Francisco?")
     first = answer(keeping, input=[asked], tools=[WEATHER], tool_choice=choice, stream=stream)
@@ -135,7 +137,7 @@ def test_a_call_and_its_result(keeping: LiveServer, choice: Any, stream: bool) -
         assert text_of(second)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", every(2, [False, True]))
 def test_a_picture_is_described(stream: bool) -> None:
     drawing, file = Image.new("RGB", (112, 112), "white"), io.BytesIO()
     ImageDraw.Draw(drawing).ellipse((30, 30, 80, 80), fill="red")

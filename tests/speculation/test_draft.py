@@ -257,11 +257,11 @@ def test_a_draft_with_a_window_follows_after_a_rest() -> None:
     speculation = Speculation([source], Resting(1), max_depth=1)
     harness = Harness(draft, proposer=speculation, kv=KVOptions(window=24))
     for i in range(2):
-        harness.add(str(i), prompt(7, i), replace(GREEDY, max_tokens=180))
+        harness.add(str(i), prompt(7, i), replace(GREEDY, max_tokens=145))
     outcomes = harness.drain()
     stats = speculation.stats()
     assert not stats["switched_off"], stats
     assert stats["drafted"] > 60
     for i in range(2):
-        plain = alone(draft, prompt(7, i), replace(GREEDY, max_tokens=180), kv=KVOptions(window=24))
+        plain = alone(draft, prompt(7, i), replace(GREEDY, max_tokens=145), kv=KVOptions(window=24))
         assert outcomes[str(i)].token_ids == plain.token_ids

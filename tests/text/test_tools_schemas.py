@@ -255,7 +255,7 @@ def test_an_undeclared_required_parameter_can_be_forced():
 
 
 def test_long_lists_of_alternatives_are_read_in_linear_time():
-    long = {"anyOf": [1] * 200_000}
+    long = {"anyOf": [1] * 50_000}
     parameters = {"type": "object", "properties": {"a": long}, **long}
     [tool] = Toolbox.of([{"name": "f", "parameters": parameters}])
     began_s = time.process_time()

@@ -8,14 +8,21 @@ from pathlib import Path
 from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..fit import Fit, FitVerdict, fit_of
-from ..hub.remote import read_range
+from ..hub.remote import Listing, RemoteFile, read_range
 from ..memory import weights_bytes
 from ..models import load_any_config
-from ..models.jsonfields import read_json
+from ..models.jsonfields import MAX_JSON_BYTES, read_json
 from ..models.language import LanguageConfig
 from ..models.registry import head_of, heads_read, heads_text, language_name
 from ..models.towers.loading import tower_bytes
-from ..models.weights.files import TensorInfo, is_expert, is_row_table, read_headers
+from ..models.weights.files import (
+    TensorInfo,
+    has_row_tables,
+    is_expert,
+    is_row_table,
+    read_headers,
+    row_table_bytes,
+)
 from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template
@@ -34,6 +41,7 @@ class WeightSizes:
     expert_bytes: int = 0  # of experts that a router chooses from
     active_expert_bytes: int = 0  # of those that one token goes to
     tower_bytes: int = 0  # of what sees pictures
+    table_bytes: int = 0  # of tables of n-grams, which stay in their files
     heads: str | None = None  # that predict tokens further ahead, and whether they are read
 
 
@@ -103,7 +111,8 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     bits = round(8 * num_bytes / parameters, 2) if parameters else 0.0
     size = weights_bytes(folder)
     heads = None if config is None else _heads([n for ts in headers.values() for n in ts], config)
-    return WeightSizes(parameters, size, bits, work, expert_bytes, active, seeing, heads)
+    tables = row_table_bytes(folder)
+    return WeightSizes(parameters, size, bits, work, expert_bytes, active, seeing, tables, heads)
 
 
 def _heads(names: list[str], config: LanguageConfig) -> str | None:
@@ -144,18 +153,34 @@ def _parameters(
     return prod(info.shape) * (2 if name.endswith("_blocks") else 1)  # two 4-bit numbers a byte
 
 
+def _write_header(listing: Listing, file: RemoteFile, folder: Path) -> None:
+    """Write a weight file of a repository with its header alone: what follows is a hole."""
+    length = int.from_bytes(read_range(listing, file.path, 0, 8), "little")
+    with (folder / Path(file.path).name).open("wb") as stub:
+        stub.write(read_range(listing, file.path, 0, 8 + min(length, MAX_JSON_BYTES)))
+        stub.truncate(file.size)
+
+
 def fit_of_repository(name: str, limit_bytes: int) -> Fit:
     """The verdict of a repository of the hub; only its list of files and its config are read.
 
+    Of models with tables of n-grams, which stay in their files, also the headers of its weights.
+
     Raises:
         ModelNotFoundError, DownloadError: those of `hub.plan_pull`.
+        CheckpointError: a weight file is no safetensors.
     """
     plan = hub.plan_pull(name)
-    weights = sum(file.size for file in plan.files if file.path.endswith(".safetensors"))
+    files = [file for file in plan.files if file.path.endswith(".safetensors")]
+    weights = sum(file.size for file in files)
     with tempfile.TemporaryDirectory() as folder:
         if any(file.path == "config.json" for file in plan.files):
             text = read_range(plan.listing, "config.json", 0, MAX_CONFIG_BYTES)
             (Path(folder) / "config.json").write_bytes(text)
+            if has_row_tables(text):
+                for file in files:
+                    _write_header(plan.listing, file, Path(folder))
+                weights -= row_table_bytes(Path(folder))
         try:
             config = load_any_config(Path(folder))
         except MlxinferError as error:

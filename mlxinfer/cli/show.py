@@ -39,6 +39,7 @@ OF_WEIGHTS = {
     "expert_bytes": "expert_bytes",
     "active_expert_bytes": "active_expert_bytes",
     "tower_bytes": "tower_bytes",
+    "table_bytes": "table_bytes",
     "heads": "heads",
 }
 
@@ -121,7 +122,7 @@ def _needs(
     from ..memory import models_limit_bytes
     from ..roofline import estimate
 
-    num_bytes, longest = weights.num_bytes, config.max_context
+    num_bytes, longest = weights.num_bytes - weights.table_bytes, config.max_context
     lengths = {n for n in (*CONTEXTS, longest) if n <= longest} | ({context} if context else set())
     found: dict[str, Any] = {
         "kv_bytes_per_token": {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
@@ -159,6 +160,9 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
     if facts["tower_bytes"]:
         size = human_bytes(facts["tower_bytes"])
         rows.append(("sees", f"pictures, with {size} of the weights"))
+    if facts["table_bytes"]:
+        size = human_bytes(facts["table_bytes"])
+        rows.append(("n-grams", f"a table of {size}, which stays in its files"))
     if facts["heads"]:
         rows.append(("brings", facts["heads"]))
     if facts["active_expert_bytes"]:

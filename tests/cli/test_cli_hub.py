@@ -2,14 +2,20 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from models import tiny
+from models.test_qwen4_exp import WIDE, tensors_of
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import InsufficientMemoryError, hub
 from mlxinfer.hub import cache as hub_cache
+
+WEIGHTS_FILE = "model.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +67,26 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
     removed = json.loads(outcome("rm", "-y", "--json", "org/tiny").out)
     assert removed["removed"][0]["name"] == "org/tiny"
     assert removed["removed"][0]["freed_bytes"] > len(WEIGHTS)
+
+
+def test_a_table_of_n_grams_takes_no_memory(standin: StandIn, outcome: Any, tmp_path: Path) -> None:
+    """It stays in its files: in a repository, and in a folder; as it is and quantised."""
+    for how in (None, {"group_size": 32, "bits": 4}):
+        config, tensors = WIDE, tensors_of(WIDE)
+        arrays = {name: mx.array(value) for name, value in tensors.items()}
+        if how is not None:
+            arrays, config = tiny.quantized(arrays, how), {**config, "quantization": how}
+        folder = tiny.write(tmp_path / str(how is None), config, arrays)
+        table = sum(a.nbytes for n, a in arrays.items() if "ngram_embedding.shard" in n)
+        served = {name: (folder / name).read_bytes() for name in ("config.json", WEIGHTS_FILE)}
+        standin.repos["org/tiny"] = Repo(dict(MODEL) | served)
+        plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
+        facts = json.loads(outcome("show", "--json", str(folder)).out)
+        assert facts["table_bytes"] == table > 0
+        in_memory = len(served[WEIGHTS_FILE]) - table
+        assert plan["fit"]["weights_bytes"] == facts["fit"]["weights_bytes"] == in_memory
+        assert facts["weight_bytes"] == len(served[WEIGHTS_FILE])
+        assert "which stays in its files" in outcome("show", str(folder)).out
 
 
 def test_a_pulled_model_that_does_not_fit_is_noted(

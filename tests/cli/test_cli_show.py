@@ -124,6 +124,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "expert_bytes",
         "active_expert_bytes",
         "tower_bytes",
+        "table_bytes",
         "heads",
         "context",
         "chat_template",

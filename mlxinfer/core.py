@@ -124,8 +124,8 @@ class SamplingParams:
     # tokens that are looked at; 0: none, -1: all
     dry_penalty_last_n: int = _integer(-1, low=-1, high=MAX_COUNT)
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # texts that no repetition reaches over
-    # Same seed, same tokens, whatever else is in the batch; with 16-bit activations but for
-    # tokens nearly as probable as each other, see README.
+    # The same seed gives the same tokens, also beside other requests. With 16-bit activations, two
+    # tokens of nearly the same probability may change places, see README.
     seed: int | None = _integer(None, low=-(2**63), high=2**63 - 1, optional=True)
     min_tokens: int = _integer(0, low=0, high=MAX_TOKENS)  # no end token and no stop before these
     # then the reasoning is closed; None: no limit
@@ -135,10 +135,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     # None: off; n: the chosen token's and the n most probable ones'
     logprobs: int | None = _integer(None, low=0, high=MAX_LOGPROBS, optional=True)
-    # Whether steps may verify tokens that were proposed, where the model was loaded with that. It
-    # changes how many steps the answer takes. With acceptance="exact" the tokens are those of the
-    # plain run, seeded or not; with "rejection" a drawn answer has the same distribution, and a
-    # seed gives the same answer again only as long as the same is proposed.
+    # Whether steps may verify proposed tokens, if the model was loaded with speculation. Then an
+    # answer takes fewer steps. With acceptance="exact" the tokens are those of the plain run, with
+    # or without a seed. With "rejection" a drawn answer has the same distribution, and a seed gives the same
+    # answer again only if the same tokens are proposed.
     speculate: bool = True
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class SamplingParams:
         check_token_ids(self.logit_bias, vocab_size, param="logit_bias")
 
     def seeded(self) -> "SamplingParams":
-        """These parameters with a seed, a random one where tokens are drawn and none was given."""
+        """These parameters with a seed: a random one if tokens are drawn and none was given."""
         if self.greedy or self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63))
@@ -252,7 +252,7 @@ class Grammar(Protocol):
         ...
 
     def fork(self) -> "Grammar":
-        """A copy of the state, to look ahead with: what it accepts leaves this one as it is."""
+        """A copy of the state, for looking ahead: tokens that it accepts do not change this one."""
         ...
 
     @staticmethod
@@ -278,7 +278,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model and of params, as they apply
     prompt_logits: bool = False  # also return the logits of every prompt position
-    priority: int = 0  # of what it leaves in the prefix cache: lower goes first
+    priority: int = 0  # of its pages in the prefix cache: lower ones are evicted first
     grammar: Grammar | None = None  # of this request alone; the answer ends when it is finished
     # The weights that are added to the model's for this request, by name; None: the model's alone.
     # K and V depend on them: requests with different adapters never share a page.
@@ -287,10 +287,10 @@ class Request:
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
     breakers: frozenset[int] = frozenset()  # tokens that break repetitions, for params' DRY
     reports_prompt: bool = False  # say after each step how far its prompt is computed
-    # Its sender, such as the name of an API key: proposals come from answers to requests
-    # of the same owner and salt alone, for their number shows in how long a step takes.
+    # Its sender, such as the name of an API key. Proposals come only from answers to the same owner
+    # and salt, because the time of a step shows how many proposals it had.
     owner: str | None = None
-    id_slot: int | None = None  # prompts of an owner are saved by it; None: this one is not
+    id_slot: int | None = None  # a number by which the owner may save the prompt; None: not saved
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
@@ -399,8 +399,8 @@ class LatentSpec:
 class PooledSpec:
     """The keys by which an index ranks blocks of tokens: one key for each block, see `PooledLayer`.
 
-    Blocks are `ratio` tokens from a multiple of it. A key is made of what all tokens of its block
-    bring, so the open block at the end of a sequence has none yet.
+    A block is `ratio` tokens from a multiple of it. Its key is made from all of its tokens, so the
+    open block at the end of a sequence has no key yet.
     """
 
     dim: int  # numbers of a key, a multiple of `ratio`

@@ -1,7 +1,8 @@
-"""Attention of a step over pages and tails: through Metal kernels as far as they are ready.
+"""Attention of a step over pages and tails.
 
-`prepare` is the one place that chooses, step by step, since kernels become ready while the engine
-runs: `OnMetal`, or else plain MLX, `Gathered` for short segments and `Chunk` for prefill chunks.
+`prepare` chooses how each part of a step attends. It chooses in every step, because kernels become
+ready while the engine runs. A part runs through a kernel that is ready (`OnMetal`), or in plain
+MLX: `Gathered` for short segments, `Chunk` for prefill chunks.
 """
 
 from collections.abc import Hashable, Sequence
@@ -69,9 +70,10 @@ def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[Pag
 
 
 class OnMetal:
-    """Rows of a step that attend together through a kernel: one dispatch, two where they are split.
+    """Rows of a step that attend together through a kernel.
 
-    Layers of the same sizes share the plan and the launches.
+    It takes one dispatch, or two if the context is split. Layers of the same sizes share the plan
+    and the launches.
 
     Args:
         rows: of the step's flat list; None: all.
@@ -96,7 +98,7 @@ class OnMetal:
         self._plans: dict[tuple[int, ...], AttentionPlan] = {}
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (N, heads, D) -> what they see, (N, heads * V)."""
+        """Attention of queries (N, heads, D), (N, heads * V)."""
         has_sinks = softmax.sinks is not None
         sizes = layer.form, queries.shape, softmax.scale, has_sinks, softmax.soft_cap
         call = self._calls.get(sizes)
@@ -133,7 +135,7 @@ class OnMetal:
         )
 
     def _pages(self) -> mx.array:
-        """The page table; one without a window does not change while the segments do not."""
+        """The page table. Without a window it changes only when the segments change."""
         segments, number = self._segments, self._group.number
         if self._group.window.size is not None:
             return page_table(segments.sealed_pages(number))
@@ -150,7 +152,7 @@ def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> On
 
 
 def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
-    """Prefill chunks, one after another in the flat list, attend in tiles, over pages."""
+    """How prefill chunks attend in tiles, over pages. They are neighbours in the flat list."""
     size, stops, first = group.page_size, long.starts + long.counts, int(long.rows[0])
     some = long.sealed_to(-(-stops // size) * size)  # they are written before they attend
     return OnMetal(slice(first, first + long.num_tokens), some, group, tiles=True)
@@ -224,7 +226,7 @@ class Prepared:
         return self._sequences
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (T, heads, D) of all rows over what is stored, (T, heads * V)."""
+        """Attention of queries (T, heads, D) of all rows, (T, heads * V)."""
         parts = self._tiled if layer.tiles else self._parts
         if len(parts) == 1:
             rows = parts[0].rows
@@ -245,7 +247,7 @@ def attend_rows(
 
 
 def _order(parts: Sequence[Segments], num_rows: int) -> mx.array | None:
-    """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
+    """(T,) the place of each row of the step in the outputs of `parts`; None: they are in order."""
     rows = np.concatenate([segments.tokens()[0] for segments in parts])
     if (np.diff(rows) > 0).all():
         return None

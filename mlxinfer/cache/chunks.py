@@ -3,11 +3,11 @@
 n = query tokens of a chunk, H = KV heads, S = keys that a chunk reads, V = value dim.
 
 MLX's fused attention on Metal keeps no scores. It takes more than 8 queries at head dims up to 128
-(`FUSED_DIMS`; at 192 and 256 it has kernels and prefers to materialise scores, but for one case on
-the newest GPUs: mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32.2). Everything else is
-done in blocks of queries and keys: scores, and what is decoded or copied of the cache, do not grow
-with the context. Over several blocks of keys the softmax runs on: FlashAttention-2,
-arXiv:2307.08691.
+(`FUSED_DIMS`). At 192 and 256 it has kernels, but MLX prefers to materialise the scores, except in
+one case on the newest GPUs (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32.2). All other
+attention is done in blocks of queries and keys. Then neither the scores nor the decoded part of the
+cache grow with the context. With several blocks of keys, the softmax is updated block by block
+(FlashAttention-2, arXiv:2307.08691).
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ class Chunk:
         return self.window.size is None and self.spans is None
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (n, heads, D) -> what they see, (n, heads * V)."""
+        """Attention of queries (n, heads, D), (n, heads * V)."""
 
         def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
             runs = cut_runs(self.reads, start, stop)
@@ -235,7 +235,7 @@ def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Running:
-    """The running softmax before any key; a sink logit is in it already."""
+    """The running softmax before any key. A sink logit is already in it."""
     num_heads, count, _ = queries.shape
     kv_heads, _, dim = values.shape
     shape = kv_heads, num_heads // kv_heads * count, 1

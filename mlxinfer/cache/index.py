@@ -1,7 +1,7 @@
-"""Layers that keep the keys of an index, and attention over the tokens that an index chose.
+"""Layers that keep the keys of an index, and attention over the tokens that the index chose.
 
-n = queries of one sequence in a step, S = its tokens, K = tokens that one of them sees, H = KV
-heads. An index layer ranks; attention itself is another layer's.
+An index layer only ranks tokens. Another layer attends to them. n = queries of one sequence in a
+step, S = tokens of the sequence, K = tokens that one query attends to, H = KV heads.
 """
 
 from abc import abstractmethod
@@ -26,8 +26,8 @@ NOWHERE = 1 << 23  # a block that no sequence has
 class IndexLayer(PagedLayer):
     """The index of one attention layer.
 
-    Keys are in the activations' dtype, whatever format keys and values have: fewer bits would
-    choose other tokens.
+    Its keys have the activations' dtype, even if keys and values are quantised: with fewer bits the
+    index would choose other tokens.
     """
 
     prepared: Prepared
@@ -38,7 +38,7 @@ class IndexLayer(PagedLayer):
 
     @classmethod
     def of(cls, spec: Any, formats: Formats, dtype: mx.Dtype) -> Self:
-        """The one kind of layer there is for the spec."""
+        """The layer for a spec. There is only one kind."""
         return cls(spec, dtype)  # type: ignore[call-arg]  # subclasses know their planes
 
     @staticmethod
@@ -54,7 +54,7 @@ class IndexLayer(PagedLayer):
 
     @staticmethod
     def check(spec: PooledSpec | BlockSpec, formats: Formats, *, key_bias: bool) -> None:
-        """Nothing: an index is kept as it is, whatever the format of keys and values."""
+        """Nothing to check: the format of keys and values does not change an index."""
 
     @abstractmethod
     def read_keys(self, place: SequencePlace) -> mx.array:
@@ -87,7 +87,7 @@ class ChosenTokens:
 
     @abstractmethod
     def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
-        """(n, S) or (heads, n, S) whether rows `own` of the step see each token of a sequence.
+        """Whether rows `own` of the step see each token of a sequence, (n, S) or (heads, n, S).
 
         `keys`: of the index, as of `IndexLayer.read_keys`.
         """
@@ -101,7 +101,7 @@ class ChosenTokens:
         """
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """As of `Choice`. Short segments read what they see alone, chunks all before them."""
+        """As of `Choice`. Short segments read only the chosen tokens; chunks mask the others."""
         assert softmax.soft_cap is None, "no model with an index has one"
         outputs: list[mx.array] = []
         for place in self.layer.prepared.sequences():
@@ -126,7 +126,7 @@ class ChosenTokens:
 
 
 def numbers_of(blocks: mx.array, count: int) -> mx.array:
-    """(..., count) numbers of the chosen of blocks (..., B), in order; NOWHERE for none."""
+    """(..., count) numbers of the chosen ones of blocks (..., B), in order, then NOWHERE."""
     return mx.sort(mx.where(blocks, mx.arange(blocks.shape[-1]), NOWHERE), axis=-1)[..., :count]
 
 

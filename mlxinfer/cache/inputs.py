@@ -1,7 +1,7 @@
 """One step, as the KV cache gets it: work to do before it, and its new tokens. No MLX.
 
-`Segments` are new tokens of sequences with their positions and slots. `CacheWork` is what is done
-to pages, tails and states between the step before and this one.
+`Segments` are new tokens of sequences with their positions and slots. `CacheWork` is the work
+on pages, tails and states between the step before and this one.
 """
 
 from array import array
@@ -41,7 +41,7 @@ class Segments:
         return len(self.rows) if self.width == 1 else int(self.counts.sum())
 
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
-        """Compute once what follows from all but `starts`; `at` keeps it."""
+        """Compute once a value that does not depend on `starts`; `at` keeps it."""
         if what not in self._memo:
             self._memo[what] = work_out()
         found: T = self._memo[what]
@@ -178,10 +178,10 @@ class PageTransfer(NamedTuple):
 
 @dataclass(slots=True)
 class CacheWork:
-    """Work to do before a step.
+    """Work to do before a step, in this order.
 
-    In this order: `seal` and `save`, since what is evicted may hold what is written only now;
-    `spill`; `load`; `copies` and `resume`, which may read what is loaded; `drop`.
+    `seal` and `save` come first, because an evicted page may hold tokens that are written only now.
+    Then come `spill` and `load`. `copies` and `resume` may read loaded pages. `drop` is last.
     """
 
     seal: list[Move] = field(default_factory=list)
@@ -217,7 +217,7 @@ def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints,
     """Tail slots, offsets in the tails and pool slots (N,) of the tokens that move.
 
     Args:
-        moves: what lies in pages that a window recycled already is left out.
+        moves: tokens of pages that a window has already recycled are left out.
         group: the layer group, by number.
 
     Returns:

@@ -47,11 +47,11 @@ def rotatable(dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LessBias(Affine):
-    """Rotated keys less what a bias adds to them, and for each its positions and head.
+    """Rotated keys without the part that a bias adds, and for each key its positions and head.
 
-    A key is R(p) (W x + b). Where b is a hundred times as large as W x, as in Qwen 2.5, codes of
-    few bits hold little else. Its part of a score, q · R(p) b, needs no codes: R(p) b follows from
-    the position, is subtracted before the rest is encoded, and added where that is decoded.
+    A key is R(p) (W x + b). If b is a hundred times as large as W x, as in Qwen 2.5, codes of few
+    bits hold little besides b. But R(p) b follows from the position alone and needs no codes. So it
+    is subtracted before the rest is encoded, and added again when that is decoded.
 
     Attributes:
         num_heads: of keys.
@@ -136,7 +136,7 @@ class KeyValueLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
-        """A layer's own window stands where it is the smaller one, and so do its chunks."""
+        """The spec with the window that was asked for, unless its own is smaller or in chunks."""
         own, asked = spec.window, options.window
         if spec.chunked or asked is None or (own is not None and own <= asked):
             return spec
@@ -202,7 +202,7 @@ class KeyValueLayer(PagedLayer):
     ) -> mx.array:
         """Store keys and values, then attend over all that each token may see.
 
-        Written first, since a view taken before a write would make the write a copy.
+        Writing comes first, because a view that exists already would make the write a copy.
 
         Args:
             queries: (T, num_heads, key_dim), position-encoded.
@@ -269,9 +269,9 @@ class KeyValueLayer(PagedLayer):
         }
 
     def prefill_variant(self, mixer: Any) -> Variant | None:
-        """As of `PagedLayer`: attention in tiles, where MLX has none that is fused.
+        """As of `PagedLayer`: attention in tiles, if MLX has no fused attention for these sizes.
 
-        Codes count: MLX's attention takes them decoded, a whole context at once.
+        Quantised keys use it too: MLX's attention would need a whole context decoded at once.
         """
         form = self._form(mixer)
         has_kernel = self._in_kernels and tile_queries(form.group, **self._dims)
@@ -343,21 +343,20 @@ class KeyValueLayer(PagedLayer):
 
 
 class JointLayer(KeyValueLayer):
-    """Key and value in one vector a token and head: one plane.
+    """Key and value in one vector for each token and head: one plane.
 
-    D = numbers of a key and of a value, t = numbers of a key that turn.
+    D = numbers of a key and of a value, t = numbers of a key that turn with its position.
 
-    Where a layer takes its keys for values too (the layers of Gemma 4 that see everything), a key
-    is its value but for the numbers that turn with its position: pairs (i, i + D / 2), i < t / 2.
-    Then a vector holds the value's numbers at the places that turn (t), its other numbers (D - t),
-    and the key's numbers that turn (t). Its first D numbers are the value and its last D the key,
-    each with its numbers in an order of its own, which queries are given and outputs are brought
-    back from. At D 512 and t 128 that is 640 numbers in place of 1,024, and nothing is computed
-    anew when it is read.
+    Some layers use their keys as values too (those of Gemma 4 that see everything). Then a key
+    differs from its value only in the numbers that turn: pairs (i, i + D / 2), i < t / 2. A vector
+    has three parts: the value's numbers at the places that turn (t), its other numbers (D - t), and
+    the key's numbers that turn (t). Its first D numbers are the value and its last D the key. Both
+    have an order of their own: queries are brought into it, and outputs back out of it. At D 512
+    and t 128 a vector has 640 numbers instead of 1,024, and reading computes nothing.
 
-    With 4 bits blocks of t numbers are multiplied by a Hadamard matrix before they are stored:
-    outliers of single channels are spread over all of a block. The matrix is its own inverse, as
-    `KeyValueLayer.of` allows powers of two only.
+    With 4 bits, blocks of t numbers are multiplied by a Hadamard matrix before they are stored.
+    This spreads outliers of single channels over the whole block. The matrix is its own inverse,
+    because `KeyValueLayer.of` allows powers of two only.
     """
 
     def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:

@@ -1,8 +1,9 @@
 """The KV cache of a model: a list of groups within a budget. Knows no queue.
 
-A group is layers that keep one kind of thing under one rule: vectors of each token in pages, of all
-positions or of a window (`LayerGroup`), or one thing of a whole sequence: recurrent
-states (`state.RecurrentGroup`) or caches that a model keeps by itself (`state.OwnCaches`).
+The layers of a group keep one kind of thing under one rule. A `LayerGroup` keeps vectors of each
+token in pages, for all positions or a window. Other groups keep one thing for each sequence:
+recurrent states (`state.RecurrentGroup`), or caches that a model manages itself
+(`state.OwnCaches`).
 """
 
 from bisect import bisect_right
@@ -25,15 +26,15 @@ from .paged import GroupKey, PagedLayer, TailPlace, finish
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
 from .state import SequenceGroup
 
-MAX_BARE_PAGES = 1 << 16  # where nothing lies in pages, and they are numbers alone
-# Where some groups, or all, have their layers on other ranks, which say what there is room for.
+MAX_BARE_PAGES = 1 << 16  # of models that keep nothing in pages: page numbers only
+# Pages of layers that only other ranks have; those ranks say how many they have room for.
 MAX_ABSENT_PAGES = 1 << 20
 FIRST_PAGES = 16  # arrays start small: a first question takes little memory
-# Pages: arrays of fewer double, and larger ones have multiples of it, so that their bytes are whole
-# pages of memory (16 KB). Others may get a buffer of MLX so much too large that the next write
-# copies the array instead of writing in place.
+# Smaller arrays double. Larger ones have a multiple of so many pages, so that their bytes fill
+# whole pages of the machine's memory (16 KB). Otherwise MLX may reuse a buffer that is much larger
+# than the array, and then the next write copies the array instead of writing in place.
 DOUBLED = 128
-GROWTH = 4  # larger ones grow by one part in so many: copying stays rare, and little is unused
+GROWTH = 4  # larger arrays grow by a quarter: copies stay rare, and little memory is unused
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
 
@@ -125,9 +126,9 @@ class LayerGroup(PageGroup):
             layer.heads = None if place.positions is None else layer.write_heads
 
     def before_step(self, work: CacheWork) -> None:
-        """Move tail pages into the page arrays.
+        """Move tail pages into the page arrays. Only behind a barrier.
 
-        Only behind a barrier. Pages that a window recycled already are left out.
+        Pages that a window has already recycled are left out.
         """
         found = seal_index(work.seal, self.number, self.page_size) if work.seal else None
         if found is not None:
@@ -342,7 +343,10 @@ class KVCache:
     # -- capacity -------------------------------------------------------------------------------
 
     def lower(self, max_batch: int, pages: Sequence[tuple[int, int]], max_snapshots: int) -> None:
-        """Have room as the rank with the least: of each group, pages and the most bytes of one."""
+        """Lower the limits to those of the rank with the least room.
+
+        `pages`: for each group, how many pages, and the most bytes that one takes on any rank.
+        """
         self.max_batch = max_batch
         for group, (count, cost) in zip(self.groups, pages, strict=True):
             group.allocator.resize(count)
@@ -371,10 +375,10 @@ class KVCache:
         return sum(group.bytes_grown for group in self.groups)
 
     def reserve(self, num_bytes: int, lengths: Sequence[int]) -> bool:
-        """Set how many bytes of the budget are for something else than pages.
+        """Set aside some bytes of the budget for other things than pages.
 
-        Only what the arrays have not grown into can be left, and what no sequence may yet need.
-        Where the number of pages is fixed, only what the budget has beside them can be.
+        Only memory can be set aside that the arrays have not grown into and that no sequence may
+        still need. If the number of pages is fixed, only the rest of the budget can be.
 
         Args:
             num_bytes: in all, at every call.
@@ -421,7 +425,7 @@ class KVCache:
             group.make_room(num_slots, shrink=shrink)
 
     def count_copies(self) -> None:
-        """A step was launched while another held the tails: they are copied as they are written."""
+        """Count copied tails: a step was launched while another one held them."""
         for group in self.groups:
             if group.layers:
                 self.bytes_copied += group.num_slots * 2 * group.page_bytes
@@ -429,9 +433,9 @@ class KVCache:
     # -- one step -------------------------------------------------------------------------------
 
     def carry_out(self, work: CacheWork, *, new_slots: Sequence[int] = ()) -> list[Entry]:
-        """Do what must be done before a step; returns the entries of the pages that are read out.
+        """Do the work that is due before a step; returns the entries of pages that are read out.
 
-        Only behind a barrier where `work.writes_pages`.
+        Only behind a barrier if `work.writes_pages`.
 
         Args:
             work: of the step.
@@ -468,16 +472,16 @@ class KVCache:
             group.begin_step(metadata, place)
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """Take back rejected tokens of the oldest step that verifies and was not committed.
+        """Take back rejected tokens of the oldest step that has proposals and was not committed.
 
-        Of each tail slot in `num_kept` so many of its first tokens stay. Pages and tails need
-        nothing: what lies behind a sequence's end is never read.
+        Of each tail slot in `num_kept`, that many of the first tokens stay. Pages and tails need no
+        work, because nothing reads them behind the end of a sequence.
         """
         if self.state_group is not None:
             self.state_group.take_back(num_kept)
 
     def held(self, slot: int) -> Any:
-        """The state of the sequence in a slot: a value, which later steps do not change."""
+        """The state of the sequence in a slot. It is a value: later steps do not change it."""
         assert self.state_group is not None
         return self.state_group.held(slot)
 
@@ -501,10 +505,10 @@ def page_counts(
     max_held: Sequence[int | None],
     num_pages: int | None,
 ) -> list[int]:
-    """Pages of each group: as many full pages as fit, and windows enough for all that can run.
+    """Pages of each group: as many full pages as fit, and enough for all windows.
 
-    A window group never needs more pages than sequences can hold of it, nor more than the full
-    groups have: it is sized so that it is never what runs out.
+    A window group never needs more pages than its sequences can hold, nor more than the full groups
+    have. Its size makes sure that it never runs out before them.
 
     Args:
         costs: bytes of a page of each group.

@@ -47,9 +47,9 @@ token. The layer that has the keys makes the choice; layers that share the index
 class LatentLayer(PagedLayer):
     """One latent attention layer: one plane under one head, or `more` of them.
 
-    With 4 bits the latent part, not the rotary one, is multiplied by a Hadamard matrix before it is
-    stored: outliers of single channels are spread over all. The matrix is its own inverse, as
-    `check` allows powers of two only.
+    With 4 bits the latent part (not the rotary part) is multiplied by a Hadamard matrix before it
+    is stored. This spreads outliers of single channels over all. The matrix is its own inverse,
+    because `check` allows powers of two only.
     """
 
     spec: LatentSpec
@@ -259,14 +259,13 @@ class RankedLayer(LatentLayer):
     """Latent attention to the tokens that an indexer ranks highest: DeepSeek Sparse Attention.
 
     n = queries of one sequence, S = its tokens, Hi = heads of the indexer, di = numbers of an index
-    key. A token ranks by the sum over heads of weight * max(query · key, 0). Of equal ranks the
-    earlier token counts: references leave that to their top-k: its order among equals is not
-    defined, and here it must not depend on how a step was cut.
-    Source: DeepSeek-V3.2, arXiv 2512.02556.
+    key. The rank of a token is the sum over heads of weight * max(query · key, 0). Of equal ranks
+    the earlier token wins. References leave ties to their top-k, which does not define an order.
+    Here the result must not depend on how a step was cut. Source: DeepSeek-V3.2, arXiv 2512.02556.
 
-    Index keys lie in a plane of their own, in the activations' dtype: fewer bits would choose other
-    tokens. Where no sequence is longer than the number of tokens that one sees, all are seen.
-    A layer without such a plane sees the tokens that the layer with its index chose.
+    Index keys lie in a plane of their own, in the activations' dtype: with fewer bits the index
+    would choose other tokens. A sequence that is no longer than the number of chosen tokens is seen
+    as a whole. A layer without such a plane sees the tokens that an earlier layer's index chose.
     """
 
     def __init__(self, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> None:

@@ -3,10 +3,10 @@
 H = KV heads, W = width of a stored part, P = page_size, N = tokens, T = tokens of a step.
 
 A tail is a ring of two pages per running sequence, (H, 2 * P, W): position p lies at p % (2 * P).
-A decode step writes tails only; while an earlier step is in flight that copies them, which is
-kilobytes a sequence where the pages would be gigabytes. Where keys and values are stored alike they
-share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
-one array of vectors, (num_slots * H * 2 * P, W).
+A decode step writes tails only. While an earlier step is in flight, MLX copies an array that is
+written: tails are kilobytes a sequence, and pages would be gigabytes. If keys and values have one
+format, they share tails, (2 * H, 2 * P, W), keys first, and one write a step serves both. All tails
+of a part are one array of vectors, (num_slots * H * 2 * P, W).
 
 `attention.prepare` makes a `Prepared` once a step and group.
 """
@@ -125,9 +125,10 @@ class TailPlace:
         )
 
     def rows_of(self, heads: int) -> mx.array:
-        """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
+        """(N * heads, 1) the places of all vectors of the tokens, among the tails of `heads` heads.
 
-        One index for a vector costs the host a third of what one for each axis costs.
+        One index for each vector costs the host a third of the time that one index for each axis
+        costs.
         """
         if heads not in self._rows:
             first = self.slots * np.int32(heads * self.ring) + self.offsets  # (N,) of head 0
@@ -146,7 +147,7 @@ class TailPlace:
 
 
 class Choice(Protocol):
-    """The tokens that each token of a step sees, where a layer does not see all before it."""
+    """The tokens that each token of a step sees, for a layer that does not see all earlier ones."""
 
     def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (T, heads, D) over what a layer has stored of these, (T, heads * V)."""
@@ -180,11 +181,11 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
 
 
 def finish(arrays: object) -> None:
-    """Evaluate arrays, and return when MLX holds none of the inputs of what made them.
+    """Evaluate arrays, and return when MLX no longer holds the inputs that made them.
 
     An evaluation may return a moment earlier: on Metal, command buffers hold inputs until their
-    completion handlers have run. Pages are written in place only where nothing else holds them,
-    and copied otherwise, which no result shows.
+    completion handlers have run. MLX writes a page in place only if nothing else holds it.
+    Otherwise it copies the page, and no result shows that.
     """
     mx.eval(arrays)
     mx.synchronize()  # the stream of this thread, on which all is computed

@@ -1,11 +1,11 @@
-"""Memory of whole sequences: states of recurrent layers, or caches of a model's own.
+"""Memory of whole sequences: states of recurrent layers, or caches that a model manages itself.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, D = hidden size.
 
-States are values, never written in place: a step's new states are arrays of their own, made of the
-old ones, so a step can be launched while the one before it runs. The states that a step leaves lie
-together in one `StateBlock`, which the next step of the same sequences takes as it is: a steady
-decode batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
+States are values and are never written in place. A step makes new arrays from the old ones, so it
+can be launched while the one before it runs. All states that a step makes lie in one `StateBlock`.
+The next step of the same sequences takes that block as it is, so a steady decode batch gathers
+nothing. A snapshot is a block with one state. It is shared, never copied back.
 """
 
 from collections import Counter, deque
@@ -43,7 +43,7 @@ class StateBlock:
         self.size = size
 
     def row(self, row: int) -> "StateBlock":
-        """One of the states, alone; a copy, unless it is alone."""
+        """The state of one sequence: a copy, unless the block has no other."""
         if self.size == 1:
             return self
         layers = [[mx.contiguous(array[row : row + 1]) for array in some] for some in self.layers]
@@ -107,7 +107,7 @@ class StatePart:
         )
 
     def place(self, layer: int, spec: StateSpec) -> tuple[mx.array, list[Arrays]]:
-        """A plan, as of `state_step.plan_of` and, of each state, the arrays that it is about."""
+        """A plan, as of `state_step.plan_of`, and for each state the plan's arrays."""
         plan = self._worked_out()
         return plan, self._sources(layer, spec)
 
@@ -129,10 +129,10 @@ class StatePart:
         return self._plan
 
     def _sources(self, layer: int, spec: StateSpec) -> list[Arrays]:
-        """Of each state of a layer, the arrays that the plan is about.
+        """For each state of a layer, the arrays that the plan is about.
 
-        More blocks than a kernel takes come from sequences that have just been brought together:
-        the rows of the last ones are gathered.
+        If there are more blocks than a kernel takes, sequences have just been brought together.
+        Then the rows of the last blocks are gathered.
         """
         arrays = [block.layers[layer] for block in self._first]
         rest = [run for run in self.before if run[0] is not None and run[0] not in self._first]
@@ -180,7 +180,7 @@ class StateLayer:
 
     @staticmethod
     def check(spec: StateSpec, formats: Formats, *, key_bias: bool) -> None:
-        """Nothing: formats of keys and values are the same to a state."""
+        """Nothing to check: the formats of keys and values do not change a state."""
 
     @staticmethod
     def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "RecurrentGroup":
@@ -287,9 +287,10 @@ class RecurrentGroup(StateGroup):
         return part
 
     def _keep_apart(self, slots: set[int]) -> None:
-        """States of sequences that sit a step out must not keep a whole block of others.
+        """Copy the states of sequences that are not in the step out of blocks that they share.
 
-        A block stays as it is if all its rows sit out, or if a commit may go back in it.
+        Otherwise one state would keep a whole block. A block stays if none of its sequences is in
+        the step, or if a commit may still need it.
         """
         counts = Counter(block for block, _ in self._states.values())
         leaving = {self._states[slot][0] for slot in slots if slot in self._states}
@@ -300,7 +301,7 @@ class RecurrentGroup(StateGroup):
                 self._states[slot] = block.row(row), 0
 
     def take_back(self, num_kept: Mapping[int, int]) -> None:
-        """Go back to fewer tokens of the oldest step that verifies and was not committed.
+        """Go back to fewer tokens of the oldest step that has proposals and was not committed.
 
         Args:
             num_kept: of slots in short parts, the tokens that count.
@@ -312,7 +313,7 @@ class RecurrentGroup(StateGroup):
                     self._states[slot] = block, row
 
     def _replayed(self, part: StatePart, num_kept: Mapping[int, int]) -> StateBlock:
-        """The states of a part where of some slots fewer tokens count."""
+        """The states of a part after fewer of its tokens: the recurrence runs over them again."""
         pairs = zip(part.slots, part.counts, strict=True)
         kept = [num_kept.get(slot, count) for slot, count in pairs]
         if kept == part.counts:
@@ -343,7 +344,8 @@ class RecurrentGroup(StateGroup):
     def _save(self, slot: int, snapshot: int) -> None:
         """Keep the state of a slot as a snapshot.
 
-        Where its proposals are being verified it is being given up: the first token alone counts.
+        If its proposals are still being verified, the sequence is about to leave: only the first
+        token counts.
         """
         block, row = self._states[slot]
         for part in [part for parts in self._undoable for part in parts if part.new is block]:
@@ -351,7 +353,7 @@ class RecurrentGroup(StateGroup):
         self._snapshots[snapshot] = block.row(row)
 
     def held(self, slot: int) -> tuple[StateBlock, int]:
-        """Where the state of a slot lies: a value, which later steps do not change."""
+        """Where the state of a slot lies. It is a value: later steps do not change it."""
         return self._states[slot]
 
     def put_back(self, slot: int, state: tuple[StateBlock, int]) -> None:
@@ -435,11 +437,11 @@ def _padded_rows(group: Segments) -> tuple[mx.array, mx.array | None]:
 
 
 class OwnCaches(StateGroup):
-    """Caches that a model keeps by itself: one object for each running sequence.
+    """Caches that a model manages itself: one object for each running sequence.
 
-    What the objects hold only the model knows. A sequence begins without one, and its object goes
-    when the sequence leaves its slot; it can neither be shared nor go back. It stands for all
-    layers of the model, and is their group too.
+    Only the model knows what the objects hold. A sequence begins without one, and its object goes
+    when the sequence leaves its slot. It cannot be shared, and it cannot go back. One `OwnCaches`
+    stands for all layers of the model, and is their group too.
 
     Attributes:
         state_bytes, token_bytes: that are kept of a sequence, and besides of each token.

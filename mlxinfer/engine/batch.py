@@ -82,7 +82,7 @@ class Sequence:
 
     @property
     def namespace(self) -> "Namespace | None":
-        """Keys and values are shared between sequences of one namespace only."""
+        """Only sequences of one namespace share keys and values."""
         return namespace_of(self.adapter_id, self.rope_variant, self.request.cache_salt)
 
     @property
@@ -142,7 +142,7 @@ class Segment:
 
     @staticmethod
     def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
-        """The next known tokens of a sequence; it samples one if these are all that are left."""
+        """The next known tokens of a sequence. It samples a token if no others are left."""
         return Segment(
             sequence=sequence,
             start=sequence.num_computed,
@@ -207,7 +207,7 @@ def attend_together(segments: Seq[Segment]) -> Segments:
 class DecodeBatch:
     """B sequences that decode one token each, as arrays. Never changed: a step keeps its own.
 
-    While the same sequences decode, each step is the one before it with all positions one further.
+    While the same sequences decode, each step is the step before with all positions one further.
     """
 
     sequences: list[Sequence]  # (B,) in order of admission
@@ -271,10 +271,11 @@ class Proposals:
     blocked: set[int] = field(default_factory=set)  # rows that are not to be sampled after all
 
     def accepted(self, token_ids: Seq[int]) -> list[bool]:
-        """Which of the R sampled tokens the plain run samples too: all proposals before came true.
+        """Which of the R sampled tokens the plain run samples too.
 
-        Exact: a row's token follows from the row's own logits, seed and index, so it is the plain
-        run's as long as the tokens before it are.
+        A token counts if all proposals before it came true. This is exact: a token follows from its
+        row's logits, seed and index, so it is the token of the plain run as long as the tokens
+        before it are.
         """
         found: list[bool] = []
         for row, count in enumerate(self.counts.tolist()):
@@ -346,7 +347,7 @@ def _proposals(num_decodes: int, samples: list[tuple[Segment, int]]) -> Proposal
 
 
 def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRows:
-    """The same rows in another order; rows of one sequence stay together."""
+    """The same rows with constrained ones last; rows of one sequence stay together."""
     order = np.argsort(constrained, kind="stable")
     places, proposals = order.tolist(), rows.proposals
     if proposals is not None:
@@ -391,9 +392,9 @@ class Batch:
             self.has_pictures |= segment.sequence.pictures is not None
 
     def count_computed(self, page_size: int) -> None:
-        """Count the step as computed: it will be by the time that anything depends on it.
+        """Count the step as computed; everything that depends on it runs later.
 
-        Numbers the flat rows of its segments, and states the rows that give a token.
+        Numbers the flat rows of its segments, and states which rows give a token.
         """
         for sequence in self.admitted:  # some get no token in it, but a copy of a shared page
             sequence.started = sequence.slot >= 0
@@ -433,7 +434,7 @@ class Batch:
         return replace(found, spans=spans, rope_positions=turning)
 
     def known_ids(self) -> Ints:
-        """(T,) token ids; an id that the host does not know yet has no meaning."""
+        """(T,) token ids. An id that the host does not know yet is a placeholder."""
         known = [sequence.token_ids[-1] for sequence in self.decodes.sequences]
         for segment in self.ragged:
             known += segment.sequence.token_ids[segment.start : segment.stop]
@@ -442,7 +443,7 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Tail slots to allocate, with those of sequences that only receive a partial page.
+        """Tail slots to allocate, including those of sequences that only receive a partial page.
 
         In a step with a barrier, all slots that sequences hold.
         """
@@ -452,10 +453,10 @@ class Batch:
         return max(highest + 1, self.held_slots, self.cache_work.num_slots)
 
     def num_kept(self, result: "CommitResult") -> dict[int, int]:
-        """Slot -> tokens that stay, of sequences that had proposals verified in the step.
+        """Slot -> tokens that stay, for sequences that had proposals verified in the step.
 
-        As many as `Sequence.num_computed` counted when the sequence gave up its slot, if it did:
-        the newest token, and the proposals that were accepted until then.
+        These are the newest token and the accepted proposals. If the sequence gave up its slot
+        meanwhile, they are what `Sequence.num_computed` counted then.
         """
         proposals, kept = self.sampling.proposals, {s.slot: 1 for s in self.short if s.proposals}
         gone = {*result.discarded, *result.released}
@@ -466,8 +467,10 @@ class Batch:
 
     @property
     def checks_logits(self) -> bool:
-        """Whether to check that logits are finite: where an answer begins, since damaged weights
-        show at once, and as often as tails are sealed, for what goes wrong later.
+        """Whether to check that logits are finite.
+
+        They are checked where an answer begins, because damaged weights show at once. They are
+        checked again as often as tails are sealed, because something may go wrong later.
         """
         return bool(self.cache_work.seal) or self.begins_answers
 

@@ -1,10 +1,10 @@
 """The engine: the one thread that touches MLX, and how to talk to it. Knows no text, no HTTP.
 
-Callers may be interrupted by Ctrl-C at any point. So what they share with the engine's thread is
+Ctrl-C may interrupt callers at any point. So the data that they share with the engine's thread is
 locked by C locks that `with` takes directly, and answers come by SimpleQueue (see threads.py).
 
-MLX has threads and locks of its own. A fork has the locks without the threads, and waits for ever;
-a process that ends while a thread is inside MLX is aborted.
+MLX has threads and locks of its own. A forked process has these locks without the threads, so it
+would wait for ever. A process that ends while a thread is inside MLX is aborted.
 """
 
 import atexit
@@ -64,13 +64,13 @@ class EngineLoop(Protocol):
     def limits(self) -> Any:
         """A frozen value with `check(request)`, read and called by any thread.
 
-        Another takes its place when what requests must fit into changes.
+        It is replaced when the limits of requests change.
         """
         ...
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is in flight."""
+        """Whether nothing runs, waits or is in flight."""
         ...
 
     @property
@@ -204,10 +204,10 @@ class Engine:
         self.aborter((request_id,))()
 
     def aborter(self, request_ids: Sequence[str]) -> Callable[[], None]:
-        """A call that aborts these requests, for a caller that leaves before their ends.
+        """A call that aborts these requests, for a caller that leaves before they end.
 
         It may be called before they are submitted, or more than once. It is C code down to the
-        inbox: no signal handler runs between its beginning and its effect.
+        inbox, so no signal handler runs between its beginning and its effect.
         """
         return partial(self._inbox.put, lambda: self._abort(request_ids))
 
@@ -244,10 +244,10 @@ class Engine:
         return reply.wait()
 
     def fail(self, error: BaseException) -> None:
-        """End all requests with an error that came up elsewhere, and the engine with them.
+        """End all requests with an error that came up elsewhere, and then the engine.
 
-        The engine's thread does so between two steps. Where it does not come out of MLX, this one
-        does it; then that thread is left where it is, and the process ends without it.
+        The engine's thread does this between two steps. If it does not come out of MLX, this thread
+        does it. Then the engine's thread is left where it is, and the process ends without it.
         """
 
         def fail() -> None:
@@ -306,7 +306,7 @@ class Engine:
                 self._thread.join()
 
     def require_process(self) -> None:
-        """Raise EngineClosedError in a fork of the engine's process, where nothing comes."""
+        """Raise EngineClosedError in a fork of the engine's process, which gets no events."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 f"The engine runs in the process that this one was forked from; {ADVICE}."
@@ -323,11 +323,11 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called, or a fault left nothing to go on with."""
+        """Whether close() was called, or a fault ended the engine."""
         return self._stopping
 
     def _put(self, message: Callable[[], None]) -> None:
-        """Queue a message that is certainly answered; raises as `require_open`."""
+        """Queue a message that will be answered; raises as `require_open`."""
         self.require_process()  # in a fork the gate may be held for ever
         with self._gate:
             self.require_open()
@@ -369,7 +369,7 @@ class Engine:
         self._finish(loop, sound)
 
     def _start_afresh(self, loop: EngineLoop, error: BaseException) -> bool:
-        """Fail all requests and go on; where not even that works (False), the engine ends."""
+        """Fail all requests and go on. False: that failed too, and the engine ends."""
         try:
             loop.fail_all(error)
             what = f"{type(error).__name__}: {error}"
@@ -384,7 +384,7 @@ class Engine:
             return False
 
     def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:
-        """End every request that has a listener; the last events of some were lost in the fault."""
+        """End every request that has a listener. A fault may have lost the last events of some."""
         failure.__cause__ = cause
         error = FinishReason.ERROR
         self._emit([TokenEvent.without_token(i, error, error=failure) for i in self._listeners])
@@ -402,7 +402,7 @@ class Engine:
             mx.clear_cache()
 
     def _survives(self, last_work: Callable[[], object]) -> bool:
-        """Do the last work of a closing engine; False: it failed, and every request ends so."""
+        """Do the last work of a closing engine. False: it failed, and all requests end so."""
         try:
             last_work()
         except BaseException as error:  # at the end a fault must not leave callers waiting
@@ -413,10 +413,10 @@ class Engine:
         return True
 
     def _wait_for_work(self, loop: EngineLoop) -> None:
-        """Take in what came; while there is nothing to do, kernels that were asked for are checked.
+        """Take in messages. While there is nothing to do, kernels are checked that steps asked for.
 
-        A check takes a second or so, and a request that comes meanwhile waits: so it begins only
-        when nothing has come for a while.
+        A check takes a second or so, and a request that comes meanwhile waits. So a check begins
+        only when nothing has come for a while.
         """
         idle = loop.idle
         while idle and loop.asks_for_kernel:
@@ -496,9 +496,9 @@ def claim_process() -> int:
 def await_end(running: Lock) -> None:
     """Wait for a lock that a thread holds as long as it uses MLX.
 
-    Ctrl-C ends the wait, and then the process waits at its own end. There a further Ctrl-C ends it
-    at once. The thread is not joined for this: after an interrupted `join` Python 3.11 takes it for
-    ended.
+    Ctrl-C ends this wait, and then the process waits when it ends. There another Ctrl-C ends it at
+    once. The thread is not joined, because after an interrupted `join` Python 3.11 believes that
+    the thread has ended.
     """
     try:
         with running:

@@ -1,8 +1,8 @@
 """The KV cache that each sequence holds: pages, tails, leases on the prefix tree. Pure Python.
 
 Whole pages of a prompt go to the tree as they are written, so that another request can share them
-at once. Pages of an answer go to the tree when the sequence ends or is preempted, or as they are
-written where a window would recycle them before. Only a partial page is copied.
+at once. Pages of an answer go to the tree when the sequence ends or is preempted, or earlier if a
+window is about to recycle them. Only a partial page is copied.
 """
 
 from collections.abc import Collection
@@ -105,7 +105,8 @@ class KVManager:
     def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint | None:
         """Lock the longest prefix that leaves room for the rest of a sequence; None: none does.
 
-        A cut page takes a page more, its copy: where only that is too much, it is computed again.
+        A prefix that ends inside of a page needs one more page, for a copy. If only that page does
+        not fit, its tokens are computed again.
         """
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         whole = () if sequence.pictures is None else sequence.pictures.spans
@@ -133,7 +134,7 @@ class KVManager:
         return True
 
     def shares_later(self, sequence: Sequence, others: Seq[Sequence]) -> bool:
-        """Whether a prompt in work will soon have left more to share than there is now."""
+        """Whether a sequence could share more later, with a prompt that is being computed now."""
         if not self.reuse or sequence.request.prompt_logits:
             return False
         for other in others:
@@ -145,7 +146,7 @@ class KVManager:
         return False
 
     def _shared_later(self, sequence: Sequence, other: Sequence) -> int:
-        """Positions of `other` to wait for until the common prefix can be shared; 0: none."""
+        """Tokens that `other` must compute before the common prefix can be shared; 0: none."""
         ids, known, size = sequence.key_ids, other.key_ids, self.page_size
         stop = min(len(known), len(ids) - 1)
         if stop <= size or ids[:size] != known[:size] or other.namespace != sequence.namespace:
@@ -170,7 +171,7 @@ class KVManager:
     def take_work(self) -> CacheWork:
         """The work on the cache's arrays before the next step.
 
-        Its copies count as made: the pages that they read may be evicted from now on.
+        Its copies count as done: the pages that they read may be evicted from now on.
         """
         spills, loads = self._transfers.take() if self._transfers else ([], [])
         work = CacheWork(self._closing, spills, loads, list(self._copies.values()))
@@ -183,7 +184,7 @@ class KVManager:
         return work
 
     def take_all(self) -> list[PageTransfer]:
-        """All that the tree has and the disk lacks, what was used last and parents first."""
+        """All pages that the tree has and the disk lacks, the ones used last and parents first."""
         assert self._transfers is not None
         return self._transfers.all_of(self.tree)
 
@@ -230,7 +231,8 @@ class KVManager:
     def wrote(self, sequence: Sequence, *, of_answer: bool = False) -> None:
         """Note that the step being launched writes whole pages of a sequence.
 
-        Pages of an answer go to the tree when it ends, unless a window recycles them before.
+        Pages of an answer go to the tree when it ends, or earlier if a window is about to recycle
+        them.
         """
         if self._recycling or not of_answer:
             self._written.append(sequence)
@@ -339,7 +341,7 @@ class KVManager:
                 self.tree.release(self.tree.remove(node))
 
     def forget(self) -> None:
-        """Drop all that was computed, after a failed step: no prompt finds any of it again."""
+        """Drop everything that was computed, after a failed step: no prompt finds it again."""
         self._closing, self._written, self._copies = [], [], {}
         if self._transfers is not None:
             self._transfers.forget()
@@ -349,12 +351,13 @@ class KVManager:
 
 
 class Snapshots:
-    """Decides when recurrent states are snapshotted, and collects what that takes before a step.
+    """Decides when recurrent states are snapshotted, and collects that work for the next step.
 
-    A snapshot is as large as the KV of thousands of tokens, so few are taken: every
-    `ROLLING_TOKENS` of a long prompt, each in place of the one before; at the last page boundary
-    before the prompt's end; where prompts part (`Request.boundaries`, and where the tree's own
-    pages go further than its snapshots); and where a sequence ends or is preempted.
+    A snapshot is as large as the KV of thousands of tokens, so few are taken:
+    - in a long prompt every `ROLLING_TOKENS`, each replacing the one before;
+    - at the last page boundary before the prompt's end;
+    - where prompts part: at `Request.boundaries`, and where the tree has more pages than snapshots;
+    - where a sequence ends or is preempted.
 
     Args:
         group: the state layers.
@@ -392,7 +395,7 @@ class Snapshots:
         return min(ahead, default=None)
 
     def will_stop_at(self, sequence: Sequence, place: int) -> bool:
-        """Take a snapshot where another prompt will part; False: the sequence is past it."""
+        """Plan a snapshot where another prompt will part; False: it is too late for that."""
         if place <= sequence.num_computed or sequence not in self._boundaries:
             return False
         self._boundaries[sequence].add(place)
@@ -416,7 +419,7 @@ class Snapshots:
     def snapshot(self, sequence: Sequence, place: int) -> Snapshot | None:
         """Keep the state of a sequence in the tree, which has its tokens up to `place`.
 
-        None: not its state, or there is one already, or no room.
+        None: the state is at another place, the tree has a snapshot there, or there is no room.
         """
         if not sequence.started or place != sequence.num_computed or not place:
             return None
@@ -451,7 +454,7 @@ class Snapshots:
 
 
 def _common_prefix(a: list[int], b: list[int], stop: int) -> int:
-    """How many of the first `stop` tokens are equal; halves, so that slices do the comparing."""
+    """How many of the first `stop` tokens are equal; by halving, so that slices are compared."""
     low, high = 0, stop
     while low < high:
         middle = (low + high + 1) // 2

@@ -175,9 +175,9 @@ class Loop:
         )
 
     def _open_tier(self, wait_s: float) -> None:
-        """Open the disk tier once the weights' identity is known; wait for that at most `wait_s`.
+        """Open the disk tier once the weights' identity is known; wait at most `wait_s` for that.
 
-        Until then nothing is stored or found, and requests are served without it.
+        Until then nothing is stored or found, and requests are served without the tier.
         """
         disk, store = self.config.disk, self.store
         options = disk or self.config.peers
@@ -190,7 +190,7 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is in flight."""
+        """Whether nothing runs, waits or is in flight."""
         return not self._in_flight and self.scheduler.queues.idle
 
     @property
@@ -262,7 +262,7 @@ class Loop:
         )
 
     def add(self, request: Request, max_output: int) -> None:
-        """Queue a request that `limits.check` passed, with the tokens that its answer may have."""
+        """Queue a request that passed `limits.check`, with the number of tokens of its answer."""
         if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
         limits, num_prompt = self.limits, len(request.prompt_ids)
@@ -287,14 +287,14 @@ class Loop:
             sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
 
     def _reserve(self, num_bytes: int) -> bool:
-        """Keep memory for adapters that the KV cache has not grown into; whether it is there."""
+        """Keep memory for adapters, which the KV cache may not grow into; False: too little."""
         lengths = [sequence.max_known for sequence in self.scheduler.queues.unfinished()]
         is_there = self._keep_for_adapters(num_bytes, lengths)
         self._state_limits()
         return is_there
 
     def _keep_for_adapters(self, num_bytes: int, lengths: list[int]) -> bool:
-        """Limit the pages of every rank, so that so many bytes of adapters fit; whether they do."""
+        """Limit the pages of every rank so that the adapters fit; False: they do not."""
         beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
         is_there = self.cache.reserve(beyond, lengths)
         self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
@@ -315,7 +315,7 @@ class Loop:
     # -- steps ----------------------------------------------------------------------------------
 
     def _see(self) -> None:
-        """Give the tower a slice of time between two steps; its failure fails one request."""
+        """Give the tower a slice of time between two steps. If it fails, one request fails."""
         if not self._read(0) or not self.features.wanted:
             return
         failed = self.features.work()
@@ -334,14 +334,14 @@ class Loop:
             self._emit([failed_event(sequence, unseen)])
 
     def _read(self, num_left: int) -> bool:
-        """Read the oldest steps until so many are left in flight; False: one failed, none is."""
+        """Read the oldest steps until `left` are in flight. False: a step failed, and none is."""
         while len(self._in_flight) > num_left:
             if not self._commit(self._in_flight.popleft()):
                 return False
         return True
 
     def _launch(self, batch: Batch, previous: Launched | None) -> bool:
-        """Launch a step behind that before it; False: it failed."""
+        """Launch a step behind the one before it; False: it failed."""
         for sequence in batch.admitted:
             sequence.request.started_s = sequence.request.started_s or time.monotonic()
         began_s = time.monotonic()
@@ -356,7 +356,7 @@ class Loop:
             return False
 
     def _sample_constrained(self, launched: Launched) -> None:
-        """Sample the rows with a grammar, all tokens before known."""
+        """Sample the rows with a grammar. All tokens before them are known."""
         try:
             masks, stuck = fill_masks(launched.batch.sampling, self.model.config.vocab_size)
             self.runner.sample_constrained(launched, masks)
@@ -445,7 +445,7 @@ class Loop:
         self._emit(events)
 
     def _report_prompts(self, batch: Batch) -> None:
-        """Say how far prompts are, to requests that asked for it."""
+        """Report the progress of prompts to requests that asked for it."""
         now_s = time.monotonic()
         for segment in batch.ragged:
             sequence = segment.sequence
@@ -456,7 +456,7 @@ class Loop:
                 self._emit([event._replace(prompt_tokens=segment.stop)])
 
     def _store_spilled(self, store: PageStore, launched: Launched) -> None:
-        """Keep the pages that were read out before a step, now that it went well."""
+        """Keep the pages that were read out before a step, now that the step succeeded."""
         store.put(launched.spilled)
         store.step_ended(
             num_prefill=sum([s.num_tokens for s in launched.batch.long]),
@@ -467,10 +467,10 @@ class Loop:
     # -- faults ---------------------------------------------------------------------------------
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
-        """Fail the requests of a step; the others start over on fresh arrays and lose nothing.
+        """Fail the requests of a step. The others start over on fresh arrays and lose nothing.
 
         If macOS stopped the step on the GPU, its requests start over too, once, and steps are half
-        as large from then on. Steps in flight ran on what it left: none of them is read.
+        as large from then on. Later steps in flight used its results, so none of them is read.
 
         Raises:
             RanksFailedError: it failed on other ranks too.
@@ -549,7 +549,7 @@ class Loop:
         store.save(self.scheduler.kv_manager.take_all(), self.cache.read_out)
 
     def carry_out_work(self, store: PageStore) -> None:
-        """Do now what waits for the next step: then all pages of the tree are filled."""
+        """Do the work now that waits for the next step. Then all pages of the tree are filled."""
         self._read(0)
         work = self.scheduler.kv_manager.take_work()
         self._followers.carry_out(work)
@@ -557,7 +557,7 @@ class Loop:
         store.put(self.cache.carry_out(work))
 
     def tier(self) -> DiskTier | None:
-        """Where entries of pages are found by key, in any thread; None: not known yet, or none."""
+        """The disk tier, in which any thread may look for pages; None: not known yet, or none."""
         self._open_tier(0.0)
         return None if self.store is None else self.store.tier
 
@@ -625,7 +625,7 @@ class Loop:
 
 
 def _fetched(sequence: Sequence) -> None:
-    """Nothing more comes from peers for a sequence: it may be admitted."""
+    """Let a sequence be admitted: nothing more comes for it from peers."""
     sequence.fetch = None
 
 
@@ -642,8 +642,8 @@ class GroupLimits:
 class EngineLimits:
     """The limits that a request must fit into, for the threads of callers.
 
-    The engine hands it over when it is ready, and a new one after each restart: nothing in it
-    changes, and no caller reads the loop's own objects.
+    The engine hands it over when it is ready, and makes a new one after each restart. It never
+    changes, so no caller reads the loop's own objects.
     """
 
     vocab_size: int
@@ -720,7 +720,7 @@ def last_events(
 
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request that failed; an error of its step is told by its words."""
+    """The last event of a request that failed. The error of its step becomes the message."""
     if not isinstance(error, RequestFailedError | EngineClosedError):
         cause, error = (
             error,

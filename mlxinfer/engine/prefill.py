@@ -1,8 +1,8 @@
 """How many prompt tokens a step gets. Pure Python: knows no arrays of MLX.
 
-Answers wait for the prompts of a step, so while answers run, prompts get a slice of time. A fixed
-number of tokens (`prefill_chunk`) makes steps independent of the machine's speed, and with them the
-rounding of 16-bit numbers.
+Running answers wait while a step computes prompts. So while answers run, prompts get a slice of
+time. With a fixed number of tokens (`prefill_chunk`), steps do not depend on the machine's speed,
+and neither does the rounding of 16-bit numbers.
 """
 
 from collections.abc import Callable
@@ -88,8 +88,8 @@ class PrefillSizer:
         Args:
             batch: what was computed.
             seconds: until this rank had done its part.
-            goes_on: others had not, as pipeline stages behind this one, and nothing comes back:
-                what the step takes there shows in the time of the next one that gives tokens.
+            goes_on: later pipeline stages still work on the step, and it returns nothing. Their
+                time becomes a part of the time of the next step that gives tokens.
         """
         if self._slice_s is None or not batch.num_tokens:
             return
@@ -127,8 +127,8 @@ class PrefillSizer:
     def halve(self, batch: Batch) -> None:
         """Give prompts half as many tokens as in this step, which the GPU stopped.
 
-        Steps may take half as long from now on. The limit in tokens rises again by and by: perhaps
-        not the size of the step was the reason.
+        From now on steps may take half as long. The limit in tokens rises again bit by bit, because
+        the size of the step may not have been the reason.
         """
         num_tokens = sum([s.num_tokens for s in batch.ragged if not s.proposals])
         if not num_tokens:
@@ -154,9 +154,9 @@ class PrefillSizer:
         return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))
 
     def _seconds_at(self, context: float) -> float:
-        """Seconds of a token after so many others; not too few, where other contexts were timed.
+        """Seconds of one token after `context` others, from the lengths that were measured.
 
-        A token costs more the more there are before it, and at most in proportion.
+        A token costs more the longer the context is, but at most in proportion to it.
         """
         known = self._beside.get(_half_octave(context))
         near = [known] if known is not None else self._beside.values()
@@ -165,7 +165,7 @@ class PrefillSizer:
     # -- while none decodes ---------------------------------------------------------------------
 
     def _bounded(self, prefilling: Seq[Sequence]) -> int:
-        """Tokens of a step: `_size`, or those that fit the time behind the longest context."""
+        """Tokens of a step: `_size`, or fewer if they take too long behind the longest context."""
         if not self._beside:
             return min(self._size, self._limit)
         context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
@@ -174,7 +174,7 @@ class PrefillSizer:
         return min(self._size, self._limit, num_tokens)
 
     def _next_size(self) -> int:
-        """Twice the last size while that pays, then the smallest of those that are as quick."""
+        """Twice the last size while that pays, then the smallest size that is as quick."""
         size, times = self._size, self._times
         if size not in times:
             return size
@@ -185,7 +185,7 @@ class PrefillSizer:
         return min([some for some, seconds in times.items() if seconds <= CLOSE * quickest])
 
     def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
-        """A step of about the last size took so long for each token."""
+        """Note how long each token took in a step of about the last size."""
         if context > self._context:  # reading the context costs more now: try again
             self._times.clear()
             self._context = 2 * context
@@ -209,7 +209,7 @@ def prefill_shares(
 
     Args:
         prefilling: oldest first.
-        room: for all prompts together; a page at least is computed whatever it costs.
+        room: for all prompts together; at least one page is computed.
         page_size: tokens a page.
         cost: of each token of a sequence.
     """
@@ -227,7 +227,7 @@ def prefill_shares(
 
 
 def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
-    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
+    """Tokens of the next chunk: all that are left, or as many as end at a page boundary."""
     if sequence.num_left <= limit:
         return sequence.num_left
     stop = sequence.num_computed + limit

@@ -1,8 +1,8 @@
 """Runs a batch: the forward pass and sampling. The only place that evaluates; knows no queues.
 
-`Forward` is the forward pass and the KV cache that it runs on. Where a model is spread over ranks,
-all of them run the same steps: one of them schedules and samples, and sends the inputs of a step to
-the others before it runs the step. `Runner` is that one.
+`Forward` is the forward pass and the KV cache that it runs on. If a model is spread over ranks, all
+ranks run the same steps. One of them schedules and samples: `Runner`. It sends the inputs of a step
+to the others before it runs the step.
 """
 
 import time
@@ -134,7 +134,7 @@ class Followers:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether ranks have layers: from a step without samples nothing comes back."""
+        """Whether ranks are pipeline stages: then a step without samples returns nothing."""
         return False
 
     @property
@@ -146,26 +146,26 @@ class Followers:
         return 1
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Seq[int]) -> None:
-        """Let them make a cache like this; every step gives the outputs of the layers `taps`.
+        """Let the other ranks make a cache like this; steps give the outputs of layers `taps`.
 
         Raises:
             RanksFailedError: one of them cannot.
         """
 
     def send(self, step: StepInputs) -> None:
-        """Let them run a step too; raises RanksFailedError where one of them cannot."""
+        """Let the other ranks run a step too; raises RanksFailedError if one of them cannot."""
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
 
     def carry_out(self, work: CacheWork) -> None:
-        """Let them do to their caches what no step does."""
+        """Let the other ranks do work on their caches that belongs to no step."""
 
     def resize(self, num_pages: Seq[int]) -> None:
-        """So many pages of each layer group may be in use from now on."""
+        """Limit the pages of each layer group that may be in use."""
 
     def reset(self, error: BaseException) -> None:
-        """A step failed by this error: what is in the cache is forgotten.
+        """Forget the contents of all caches, because a step failed by this error.
 
         Raises:
             RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.
@@ -176,7 +176,7 @@ class Followers:
         return error
 
     def release(self) -> None:
-        """Let the other ranks go: the model is not used any more."""
+        """End the other ranks: the model is not used any more."""
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -209,7 +209,7 @@ class Forward:
         self._link = link
 
     def prepare(self, step: StepInputs, in_flight: InFlight | None) -> tuple[bool, list[Entry]]:
-        """Do what must be done to the cache before a step.
+        """Do the work on the cache that is due before a step.
 
         Returns:
             Whether the step before may still be in flight, and the pages that were read out.
@@ -278,7 +278,7 @@ class Forward:
         return StepFeatures(mx.array(rows), arrays[0], tuple(arrays[1:])) if arrays else None
 
     def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
-        """(T,) token ids; those that are pending are taken from the step in flight."""
+        """(T,) token ids. Pending ones are taken from the step in flight."""
         known = None if step.known_ids is None else mx.array(step.known_ids)
         if known is not None and step.pending is None:
             return known
@@ -295,7 +295,7 @@ class Forward:
 
 
 def absent_layers(model: LanguageModel) -> set[int]:
-    """Which of `cache_specs` are of other ranks, and take no memory here."""
+    """Places of layers that other ranks have: they take no memory here."""
     return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
 
 
@@ -413,9 +413,9 @@ class Launched:
 class Runner:
     """A model, its KV cache and a sampler.
 
-    With pipeline stages behind this rank, the results of later stages are received as they come,
-    and rows are sampled when their step is read. Sampling earlier would hold up this rank's part of
-    the next step.
+    If pipeline stages follow this rank, it receives the results of later stages as they come, and
+    samples rows when their step is read. To sample earlier would hold up this rank's part of the
+    next step.
 
     Args:
         taps: layers whose outputs every step gives beside its tokens, see `Taps`.
@@ -615,7 +615,7 @@ class Runner:
 
 
 def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:
-    """(R, n) tokens of each row that the host does not know, or proposals, then -1; None: none."""
+    """(R, n) for each row, proposals and tokens that the host does not know, then -1; or None."""
     if sampling.proposals is not None:  # then all tokens before are known
         return mx.array(sampling.proposals.token_ids)
     if not step.follows and step.pending is None:
@@ -626,9 +626,10 @@ def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array
 
 
 def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None]:
-    """Whether a step's ids are all tokens of the step in flight, in order; else, which are (T,).
+    """Whether all ids of a step are tokens of the step in flight, in order; if not, which are (T,).
 
-    A decode row's token may have been sampled by the step in flight: then it is taken from there.
+    The token of a decode row may have been sampled by the step in flight: then it is taken from
+    there.
     """
     decodes, num_rows = batch.decodes.sequences, batch.num_tokens
     if previous is None or previous.sampled is None:

@@ -103,7 +103,7 @@ class RequestQueues:
 
     @property
     def idle(self) -> bool:
-        """Whether no request can run: every one has ended, or awaits pages of peers."""
+        """Whether no request can run: all have ended, or wait for pages of peers."""
         return all(sequence.fetch is not None for sequence in self._by_id.values())
 
     # -- arrivals and departures ----------------------------------------------------------------
@@ -111,7 +111,7 @@ class RequestQueues:
     def add(
         self, request: Request, *, max_output: int, pictures: PromptPictures | None = None
     ) -> Sequence:
-        """Queue a request that was found valid; `pictures` are those of its prompt."""
+        """Queue a valid request; `pictures` are those of its prompt."""
         sequence = Sequence(
             request=request,
             max_known=len(request.prompt_ids) + max_output,
@@ -151,7 +151,8 @@ class RequestQueues:
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Put a running sequence back at the head of the queue, with its tokens.
 
-        Its pages stay in the prefix tree until they are evicted; only those are computed again.
+        Its pages stay in the prefix tree. Only the pages that are evicted meanwhile are computed
+        again.
         """
         self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
@@ -173,13 +174,14 @@ class RequestQueues:
     def admit(self, prefilling: Seq[Sequence], most: int, *, again: bool = True) -> Sequence | None:
         """Start the first waiting sequence for which there is room, in order of the queue.
 
-        A sequence that will soon share what another computes waits for it, and later ones may pass.
+        A sequence waits if another one is computing tokens that it can share soon. Later sequences
+        may pass it.
 
         Args:
             prefilling: running sequences with prompts to compute.
             most: how many of these there may be.
-            again: whether what was preempted may start: not in the step that preempted it: its
-                plan may have a token of it.
+            again: whether preempted sequences may start: not in the step that preempted them, which
+                may still have a token of theirs.
         """
         if not self._free_slots or len(prefilling) >= most:
             return None
@@ -187,7 +189,7 @@ class RequestQueues:
             if sequence.fetch is not None:
                 continue
             if sequence.num_pending:
-                return None  # preempted with a step in flight: it gets that step's token first
+                return None  # preempted during a step: it gets the token of that step first
             if sequence.num_preempted and not again:
                 return None
             if self._kv.shares_later(sequence, prefilling):
@@ -202,7 +204,7 @@ class RequestQueues:
         return None
 
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take the pages for `num_tokens` positions, preempting the youngest others if need be.
+        """Take the pages for `num_tokens` positions; if need be, the youngest others are preempted.
 
         Returns:
             False: the sequence itself is the first to go, and went back to the queue.
@@ -317,7 +319,7 @@ class Scheduler:
     def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight after this one was launched, this one included.
 
-        One where this step takes a token from the step before, which is then read next.
+        One, if this step takes a token from the step before, which is then read next.
         """
         most = max(self._num_stages - 1, 1)
         depends = most > 1 and any(s.num_pending > 1 for s in batch.decodes.sequences)
@@ -326,7 +328,7 @@ class Scheduler:
     # -- the next step --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """The next step; None where nothing can be computed now."""
+        """The next step; None: nothing can be computed now."""
         queues = self.queues
         replaced = self.kv_manager.settle(queues.running)
         if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
@@ -356,10 +358,10 @@ class Scheduler:
         return batch
 
     def _next_decodes(self) -> tuple[DecodeBatch, list[Segment], int]:
-        """The newest token of every sequence with a computed prompt, where there is room.
+        """The newest token of every sequence whose prompt is computed, if there is room for it.
 
-        Those with proposals come as segments, the others as a batch of single tokens. Last, how
-        many decode in all, where this is a step of some; else 0.
+        Sequences with proposals come as segments, the others as a batch of single tokens. The third
+        value is the number of all sequences that decode, if the step has only some of them; else 0.
         """
         preemptions, num_decoding = self.counters.preemptions, 0
         decoding = [s for s in self.queues.running if s.decodes]
@@ -383,9 +385,9 @@ class Scheduler:
         return decodes, verified, num_decoding
 
     def _micro_batch(self, decoding: list[Sequence]) -> tuple[list[Sequence], int]:
-        """Of these, those of the next step, and how many there are with those in flight.
+        """The sequences of the next step, and how many decode with those in flight.
 
-        A sequence that runs alone may be in the newest step: its token is taken from there.
+        A sequence that runs alone may also be in the newest step: its token is taken from there.
         """
         running, newest = self.queues.running, self._newest
         if len(running) == 1:
@@ -395,7 +397,7 @@ class Scheduler:
         return ready[: -(-num_decoding // self._num_stages)], num_decoding
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
-        """Take the pages that the new tokens begin; the youngest sequences may be preempted."""
+        """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
         starts = decodes.segments.starts
         rows = np.flatnonzero(starts % self.page_size == 0).tolist()
         if not rows:
@@ -437,10 +439,10 @@ class Scheduler:
         return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
 
     def _chunk(self, sequence: Sequence, share: int) -> int:
-        """Tokens of the next chunk of a prompt, 0 while features of its next picture are missing.
+        """Tokens of the next chunk of a prompt; 0 while features of its next picture are missing.
 
-        It ends where the KV manager wants a chunk to end, and cuts no span of tokens that see each
-        other. A span that is next is computed as a whole, also where it is longer than the share.
+        The chunk ends where the KV manager wants it to end. It cuts no span of tokens that see each
+        other: a span that is next is computed as a whole, even if it is longer than the share.
         """
         start, count = sequence.num_computed, share
         boundary = self.kv_manager.next_boundary(sequence)
@@ -452,7 +454,7 @@ class Scheduler:
         return self._features.available(sequence, count)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
-        """A chunk. One that ends inside of a page goes to pages: the next one reads them there."""
+        """A chunk. If it ends inside of a page, it goes to pages, where the next chunk reads it."""
         stop = sequence.num_computed + count
         goes_on = count < sequence.num_left and stop % self.page_size > 0
         return Segment.following(sequence, count, seals=goes_on or count > self._max_short)
@@ -460,9 +462,9 @@ class Scheduler:
     # -- proposals ------------------------------------------------------------------------------
 
     def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, Proposal]:
-        """Proposals to verify, by sequence; only sequences without unread tokens get any.
+        """Proposals to verify, by sequence. Sequences with unread tokens get none.
 
-        They are cut where the answer would have its full length, and where its grammar forbids one.
+        Proposals are cut at the full length of the answer, and where a grammar forbids one.
         `num_decoding` as of `_next_decodes`.
         """
         proposer = self._proposer
@@ -481,7 +483,7 @@ class Scheduler:
         return found
 
     def _verification(self, sequence: Sequence, proposal: Proposal) -> Segment:
-        """The newest token and its proposals, as many as there are pages for without preemption."""
+        """The newest token and its proposals, as many as free pages allow without preemption."""
         start = sequence.num_computed
         if not self.kv_manager.extend(sequence, start + 1 + len(proposal.token_ids)):
             end = min([table.end for table in sequence.tables])
@@ -541,7 +543,7 @@ class Scheduler:
         self.counters.tokens_computed += batch.num_tokens
 
     def _note_steady(self, batch: Batch) -> None:
-        """Keep the decodes of a step, as long as none of its sequences is in another one."""
+        """Keep the decodes of a step while none of its sequences is in another step."""
         if batch.admitted:  # maybe again, in another slot
             self._steady = []
             return
@@ -556,8 +558,8 @@ class Scheduler:
     def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`.
 
-        The one place that ends answers by their tokens: end tokens, finished grammars, lengths.
-        Rows after an end, or after a proposal that was not sampled, are discarded.
+        Only this method ends answers by their tokens: end tokens, finished grammars, lengths. Rows
+        after an end, or after a proposal that was not sampled, are discarded.
         """
         sampling, result = batch.sampling, CommitResult()
         assert len(token_ids) == len(sampling.sequences)
@@ -615,6 +617,6 @@ class Scheduler:
 def _without_preempted(
     decodes: DecodeBatch, segments: list[Segment]
 ) -> tuple[DecodeBatch, list[Segment]]:
-    """The parts of a step of sequences that still have their slot."""
+    """The same parts of a step without sequences that have lost their slot."""
     running = [sequence for sequence in decodes.sequences if sequence.slot >= 0]
     return DecodeBatch.of(running), [segment for segment in segments if segment.sequence.slot >= 0]

@@ -162,10 +162,10 @@ def _load(
 def _group(
     name: str, folder: Path, options: EngineOptions, check: Callable[[], None]
 ) -> "RankGroup | None":
-    """The ranks that the model is spread over; None: it is not.
+    """The ranks that the model is spread over; None: there is one process only.
 
-    In a process that is a rank other than 0 this computes for rank 0 until the group ends.
-    `check` is called while others are awaited, and may raise.
+    In a process that is another rank than 0, this call works for rank 0 until the group ends.
+    `check` is called while it waits for other ranks, and may raise.
 
     Raises:
         EngineClosedError: this process was a rank other than 0, and the group has ended.

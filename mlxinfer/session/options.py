@@ -76,10 +76,9 @@ class EngineArguments(TypedDict, total=False):
 class EngineOptions:
     """How a model is run. Checked when built; the fields are explained by their help texts.
 
-    Fields without a help text are not for users: `room_bytes` is what weights and KV cache of a
-    server's model may take together, instead of max_memory; `fixed_proposals` lets benchmarks
-    propose as many tokens as there are, worth it or not; `gives_pages` is that of a server that
-    lets peers ask.
+    Fields without a help text are not for users. `room_bytes` limits weights and KV cache of a
+    server's model together, instead of max_memory. `fixed_proposals` lets benchmarks propose as
+    many tokens as there are, worth it or not. A server that lets peers ask sets `gives_pages`.
 
     Raises:
         InvalidRequestError: a value out of its range, or values that do not go together.
@@ -87,21 +86,19 @@ class EngineOptions:
 
     kv_bits: Annotated[
         int | tuple[int | None, int | None] | None,
-        "Bits of stored keys and values: 8, 4, or (8, 4). Default: as they are computed.",
+        "Bits of stored keys and values: 8, 4, or (8, 4). Default: they are not quantised.",
     ] = None
     kv_window: Annotated[
         int | None, "Every layer sees the last N positions only, so the KV cache stops growing."
     ] = None
     kv_sinks: Annotated[int, "With kv_window: the first N positions stay visible."] = 0
-    kv_plain_ends: Annotated[
-        bool, "Keep the first and last layer unquantised, whatever kv_bits is."
-    ] = False
+    kv_plain_ends: Annotated[bool, "Keep the first and the last layer unquantised."] = False
     kv_plain_windows: Annotated[
         bool, "Keep layers that have a window of their own unquantised."
     ] = False
     max_memory: Annotated[
         str | int | None,
-        "Limit of the KV cache, such as 8GB. Default: a share of what the weights leave.",
+        "Limit of the KV cache, such as 8GB. Default: a share of what the weights leave free.",
     ] = None
     prefix_cache: Annotated[bool, "Prompts reuse the KV cache of earlier requests."] = True
     disk_cache: Annotated[
@@ -120,16 +117,16 @@ class EngineOptions:
     ] = MAX_IMAGE_TOKENS
     prefill_chunk: Annotated[
         int | None,
-        "Prompt tokens a step, whatever they take: at 16 bits, answers are then the same "
+        "A fixed number of prompt tokens in each step. At 16 bits, answers are then the same "
         "in each run. Default: steps are sized by time, up to 2,048 tokens.",
     ] = None
     prefill_slice: Annotated[
         int | None,
         "Milliseconds that answers may wait for a step with others' prompts. Default: 250.",
     ] = None
-    dtype: Annotated[str, "Of activations and KV cache: auto, float32, bfloat16 or float16."] = (
-        "auto"
-    )
+    dtype: Annotated[
+        str, "Type of activations and KV cache: auto, float32, bfloat16 or float16."
+    ] = "auto"
     task: Annotated[
         str, "Use of the model: generate, embed, score, or auto: as its files and name show."
     ] = "auto"
@@ -139,24 +136,24 @@ class EngineOptions:
     adapter_memory: Annotated[
         str | int | None,
         "Part of max_memory that is kept for adapters, such as 1GB. Default: adapters get "
-        "what the KV cache has not grown into.",
+        "memory that the KV cache does not use yet.",
     ] = None
     expert_memory: Annotated[
         str | int | None,
-        "Keep so much of a mixture's experts in memory, such as 8GB, and read the others "
-        "from disk when tokens need them. Default: all are loaded. See "
+        "Memory for the experts of a mixture, such as 8GB. The other experts are read from "
+        "disk when tokens need them. Default: all are loaded. See "
         "docs/larger_than_memory.md.",
     ] = None
-    slow_experts: Annotated[bool, "With expert_memory: also where tokens would take seconds."] = (
-        False
-    )
+    slow_experts: Annotated[
+        bool, "With expert_memory: load the model even if a token takes seconds."
+    ] = False
     launch_ahead: Annotated[
-        bool, "Launch a step before the one before it is read. Off: for debugging."
+        bool, "Launch each step before the last one is read. Off: for debugging."
     ] = True
     speculate: Annotated[
         str,
-        "Source of tokens that a step verifies several at once, where that is faster: "
-        "ngram, draft, mtp, eagle, dflash, auto or off. See docs/speculation.md.",
+        "Source of proposed tokens: ngram, draft, mtp, eagle, dflash, auto or off. A step "
+        "verifies several of them where that is faster. See docs/speculation.md.",
     ] = "auto"
     draft: Annotated[
         str | Path | None,
@@ -183,10 +180,10 @@ class EngineOptions:
     rank: Annotated[
         int | None, "This machine's place in the host file. Default: the one with its address."
     ] = None
-    rank_deadline: Annotated[float, "Seconds after which a step that has not ended has failed."] = (
+    rank_deadline: Annotated[float, "Seconds that a step over ranks may take before it fails."] = (
         60.0
     )
-    pipeline: Annotated[bool, "Ranks have some of the layers each, not a part of every layer."] = (
+    pipeline: Annotated[bool, "Each rank has some of the layers, not a part of every layer."] = (
         False
     )
     peers: Annotated[
@@ -238,7 +235,7 @@ class EngineOptions:
         self._check_peers()
 
     def _check_peers(self) -> None:
-        """Raise InvalidRequestError for addresses that are none, and where there are no pages."""
+        """Raise InvalidRequestError for wrong addresses, and if there are no pages to exchange."""
         _ = PeerOptions(urls=tuple(self.peers), prefill_at=self.prefill_at)
         if not self._exchanges_pages:
             return

@@ -89,8 +89,9 @@ class Node:
     def closest(self, tokens: Tokens) -> tuple["Node | None", int]:
         """The child that agrees with `tokens` for longest, and for how many tokens.
 
-        In sorted order that child is next to `tokens`: no other has to be looked at. Where both
-        neighbours agree alike, the one that has all its pages, or a snapshot further on.
+        Children are sorted, so that child is next to the place of `tokens`: only two children are
+        compared. If both agree equally far, the one counts that has all its pages or a snapshot
+        further on.
         """
         at = bisect_left(self.order, tokens)
         best: Node | None = None
@@ -234,11 +235,11 @@ def resume_point(longest: int, coverages: Sequence[Coverage], alignment: int = 1
 def window_coverage(
     path: Sequence[Node], group: int, window: int, num_kept: int, page_size: int
 ) -> Coverage:
-    """Where a window has all that it sees. Linear in the path.
+    """The positions where a window has everything that it sees. Linear in the path.
 
-    The token at position p of a group with window W sees p - W + 1 to p and the sinks, so resuming
-    at p takes the pages of p - W + 1 to p - 1 and those kept for sinks; inside of a page always
-    that page, so that no page has gaps.
+    The token at position p of a group with window W sees p - W + 1 to p and the sinks. So resuming
+    at p needs the pages of p - W + 1 to p - 1 and those of the sinks. Inside of a page it always
+    needs that page too, so that no page has gaps.
     """
     sinks = len(path) * page_size
     for number, node in enumerate(path[:num_kept]):
@@ -272,7 +273,7 @@ def state_coverage(path: Sequence[Node]) -> Coverage:
 
 
 def span_coverage(start: int, stop: int) -> Coverage:
-    """All positions but those inside of a span, whose tokens are reused together."""
+    """All positions except those inside of a span: its tokens are reused together or not at all."""
     return lambda point: start if start < point < stop else point
 
 

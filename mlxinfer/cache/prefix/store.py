@@ -1,8 +1,8 @@
-"""The nodes of a prefix tree: which are leased, which may be evicted, in which order.
+"""The nodes of a prefix tree: which are leased, which may be evicted, and in which order.
 
-Nothing on a leased path is evicted. A window needs its last pages only, so leases protect windowed
-pages one by one. There are two kinds of eviction queues: one of nodes that may go as a whole
-(leaves without a lock), and for each windowed group one of the pages that no lease holds.
+Nothing on a leased path is evicted. A window needs only its last pages, so leases protect windowed
+pages one by one. Nodes that may go as a whole (leaves without a lock) are in one eviction queue.
+For each windowed group another queue has the pages that no lease needs.
 """
 
 import heapq
@@ -63,8 +63,8 @@ class EvictionQueue(Generic[Item]):
 class Lease:
     """The pages that one sequence keeps in the tree: a path, and where its windows begin.
 
-    `nodes[n]` is page number n. Of a windowed group g the sinks' pages and those from number
-    `first[g]` on are protected, of the others all.
+    `nodes[n]` is page number n. In a windowed group g the lease protects the sinks' pages and the
+    pages from number `first[g]` on. In other groups it protects all pages.
     """
 
     root: Node
@@ -207,7 +207,7 @@ class NodeStore:
         self.unlock_node(cut, now)
 
     def unlock(self, lease: Lease) -> None:
-        """End a lease; what it protected counts as just used."""
+        """End a lease. Its pages count as just used."""
         assert not lease.released
         lease.released = True
         self.release_cut(lease)
@@ -290,9 +290,9 @@ class NodeStore:
             self.snapshots.push(snapshot, (snapshot.node.priority, now))
 
     def strand(self, node: Node, group: int) -> None:
-        """A window lost the page of a node: no prompt can resume at the snapshots behind it.
+        """A window lost the page of a node, so no prompt can resume at the snapshots behind it.
 
-        They are the first to be evicted.
+        These snapshots are the first to be evicted.
         """
         window = self.windows[group]
         assert window is not None
@@ -408,9 +408,9 @@ class NodeStore:
             self.allocators[group].release(pages)
 
     def clear(self) -> None:
-        """Take out all nodes: they are not found any more, and released when the last lease ends.
+        """Take out all nodes: no prompt finds them, and they are released with their last lease.
 
-        Leases of before protect what they protected, and grow no more.
+        Older leases still protect their pages, and grow no more.
         """
         for node in list(self.nodes()):
             node.alive = False

@@ -1,8 +1,8 @@
 """Token prefix -> pages: match, lock, extend, evict. Pure Python; knows no arrays and no requests.
 
-A trie of pages. Once inserted, a page belongs to the tree; a sequence that uses it holds a
-lease on the path to it, and nothing on a leased path is evicted. A windowed page may go before its
-node does.
+The tree is a trie of pages. A page that was inserted belongs to the tree. A sequence that uses it
+holds a lease on its path, and nothing on a leased path is evicted. A windowed page may go before
+its node does.
 """
 
 import itertools
@@ -65,13 +65,13 @@ class PrefixTree(NodeStore):
         alignment: int = 1,
         whole: Sequence[tuple[int, int]] = (),
     ) -> RestorePoint:
-        """The longest reusable prefix of at most `limit` tokens; locks, counts, changes nothing.
+        """The longest reusable prefix of at most `limit` tokens. Locks, counts, changes nothing.
 
-        Whole pages are matched, then the child that agrees for longest; then it goes back to the
-        last position at which every group can resume.
+        First whole pages are matched, then the child that agrees for longest. From there it goes
+        back to the last position at which every group can resume.
 
-        A prompt leaves its last token to be computed: the default limit is one less than its
-        length. Costs the length of the prompt, whatever the tree holds.
+        The last token of a prompt must be computed, so the default limit is one less than its
+        length. The time depends on the length of the prompt, and not on the size of the tree.
 
         Args:
             namespace: of the prompt; nothing is shared between two.
@@ -121,7 +121,7 @@ class PrefixTree(NodeStore):
     # -- leases ---------------------------------------------------------------------------------
 
     def count(self, match: RestorePoint) -> None:
-        """Count a match that is made use of; one may be locked in vain."""
+        """Count a match that is used. A match may also be locked in vain."""
         self.tokens_reused += match.num_tokens
 
     def hold_path(self, point: RestorePoint) -> Lease:
@@ -210,9 +210,10 @@ class PrefixTree(NodeStore):
     def add_snapshot(
         self, namespace: Hashable, token_ids: Sequence[int], num_tokens: int
     ) -> Snapshot | None:
-        """Make room for the state after the first `num_tokens` tokens. The tree has them all.
+        """Make room for the state after the first `num_tokens` tokens. The tree must have them all.
 
-        The longest unused snapshot is evicted where there is no room. Costs `num_tokens`.
+        If there is no room, the snapshot that was unused for longest is evicted. Takes time in
+        proportion to `num_tokens`.
 
         Returns:
             None: the tree has one there already, does not have the tokens, or has no room.
@@ -289,7 +290,7 @@ class PrefixTree(NodeStore):
         return freed
 
     def evict_snapshot(self) -> bool:
-        """Give up the snapshot that is least worth keeping; False: leases hold all of them."""
+        """Evict the snapshot that is least worth keeping; False: leases hold all of them."""
         snapshot = self.snapshots.pop()
         if snapshot is None:
             return False

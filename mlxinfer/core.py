@@ -137,8 +137,8 @@ class SamplingParams:
     logprobs: int | None = _integer(None, low=0, high=MAX_LOGPROBS, optional=True)
     # Whether steps may verify proposed tokens, if the model was loaded with speculation. Then an
     # answer takes fewer steps. With acceptance="exact" the tokens are those of the plain run, with
-    # or without a seed. With "rejection" a drawn answer has the same distribution, and a seed gives the same
-    # answer again only if the same tokens are proposed.
+    # or without a seed. With "rejection" a drawn answer has the same distribution, and a seed gives
+    # the same answer again only if the same tokens are proposed.
     speculate: bool = True
 
     def __post_init__(self) -> None:

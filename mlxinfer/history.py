@@ -29,6 +29,7 @@ PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TITLE_CHARS = 200
 MAX_PICTURE_BYTES = 256 << 20  # of all pictures of an owner, as text of data URLs
+EXCERPT_CHARS = 60  # before the word that was found; twice as many follow
 TRIGRAM = 3  # characters: the index finds no shorter words
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
 _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
@@ -469,12 +470,12 @@ def _prepare(db: sqlite3.Connection) -> None:
         raise HistoryError("The history was written by a newer mlxinfer; update this one.")
 
 
-def excerpt(text: str, words: Sequence[str], around: int = 60) -> str:
+def excerpt(text: str, words: Sequence[str]) -> str:
     """A piece of a text with the first of the words that stands in it."""
     lowered = text.lower()
     places = [place for word in words if (place := lowered.find(word.lower())) >= 0]
     at = min(places, default=0)
-    start, end = max(at - around, 0), at + 2 * around
+    start, end = max(at - EXCERPT_CHARS, 0), at + 2 * EXCERPT_CHARS
     piece = " ".join(text[start:end].split())
     return f"{'…' if start else ''}{piece}{'…' if end < len(text) else ''}"
 

@@ -61,16 +61,12 @@ class PeerGeneration:
 
     Args:
         folder: with the checkpoint.
-        adapter: a folder with an adapter that all requests have; None: none has one.
     """
 
-    def __init__(self, folder: Path, *, adapter: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         import mlx.core as mx
 
         self._model = load_peer_model(folder)
-        if adapter is not None:
-            peer_module("mlx_lm.tuner.utils").load_adapters(self._model, str(adapter))
-            self._model.eval()
         if not mx.metal.is_available():
             self._model.set_dtype(mx.float32)
             mx.eval(self._model.parameters())

@@ -57,11 +57,9 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return found
 
 
-def number(
-    flag: str, default: int | None, help: str, *, least: int = 1, most: int | None = None
-) -> Option:
+def number(flag: str, default: int | None, help: str, *, least: int = 1) -> Option:
     """A whole number. Without a default, the help says which value is used."""
-    kind = click.IntRange(min=least, max=most)
+    kind = click.IntRange(min=least)
     return click.option(
         flag, type=kind, default=default, show_default=default is not None, help=help
     )

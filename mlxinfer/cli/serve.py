@@ -42,9 +42,10 @@ from ._options import (
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
 
 if TYPE_CHECKING:
+    from ..server.config import ServerConfig
     from ..server.models import ModelRegistry
     from ..server.page.routes import PageRoutes
-    from ..server.service import Fetch
+    from ..server.service import Fetch, ServerState
     from ..server.slots import RegistryEntry
     from ..server.store import ResponseStore
     from ..session.saved import NamedSessions
@@ -267,9 +268,7 @@ def command(
     from ..server.app import ROUTES
     from ..server.log import set_up_logging
     from ..server.run import Server, bind, url_of
-    from ..server.service import ServerState
 
-    keep_history = options.pop("history")
     options["allow_peers"] |= bool(options["peers"])
     options["gives_pages"] = options["allow_peers"]
     config = server_config(options)
@@ -281,21 +280,13 @@ def command(
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        stored = response_store(options), named_sessions(options["disk_cache"])
-        entry = entry_maker(options)
-        fetch = fetching(entry) if options.pop("allow_pull") else None
-        service = ServerState(registry(requested, options), config, *stored, fetch)
-        routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
-        routes.restore(service)
+        service, routes = service_of(ctx, config, requested, options)
     except BaseException:  # Ctrl-C too: the ports are free again
         for listener in listeners:
             listener.close()
         raise
     urls = [url_of(listener, tls=config.tls_cert is not None) for listener in listeners]
-    names, page = ", ".join(service.models.names()), urls[0]
-    places = " and ".join(f"{url}/v1" for url in urls)
-    ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
-    served = (*ROUTES, *routes.routes())
+    ready, served = ready_text(service, urls), (*ROUTES, *routes.routes())
     server = Server(service, listeners, lambda: click.echo(ready, err=True), served)
     if spread:
         restart_when_failed(service.refuse, listeners)
@@ -308,7 +299,32 @@ def command(
         routes.close()
 
 
-def server_config(options: dict[str, Any]) -> Any:
+def service_of(
+    ctx: click.Context,
+    config: "ServerConfig",
+    requested: Sequence[RequestedModel],
+    options: dict[str, Any],
+) -> "tuple[ServerState, PageRoutes]":
+    """Return the state of a server, with no model loaded yet, and the routes of its page."""
+    from ..server.service import ServerState
+
+    keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
+    stored = response_store(options), named_sessions(options["disk_cache"])
+    entry = entry_maker(options)
+    fetch = fetching(entry) if allow_pull else None
+    service = ServerState(registry(requested, options), config, *stored, fetch)
+    routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
+    routes.restore(service)
+    return service, routes
+
+
+def ready_text(service: "ServerState", urls: Sequence[str]) -> str:
+    """Return the lines that say where the server listens."""
+    names, places = ", ".join(service.models.names()), " and ".join(f"{url}/v1" for url in urls)
+    return f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {urls[0]}"
+
+
+def server_config(options: dict[str, Any]) -> "ServerConfig":
     """Return the ServerConfig of the command line; a value out of range is wrong usage."""
     from ..server.config import ServerConfig
     from ..server.keys import ApiKeys

@@ -167,22 +167,7 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         rows.append(("brings", facts["heads"]))
     if facts["active_expert_bytes"]:
         rows.append(("experts", _experts(facts)))
-    if per_token := facts["kv_bytes_per_token"]:
-        kept = KV_BITS[:1] if facts["alone_because"] else KV_BITS
-        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in kept)
-        rows.append(("KV per token", sizes))
-    rows += [
-        (
-            f"at {step['context']:,}",
-            f"{human_bytes(step['total_bytes'])} (weights and 16-bit KV"
-            + (
-                ")"
-                if facts["alone_because"]
-                else f"; {human_bytes(step['total_bytes_kv8'])} with --kv-bits 8)"
-            ),
-        )
-        for step in facts["memory"]
-    ]
+    rows += _memory(facts)
     if facts["fit"]:
         rows.append(("this machine", facts["fit"]["text"]))
     if facts["on"]:
@@ -191,6 +176,20 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         rows.append((f"on {on.name}", "not known: the config or the weights cannot be read"))
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
     return table([(label, escaped(value)) for label, value in rows])
+
+
+def _memory(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The KV cache of a token, and all memory at some contexts."""
+    alone, rows = facts["alone_because"], []
+    if per_token := facts["kv_bytes_per_token"]:
+        kept = KV_BITS[:1] if alone else KV_BITS
+        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in kept)
+        rows.append(("KV per token", sizes))
+    for step in facts["memory"]:
+        at_8 = "" if alone else f"; {human_bytes(step['total_bytes_kv8'])} with --kv-bits 8"
+        whole = human_bytes(step["total_bytes"])
+        rows.append((f"at {step['context']:,}", f"{whole} (weights and 16-bit KV{at_8})"))
+    return rows
 
 
 def _experts(facts: dict[str, Any]) -> str:

@@ -171,6 +171,6 @@ def shown_value(value: object, name: str = "") -> str:
     return "-" if value is None else str(value)
 
 
-def clipped(text: str, length: int = SHOWN_CHARS) -> str:
+def clipped(text: str) -> str:
     """The text, or its beginning."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"

@@ -9,16 +9,14 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, UnsupportedModelError
 
 MAX_JSON_BYTES = 64 << 20
+MAX_ITEMS = 10_000  # of a list
 
 
-def read_json(
-    path: Path, *, max_bytes: int = MAX_JSON_BYTES, infinite: bool = False
-) -> dict[str, Any]:
+def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
         path: of the file.
-        max_bytes: that it may have.
         infinite: take Infinity, which is not JSON but what transformers writes, for a number.
 
     Raises:
@@ -27,8 +25,8 @@ def read_json(
     try:
         if path.exists() and not path.is_file():  # a pipe or a device may have no end
             raise CheckpointError(f"{path} is no file.")
-        if path.stat().st_size > max_bytes:
-            raise CheckpointError(f"{path} is larger than {max_bytes} bytes; not read.")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes; not read.")
         return parse_json(path.read_bytes(), str(path), infinite=infinite)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -151,11 +149,11 @@ class Fields:
             self._fail(keys, value, "an object")
         return Fields(value, f"{keys[0]} of {self.where}")
 
-    def items(self, *keys: str, max_items: int = 10_000) -> list[Any] | None:
+    def items(self, *keys: str) -> list[Any] | None:
         """A list, its items unchecked, or None where there is none."""
         value = self.get(*keys)
-        if value is not None and (not isinstance(value, list) or len(value) > max_items):
-            self._fail(keys, value, f"a list of at most {max_items} items")
+        if value is not None and (not isinstance(value, list) or len(value) > MAX_ITEMS):
+            self._fail(keys, value, f"a list of at most {MAX_ITEMS} items")
         return value
 
     def require(self, known: Mapping[str, Sequence[Any]]) -> None:

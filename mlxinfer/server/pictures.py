@@ -11,7 +11,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -27,7 +26,6 @@ CHUNK = 1 << 16
 REDIRECTS = (301, 302, 303, 307, 308)
 TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 UNICAST = ipaddress.ip_network("2000::/3")  # all that is given to networks of the internet
-FetchPicture = Callable[[str, str], bytes]  # the URL and the field that errors name -> the data
 
 
 def refuse_urls(url: str, place: str) -> bytes:

@@ -100,15 +100,15 @@ class TextReader:
         found = pattern.match(self._text, self._at)
         return self.take(found.end() - self._at) if found else ""
 
-    def whole_run(self, pattern: re.Pattern[str], limit: int = MAX_WORD) -> Parse[str]:
-        """Read a whole run; raise Malformed past `limit` characters."""
+    def whole_run(self, pattern: re.Pattern[str]) -> Parse[str]:
+        """Read a whole run; raise Malformed past MAX_WORD characters."""
         pieces: list[str] = []
         size = 0
         while piece := (yield from self.run(pattern)):
             pieces.append(piece)
             size += len(piece)
-            if size > limit:
-                raise Malformed(f"more than {limit} characters of a name or a number")
+            if size > MAX_WORD:
+                raise Malformed(f"more than {MAX_WORD} characters of a name or a number")
         return "".join(pieces)
 
     def space(self) -> Parse[None]:

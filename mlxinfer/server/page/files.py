@@ -26,10 +26,10 @@ POLICY = (
 )
 
 
-def built_files(folder: Path = BUILT) -> dict[str, Body]:
+def built_files() -> dict[str, Body]:
     """The answer for every file of the page, by path: `/` is index.html."""
     found = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(BUILT.iterdir()):
         if file.suffix not in MEDIA_TYPES:
             continue
         path = "/" if file.name == "index.html" else f"/page/{file.name}"

@@ -73,13 +73,13 @@ def read_value(reader: TextReader) -> Parse[str]:
     return "".join(pieces)
 
 
-def read_string(reader: TextReader, limit: int = MAX_KEY) -> Parse[str]:
-    """Read a string; return its value. Raise Malformed past `limit` characters."""
+def read_string(reader: TextReader) -> Parse[str]:
+    """Read a string; return its value. Raise Malformed past MAX_KEY characters."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
     text = "".join(pieces)
-    if len(text) > limit:
-        raise Malformed(f"a key or a name of more than {limit} characters")
+    if len(text) > MAX_KEY:
+        raise Malformed(f"a key or a name of more than {MAX_KEY} characters")
     said: str = json.loads(text)
     return said
 

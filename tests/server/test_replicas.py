@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -19,7 +19,7 @@ from tests.bench.processes import free_port
 
 KEY = "replica-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-CONVERSATIONS, TURNS = 60, 2
+CONVERSATIONS, TURNS = 24, 2
 OPENING = 4  # tokens
 SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -37,11 +37,10 @@ def process(
             while True:
                 assert ran.poll() is None, f"{command} ended"
                 assert time.monotonic() < until_s, f"{url}{path} does not answer"
-                try:
+                with suppress(httpx.TransportError):
                     if httpx.get(url + path, headers=HEADERS, timeout=5).status_code == 200:
                         break
-                except httpx.TransportError:
-                    time.sleep(0.05)
+                time.sleep(0.05)
             yield ran
         finally:
             ran.kill()
@@ -66,7 +65,7 @@ def router(workers: list[str], policy: str, data: Path) -> Iterator[str]:
     ]
     with process(command, url, "/health", data):
         until_s = time.monotonic() + 60
-        while httpx.get(f"{url}/workers", headers=HEADERS).json()["total"] < len(workers):
+        while httpx.get(f"{url}/workers", headers=HEADERS, timeout=60).json()["total"] < len(workers):
             assert time.monotonic() < until_s, "smg does not find the workers"
             time.sleep(0.1)
         yield url

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...core import KVSpec, LatentSpec, StateSpec
+from ...core import BlockSpec, KVSpec, LatentSpec, StateSpec
 from ...errors import ConversionError, UnsupportedModelError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
@@ -120,6 +120,8 @@ class WholeLatents:
 
 
 def _keys_values(spec: KVSpec, group: RowGroup, masks: Masks) -> SegmentAttention:
+    if spec.chunked and spec.window is not None:
+        _check_length(group, spec.window)
     return SegmentAttention([group], masks, spec.window)
 
 
@@ -127,16 +129,35 @@ def _states(spec: StateSpec, group: RowGroup, masks: Masks) -> SegmentStates:
     return SegmentStates([group], spec)
 
 
+class WholeBlocks:
+    """The index of a layer over sequences so short that it leaves nothing out."""
+
+    def choose(self, *index: object) -> None:
+        """None: every token sees all before it."""
+
+
+def _blocks(spec: BlockSpec, group: RowGroup, masks: Masks) -> WholeBlocks:
+    _check_length(group, spec.num_ranked * spec.block)
+    return WholeBlocks()
+
+
 def _latents(spec: LatentSpec, group: RowGroup, masks: Masks) -> WholeLatents:
-    if spec.index_dim and group.length > spec.num_ranked:
-        raise ConversionError(
-            f"This model sees at most {spec.num_ranked} tokens of a text, and calibration needs "
-            f"texts of {group.length}; convert it without calibration."
-        )
+    if spec.index_dim:
+        _check_length(group, spec.num_ranked)
     return WholeLatents(SegmentAttention([group], masks, spec.window))
 
 
+def _check_length(group: RowGroup, most: int) -> None:
+    """Raise ConversionError where an index would leave tokens out."""
+    if group.length > most:
+        raise ConversionError(
+            f"This model sees at most {most} tokens of a text, and calibration needs texts of "
+            f"{group.length}; convert it without calibration (--calibration none)."
+        )
+
+
 STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
+    BlockSpec: _blocks,
     KVSpec: _keys_values,
     LatentSpec: _latents,
     StateSpec: _states,
@@ -208,14 +229,15 @@ class StreamedModel:
         if not self._module.runs_by_layer(self.config):
             raise UnsupportedModelError(
                 f"Calibration runs one layer at a time, and layers of {self.config.model_type} "
-                "cannot run alone; convert without it."
+                "cannot run alone; convert without it (--calibration none)."
             )
-        self._norm = f"{self._module.final_norm}.weight"
         self._by_name: dict[str, OutputTensor] = {
             self._module.tensor_name(output.name): output
             for output in arranged.outputs
             if not (output.ahead or output.seeing)
         }
+        norm = f"{self._module.final_norm}."
+        self._norms = [name for name in self._by_name if name.startswith(norm)]
         self.tied = HEAD not in self._by_name
 
     def output(self, name: str) -> OutputTensor:
@@ -305,8 +327,9 @@ class StreamedModel:
 
     def final_norm(self) -> Callable[[mx.array], mx.array]:
         """The function that makes float32 inputs (T, hidden) of the output projection."""
-        norm = self._computed(self._arranged.whole(self.output(self._norm)))
-        model = self._without_layers(1, {self._norm: norm})
+        whole = self._arranged.whole
+        norms = {name: self._computed(whole(self.output(name))) for name in self._norms}
+        model = self._without_layers(1, norms)
 
         def normed(x: mx.array) -> mx.array:
             found = model.norm(x).astype(mx.float32)
@@ -325,7 +348,8 @@ class StreamedModel:
 
     def _ends(self) -> dict[str, mx.array]:
         hidden, dtype = self.config.hidden_size, mx_dtype(self._arranged.source.dtype)
-        ends = {EMBEDDING: mx.zeros((1, hidden), dtype), self._norm: mx.zeros((hidden,), dtype)}
+        ends = {EMBEDDING: mx.zeros((1, hidden), dtype)}
+        ends |= {name: mx.zeros((hidden,), dtype) for name in self._norms}
         return {name: self._computed(array) for name, array in ends.items()}
 
     def _only(self, layers: range) -> ModelConfig:
@@ -339,4 +363,5 @@ class StreamedModel:
             and field.name != _NOT_BY_LAYER
         }
         changed |= {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
+        changed["first_layer"] = layers.start
         return replace(config, **changed, quantization=None)

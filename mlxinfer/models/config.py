@@ -73,6 +73,7 @@ class ModelConfig:
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
     quantization: Quantization | None = None
     dtype: str | None = None  # as the config states it; the tensors themselves decide
+    first_layer: int = 0  # of those that `fields` describes, where this is some of them
     fields: Fields = field(repr=False, compare=False)  # for what only one family reads
 
     @property
@@ -112,6 +113,11 @@ class ModelConfig:
             turning=self.turning[index] if self.turning else 0,
             sees_spans=bool(self.sees_spans) and self.sees_spans[index],
         )
+
+    def listed(self, key: str, index: int) -> Any:
+        """The item of a layer in a list of config.json, unchecked; None: there is none."""
+        stated, place = self.fields.items(key) or (), self.first_layer + index
+        return stated[place] if place < len(stated) else None
 
     def num_heads_of(self, index: int) -> int:
         """Query heads of a layer."""

@@ -112,8 +112,12 @@ class SegmentAttention:
         keys: mx.array,
         values: mx.array,
         softmax: Softmax,
+        choice: None = None,
     ) -> mx.array:
-        """queries (T, heads, D), keys (T, H, D), values (T, H, V) -> (T, heads * V)."""
+        """queries (T, heads, D), keys (T, H, D), values (T, H, V) -> (T, heads * V).
+
+        `choice`: of an index, which chooses nothing here.
+        """
         self._stored = keys, values
         return self.attend_again(queries, softmax)
 

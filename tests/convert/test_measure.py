@@ -1,5 +1,6 @@
 """What one pass over a model finds, layer by layer, against a model that is held whole."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,11 +18,16 @@ from mlxinfer.convert.calibration.texts import Texts, make_texts
 from mlxinfer.convert.quantise import QuantisationMethod, round_trip
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import affine, make_recipe
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import ConversionError, InvalidRequestError
 
 RNG = np.random.default_rng(0)
 IDS = [RNG.integers(3, 90, 24).tolist() for _ in range(3)]
 TEXTS = Texts(IDS, IDS[:1], IDS[1:2])
+SEEING_FAR = {  # changes of configs, with which a token sees all of such a text
+    "minimax_m3_vl_text-v5": {"index_topk_blocks": 64},
+    "llama4_text-v5": {"attention_chunk_size": 64},
+    "glm_moe_dsa-v5": {"index_topk": 512},
+}
 
 
 def calibrated(folder: Path) -> dict[str, np.ndarray | None]:
@@ -42,15 +48,28 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredUnit
     return measure_units(arranged, IDS, make_recipe("4bit"), 4, lambda done, count: None)
 
 
+@pytest.mark.parametrize("case", SEEING_FAR)
+def test_texts_from_which_an_index_or_a_chunk_leaves_tokens_out_are_refused(
+    tmp_path: Path, case: str
+) -> None:
+    with pytest.raises(ConversionError, match="--calibration none"):
+        calibrated(write_source(tmp_path / "m", case))
+
+
 @pytest.mark.parametrize(
     "case",
     [
         *("llama-v4", "qwen3_moe-v4", "gemma3_text-v5", "gpt_oss-v4", "deepseek_v3-v4", "lfm2-v4"),
         *("cohere2-v4", "granite-v4", "mixtral-v4", "glm4-v4", "smollm3-v4", "minimax_m2-v4"),
+        *("falcon_h1-v4", "starcoder2-v4", "step3p5-v4", "bailing_hybrid-v4", "mimo_v2_flash-v4"),
+        *("olmo_hybrid-v4", "granitemoe_swa-v4", "laguna-v4", *SEEING_FAR),
     ],
 )
 def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
+    """Biases of norms, multipliers of logits, and lists of settings by layer count."""
     folder = write_source(tmp_path / "m", case)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SEEING_FAR.get(case, {})))
     calibrated(folder)
     found = np.fromfile(folder / "short", np.float32)
     expected = logits(folder, IDS[0])

@@ -7,6 +7,7 @@ from ...layers.latent_attention import LatentAttention
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated, limited_swiglu
 from ...layers.rope import RopeSpec
+from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
@@ -105,17 +106,16 @@ class BailingHybrid(KimiLinear):
             *("moe_shared_expert_intermediate_size", "moe_intermediate_size"), high=2**22
         )
         count = fields.integer("n_shared_experts", high=2**10)
-        limit = limited(fields, "share_expert_swiglu_limit_list", index)
+        limit = limited(config, "share_expert_swiglu_limit_list", index)
         return self.experts(
             path,
             self.routing(path),
             shared=self.dense_mlp(f"{path}.shared_experts", inner * count, activation=limit),
-            activation=limited(fields, "expert_swiglu_limit_list", index),
+            activation=limited(config, "expert_swiglu_limit_list", index),
         )
 
 
-def limited(fields: Fields, key: str, index: int) -> Gated | None:
+def limited(config: ModelConfig, key: str, index: int) -> Gated | None:
     """The activation with the limit that a list states for a layer; None: there is none."""
-    stated = fields.items(key)
-    limit = stated[index] if stated is not None and index < len(stated) else None
+    limit = config.listed(key, index)
     return limited_swiglu(float(limit)) if limit else None

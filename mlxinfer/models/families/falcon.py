@@ -62,19 +62,21 @@ class FalconH1(Family):
         _dims(config.fields)
         for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             _numbers(config.fields, key, count)
-        factor = config.fields.number("key_multiplier")
-        return replace(config, attention_scale=config.attention_scale * factor)
+        factor, scale = (
+            config.fields.number(key) for key in ("key_multiplier", "lm_head_multiplier")
+        )
+        scores = config.attention_scale * factor
+        return replace(config, attention_scale=scores, logit_scale=scale)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.dims, fields = _dims(config.fields), config.fields
+        self.dims = _dims(config.fields)
         name = "model.layers.0.mamba.conv1d.weight"
         self.of_mlx = weights.has_shape(name, (self.dims.channels, self.dims.conv, 1))
-        embedding, logits = (
-            fields.number(key) for key in ("embedding_multiplier", "lm_head_multiplier")
-        )
-        if self.of_mlx:
-            logits = logits / embedding if config.tie_word_embeddings else 1.0
-        super().__init__(replace(config, logit_scale=logits), weights)
+        if self.of_mlx:  # its tables are multiplied already, and are one if they are tied
+            assert config.logit_scale is not None
+            tied = config.logit_scale / config.fields.number("embedding_multiplier")
+            config = replace(config, logit_scale=tied if config.tie_word_embeddings else 1.0)
+        super().__init__(config, weights)
 
     @property
     def embed_scale(self) -> float | None:

@@ -169,8 +169,7 @@ class MiniMaxM3(MiniMaxM2):
     def indexer(self, index: int) -> Mixer | None:
         """The index of a layer that sees the best blocks; None: it sees all tokens."""
         config, fields = self.config, self.config.fields
-        kinds = fields.items("layer_types")
-        if kinds is None or kinds[index] != _SPARSE:
+        if config.listed("layer_types", index) != _SPARSE:
             return None
         heads = config.num_kv_heads
         spec = BlockSpec(

@@ -108,7 +108,7 @@ class Step3p5(Laguna):
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and a shared one, limited as stated."""
         config, path = self.config, f"model.layers.{index}"
-        limit = limited(config.fields, "swiglu_limits_shared", index)
+        limit = limited(config, "swiglu_limits_shared", index)
         if not config.sparse_layers[index]:
             return self.dense_mlp(f"{path}.mlp", config.intermediate_size, activation=limit)
         inner = config.fields.integer("share_expert_dims", "share_expert_dim", high=2**22)
@@ -117,5 +117,5 @@ class Step3p5(Laguna):
             f"{path}.mlp",
             biased_routing(self, f"{path}.mlp"),
             shared=self.dense_mlp(shared, inner, activation=limit),
-            activation=limited(config.fields, "swiglu_limits", index),
+            activation=limited(config, "swiglu_limits", index),
         )

@@ -26,12 +26,12 @@ TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module h
     "lfm2-vl": ("siglip", "Lfm2Tower"),
     "mistral3": ("pixtral", "Mistral3Tower"),
     "pixtral": ("pixtral", "PixtralTower"),
-    "qwen2_vl": ("qwen2_vl", "Qwen2VLTower"),
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5VLTower"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLTower"),
-    "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLTower"),
-    "qwen3_5": ("qwen3_vl", "Qwen3_5Tower"),
-    "qwen3_5_moe": ("qwen3_vl", "Qwen3_5Tower"),
+    "qwen2_vl": ("qwen", "Qwen2VLTower"),
+    "qwen2_5_vl": ("qwen", "Qwen2_5VLTower"),
+    "qwen3_vl": ("qwen", "Qwen3VLTower"),
+    "qwen3_vl_moe": ("qwen", "Qwen3VLTower"),
+    "qwen3_5": ("qwen", "Qwen3_5Tower"),
+    "qwen3_5_moe": ("qwen", "Qwen3_5Tower"),
 }
 _PARTS = {  # what a tensor's name begins with, without "model." -> what it begins with here
     "visual.": "vision.",

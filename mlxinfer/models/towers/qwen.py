@@ -1,0 +1,234 @@
+"""The towers of Qwen's families, of the parts in `merged.py`.
+
+- Qwen2-VL (arXiv 2409.12191): layer norms, a quick form of GELU; patches see all of their frame.
+- Qwen2.5-VL (arXiv 2502.13923): RMS norms, gated SiLU, windows in all but a few blocks.
+- Qwen3-VL and Qwen 3.5 to 3.8: layer norms, GELU in its tanh form, and a table of places that is
+  stretched over the picture; patches see all of their frame. Qwen3-VL makes more features from the
+  outputs of some blocks. They are added after the first layers of the text model (DeepStack,
+  arXiv 2406.04334).
+
+Source: transformers 5.24, models/qwen2_vl, qwen2_5_vl, qwen3_vl and qwen3_5.
+"""
+
+from math import isqrt
+
+from ...errors import CheckpointError
+from ...layers.mlp import MLP
+from ...layers.norm import Norm
+from ..jsonfields import Fields
+from ..weights.weights import Weights
+from .merged import (
+    CellMerger,
+    MergedSizes,
+    MergedTower,
+    PlaceTable,
+    cell_merger,
+    clip_conv,
+    merged_attention,
+    merged_sizes,
+    seeing_config,
+)
+from .parts import (
+    PatchBlock,
+    gated_activation,
+    layer_norm,
+    plain_activation,
+    plain_mlp,
+    rms_norm,
+)
+
+_SHARED = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN2 = {
+    **_SHARED,
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "patch_size": 14,
+}
+_QWEN2_5 = {
+    **_SHARED,
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "patch_size": 14,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_QWEN3 = {
+    **_SHARED,
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+}
+
+
+class Qwen2VLTower:
+    """Builds the tower of Qwen2-VL, whose config calls its own width `embed_dim`."""
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> MergedTower:
+        """As of `TowerFamily`."""
+        vision = seeing_config(config, _QWEN2)
+        ratio = vision.number("mlp_ratio", above=0.0, high=64)
+        inner = int(vision.integer("embed_dim", high=2**16) * ratio)
+        sizes = merged_sizes(vision, hidden="embed_dim", out="hidden_size", inner=inner)
+        blocks = [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)]
+        norm = layer_norm(weights, "vision.merger.ln_q", sizes.blocks.hidden, sizes.blocks.eps)
+        return _without_places(weights, sizes, blocks, norm)
+
+    @staticmethod
+    def _block(weights: Weights, path: str, sizes: MergedSizes) -> PatchBlock:
+        mlp, norms = plain_mlp(weights, f"{path}.mlp", sizes.blocks), _norms(weights, path, sizes)
+        return PatchBlock(
+            merged_attention(weights, f"{path}.attn", sizes.blocks), mlp, before=norms
+        )
+
+
+class Qwen2_5VLTower:
+    """Builds the tower of Qwen2.5-VL."""
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> MergedTower:
+        """As of `TowerFamily`."""
+        vision = seeing_config(config, _QWEN2_5)
+        sizes = merged_sizes(
+            vision,
+            hidden="hidden_size",
+            out="out_hidden_size",
+            window=cls._window(vision),
+            full=vision.items("fullatt_block_indexes") or (),
+        )
+        blocks = [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)]
+        norm = rms_norm(weights, "vision.merger.ln_q", sizes.blocks.hidden, sizes.blocks.eps)
+        return _without_places(weights, sizes, blocks, norm)
+
+    @staticmethod
+    def _window(vision: Fields) -> int:
+        """Cells of a window's side, from its pixels."""
+        pixels = vision.integer("window_size", high=2**16)
+        side = vision.integer("spatial_merge_size", high=64)
+        cell = vision.integer("patch_size", high=256) * side
+        if pixels < cell:
+            raise CheckpointError(
+                f"window_size in {vision.where} is {pixels} pixels; expected {cell} at least."
+            )
+        return pixels // cell
+
+    @staticmethod
+    def _block(weights: Weights, path: str, sizes: MergedSizes) -> PatchBlock:
+        blocks = sizes.blocks
+        hidden, inner = blocks.hidden, blocks.inner
+        names = [f"{path}.mlp.{name}_proj" for name in ("gate", "up")]
+        mlp = MLP(
+            weights.fused(names, [inner, inner], hidden, bias=True),
+            weights.linear(f"{path}.mlp.down_proj", hidden, inner, bias=True),
+            gated_activation(blocks.activation, weights.dtype),
+        )
+        norms = [rms_norm(weights, f"{path}.{n}", hidden, blocks.eps) for n in ("norm1", "norm2")]
+        return PatchBlock(merged_attention(weights, f"{path}.attn", blocks), mlp, before=norms)
+
+
+class Qwen3VLTower:
+    """Builds the tower with DeepStack: Qwen3-VL and Qwen3-VL-MoE."""
+
+    deep_default: tuple[int, ...] = (8, 16, 24)
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> MergedTower:
+        """As of `TowerFamily`."""
+        vision = seeing_config(config, _QWEN3)
+        sizes = merged_sizes(vision, hidden="hidden_size", out="out_hidden_size")
+        return MergedTower(
+            clip_conv(weights, "vision.patch_embed.proj", sizes, bias=True),
+            [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)],
+            cls._merger(weights, "vision.merger", sizes),
+            sizes=sizes,
+            dtype=weights.dtype,
+            places=cls._places(weights, vision, sizes.blocks.hidden),
+            deep=cls._deep(weights, vision, sizes),
+        )
+
+    @classmethod
+    def _deep(cls, weights: Weights, vision: Fields, sizes: MergedSizes) -> dict[int, CellMerger]:
+        """Mergers of DeepStack by the block that they follow."""
+        stated = vision.items("deepstack_visual_indexes")
+        indices = list(cls.deep_default) if stated is None else stated
+        known = _depth(sizes)
+        if len(set(indices)) < len(indices) or not all(i in known for i in indices):
+            raise CheckpointError(
+                f"deepstack_visual_indexes in {vision.where} is {indices}; expected numbers of "
+                f"{sizes.blocks.depth} blocks."
+            )
+        paths = [f"vision.deepstack_merger_list.{number}" for number in range(len(indices))]
+        mergers = [cls._merger(weights, path, sizes, of_cells=True) for path in paths]
+        return dict(zip(indices, mergers, strict=True))
+
+    @staticmethod
+    def _block(weights: Weights, path: str, sizes: MergedSizes) -> PatchBlock:
+        blocks = sizes.blocks
+        mlp = MLP(
+            weights.linear(f"{path}.mlp.linear_fc1", blocks.inner, blocks.hidden, bias=True),
+            weights.linear(f"{path}.mlp.linear_fc2", blocks.hidden, blocks.inner, bias=True),
+            plain_activation(blocks.activation),
+        )
+        norms = _norms(weights, path, sizes)
+        return PatchBlock(merged_attention(weights, f"{path}.attn", blocks), mlp, before=norms)
+
+    @staticmethod
+    def _merger(
+        weights: Weights, path: str, sizes: MergedSizes, *, of_cells: bool = False
+    ) -> CellMerger:
+        width = sizes.blocks.hidden * (sizes.cell if of_cells else 1)
+        norm = layer_norm(weights, f"{path}.norm", width, sizes.blocks.eps)
+        names = f"{path}.linear_fc1", f"{path}.linear_fc2"
+        return cell_merger(weights, names, norm, sizes, of_cells=of_cells)
+
+    @staticmethod
+    def _places(weights: Weights, vision: Fields, hidden: int) -> PlaceTable:
+        count = vision.integer("num_position_embeddings", high=2**20)
+        side = isqrt(count)
+        if side * side != count:
+            raise CheckpointError(
+                f"num_position_embeddings in {vision.where} is {count}; expected a square."
+            )
+        table = weights.take("vision.pos_embed.weight", (count, hidden))
+        return PlaceTable(table.reshape(side, side, hidden))
+
+
+class Qwen3_5Tower(Qwen3VLTower):
+    """Builds the tower of Qwen 3.5 to 3.8, which has no DeepStack unless its config says so."""
+
+    deep_default = ()
+
+
+def _depth(sizes: MergedSizes) -> range:
+    return range(sizes.blocks.depth)
+
+
+def _norms(weights: Weights, path: str, sizes: MergedSizes) -> list[Norm]:
+    """The layer norms of a block."""
+    blocks = sizes.blocks
+    names = [f"{path}.norm1", f"{path}.norm2"]
+    return [layer_norm(weights, name, blocks.hidden, blocks.eps) for name in names]
+
+
+def _without_places(
+    weights: Weights, sizes: MergedSizes, blocks: list[PatchBlock], norm: Norm
+) -> MergedTower:
+    """A tower without a table of places; `norm` is that of its merger."""
+    names = "vision.merger.mlp.0", "vision.merger.mlp.2"
+    return MergedTower(
+        clip_conv(weights, "vision.patch_embed.proj", sizes, bias=False),
+        blocks,
+        cell_merger(weights, names, norm, sizes),
+        sizes=sizes,
+        dtype=weights.dtype,
+    )

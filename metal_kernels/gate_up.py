@@ -34,7 +34,8 @@ class Gate(Form):
     Attributes:
         function: one of FUNCTIONS.
         dtype: of the products and of the activation: float32, float16 or bfloat16.
-        alpha, limit: of clamped_swiglu alone.
+        alpha: of clamped_swiglu alone.
+        limit: of clamped_swiglu and clipped_swiglu.
     """
 
     function: str
@@ -45,8 +46,8 @@ class Gate(Form):
     @property
     def constructor(self) -> str:
         """The activation of `gates.h`, in Metal."""
-        clamped = self.function == "clamped_swiglu"
-        numbers = f"{float(self.alpha)!r}f, {float(self.limit)!r}f" if clamped else ""
+        known = {"clamped_swiglu": (self.alpha, self.limit), "clipped_swiglu": (self.limit,)}
+        numbers = ", ".join(f"{float(each)!r}f" for each in known.get(self.function, ()))
         return f"{FUNCTIONS[self.function]}{{{numbers}}}"
 
 
@@ -56,7 +57,12 @@ Product = Callable[[mx.array, mx.array], mx.array]
 GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
 
-FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
+FUNCTIONS = {
+    "silu": "Silu",
+    "gelu_tanh": "GeluTanh",
+    "clamped_swiglu": "ClampedSwiglu",
+    "clipped_swiglu": "ClippedSwiglu",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +163,8 @@ def product_of(gate: Gate) -> Product:
         return _swiglu
     if gate.function == "gelu_tanh":
         return _geglu_tanh
+    if gate.function == "clipped_swiglu":
+        return partial(_clipped_swiglu, limit=gate.limit)
     return partial(_clamped_swiglu, alpha=gate.alpha, limit=gate.limit)
 
 
@@ -167,6 +175,10 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 def _geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
     doubled = gate * (GELU_SLOPE + GELU_SLOPE * GELU_CUBIC * mx.square(gate))
     return gate * mx.sigmoid(doubled) * up
+
+
+def _clipped_swiglu(gate: mx.array, up: mx.array, *, limit: float) -> mx.array:
+    return _swiglu(mx.minimum(gate, limit), mx.clip(up, -limit, limit))
 
 
 def _clamped_swiglu(gate: mx.array, up: mx.array, *, alpha: float, limit: float) -> mx.array:

@@ -16,6 +16,16 @@ struct GeluTanh {
   }
 };
 
+// GLM 5.3 Flash, DeepSeek V4: SiLU of the gate clamped from above, up clamped from both sides.
+struct ClippedSwiglu {
+  float limit;
+
+  float operator()(float gate, float up) const thread {
+    const float low = min(gate, limit);
+    return times_sigmoid(low, low) * clamp(up, -limit, limit);
+  }
+};
+
 // gpt-oss: the gate clamped from above, up from both sides, and (up + 1) in place of up.
 struct ClampedSwiglu {
   float alpha;

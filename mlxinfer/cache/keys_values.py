@@ -171,7 +171,7 @@ class KeyValueLayer(PagedLayer):
     @property
     def group_key(self) -> GroupKey:
         """As of `PagedLayer`."""
-        return False, self.spec.window or 0, self.spec.sinks, self.chunked, self.spec.sees_spans
+        return self.spec.window or 0, self.spec.sinks, self.chunked, self.spec.sees_spans
 
     # -- a step ---------------------------------------------------------------------------------
 

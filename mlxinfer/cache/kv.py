@@ -296,7 +296,7 @@ class KVCache:
             own = members.setdefault(layer.group_key, [])
             own += [layer] if layer in paged else []
         found = sorted(members.items(), key=lambda item: item[0])
-        windows = [AttentionWindow(key[1] or None, *key[2:]) for key, _ in found]
+        windows = [AttentionWindow(key[0] or None, *key[1:]) for key, _ in found]
         groups = [own for _, own in found]
         costs = [[layer.token_bytes * self.page_size for layer in own] for own in groups]
         # The keys or values of one are there twice.

@@ -34,7 +34,7 @@ from ..metal_kernels.variants import Variant
 from .attention import Prepared, attend_rows
 from .chunks import Chunk, cut_runs
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
+from .paged import KEY_BIAS, Choice, Formats, PagedLayer, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
@@ -115,11 +115,6 @@ class LatentLayer(PagedLayer):
                 param="kv_bits",
             )
 
-    @property
-    def group_key(self) -> GroupKey:
-        """As of `PagedLayer`."""
-        return True, self.spec.window or 0, self.spec.sinks, False, False
-
     def views(self) -> tuple[Plane, Plane]:
         """Keys are whole vectors, and values the latent part of them."""
         return self.planes[0], self.planes[0].cut(0, self.latent_dim)
@@ -150,6 +145,7 @@ class LatentLayer(PagedLayer):
         projection: Any,
         scale: float,
         index: Index | None = None,
+        choice: Choice | None = None,
     ) -> mx.array:
         """Store this step's vectors, then attend over all that each token may see.
 
@@ -163,13 +159,21 @@ class LatentLayer(PagedLayer):
                 (S, r) -> keys (S, H, dn) and values (S, H, dv).
             scale: multiplies the scores.
             index: of the same tokens, where the layer has one.
+            choice: the tokens that each of them sees; None: all before it, or as `index` says.
 
         Returns:
             (T, H, dv).
         """
         stored = self.encode(latent, k_rope, index)
         self.write(stored, self.prepared.place, self.prepared.page_writes)
-        return self._read(q_nope, q_rope, projection, scale, index)
+        if choice is None:
+            return self._read(q_nope, q_rope, projection, scale, index)
+        queries = mx.concatenate([self.rotate(projection.absorb(q_nope)), q_rope], axis=-1)
+        sums = choice.attend(self, queries, Softmax(scale))
+        found: mx.array = projection.value(
+            self.rotate(mx.unflatten(sums, 1, (-1, self.latent_dim)))
+        )
+        return found
 
     def _read(
         self,

@@ -42,7 +42,7 @@ KEY_BIAS = (
     "apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 or "
     "kv_bits=(8, 4)."
 )
-GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
+GroupKey = tuple[int, int, bool, bool]  # window or 0, sinks, chunked, sees spans
 
 
 PageWrites = Sequence[tuple[int, Runs]]
@@ -267,7 +267,7 @@ class PagedLayer(ABC):
     @property
     def group_key(self) -> GroupKey:
         """Layers with the same key keep the same positions, and share page tables."""
-        return False, self.spec.window or 0, self.spec.sinks, False, False
+        return self.spec.window or 0, self.spec.sinks, False, False
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
         """Make empty pages and tails."""

@@ -16,6 +16,7 @@ from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import Mixer
 from .linear import HeadLinear, Projection
 from .norm import Norm
+from .pooled_index import GatedIndexer
 from .rope import QueryScale
 from .step import Rope, Step
 
@@ -236,3 +237,29 @@ class RankedAttention(LatentAttention):
         if self.indexer is not None:
             step.index = (*self.indexer(x, compressed, step), {})
         return {"index": step.index}
+
+
+class PooledAttention(LatentAttention):
+    """Latent attention to the blocks of tokens that an index ranks highest (GLM5-Next).
+
+    Args:
+        indexer: of the layer; None: it sees the tokens that the layer before it sees.
+        others: as of `LatentAttention`.
+    """
+
+    __slots__ = ("indexer",)
+
+    def __init__(self, indexer: GatedIndexer | None, **others: Any) -> None:
+        super().__init__(**others)
+        self.indexer = indexer
+
+    @property
+    def parts(self) -> Sequence[Mixer]:
+        """This mixer, and its indexer."""
+        return (self,) if self.indexer is None else (self, self.indexer)
+
+    def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
+        """The choice of the indexer, which the next layer may share."""
+        if self.indexer is not None:
+            step.index = self.indexer(x, step, compressed)
+        return {"choice": step.index}

@@ -149,6 +149,11 @@ def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     return _with_kernel(Gate("clamped_swiglu", dtype, float(alpha), float(limit)))
 
 
+def clipped_swiglu(dtype: mx.Dtype, *, limit: float) -> Gated:
+    """GLM 5.3 Flash, DeepSeek V4: the gate clamped from above before its SiLU, up on both sides."""
+    return _with_kernel(Gate("clipped_swiglu", dtype, limit=float(limit)))
+
+
 def limited_swiglu(limit: float) -> Gated:
     """Step 3.5 and Ling 3.0: silu(gate) limited from above, up from both sides."""
 

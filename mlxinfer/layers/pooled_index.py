@@ -1,7 +1,8 @@
 """An index over blocks of tokens, each of one pooled key: a layer sees the best blocks alone.
 
 T = tokens of the step, Hi = heads of the index, d = numbers of a key.
-Source: transformers' Qwen4-Exp (QSA), after DeepSeek-V3.2's indexer, arXiv 2512.02556.
+Sources: transformers' Qwen4-Exp (QSA) and GLM5-Next, after DeepSeek-V3.2's indexer, arXiv
+2512.02556.
 """
 
 from typing import Any
@@ -70,3 +71,65 @@ class MeanIndexer(Mixer):
         """
         keys = self.k_norm(raw.astype(mx.float32).mean(axis=1).astype(raw.dtype))
         return self.rope(keys[:, None], self.rope.prepare(positions))[:, 0]
+
+
+class GatedIndexer(Mixer):
+    """The key of a block is a weighted mean of its tokens' keys, each number with its own weights.
+
+    The weights are a softmax over the tokens of the block, of what each token says and what its
+    place in the block adds. Positions are not encoded.
+
+    Args:
+        q_proj: the queries' compressed form (T, q_lora_rank) -> (T, Hi * d).
+        k_proj: (T, hidden) -> (T, d).
+        k_norm: over the keys of tokens.
+        gate_proj: (T, hidden) -> (T, d), logits of the weights.
+        places: (ratio, d) float32, what is added to the logits.
+        weights_proj: (T, hidden) -> (T, Hi), a weight of each head.
+        spec: what the cache keeps.
+    """
+
+    __slots__ = ("gate_proj", "k_norm", "k_proj", "places", "q_proj", "spec", "weights_proj")
+
+    spec: PooledSpec
+
+    def __init__(
+        self,
+        *,
+        q_proj: Projection,
+        k_proj: Projection,
+        k_norm: Norm,
+        gate_proj: Projection,
+        places: mx.array,
+        weights_proj: Projection,
+        spec: PooledSpec,
+    ) -> None:
+        self.q_proj = q_proj
+        self.k_proj = k_proj
+        self.k_norm = k_norm
+        self.gate_proj = gate_proj
+        self.places = places
+        self.weights_proj = weights_proj
+        self.spec = spec
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None."""
+        return []
+
+    def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:
+        """The blocks that tokens of x (T, hidden) see, as of `PooledLayer.choose`.
+
+        `compressed`: the queries' compressed form (T, q_lora_rank), which is always there.
+        """
+        assert compressed is not None
+        weights = self.weights_proj(x).astype(mx.float32)  # (T, Hi)
+        scale = (weights.shape[1] * self.spec.dim) ** -0.5
+        queries = mx.unflatten(self.q_proj(compressed), -1, (weights.shape[1], self.spec.dim))
+        raw = mx.concatenate([self.k_norm(self.k_proj(x)), self.gate_proj(x)], axis=-1)
+        return step.caches[self].choose(queries, weights * scale, raw, step.positions)
+
+    def pool(self, raw: mx.array, positions: mx.array) -> mx.array:
+        """Keys and gates of N blocks' tokens (N, ratio, 2 * d) -> keys of the blocks (N, d)."""
+        keys, gates = mx.split(raw, 2, axis=-1)
+        shares = mx.softmax(gates.astype(mx.float32) + self.places, axis=1)
+        return (shares.astype(raw.dtype) * keys).sum(axis=1)

@@ -113,7 +113,8 @@ class Step:
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
-        index: of the last layer that had an indexer, see `cache.latent.Index`.
+        index: of the last layer that had an indexer: `cache.latent.Index`, or the tokens that it
+            chose, `cache.paged.Choice`.
         ids: (T,) int32 of the tokens, for layers that read them; None: no layer does.
         late: host work that fills arrays of the step, to be done when all of it is built and before
             any of it is evaluated. None: it is done at once.

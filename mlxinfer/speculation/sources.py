@@ -133,8 +133,10 @@ def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
             "not give; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
-    streams = ("altup_num_inputs", "hc_count") if kind != "mtp" else ("altup_num_inputs",)
-    if model.config.fields.get(*streams):  # of Gemma 3n, and of Qwen4-Exp with a head of its own
+    streams = ["altup_num_inputs"]  # of Gemma 3n
+    if kind != "mtp":  # whose heads may read several
+        streams += ["hc_count", "hc_mult"]  # of Qwen4-Exp, GLM5-Next
+    if model.config.fields.get(*streams):
         raise InvalidRequestError(
             f"speculate={kind!r} reads one hidden state of a token, and this model has several "
             "streams of them; use 'ngram', or 'draft' with a draft model.",

@@ -21,8 +21,12 @@ NO_MATTER = (  # parts of names of keys that nothing here reads
     *("dropout", "initializer", "use_cache", "output_", "transformers_version", "architectures"),
     *("dtype", "aux_loss"),
 )
-SEEING = {"step3p5": "step3p7"}  # texts that transformers has inside of models that see alone
+SEEING = {  # texts that transformers has inside of models that see alone
+    "step3p5": "step3p7",
+    "glm5_next_text": "glm5_next",
+}
 TEXT = ("model.", "lm_head.")  # fronts of the names of their tensors
+SIGHT = "model.visual."  # and of what sees in GLM's
 TOWER = {
     "hidden_size": 8,
     "num_hidden_layers": 1,
@@ -30,7 +34,15 @@ TOWER = {
     "image_size": 56,
     "patch_size": 14,
     "mlp_ratio": 1.0,
+    "intermediate_size": 8,
+    "out_hidden_size": 8,
+    "projection_intermediate_size": 8,
 }
+
+
+def of_text(name: str) -> bool:
+    """Whether a tensor of a model that sees belongs to its text."""
+    return name.startswith(TEXT) and not name.startswith(SIGHT)
 
 
 def seeing_config(text: dict[str, Any]) -> dict[str, Any]:

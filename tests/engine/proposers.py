@@ -158,7 +158,7 @@ def block_draft_of(model: Model) -> BlockDraft:
 
 def has_hidden_states(model: LanguageModel) -> bool:
     """Whether heads can read one hidden state of each token; some models have several streams."""
-    streams = ("gemma3n", "qwen4_exp")
+    streams = ("gemma3n", "qwen4_exp", "glm5_next")
     return isinstance(model, Model) and not model.config.model_type.startswith(streams)
 
 

@@ -78,7 +78,7 @@ ALL_CASES = (
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
     *("olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4"),
-    *("qwen4_exp_text-v4", "qwen4_exp_text-v5"),
+    *("qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
@@ -222,7 +222,7 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
         return None
     turns = model_of(case).rope_axes == 3
     # Else what is added to a layer's output has none.
-    one_stream = not case.startswith(("gemma3n", "qwen4_exp"))
+    one_stream = not case.startswith(("gemma3n", "qwen4_exp", "glm5_next"))
     spans = not ranked_specs(case) and draw(st.booleans())
     return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
 

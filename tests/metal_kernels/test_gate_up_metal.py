@@ -56,7 +56,7 @@ def form_of(
     dtype: mx.Dtype = mx.float32,
     stored: mx.Dtype = mx.float32,
 ) -> GateUp:
-    numbers = (1.702, 2.0) if function == "clamped_swiglu" else ()
+    numbers = (1.702, 2.0) if function.startswith("cl") else ()  # the others have none
     return GateUp(Gate(function, dtype, *numbers), in_dims, inner, *codes, stored)
 
 

@@ -93,7 +93,8 @@ class DenseLatentCache:
         self.past: dict[str, mx.array] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale):
+    def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale, choice=None):
+        """`choice`: positions that each row sees, under one head; None: all before it."""
         num_tokens = sum(count for _, count in self.segments)
         assert latent.shape == (num_tokens, self.spec.latent_dim)
         assert k_rope.shape == (num_tokens, self.spec.rope_dim)
@@ -104,7 +105,12 @@ class DenseLatentCache:
             past = [self.past[name]] if name in self.past else []
             self.past[name] = mx.concatenate([*past, new[rows]])
             attend = self._absorbed if count <= self.max_short else self._expanded
-            outputs.append(attend(q_nope[rows], q_rope[rows], self.past[name], projection, scale))
+            if choice is None:
+                seen = self.past[name]
+                outputs.append(attend(q_nope[rows], q_rope[rows], seen, projection, scale))
+            for row in range(start, start + count) if choice is not None else ():
+                own, seen = slice(row, row + 1), self.past[name][mx.array(choice[row][0])]
+                outputs.append(attend(q_nope[own], q_rope[own], seen, projection, scale))
             start += count
         return mx.concatenate(outputs)
 

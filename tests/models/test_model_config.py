@@ -303,7 +303,8 @@ OTHERS = UnsupportedModelError, "quant"  # formats of other libraries
 NO_FORMAT = CheckpointError, "quantization"
 HEADS = CheckpointError, "query heads .* 4 multiples of num_key_value_heads, 2"
 TYPES = CheckpointError, "layer_types"
-SHARED = CheckpointError, "'full' or 'shared', and the first layer 'full'"
+SHARED = CheckpointError, "'full' or 'shared'|begin with a 'full' layer"
+NOT_BEFORE = CheckpointError, "'shared' where the layer before has no index"
 SHORT = CheckpointError, "num_kv_shared_layers .* is 5, which leaves no"
 TURNED = CheckpointError, "turns 0 of 24 dimensions"
 
@@ -338,6 +339,16 @@ TURNED = CheckpointError, "turns 0 of 24 dimensions"
         ("glm_moe_dsa-shared", {"index_topk_pattern": "FSXFSF"}, SHARED),
         ("glm_moe_dsa-shared", {"index_topk_pattern": "FS"}, SHARED),
         ("deepseek_v32-v4", {"q_lora_rank": None}, (CheckpointError, "q_lora_rank")),
+        ("deepseek_v3-v4", {"qk_rope_head_dim": 0}, (CheckpointError, "qk_rope_head_dim")),
+        ("glm5_next_text-v5", {"indexer_types": [*["full"] * 2, *["shared"] * 2]}, NOT_BEFORE),
+        ("glm5_next_text-v5", {"indexer_types": ["full", "shared", *["full"] * 2]}, NOT_BEFORE),
+        ("glm5_next_text-v4", {"qk_rope_head_dim": 8}, (UnsupportedModelError, "qk_rope")),
+        ("glm5_next_text-v4", {"index_kpool": 5}, (UnsupportedModelError, "multiples of it")),
+        (
+            "glm5_next_text-v4",
+            {"index_kpool_always_select_tail": False},
+            (UnsupportedModelError, "select_tail"),
+        ),
         ("granite_swa-v4", {"layer_rope_theta": [1.0]}, (CheckpointError, "must have 4 entries")),
         ("mimo_v2_flash-v4", {"hybrid_layer_pattern": [0]}, (CheckpointError, "must be 6 times")),
         ("mimo_v2_flash-v4", {"swa_num_key_value_heads": 3}, (CheckpointError, "which 3 heads")),

@@ -362,7 +362,7 @@ def reference_eagle(
     return rms(x, weight["norm"], 1e-6) @ weight["lm_head"].T
 
 
-@pytest.mark.parametrize("case", ["gemma3n_text-v4", "qwen4_exp_text-v4"])
+@pytest.mark.parametrize("case", ["gemma3n_text-v4", "qwen4_exp_text-v4", "glm5_next_text-v4"])
 def test_a_model_with_several_hidden_states_a_token_takes_no_head(case: str) -> None:
     folder = eagle_checkpoint(Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=40)
     with pytest.raises(InvalidRequestError, match="several streams"):

@@ -25,7 +25,7 @@ from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
 
-_INNER_EPS = 1e-6  # of the norms inside attention, whatever the config says
+_INNER_EPS = 1e-6  # of the norms inside attention, whatever most families' configs say
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LatentDims:
             fields.integer("q_lora_rank", high=2**20, default=None),
             fields.integer("kv_lora_rank", high=2**20),
             fields.integer("qk_nope_head_dim", high=2**14),
-            fields.integer("qk_rope_head_dim", high=2**14),
+            fields.integer("qk_rope_head_dim", low=0, high=2**14),
             fields.integer("v_head_dim", high=2**14),
         )
 
@@ -72,18 +72,22 @@ class DeepseekV3(Family):
         "max_position_embeddings": 4096,
     }
     has_head = True
+    inner_eps: ClassVar[float | None] = _INNER_EPS  # None: that of the config
     dense_matrices = (".mlp.gate",)
     folded = (".self_attn.kv_b_proj", ".self_attn.embed_q", ".self_attn.unembed_out")
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
-        """The part of a head that has positions."""
-        return LatentDims.of(fields).rope
+        """The part of a head that has positions; the other, where none has."""
+        dims = LatentDims.of(fields)
+        return dims.rope or dims.nope
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """The scale of the scores, which layers have experts, and what the cache keeps."""
         fields, dims = config.fields, LatentDims.of(config.fields)
+        if not dims.rope and any(config.ropes):
+            raise CheckpointError(f"qk_rope_head_dim in {fields.where} is 0; positions need some.")
         cls.check_routing(fields)
         return replace(
             with_experts(config),
@@ -114,7 +118,7 @@ class DeepseekV3(Family):
                 bias=config.qkv_bias,
                 order=self._rope_order(1, dims.rank, dims.rope),
             ),
-            kv_a_norm=self.norm(f"{path}.kv_a_layernorm", dims.rank, _INNER_EPS),
+            kv_a_norm=self.norm(f"{path}.kv_a_layernorm", dims.rank, self.inner_eps),
             projection=self._latent_projection(path, dims),
             o_proj=weights.linear(
                 f"{path}.o_proj",
@@ -144,7 +148,7 @@ class DeepseekV3(Family):
             weights.linear(
                 f"{path}.q_a_proj", dims.query_rank, config.hidden_size, bias=config.qkv_bias
             ),
-            self.norm(f"{path}.q_a_layernorm", dims.query_rank, _INNER_EPS),
+            self.norm(f"{path}.q_a_layernorm", dims.query_rank, self.inner_eps),
             weights.linear(f"{path}.q_b_proj", rows, dims.query_rank, order=order),
         ]
 

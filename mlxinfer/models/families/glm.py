@@ -208,12 +208,22 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
 
 def _shared_indexers(fields: Fields) -> frozenset[int]:
-    """The layers that see the tokens that the indexer of an earlier layer chose.
+    """The layers that see the tokens that the indexer of an earlier layer chose."""
+    kinds = indexer_kinds(fields)
+    if kinds[0] != "full":
+        raise CheckpointError(
+            f"indexer_types or index_topk_pattern in {fields.where} must begin with a 'full' layer."
+        )
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "shared")
+
+
+def indexer_kinds(fields: Fields) -> list[str]:
+    """'full' or 'shared' for each layer, whether it has an indexer of its own.
 
     As listed; else by a pattern of letters; else every `index_topk_freq`-th layer has an indexer.
     """
     count = fields.integer("num_hidden_layers", high=2**16)
-    kinds = fields.items("indexer_types")
+    kinds: list[Any] | None = fields.items("indexer_types")
     if kinds is None and (pattern := fields.text("index_topk_pattern", default="")):
         kinds = [{"F": "full", "S": "shared"}.get(letter) for letter in pattern]
     if kinds is None:
@@ -221,10 +231,9 @@ def _shared_indexers(fields: Fields) -> frozenset[int]:
         offset = fields.integer("index_skip_topk_offset", low=0, high=2**16, default=2)
         late = [max(index - offset + 1, 0) % period for index in range(count)]
         kinds = ["shared" if more else "full" for more in late]
-    known = all(kind in ("full", "shared") for kind in kinds)
-    if len(kinds) != count or not known or kinds[0] != "full":
+    if len(kinds) != count or not all(kind in ("full", "shared") for kind in kinds):
         raise CheckpointError(
             f"indexer_types or index_topk_pattern in {fields.where} must be {count} times 'full' "
-            "or 'shared', and the first layer 'full'."
+            "or 'shared'."
         )
-    return frozenset(index for index, kind in enumerate(kinds) if kind == "shared")
+    return kinds

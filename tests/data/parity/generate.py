@@ -22,9 +22,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data.torch_models import (  # noqa: E402
     SEEING,
-    TEXT,
     Shapes,
     loaded,
+    of_text,
     read_config,
     record,
     record_table,
@@ -82,7 +82,7 @@ def seeing_model(config: dict) -> torch.nn.Module:
         folder = Path(name)
         read = read_config(seeing_config(config), folder)
         saved = saved_shapes(kind.from_config(read), folder)
-        text = {key: shape for key, shape in saved.items() if key.startswith(TEXT)}
+        text = {key: shape for key, shape in saved.items() if of_text(key)}
         check_names(text, config)
         sight = {
             key: random_tensor(key, shape, 0, less_one=False)
@@ -126,6 +126,7 @@ def router_gap(
         "dots1",
         "exaone_moe",
         "bailing_hybrid",
+        "glm5_next_text",
         "mimo_v2_flash",
         "laguna",
         "step3p5",

@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data.torch_models import (  # noqa: E402
     SEEING,
-    TEXT,
+    of_text,
     seeing_config,
     with_whole_convolutions,
 )
@@ -54,7 +54,7 @@ def tensors(config: dict) -> dict[str, tuple[int, ...]]:
     state = {name: value for name, value in state.items() if name not in tied}
     saved = revert_weight_conversion(made, state)
     shapes = with_whole_convolutions({name: tuple(value.shape) for name, value in saved.items()})
-    return {name: shape for name, shape in shapes.items() if not sees or name.startswith(TEXT)}
+    return {name: shape for name, shape in shapes.items() if not sees or of_text(name)}
 
 
 def main() -> None:

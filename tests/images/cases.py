@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -28,8 +29,6 @@ TOKENS = {
     "[IMG_END]": 13,
 }
 ALL = 10**6  # of tokens: no limit but the checkpoint's own
-CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 def token_id(text: str) -> int | None:
@@ -108,130 +107,5 @@ def numbers_of(picture: Picture) -> NDArray[np.float32]:
     return np.concatenate([tile.patches for tile in picture.tiles])
 
 
-_QWEN3_SIZE = {"longest_edge": 2560 * 32**2, "shortest_edge": 65536}
-_MISTRAL = {"model_type": "pixtral", "patch_size": 14, "image_size": 1540}
-FAMILIES = {
-    "qwen2_vl": Case(
-        {"model_type": "qwen2_5_vl", "image_token_id": 151655, "vision_config": {"patch_size": 14}},
-        {"preprocessor_config.json": {"min_pixels": 3136, "max_pixels": 2560 * 28**2}},
-        {"min_pixels": 3136, "max_pixels": 2560 * 28**2},
-    ),
-    "qwen3_vl": Case(
-        {
-            "model_type": "qwen3_5",
-            "image_token_id": 248056,
-            "vision_config": {
-                "patch_size": 16,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-            },
-        },
-        {
-            "preprocessor_config.json": {
-                "size": _QWEN3_SIZE,
-                "patch_size": 16,
-                "image_mean": [0.5] * 3,
-                "image_std": [0.5] * 3,
-            }
-        },
-        {
-            "size": _QWEN3_SIZE,
-            "patch_size": 16,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        },
-    ),
-    "gemma3": Case(
-        {
-            "model_type": "gemma3",
-            "boi_token_index": 255999,
-            "eoi_token_index": 256000,
-            "image_token_index": 262144,
-            "mm_tokens_per_image": 256,
-            "vision_config": {"image_size": 896, "patch_size": 14},
-        },
-        {
-            "preprocessor_config.json": {
-                "size": {"height": 896, "width": 896},
-                "image_mean": [0.5] * 3,
-                "image_std": [0.5] * 3,
-                "resample": 2,
-                "do_pan_and_scan": None,
-                "do_convert_rgb": None,
-            }
-        },
-        {"size": {"height": 896, "width": 896}},
-    ),
-    "gemma4": Case(
-        {
-            "model_type": "gemma4",
-            "image_token_id": 258880,
-            "boi_token_id": 255999,
-            "eoi_token_id": 258882,
-            "text_config": {"use_bidirectional_attention": "vision"},
-            "vision_config": {"patch_size": 16, "pooling_kernel_size": 3},
-        },
-        {
-            "processor_config.json": {
-                "image_processor": {
-                    "do_normalize": False,
-                    "image_mean": [0.0] * 3,
-                    "image_std": [1.0] * 3,
-                    "max_soft_tokens": 280,
-                    "patch_size": 16,
-                    "pooling_kernel_size": 3,
-                    "resample": 3,
-                    "rescale_factor": 1 / 255,
-                }
-            },
-            "preprocessor_config.json": {"max_soft_tokens": 70},
-        },
-        {},
-    ),
-    "gemma4_unified": Case(
-        {
-            "model_type": "gemma4_unified",
-            "image_token_id": 258880,
-            "vision_config": {"patch_size": 16, "pooling_kernel_size": 3},
-        },
-        {"processor_config.json": {"image_processor": {"max_soft_tokens": 280}}},
-        {},
-    ),
-    "lfm2_vl": Case(
-        {
-            "model_type": "lfm2_vl",
-            "image_token_id": 396,
-            "downsample_factor": 2,
-            "vision_config": {"patch_size": 16},
-        },
-        {"preprocessor_config.json": {"encoder_patch_size": 16, "tile_size": 512}},
-        {},
-    ),
-    "pixtral": Case(
-        {
-            "model_type": "llava",
-            "image_token_index": 10,
-            "vision_config": {"model_type": "pixtral", "patch_size": 16, "image_size": 1024},
-        },
-        {
-            "preprocessor_config.json": {
-                "size": {"longest_edge": 1024},
-                "patch_size": {"height": 16, "width": 16},
-                "image_mean": CLIP_MEAN,
-                "image_std": CLIP_STD,
-                "resample": 3,
-            }
-        },
-        {},
-    ),
-    "mistral3": Case(  # Mistral Small 3.2 has no files about pictures
-        {
-            "model_type": "mistral3",
-            "image_token_index": 10,
-            "spatial_merge_size": 2,
-            "vision_config": _MISTRAL,
-        },
-        {},
-        {"size": {"longest_edge": 1540}},
-    ),
-}
+_TABLE = yaml.load(Path(__file__).with_name("families.yml").read_text(), yaml.CSafeLoader)
+FAMILIES = {name: Case(**fields) for name, fields in _TABLE.items()}

@@ -65,7 +65,9 @@ def router(workers: list[str], policy: str, data: Path) -> Iterator[str]:
     ]
     with process(command, url, "/health", data):
         until_s = time.monotonic() + 60
-        while httpx.get(f"{url}/workers", headers=HEADERS, timeout=60).json()["total"] < len(workers):
+        while httpx.get(f"{url}/workers", headers=HEADERS, timeout=60).json()["total"] < len(
+            workers
+        ):
             assert time.monotonic() < until_s, "smg does not find the workers"
             time.sleep(0.1)
         yield url

@@ -1,11 +1,11 @@
 """Affine codes, with the scale and bias of each group chosen by squared error.
 
-MLX takes a group's minimum and maximum, so one outlier widens every step. Here a group is put on
-a few grids: its range cut by a factor, and shifted by a share of a step. The nearest codes on each
-give the best scale and bias for these codes, a linear regression; its error follows from sums
+MLX takes the minimum and maximum of a group, so one outlier widens every step. Here a group is put
+on a few grids: its range is cut by a factor, and shifted by a share of a step. For the nearest
+codes on each grid, a linear regression gives the best scale and bias, and sums give their error
 (llama.cpp chooses the scales of its K-quants so). New codes for the best line, fitted again, cannot
-raise the error. Where rounding scale and bias to what the file holds would cost much, as of groups
-far from zero, the extremes are tried too.
+raise the error. If rounding scale and bias for the file would cost much, as in groups far from
+zero, the extremes are tried too.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ TINY = np.float32(1e-7)  # the smallest scale, as in MLX; float16 holds it
 def by_extremes(groups: Floats, bits: int, dtype: str) -> tuple[Floats, Floats]:
     """Scale and bias (..., 1) as mx.quantize chooses them, for groups (..., group_size).
 
-    The extreme that is further from zero is met exactly, and zero is.
+    The extreme that is further from zero is met exactly, and so is zero.
     """
     return _as_mlx(*extremes(groups), bits, dtype)
 
@@ -41,8 +41,9 @@ def by_extremes(groups: Floats, bits: int, dtype: str) -> tuple[Floats, Floats]:
 def extremes(groups: Floats) -> tuple[Floats, Floats]:
     """Minimum and maximum of contiguous groups (..., group_size), (..., 1) each.
 
-    Of floats as integers the largest is the maximum where one is positive, the largest unsigned one
-    the minimum where one is negative. This takes a third of the time.
+    The floats are compared as integers, which takes a third of the time. The largest integer is the
+    maximum if any float is positive. The largest unsigned integer is the minimum if any float is
+    negative.
     """
     starts = np.arange(0, groups.size, groups.shape[-1])
     shape = (*groups.shape[:-1], 1)
@@ -123,7 +124,7 @@ class _Line:
     mean: Floats  # of the codes
 
     def keep_better(self, other: "_Line") -> None:
-        """Take the other of each group where it gains more."""
+        """Take the other line for groups where it gains more."""
         better = other.gain > self.gain
         np.copyto(self.gain, other.gain, where=better)
         np.copyto(self.slope, other.slope, where=better)

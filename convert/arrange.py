@@ -1,8 +1,8 @@
-"""Maps the tensors of a source to those of an MLX folder: names, stacked experts, what is dropped.
+"""Maps the tensors of a source to those of an MLX folder: names, stacked experts, tensors left out.
 
-Works on names and shapes. The result is checked against its architecture: the decoder is built as
-it will be at load time, from arrays of one number each, so that a missing, misshapen or unknown
-tensor is an error before hours of work.
+It works on names and shapes only. The result is checked against its architecture: the decoder is
+built as it will be when it loads, from arrays of one number each. So a missing, misshapen or
+unknown tensor is an error before hours of work.
 """
 
 import re
@@ -253,7 +253,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_tied(source: SourceModel, rename: Rename) -> bool:
-    """Whether the output matrix, if there is one, holds what the token table holds."""
+    """Whether there is no output matrix, or it equals the token table."""
     ours = {rename(name): name for name in source.tensors}
     head, table = ours.get("lm_head.weight"), ours.get("model.embed_tokens.weight")
     if head is None or table is None:
@@ -299,7 +299,7 @@ def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
 
 
 def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    """Raise CheckpointError unless the tower of a config has just these tensors. None is read.
+    """Raise CheckpointError unless the tower of a config has exactly these tensors. Reads none.
 
     Args:
         config: the whole of config.json.
@@ -318,7 +318,7 @@ def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: st
 
 
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    """Raise CheckpointError unless a model of `config` has just these tensors. None is read."""
+    """Raise CheckpointError unless a model of `config` has exactly these tensors. Reads none."""
     module = family(config.model_type)
     arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}  # never computed
     weights = Weights(Checkpoint(arrays, module.tensor_name), NOWHERE, dtype="float32")

@@ -1,10 +1,10 @@
 """The plan of a conversion: format, bytes and file of every output tensor, before any is read.
 
 With --split-experts all matrices of an expert lie side by side in a file, in the order of the
-experts, so that a model that is larger than memory reads an expert at once: of stacks that would be
-nine reads (gate, up and down, each with words, scales and biases). The parts are named as the hub
-names single experts, `experts.7.gate_proj.weight`; their bytes are the same. Biases of outputs stay
-together: they are few numbers, which a model holds in memory.
+experts. A model that is larger than memory then reads an expert at once. From stacks that would be
+nine reads (gate, up and down, each with words, scales and biases). The parts have the hub's names
+of single experts, `experts.7.gate_proj.weight`, and as many bytes as before. Biases of outputs stay
+together: they are few numbers, which stay in memory.
 """
 
 import os
@@ -116,7 +116,7 @@ class ConversionPlan:
 
     @property
     def quantised_anew(self) -> list[PlannedTensor]:
-        """Tensors that the source has quantised in one format and the output in another."""
+        """Tensors that are quantised in the source, and in another format in the output."""
         return [t for t in self.tensors if t.form and not t.packed and t.output.quantised]
 
     def shards(self) -> list[tuple[str, list[PlannedTensor]]]:
@@ -206,7 +206,7 @@ def make_plan(
 
 
 def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
-    """The dtype of a dense tensor: float32 becomes the model's dtype, but for a few small tensors.
+    """The dtype of a dense tensor: the model's instead of float32, except in a few small tensors.
 
     Float32 norms, as GGUF files have them, would turn all activations into float32.
     """
@@ -320,7 +320,7 @@ PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequenc
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Memory as sizes of what is held at once."""
+    """Memory, as sizes of the data that is held at once."""
 
     inputs: int  # error feedback holds the second moments of so many together; 0: no feedback
     sequences: int  # of the text for calibration
@@ -333,7 +333,7 @@ class MemoryBudget:
 def make_budget(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> MemoryBudget:
-    """As much as `options.max_memory` allows, or as is useful.
+    """As much as `options.max_memory` allows, and no more than is useful.
 
     `comparing`: the source and the output are run to compare their logits.
     """

@@ -1,19 +1,19 @@
 """Quantises a block of rows into codes, scales and biases of an MLX format, and sums the errors.
 
-`quantise` is numpy only, so that several threads can work at once; rows are processed in tiles that
-stay in a processor's cache. `round_trip` gives the values that come back, without any file.
+`quantise` uses numpy only, so that several threads can work at once. Rows are processed in tiles
+that stay in a processor's cache. `round_trip` gives the values that come back, without any file.
 
-Numbers are rounded to the nearest code, or with error feedback: the inputs of a matrix make up for
-what rounding the inputs before them lost. Inputs are correlated, so an error in one column of
-weights can be cancelled by small changes of columns that are not rounded yet. Columns are rounded
-in the order of the inputs; the error of each is spread over those behind it by the inverse of the
-inputs' second moments X^T X, in the Cholesky form of GPTQ (Frantar et al. 2022, arXiv:2210.17323,
-section 3). Each group's scale is chosen for what the errors before it have made of it. The order of
-the columns stays as it is: MLX's formats have groups of neighbours and no permutation.
+Numbers are rounded to the nearest code, or with error feedback. Inputs of a matrix are correlated,
+so later inputs can make up for the rounding error of earlier ones: small changes of columns that
+are not rounded yet cancel it. Columns are rounded in the order of the inputs. The error of each is
+spread over the columns behind it by the inverse of the inputs' second moments X^T X, in the
+Cholesky form of GPTQ (Frantar et al. 2022, arXiv:2210.17323, section 3). The scale of a group is
+chosen after the errors before it were spread. Columns keep their order, because MLX's formats have
+groups of neighbours and no permutation.
 
-The moments are damped by the more the fewer tokens they were taken from. With too few, feedback
-cancels errors on those tokens alone: at one token an input and GPTQ's usual 1 % the outputs on
-other text become worse than by rounding to the nearest (measured on the demo model: 13 % more
+The fewer tokens the moments were taken from, the more they are damped. With too few, feedback
+cancels errors on those tokens only. At one token for each input and GPTQ's usual 1 %, the outputs
+on other text become worse than with rounding to the nearest (measured on the demo model: 13 % more
 squared error; 13 % less with a damping of 1).
 """
 
@@ -176,7 +176,7 @@ def compare(found: Floats, values: Floats, importance: Floats | None = None) -> 
 
 
 def squares_of(values: Floats) -> float:
-    """Sum over (R, in_dims); rows first, so that it does not depend on how many come at once."""
+    """Sum over (R, in_dims), rows first: the result does not depend on how many come at once."""
     return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 

@@ -5,15 +5,16 @@ Recipes:
 mixed                           4.5 bits a weight, chosen by what each costs: --target-bpw 4.5
 bf16, fp16, fp32                nothing quantised
 dense                           nothing quantised, each number in the dtype that it has
-keep                            what is quantised stays so, bit for bit, or where MLX has no such
-                                format in one that is close; the rest as it is
+keep                            quantised tensors stay, bit for bit, or in a close format if MLX
+                                does not have theirs; other tensors stay as they are
 
-What sees pictures keeps its dtype unless a width is given for it (--quantize-tower).
+The tower of a model that sees pictures keeps its dtype, unless a width is given for it
+(--quantize-tower).
 
-Some tensors are never quantised or have a minimum of bits. Routers decide which experts run;
-recurrent layers feed their errors back into their state (at 4 bits the output projection of linear
-attention alone can cost more than all else together); norms, biases, convolutions, sinks and decay
-rates are small and act on every token.
+Some tensors are never quantised or have a minimum of bits. Routers decide which experts run.
+Recurrent layers feed their errors back into their state: at 4 bits the output projection of linear
+attention alone can cost more than everything else together. Norms, biases, convolutions, sinks and
+decay rates are small and act on every token.
 """
 
 import hashlib
@@ -110,7 +111,7 @@ def quantisable(output: OutputTensor) -> bool:
 
 
 def stays_float32(path: str) -> bool:
-    """Whether 16 bits are too few for this tensor, whatever the model computes in."""
+    """Whether 16 bits are too few for this tensor, in any model."""
     return _FLOAT32.search(path) is not None
 
 
@@ -128,10 +129,10 @@ def raised(form: MLXFormat, path: str, least_bits: int = 0) -> MLXFormat:
 def kept_format(output: OutputTensor) -> MLXFormat | None:
     """The format that keeps a quantised tensor: the source's own, or a close one.
 
-    Formats that MLX does not have (GGUF's K- and IQ-quants with groups of 16 or a codebook, FP8
-    with float scales, NVFP4 with a global scale, act-order) are quantised anew, in groups of 32: to
-    6 bits where the source has fewer than 4 bits a weight, else to 8. The error of that is small
-    beside the one that is in the source already. None: no group fits, so the values stay dense.
+    MLX does not have some formats: GGUF's K- and IQ-quants with groups of 16 or a codebook, FP8
+    with float scales, NVFP4 with a global scale, act-order. These are quantised anew in groups of
+    32, to 6 bits if the source has fewer than 4 bits a weight, else to 8. This adds little to the
+    error that the source already has. None: no group fits, so the values stay dense.
     """
     if output.lossless is not None:
         return output.lossless
@@ -142,7 +143,7 @@ def kept_format(output: OutputTensor) -> MLXFormat | None:
 
 
 def fitting(form: MLXFormat, shape: tuple[int, ...]) -> MLXFormat | None:
-    """`form`, or the same bits in smaller groups where these do not fill a row; None: neither."""
+    """`form`, or the same bits in smaller groups if its groups do not fill a row; None: neither."""
     if fits(form, shape):
         return form
     if form.mode != "affine":

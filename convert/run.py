@@ -1,8 +1,8 @@
 """A conversion, from a source to a complete folder.
 
-plan -> measure, where a target size chooses the formats -> write, file by file, each compared with
-the source when it is complete -> learn -> logits -> report -> publish. Every step continues from
-what an interrupted run has left.
+plan -> measure, if a target size chooses the formats -> write, file by file, each compared with the
+source when it is complete -> learn -> logits -> report -> publish. Every step continues from the
+state that an interrupted run has left.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class Conversion:
     _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for a target that no formats meet, or what is not there."""
+        """Raise InvalidRequestError for a target that no formats meet, or a missing part."""
         if is_native(self.source.config):
             self.arranged = arrange(self.source)
         else:
@@ -269,9 +269,9 @@ class Conversion:
         return None
 
     def _check_opens(self, folder: Path, plan: ConversionPlan) -> None:
-        """Raise ConversionError where the config of the output is of another model than it holds.
+        """Raise ConversionError if the config of the output describes another model than it holds.
 
-        It is read and the decoder is built as they are at load time.
+        The config is read and the decoder is built as they are when the output loads.
         """
         shapes = {output.name: output.shape for output in self.arranged.outputs}
         try:
@@ -316,7 +316,7 @@ class Conversion:
         return formats
 
     def _rounding(self) -> str:
-        """How weights are rounded, which memory decides in part; a resumed run must do the same."""
+        """How weights are rounded: in part memory decides, and a resumed run must do the same."""
         if self.options.calibration is None:
             return "nearest"
         budget = self.budget
@@ -400,9 +400,8 @@ class Conversion:
 def judged_bits(plan: ConversionPlan) -> float:
     """Bits per weight of the output, by which its logits are judged.
 
-    What sees pictures does not count: the logits are those of text. A tensor that the recipe keeps
-    counts with the bits that it has in the source, if these are
-    more: nothing of it is to be lost.
+    The tower does not count, because the logits are those of text. A tensor that the recipe keeps
+    counts with at least the bits that it has in the source, because nothing of it may be lost.
     """
     keep = plan.recipe.keep
     tensors = [tensor for tensor in plan.tensors if not tensor.output.seeing]

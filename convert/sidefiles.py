@@ -1,9 +1,9 @@
 """The files beside the weights: config.json, the index, the tokenizer.
 
-Written so that mlx-lm reads them unchanged: formats under `quantization` and, for the hub,
-`quantization_config`. mlx-lm reads what transformers 4 wrote and replaces missing keys by defaults
-of its own, so transformers 5's keys are repeated in the old spelling and the family's defaults are
-written out.
+They are written so that mlx-lm reads them unchanged. Formats stand under `quantization` and, for
+the hub, `quantization_config`. mlx-lm reads the configs of transformers 4, and replaces missing
+keys by defaults of its own. So keys of transformers 5 are repeated in the old spelling, and the
+family's defaults are written out.
 """
 
 import json
@@ -90,7 +90,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def spelled_out(
     config: Mapping[str, Any], model: ModelConfig, *, sees: bool = False
 ) -> dict[str, Any]:
-    """A config with what is missing in the old spelling; what the source says stays.
+    """A config with keys added that are missing in the old spelling. The source's keys stay.
 
     Args:
         config: contents of config.json, with or without a text_config.

@@ -189,7 +189,7 @@ def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
 
 @contextmanager
 def disk_failures(place: Workplace) -> Iterator[None]:
-    """Turn what a disk refuses into a ConversionError; other OSErrors pass."""
+    """Turn errors of the disk into a ConversionError; other OSErrors pass."""
     try:
         yield
     except OSError as error:

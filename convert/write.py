@@ -316,7 +316,7 @@ class _Target:
 
 @contextmanager
 def little_cached() -> Iterator[None]:
-    """Let MLX keep hardly anything of what was freed: blocks of all sizes come and go."""
+    """Let MLX keep hardly any freed memory: blocks of all sizes come and go."""
     before = mx.set_cache_limit(CACHED_BYTES)
     try:
         yield
@@ -348,7 +348,7 @@ def write_shard(
 def checkpoints(
     file: ShardFile, journal: Journal
 ) -> Iterator[Callable[[PlannedTensor, dict[str, Any]], None]]:
-    """Lines in the journal for what is on the disk, not too often: each waits for the disk."""
+    """Note in the journal what is on the disk, but not too often: each note waits for the disk."""
     pending: dict[str, dict[str, Any]] = {}
     size, started = 0, time.monotonic()
 

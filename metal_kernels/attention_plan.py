@@ -1,11 +1,12 @@
 """Arguments of a step's attention kernels: tokens of each sequence, and the threadgroup of each.
 
-Plans are made once a step and layer group, and used by all its layers. A span of a plan is the
-query tokens that one threadgroup takes: of decode and verification all tokens of a sequence, of a
-prompt a tile of consecutive ones. One launch serves the prompts of several sequences, where MLX has
-no fused attention (head dims above 128 for more than 8 queries) and where keys and values are
-stored in codes: nothing is gathered, no score leaves a threadgroup, and what a launch takes beside
-its outputs does not grow with the context. Algorithm: FlashAttention-2, arXiv:2307.08691.
+A plan is made once for each step and layer group, and all layers of the group use it. A *span* of a
+plan is the query tokens that one threadgroup takes: all tokens of a sequence for decode and
+verification, a tile of consecutive tokens for a prompt. Prompts attend so where MLX has no fused
+attention (head dims above 128 for more than 8 queries), and where keys and values are stored in
+codes. One launch then serves the prompts of several sequences. Nothing is gathered, and no score
+leaves a threadgroup. The memory of a launch, beside its outputs, does not grow with the context.
+Algorithm: FlashAttention-2, arXiv:2307.08691.
 
 Knows no keys, no values, no kernel. B = sequences, BLOCK = 16 tokens that kernels take together.
 """
@@ -83,9 +84,9 @@ class AttentionPlan(NamedTuple):
 class AttentionPlanner:
     """Plans the attention of consecutive query tokens of each sequence, step by step.
 
-    The flat list of queries has those of the first sequence first, then those of the second. From
-    one step to the next only positions differ, and now and then the blocks that are seen: what
-    follows from the rest is worked out once.
+    The flat list has the queries of the first sequence first, then those of the second. From one
+    step to the next only positions change, and now and then the visible blocks. Everything else is
+    computed once.
 
     Args:
         counts: (B,) query tokens; at most 8, unless there are tiles.
@@ -168,9 +169,9 @@ class AttentionPlanner:
         )
 
     def _work_out(self, max_pages: int, sink_blocks: Ints, gaps: Ints, num_blocks: Ints) -> None:
-        """The plan's numbers but for positions, and how many items there are.
+        """The plan's numbers except positions, and how many items there are.
 
-        Of tiles those with most keys come first.
+        Tiles with the most keys come first.
         """
         if self._is_prefill:
             self._order = np.argsort(-num_blocks, kind="stable")
@@ -246,11 +247,11 @@ def _zeros(count: int) -> Ints:
 
 
 def blocks_per_item(num_blocks: Ints, kv_heads: int, cores: int) -> int:
-    """Blocks that one threadgroup takes at most: so that there are 8 threadgroups a core.
+    """Blocks that one threadgroup takes at most, so that there are 8 threadgroups for each core.
 
-    Where sequences and heads are many each sequence is one item, and nothing is reduced; where
-    they are few, or one is much longer than the rest, it is split. Short contexts are split finer,
-    into 2 threadgroups a core, except where nothing would have to be reduced.
+    If there are many sequences and heads, each sequence is one item, and nothing is reduced. If
+    there are few, or one is much longer than the rest, it is split. Short contexts are split into 2
+    threadgroups for each core, unless nothing would have to be reduced.
     """
     total = int(num_blocks.sum()) * kv_heads
     wanted = -(-total // (ITEMS_PER_CORE * cores))
@@ -279,7 +280,7 @@ def share_blocks(num_blocks: Ints, item_blocks: int) -> tuple[Ints, Ints]:
 def blocks_per_tile(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: int) -> int:
     """Blocks of a tile that one threadgroup takes at most.
 
-    Where tiles are too few for the GPU they are split, as far as partial outputs stay small.
+    If there are too few tiles for the GPU, they are split, as long as partial outputs stay small.
 
     Args:
         num_blocks: of each tile.
@@ -350,9 +351,9 @@ class Shape:
 def threadgroup_shape(num_rows: int, *, key_dim: int, value_dim: int, itemsize: int) -> Shape:
     """The threadgroup that serves `num_rows` query rows and loads each key and value once.
 
-    While all rows fit into the registers of one SIMD group, every SIMD group has all of them and
-    tokens of its own. Else they share tiles in threadgroup memory; of rows beyond `most_rows` each
-    threadgroup takes a block, and loads keys and values again.
+    While all rows fit into the registers of one SIMD group, every SIMD group has all rows and its
+    own tokens. Otherwise SIMD groups share tiles in threadgroup memory. If there are more rows than
+    `most_rows`, each threadgroup takes a block of rows, and loads keys and values again.
     """
     fragments = -(-num_rows // FRAGMENT_ROWS)
     if fragments <= MAX_OWN_ROWS and fragments * value_dim <= FRAGMENTS * FRAGMENT_ROWS:
@@ -380,8 +381,9 @@ def most_rows(key_dim: int, value_dim: int) -> int:
 def prefill_shape(*, key_dim: int, value_dim: int) -> Shape:
     """The threadgroup that serves a tile of a prompt's query rows.
 
-    As many rows as registers hold: keys and values are loaded once for all of them, and each
-    fragment from threadgroup memory is multiplied with two of rows where the head dim allows it.
+    It takes as many rows as registers hold. Keys and values are loaded once for all of them. If the
+    head dim allows it, each fragment from threadgroup memory is multiplied with two fragments of
+    rows.
     """
     if max(key_dim, value_dim) > WHOLE_DIM:
         return Shape(1, PREFILL_GROUPS, 1, shares=True, halves=2)
@@ -391,11 +393,11 @@ def prefill_shape(*, key_dim: int, value_dim: int) -> Shape:
 def registers(
     shape: Shape, *, key_dim: int, value_dim: int, itemsize: int, codes: bool = False
 ) -> int:
-    """32-bit registers that a lane needs at its peak: an estimate from what the source keeps.
+    """32-bit registers that a lane needs at its peak: an estimate from the values in the source.
 
-    Outputs, queries where they are in registers, scores, fragments on their way, peaks, totals and
-    positions of rows, and about 12 for places. Compilers find better and worse; the attribute
-    `max_total_threads_per_threadgroup` makes them spill where they find worse.
+    It counts outputs, queries in registers, scores, fragments on their way, peaks, totals and
+    positions of rows, and about 12 for addresses. A compiler may need more or fewer. If it needs
+    more, the attribute `max_total_threads_per_threadgroup` makes it spill.
 
     Args:
         shape: of the threadgroup.

@@ -86,7 +86,7 @@ class GateUp(Form):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernel takes matrices of such a form."""
+        """Whether the kernel takes matrices of this form."""
         if self.inner % PER_THREADGROUP or (self.bits, self.group_size) not in (PLAIN, *CODES):
             return False
         return self.in_dims % (self.group_size or PART) == 0
@@ -269,7 +269,7 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
 def timed_inner(form: GateUp) -> int:
     """Numbers of an output row when a form is timed: its own, as far as the bytes allow.
 
-    Both ways read the matrix at the speed of memory from there on, so their ratio stays.
+    From there on both ways read the matrix at the speed of memory, so their ratio does not change.
     """
     bits = form.bits or 8 * form.stored.size
     most = MOST_TIMED_BYTES * 8 // (2 * form.in_dims * bits)

@@ -2,14 +2,14 @@
 
 T = tokens, H = query heads, K = KV heads, D = head_dim.
 
-A head is normed, turned by its position and spread by a Hadamard matrix, each only where asked for,
-in float32 throughout; queries and plain keys and values are rounded once, to the dtype of the
-projection. A token's keys and values depend on its own row and position alone: one token or a whole
-prompt gives the same.
+A head is normed, turned by its position and multiplied by a Hadamard matrix, as far as the layer
+asks for it. All of this is float32. Queries and plain keys and values are rounded once, to the
+dtype of the projection. Keys and values of a token depend on its own row and position alone, so one
+token and a whole prompt give the same.
 
-Values that are not normed are encoded exactly as the twin encodes them, and so are keys that are
-neither normed, turned nor spread. Others pass through sums, cosines and sines. A GPU decides
-their last bit: a code may then differ by one, a scale or a bias in its last bit.
+Values without a norm are encoded exactly as the twin encodes them. So are keys that are not normed,
+turned or multiplied. The others pass through sums, cosines and sines, whose last bit depends on the
+GPU. There a code may differ by one, and a scale or a bias in its last bit.
 """
 
 from functools import cache, lru_cache

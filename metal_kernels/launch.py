@@ -58,7 +58,7 @@ class MetalKernel:
 
 @dataclass(slots=True)
 class Launch:
-    """A call of a kernel but for its inputs: worked out once for all layers that make the same.
+    """A call of a kernel without its inputs, computed once for all layers that make the same call.
 
     Args:
         template: values that are compiled in: each set of them is a variant of the kernel.
@@ -100,16 +100,17 @@ Device = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
 def compiled(
     kernel: MetalKernel, template: tuple[tuple[str, TemplateValue], ...], num_threads: int
 ) -> Any:
-    """MLX's callable of a variant; nothing is compiled before its first call is evaluated.
+    """MLX's callable of a variant. Nothing is compiled before its first call is evaluated.
 
-    The kernel is declared for threadgroups of at most `num_threads`: the compiler gives each thread
-    the registers that this leaves, and spills beyond. Without the declaration it may choose
-    registers for fewer threads, and then MLX refuses the launch. The attribute ends the header,
-    right before the `[[kernel]]` that MLX writes.
+    The kernel is declared for threadgroups of at most `num_threads`. The compiler then gives each
+    thread the registers that this leaves, and spills the rest. Without the declaration it may
+    choose registers for fewer threads, and then MLX refuses the launch. The attribute ends the
+    header, right before the `[[kernel]]` that MLX writes.
 
-    The values stand in the body: MLX would turn its own template arguments into text in every call.
-    What is compiled has a name of its own, but for the types of its arrays: some versions of MLX
-    keep one library for each name. Kernels have those types among their values.
+    Template values stand in the body, because MLX would turn its own template arguments into text
+    in every call. The name of a compiled kernel has all of its values except the types of its
+    arrays: some versions of MLX keep one library for each name. Kernels have those types among
+    their values.
     """
     body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
     header = f'{kernel.header}\n#line 1 "{kernel.name}, as MLX calls it"\n'
@@ -135,7 +136,7 @@ def _declared(name: str, value: TemplateValue) -> str:
 
 @contextmanager
 def running_on(device: Device) -> Iterator[None]:
-    """Send every call to `device` meanwhile, from whichever thread it comes."""
+    """Send every call, from any thread, to `device` meanwhile."""
     _devices.append(device)
     try:
         yield

@@ -10,9 +10,9 @@ class Projection(Protocol):
     """x (T, in_dims) -> (T, out_dims)."""
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """The product, with the bias where there is one, and with `residual` (T, out_dims) added.
+        """The product, plus the bias if there is one, plus `residual` (T, out_dims) if it is given.
 
-        In one operation where the format has one.
+        It is one operation if the format has one.
         """
         ...
 

@@ -50,9 +50,9 @@ class FeedForward(Protocol):
 class MLP:
     """down(act(gate(x)) * up(x)), with gate and up fused into one matrix, or down(act(up(x))).
 
-    In plain MLX the product is one operation and the activation another. In the kernel they are one
-    for a few rows. An adapter that takes the projection's place is no plain matrix, and is used as
-    it is.
+    In plain MLX the product and the activation are two operations. For a few rows, the kernel does
+    both in one. An adapter that replaces the projection is no plain matrix, so it is called as it
+    is.
 
     Attributes:
         ready: for how many rows the kernel may be used. Set by the engine.
@@ -106,7 +106,7 @@ def _form_of(projection: Projection, activation: Activation) -> GateUp | None:
 class Gated:
     """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
 
-    One operation where there is Metal, compiled by MLX.
+    On Metal it is one operation, which MLX compiles.
 
     Args:
         product: of gate and up.

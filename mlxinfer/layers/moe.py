@@ -105,7 +105,7 @@ class MoE:
         return self.mix(x, self.router(x), residual)
 
     def mix(self, x: mx.array, logits: mx.array, residual: mx.array | None = None) -> mx.array:
-        """The same with router logits (T, E) that the caller has computed."""
+        """The same with router logits (T, E) from the caller."""
         weights, experts = self.choose(logits)  # (T, k) each
         if self.weighs_inputs:  # each pair is a token of its own, with one expert
             weighted = x[:, None] * weights[..., None].astype(x.dtype)  # (T, k, hidden)

@@ -1,7 +1,7 @@
 """The one decoder: a stack of layers, each a mixer and a feed-forward block in a norm layout.
 
-Every token brings its own position; which sequence it belongs to and what it may attend to is
-behind the cache that the caller passes for each layer.
+Every token brings its own position. The caches that the caller passes, one for each layer, know
+which sequence a token belongs to and what it may attend to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -205,8 +205,8 @@ class Model:
     def rope_variant(self, max_tokens: int) -> int:
         """Which frequencies a sequence uses that may grow to `max_tokens`; 0 for most models.
 
-        All of a sequence's keys must be of one variant, so it is chosen once, when the sequence
-        begins; and keys of two variants are never shared.
+        All keys of a sequence must have one variant, so it is chosen once, when the sequence
+        begins. Keys of two variants are never shared.
         """
         return max([spec.variant(max_tokens) for spec in self._long_ropes], default=0)
 

@@ -1,10 +1,10 @@
 """DFlash block drafts: a small network that proposes a block of tokens in one pass.
 
-The rows of a block, the newest token and masks behind it, see each other and all that came before;
-what came before is known from the outputs of some of the model's layers, which each layer of the
-draft projects to keys and values of its own. Row i of the block gives the token at its own place.
-Embeddings and output projection are the model's. Sources: z-lab/dflash, `dflash/model_mlx.py`
-(arXiv 2602.06036); SGLang, `models/dflash.py`; transformers 5.24, `muse_glimmer_assistant`.
+The rows of a block are the newest token and masks behind it. They see each other and all earlier
+tokens. Each layer of the draft makes keys and values of the earlier tokens from the outputs of some
+of the model's layers. Row i of the block gives the token at its own place. Embeddings and output
+projection are the model's. Sources: z-lab/dflash, `dflash/model_mlx.py` (arXiv 2602.06036); SGLang,
+`models/dflash.py`; transformers 5.24, `muse_glimmer_assistant`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Encoders: every token of a text sees all of it, and hidden states are what comes out.
+"""Encoders: every token of a text sees all of it, and the result is hidden states.
 
-They are families like decoders, over the same mixers; what is their own is layer norms with biases,
-norms behind each block, and tables of positions and of token types beside that of tokens.
+They are families like decoders, over the same mixers. They have layer norms with biases, norms
+behind each block, and tables of positions and of token types beside that of tokens.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Pipeline stages: each rank has some consecutive layers of a model.
 
-Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
-layers only. Hidden states go from each rank to the next, and the rows that logits are wanted of go
-from the last rank back to rank 0. Where hidden states are wanted beside logits (`Taps`), all rows
-come back, with the outputs of those layers side by side. Per-layer inputs travel with the hidden
-states as far as the layers that read them; layers that read the keys of others lie where those do.
+Rank 0 has the embedding, the first layers, the last norm and the output projection. The others have
+only layers. Hidden states go from each rank to the next. The rows that need logits go from the last
+rank back to rank 0. If hidden states are wanted beside logits (`Taps`), all rows come back, side by
+side with the outputs of those layers. Per-layer inputs travel with the hidden states up to the
+layers that read them. Layers that read the keys of other layers are on the same rank as those.
 Source: GPipe, arXiv:1811.06965.
 """
 

@@ -118,7 +118,7 @@ class Call:
         self._working: asyncio.Task[Any] | None = None  # waits for a model, or for vectors
 
     def again(self) -> "Call":
-        """The same request as a call that lasts longer than its client."""
+        """A call for the same request that may last longer than its client."""
         other = Call(self.service, self.scope, self._send, self.form)
         other.request_id, other.key, other.log = self.request_id, self.key, self.log
         other._body_bytes = self._body_bytes
@@ -151,7 +151,7 @@ class Call:
 
     @property
     def sessions(self) -> NamedSessions:
-        """The saved sessions; raises InvalidRequestError where the server has no disk cache."""
+        """The saved sessions; raises InvalidRequestError if the server has no disk cache."""
         if self.service.sessions is None:
             raise InvalidRequestError(
                 "Sessions lie in the disk cache, and this server has none; start it with "
@@ -162,7 +162,7 @@ class Call:
     # -- from its route to its reply --------------------------------------------------------------
 
     async def answer(self, route: Route, receive: Receive) -> None:
-        """Reply with what the route's handler gives.
+        """Reply with the result of the route's handler.
 
         Raises:
             ClientGoneError: the client disconnected.
@@ -202,7 +202,7 @@ class Call:
         await self._send_body(reply if isinstance(reply, Body) else Body(encode(reply)))
 
     async def _send_events(self, reply: Events) -> None:
-        """Send a stream. A client that does not take a message in time counts as disconnected."""
+        """Send a stream. A client that takes a message too slowly counts as disconnected."""
         loop, limit_s = asyncio.get_running_loop(), self.service.config.send_timeout_s
 
         async def put(body: bytes, *, more: bool = True) -> None:
@@ -237,7 +237,7 @@ class Call:
         await self._send(message)
 
     def failure(self, error: Exception) -> MlxinferError:
-        """The error that the client is shown; the log has the whole of it."""
+        """The error that the client is shown. The log has all of it."""
         self.log.update(logged(error))
         shown = public(error)
         if shown is not error:
@@ -352,9 +352,9 @@ class Call:
         return lambda: given
 
     def _inputs(self, model: ServedModel, read: Read) -> list[Input]:
-        """The inputs for the model; raises PictureError for URLs that are left in them.
+        """The inputs for the model; raises PictureError if URLs are left in them.
 
-        A model of text refuses pictures itself.
+        A model of text refuses pictures by itself.
         """
         sees = "vision" in model.session.capabilities
         return [
@@ -400,8 +400,8 @@ class Call:
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop.
 
-        Large bodies have threads of their own, and wait for each other: a million characters take
-        about a second to encode, and no thread can be interrupted.
+        Large bodies have their own threads and wait for each other: a million characters take about
+        a second to encode, and no thread can be interrupted.
         """
         if self._body_bytes > LARGE_BODY:
             return await self.in_long_worker(function, *args, **kwargs)
@@ -461,7 +461,7 @@ class Call:
         metrics.observe(first_token_s=now_s - request.arrived_s)
 
     def end(self, index: int, reason: str, result: Result | None) -> None:
-        """Count the end of an answer, with its result where it is complete."""
+        """Count the end of an answer, with its result if it is complete."""
         if index not in self._open:
             return
         self._open.discard(index)
@@ -496,7 +496,7 @@ class Call:
     # -- its end --------------------------------------------------------------------------------
 
     async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await something that an interrupt ends with its error."""
+        """Await something. An interrupt ends the wait with its error."""
         self._working = working = asyncio.ensure_future(work)
         try:
             return await working
@@ -509,7 +509,7 @@ class Call:
             raise self._error from None
 
     def interrupt(self, error: Exception) -> None:
-        """End the call with `error`, in whatever state it is."""
+        """End the call with `error`, in any state."""
         self._error = self._error or error
         if self.answers is not None:
             self.answers.interrupt(error)
@@ -518,7 +518,7 @@ class Call:
 
     @property
     def num_attempts(self) -> int:
-        """Requests that the slowest answer took; more than 1 where one broke its schema."""
+        """The most requests that one answer took; more than 1 if an answer broke its schema."""
         return 1 if self.answers is None else self.answers.num_attempts
 
     def state(self) -> dict[str, Any] | None:

@@ -27,10 +27,10 @@ _HOST = re.compile(rf"({HOST_NAME})(?::\d{{1,5}})?")
 
 
 def split_target(scope: Scope) -> None:
-    """Split a request target that is a whole URL, as proxies' clients send it, into Host and path.
+    """Split a request target that is a whole URL, as for proxies, into Host and path.
 
-    The URL's host replaces the Host header (RFC 9112, 3.2.2), so that the host that the client
-    named is the one that is checked.
+    The URL's host replaces the Host header (RFC 9112, 3.2.2). So the host that the client named is
+    the one that is checked.
     """
     found = _ABSOLUTE.fullmatch(scope["raw_path"])
     if found is None:
@@ -53,7 +53,7 @@ def framing_problem(scope: Scope, config: ServerConfig) -> MlxinferError | None:
 
 
 def check_sizes(scope: Scope, config: ServerConfig) -> None:
-    """Refuse large headers that came in one piece: h11 bounds incomplete ones only."""
+    """Refuse large headers that came in one piece, because h11 limits only incomplete ones."""
     headers = scope["headers"]
     if len(headers) > config.max_headers:
         raise HttpError(
@@ -73,8 +73,8 @@ def check_sizes(scope: Scope, config: ServerConfig) -> None:
 def check_media_type(headers: Headers) -> None:
     """Refuse bodies of another type, such as forms, which any web page may send.
 
-    JSON may come without a type from a client that is no browser (LiteLLM sends it so to
-    Ollama's API): a browser names the page that sends it.
+    A client that is no browser may send JSON without a type (LiteLLM does, to Ollama's API). A
+    browser always names the page that sends it.
     """
     kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
     untyped = not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
@@ -124,7 +124,7 @@ def cors_headers(scope: Scope, config: ServerConfig) -> Headers:
 
 
 def _value(scope: Scope, name: bytes) -> str | None:
-    """The value of a header; raises HttpError where it was sent twice."""
+    """The value of a header; raises HttpError if it was sent twice."""
     values = values_of(scope["headers"], name, "forbidden")
     return values[0].decode("latin-1") if values else None
 
@@ -163,6 +163,6 @@ def _is_address(name: str) -> bool:
 
 
 def is_open_metrics(scope: Scope, config: ServerConfig) -> bool:
-    """Whether a request for /metrics comes from this machine, where that needs no key."""
+    """Whether a request for /metrics comes from this machine and needs no key."""
     client = scope.get("client")
     return config.open_metrics and client is not None and is_loopback(client[0])

@@ -332,7 +332,7 @@ _TYPES = {
 class ErrorForm:
     """How an API writes errors: `body` gives an error's JSON, `event` a stream's last frame.
 
-    `id_headers`: where its clients look for the request id, beside x-request-id.
+    `id_headers`: headers in which its clients look for the request id, beside x-request-id.
     """
 
     body: Callable[[MlxinferError], bytes]
@@ -341,7 +341,7 @@ class ErrorForm:
 
 
 def public(error: Exception) -> MlxinferError:
-    """The error that a client is shown: details of the server's own faults are hidden."""
+    """The error that a client is shown. Details of the server's own faults are hidden."""
     if isinstance(error, MlxinferError) and error.status != 500:
         return error
     if _is_of_full_disk(error):

@@ -80,7 +80,7 @@ class ApiKeys:
     def with_file(self, path: Path, read: Callable[[Path], Mapping[str, object]]) -> "ApiKeys":
         """The same keys and those of a file, which is read again when it changes.
 
-        A file that is wrong then, or has no key, is logged, and the keys before stay.
+        If the new file is wrong or has no key, that is logged, and the keys from before stay.
 
         Args:
             path: of the file.
@@ -198,7 +198,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def values_of(headers: Headers, name: bytes, code: str = "invalid_api_key") -> list[bytes]:
-    """The value of a header, if it was sent; raises HttpError where it was sent twice."""
+    """The value of a header, if it was sent; raises HttpError if it was sent twice."""
     values = [value for key, value in headers if key == name]
     if len(values) > 1:
         raise HttpError(code, f"The header {name.decode()} was sent {len(values)} times.")

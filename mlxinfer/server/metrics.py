@@ -1,6 +1,6 @@
-"""Numbers of requests and engines, as Prometheus reads them, and the bound on those that wait.
+"""Numbers of requests and engines, as Prometheus reads them, and a limit for waiting requests.
 
-Names of metrics are vLLM's, so that its dashboards and alerts fit; the others begin with mlxinfer.
+Names of metrics are vLLM's, so that its dashboards and alerts fit. Other names begin with mlxinfer.
 Counting happens on the event loop, so nothing is locked. A token costs a bisection and a few
 additions.
 """
@@ -179,7 +179,7 @@ class RequestMetrics:
             self.sums[name] += value
 
     def finish(self, reason: str, result: Result | None) -> None:
-        """Count a request that has ended, with its times where it was answered."""
+        """Count a request that has ended, with its times if it was answered."""
         self.finished[reason] += 1
         if result is None:
             return
@@ -198,10 +198,10 @@ class RequestMetrics:
 
 
 class Admission:
-    """A bound on waiting requests and on the tokens of their prompts.
+    """A limit for waiting requests and the tokens of their prompts.
 
     A request waits from the time it is handed to the engine until its first token. The engine
-    itself would queue without end.
+    itself would queue any number.
 
     Args:
         max_waiting: requests without a token.
@@ -259,7 +259,7 @@ class Admission:
 
 
 class EngineStats:
-    """Engine.stats of running models. A stuck engine costs one thread, however often it is read."""
+    """Engine.stats of running models. A stuck engine blocks one thread, even if read often."""
 
     def __init__(self) -> None:
         self._pending: weakref.WeakKeyDictionary[ServedModel, asyncio.Future[dict[str, Any]]]

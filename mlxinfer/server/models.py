@@ -1,8 +1,8 @@
 """The models of a server by name: loaded on request, within a memory budget, unloaded when idle.
 
-Loads and unloads run one after the other, off the event loop, so that no two loads compete for the
-disk, and the sum of the memory in use holds. Everything else lives on one event loop, so nothing is
-locked.
+Loads and unloads run one after the other, off the event loop. So no two loads compete for the disk,
+and the memory in use never exceeds its limit. Everything else lives on one event loop, so nothing
+is locked.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class ModelRegistry:
-    """Models by name; the first one answers requests that name none.
+    """Models by name. The first one answers requests that name none.
 
-    Lives on one event loop, `close` apart.
+    Lives on one event loop, except `close`.
 
     Args:
         entries: at least one.
@@ -91,7 +91,7 @@ class ModelRegistry:
         return [slot.entry.name for slot in self._slots]
 
     def slots(self) -> list[ModelSlot]:
-        """All of them, to be looked at."""
+        """All models, for reading."""
         return list(self._slots)
 
     def running(self) -> list[ServedModel]:
@@ -108,11 +108,11 @@ class ModelRegistry:
         return self.resolve(name)[0]
 
     def resolve(self, name: str | None) -> tuple[ModelSlot, str | None]:
-        """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
+        """The model of a name, an alias or a pattern such as `claude-*`, or the default model.
 
-        Without a name it is the default one, or the first. `model:adapter`, or the adapter's name
-        alone where no other model has one of that name, means a model with an adapter: the second
-        value.
+        Without a name it is the default model, or the first one. The second value is an adapter:
+        `model:adapter` names one, and so does an adapter's name alone if no other model has an
+        adapter of that name.
 
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.
@@ -188,7 +188,7 @@ class ModelRegistry:
             raise
 
     async def tend(self, on_ready: Callable[[], None]) -> None:
-        """Load the models of the start, then unload idle ones from time to time, until cancelled.
+        """Load the models of the start, then unload idle ones now and then, until cancelled.
 
         Raises:
             as `load_first` and `unload_idle`.
@@ -215,7 +215,7 @@ class ModelRegistry:
         self.started = True
 
     async def unload(self, name: str, drain_s: float = 0.0) -> None:
-        """Unload a model; it may end what it answers within `drain_s`, and begins nothing new.
+        """Unload a model. It may finish its answers within `drain_s`, and begins no new ones.
 
         Raises:
             InvalidRequestError: it is pinned.
@@ -244,7 +244,7 @@ class ModelRegistry:
                     await self._put_out(slot, "asked")
 
     async def unload_idle(self) -> None:
-        """Unload models unused for their ttl, and forget those with an engine that ended.
+        """Unload models that were unused for their ttl, and forget those whose engine ended.
 
         Raises:
             DeviceLostError: no engine of this process would work.
@@ -258,7 +258,7 @@ class ModelRegistry:
                             await self._put_out(slot, "idle")
 
     def close(self) -> None:
-        """End all of them, and loads that are under way; what is stuck is left behind.
+        """End all models, and loads that are under way. Models that are stuck are left behind.
 
         Called when the event loop has ended.
         """
@@ -316,7 +316,7 @@ class ModelRegistry:
     # -- adapters -------------------------------------------------------------------------------
 
     async def load_adapter(self, model: str | None, name: str, folder: Path) -> None:
-        """Load an adapter of a model, which is loaded first; it has it at later loads, too.
+        """Load an adapter of a model. The model is loaded first, and keeps it for later loads.
 
         Raises:
             as `find`, `use` and `Session.load_adapter`.
@@ -331,7 +331,7 @@ class ModelRegistry:
             slot.adapter_failures.pop(name, None)
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
-        """Let no new request name an adapter; raises ModelNotFoundError where there is none."""
+        """Let no new request name an adapter; raises ModelNotFoundError if there is none."""
         slots = self._slots if model is None else [self.find(model)]
         for slot in slots:
             if name in slot.adapters and slot.loading is not None:
@@ -397,9 +397,9 @@ class ModelRegistry:
     async def _give_own_adapter(
         self, slot: ModelSlot, served: ServedModel, name: str, folder: Path
     ) -> None:
-        """Load one adapter of a model; with a broken one the model is loaded without it.
+        """Load one adapter of a model. If it is broken, the model is loaded without it.
 
-        At the start the error is raised: the command line named the folder.
+        At the start of the server the error is raised, because the command line named the folder.
         """
         try:
             await _give_adapter(served, name, folder)
@@ -424,7 +424,7 @@ class ModelRegistry:
         slot.num_loads += 1
 
     def _failed(self, slot: ModelSlot, error: Exception) -> ModelLoadError:
-        """The error of the waiting requests; its reason is only logged, as it may name paths."""
+        """The error for waiting requests. Its reason may name paths, so it is only logged."""
         slot.failure = error
         slot.num_failures += 1
         pause_s = slot.fail()
@@ -466,9 +466,9 @@ class ModelRegistry:
             raise slot.stuck()
 
     def _notice_end(self, slot: ModelSlot) -> None:
-        """Forget a model after its engine ended in a fault: it gave back its memory.
+        """Forget a model whose engine ended in a fault: its memory is free.
 
-        It is not loaded again at once: it may have been too large for this machine.
+        It is not loaded again at once, because it may be too large for this machine.
 
         Raises:
             DeviceLostError: no engine of this process would work.
@@ -491,13 +491,13 @@ class ModelRegistry:
 
 
 def _log_failure(what: str, error: Exception, **extra: object) -> None:
-    """Log that something was not loaded; with a traceback where the error is not one of ours."""
+    """Log that something was not loaded; with a traceback if the error is not one of ours."""
     known = isinstance(error, MlxinferError)
     log.error("%s not loaded: %s", what, error, exc_info=not known, extra=extra)
 
 
 def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":
-    """A task that ends by itself: an error that nobody awaits is no news."""
+    """A task whose error may stay unread: no one awaits it."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

@@ -1,8 +1,8 @@
 """The state that all requests of a server share: models, threads, readiness. No API.
 
-Readiness is proved by a token or by finished steps, never by a flag: a process that lives while its
-engine hangs is the failure that a load balancer cannot see. An idle engine has to generate one
-token; a working one has to finish steps.
+Readiness is proved by a token or by finished steps, never by a flag. Otherwise a load balancer
+could not see a process that lives while its engine hangs. An idle engine has to generate one token;
+a working one has to finish steps.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class Health(StrEnum):
-    """Whether requests would be answered, and what is in the way."""
+    """Whether requests would be answered, and why not."""
 
     READY = "ready"
     LOADING = "loading"  # pinned and preloaded models

@@ -39,7 +39,7 @@ log = logging.getLogger("mlxinfer.server")
 class StoredResponse:
     """One response and the items of its own request, both as JSON.
 
-    `events` has the frames of its stream, where it ran in the background.
+    `events` has the frames of its stream, if it ran in the background.
     """
 
     id: str
@@ -194,7 +194,7 @@ class ResponseStore:
         return found[::-1]
 
     def events(self, id: str) -> list[bytes]:
-        """The frames of a response's stream; none where it did not run in the background."""
+        """The frames of a response's stream; none if it did not run in the background."""
         with _reported(), self._file.use() as db:
             row = db.execute("SELECT frames FROM events WHERE id = ?", (id,)).fetchone()
         return [] if row is None else split_frames(row[0])

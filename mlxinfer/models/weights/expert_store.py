@@ -1,14 +1,15 @@
-"""Experts that stay in their files, and slots of memory for the ones that tokens use.
+"""Experts that stay in their files, and slots of memory for the experts that tokens use.
 
-Each layer has as large a share of its experts in slots as the budget is of all experts. An expert
-that is needed and missing takes the slot of the one that tokens go to most rarely. How often is a
-mean that forgets: after N tokens the past counts FORGET to the N. In simulated routing (popular
+The budget is a share of all experts, and each layer has that share of its experts in slots. If an
+expert is needed and missing, it takes the slot of the expert that tokens use most rarely. This rate
+is a running mean: after N tokens the past counts FORGET to the N. In simulated routing (popular
 experts, topics, the last token's; 1/8 to 1/2 of the experts in memory) 1 to 8 in a hundred more
-are found in memory than by the least recently used rule. Slots by layer find as many as one pool
-for all, or more, unless there are few and some experts are very popular.
+experts are found in memory than by the least recently used rule. Slots for each layer find as many
+experts as one pool for all layers, or more, unless there are few slots and some experts are very
+popular.
 
-Reads go to threads, so that many are under way at once; what of an expert lies side by side in a
-file is read by one call. Only the engine's thread decides; readers fill memory that it gave them.
+Reads go to threads, so that many are under way at once. Parts of an expert that lie side by side in
+a file are one read. Only the engine's thread decides; readers fill memory that it gave them.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Folders of safetensors: which files hold the weights, their headers, and reads at any place.
 
 Nothing in a checkpoint is ever run: pickles are refused, `auto_map` and `model_file` are ignored.
-The `safetensors` package reads and checks headers. It reads tensors one after the other into memory
-of its own; here several threads read into memory that they are given. No mlx.
+The `safetensors` package reads and checks headers. It would read tensors one after the other, into
+memory of its own. Here several threads read into memory that they are given. No mlx.
 """
 
 import errno

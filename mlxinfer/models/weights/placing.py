@@ -1,8 +1,8 @@
 """Where a model's tensors go: memory, slots for experts that stay in their files, or nowhere.
 
 With slots, a family builds the model as it always does. Stacks of experts become projections over
-slots that are not there yet, and mixtures become streamed ones: how many slots each layer gets is
-known when all layers are. No byte of an expert is read until then.
+slots that do not exist yet, and mixtures become streamed ones. The number of slots of a layer is
+known only when all layers are built. No byte of an expert is read before that.
 """
 
 from collections import defaultdict

@@ -249,10 +249,10 @@ class Program:
         return branches
 
     def join(self) -> None:
-        """End the forks. A part that their branches named is here the list of their values.
+        """End the forks. A part that their branches named becomes the list of their values here.
 
-        A branch without the part has None there. Forks of branches are joined first. What stands
-        here stays: only this program's own words add what the branches wrote.
+        A branch without the part has None in the list. Forks of branches are joined first. The text
+        of this program stays: text that the branches wrote is not added to it.
         """
         joined = self._now
         for branches in self._forks:
@@ -267,7 +267,7 @@ class Program:
     # -- within ---------------------------------------------------------------------------------
 
     def _set(self, now: Mark, sent: Mark | None = None) -> None:
-        """Let this stand here; `sent`: what stood here when the model was asked."""
+        """Replace the state of the program. `sent`: its state when the model was asked."""
         if self._ended:
             raise InvalidRequestError("This program has ended: its `with` block was left.")
         if sent is not None and sent is not self._now:

@@ -1,10 +1,10 @@
 """Threads for callers that Ctrl-C may interrupt at any point. Knows no engine and no grammar.
 
-A signal handler runs on the main thread between two of its bytecodes, and may raise there. What
-then stays locked, stays locked for ever: the lock of an Event, a Condition or a Future is taken by
-code in Python, and so are those of `Thread.start`, `Timer` and `subprocess`. A lock of C, which
-`with` takes directly, and a SimpleQueue have no such point. So callers use these alone, and all
-else runs on threads of its own, where no handler runs.
+A signal handler runs on the main thread between two of its bytecodes, and may raise there. A lock
+that is held at that moment stays locked for ever. The lock of an Event, a Condition or a Future is
+taken by Python code, and so are those of `Thread.start`, `Timer` and `subprocess`. A C lock, which
+`with` takes directly, and a SimpleQueue have no such moment. So callers use only these two.
+Everything else runs on its own threads, where no handler runs.
 """
 
 import _thread

@@ -96,7 +96,7 @@ adapters_option = click.option(
 think_option = click.option(
     "--think/--no-think",
     default=None,
-    help="Switch the thinking of a model that has such a switch on or off.",
+    help="Switch thinking on or off, for models that have such a switch.",
 )
 system_option = click.option("--system", metavar="TEXT", help="System message.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")

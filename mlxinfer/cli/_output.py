@@ -117,7 +117,7 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("Nobody is here to be asked; add --yes.")
+        raise click.UsageError("There is no terminal to ask at; add --yes.")
     if not click.confirm(question, err=True):
         raise click.exceptions.Exit(1)
 

@@ -209,7 +209,7 @@ def result_of(session: ChatSession, call: ToolCall, console: "Console") -> str:
     assert tools is not None, "a call without tools"
     asks = not tools.allows(call.name) and call.name not in session.allowed
     told = Text(printable(f"{call.name}({call.arguments})"), style="bold", overflow="ellipsis")
-    console.print(told, no_wrap=not asks)  # whoever is asked sees all of it
+    console.print(told, no_wrap=not asks)  # a user who is asked sees all of it
     if asks:
         said = allowed(call.name)
         if said == "always":
@@ -359,9 +359,9 @@ def history_file() -> Path:
 
 @contextmanager
 def silent_interrupts() -> Iterator[None]:
-    """Keep the terminal from writing ^C, which would displace what is redrawn.
+    """Keep the terminal from writing ^C, which would shift the lines that are redrawn.
 
-    Does nothing where stdin is no terminal.
+    Does nothing if stdin is no terminal.
     """
     if not sys.stdin.isatty():
         yield

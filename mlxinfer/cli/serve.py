@@ -223,14 +223,14 @@ file_option = partial(click.option, cls=FileOption)
     metavar="SIZE",
     default="1GB",
     show_default=True,
-    help="The most that is kept of them; the least recently used go first.",
+    help="Disk space for these answers; the least recently used are deleted first.",
 )
 @file_option(
     "--store-age",
     metavar="TIME",
     default="30d",
     show_default=True,
-    help="How long one is kept that is not used.",
+    help="Time after which an unused answer is deleted.",
 )
 @click.option(
     "--peer",

@@ -1,8 +1,8 @@
 """Markdown as models write it: the parser that terminals and notebooks share, and its HTML.
 
-An answer is foreign text. HTML in it is shown as text, addresses are those of the web or of mail,
-and images become links: a picture that is fetched would tell its server what was answered. What is
-rendered passes nh3 (ammonia), which drops all that is not listed here.
+An answer is foreign text. HTML in it is shown as text, and links lead to the web or to mail only.
+Images become links, because fetching an image would tell its server about the answer. The HTML then
+passes nh3 (ammonia), which drops everything that is not listed here.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def html_of(text: str) -> str:
 def new_parser() -> "MarkdownIt":
     """A parser of CommonMark with tables and strikethrough, in which formulas are plain text.
 
-    Formulas are between dollars, `\\(` and `\\)`, or `\\[` and `\\]`: what Markdown would take for
-    an escape, emphasis or a list in them is left alone. Images are links.
+    Formulas are between dollars, `\\(` and `\\)`, or `\\[` and `\\]`. Markdown does not change
+    escapes, emphasis or lists in them. Images are links.
     """
     from markdown_it import MarkdownIt
     from mdit_py_plugins.dollarmath import dollarmath_plugin

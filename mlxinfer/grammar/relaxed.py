@@ -1,7 +1,7 @@
 """Leaves out of a schema what llguidance cannot enforce, and checks complete answers for it.
 
-A schema that is not strict is enforced as far as masks can do it. What they cannot do is left out
-of the grammar, and the complete answer is checked against the whole schema.
+If a schema is not strict, masks enforce as much of it as they can. The rest is left out of the
+grammar, and the complete answer is checked against the whole schema.
 """
 
 import json

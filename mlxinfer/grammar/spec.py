@@ -102,7 +102,7 @@ def json_schema(
 def enforceable(
     schema: Mapping[str, Any], *, place: str, tool: str | None = None
 ) -> tuple[Mapping[str, Any], tuple[Unenforced, ...]]:
-    """Return what of a checked schema masks can enforce, and what is left for a check.
+    """Return the part of a checked schema that masks can enforce, and the rest for a check.
 
     Args:
         schema: JSON schema.

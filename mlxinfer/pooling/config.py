@@ -124,9 +124,10 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
 
     Args:
         folder: of the checkpoint.
-        name: what the user called it; where no file says what a decoder is for, "rerank" or "embed"
-            in its last part does, as in `mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ`.
-        task: "auto", or of `Task`: what it is to be used for, whatever the files say.
+        name: the user's name for it. If no file states the task of a decoder, "rerank" or "embed"
+            in the last part of the name does, as in
+            `mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ`.
+        task: a `Task`, which replaces that of the files; or "auto".
 
     Raises:
         InvalidRequestError: no such task.

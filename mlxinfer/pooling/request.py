@@ -114,7 +114,7 @@ class PassSizer:
 
     Args:
         slice_s: seconds that a pass may take.
-        fixed: tokens of every pass, whatever they take; None: by time.
+        fixed: tokens of every pass; None: they are sized by time.
         most: tokens of a pass that is sized by time.
     """
 

@@ -1,4 +1,4 @@
-"""One rank that another process of this machine started: what it needs comes over its input."""
+"""One rank that another process of this machine started. Its settings come over stdin."""
 
 import json
 import logging

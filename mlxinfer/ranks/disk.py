@@ -1,8 +1,8 @@
-"""Prefix pages on the disks of several ranks: each rank stores what it has of every page.
+"""Prefix pages on the disks of several ranks: each rank stores its part of every page.
 
-Rank 0 decides what is stored and looked for, and names it; the others store their part of it under
-the same names, in a namespace of their own. A page counts as found where all ranks have read theirs
-and found it sound: one that a single rank lacks is computed again by all.
+Rank 0 decides which pages are stored and looked for, and names them. The others store their part
+under the same name, in a namespace of their own. A page counts as found if all ranks have read and
+verified their parts. If one rank lacks its part, all compute the page again.
 """
 
 import time

@@ -99,7 +99,7 @@ def _joined(place: Place) -> mx.distributed.Group:
 
 
 def shut_ring(ring: Sequence[Sequence[str]]) -> None:
-    """Shut this process's sockets of a ring: what waits for them gets an error of MLX."""
+    """Shut this process's sockets of a ring: operations that wait for them end with an error."""
     ports = {int(address.rpartition(":")[2]) for host in ring for address in host}
     for fd in range(3, 1024):
         with contextlib.suppress(OSError):
@@ -143,13 +143,13 @@ class GroupLink:
         return mx.distributed.all_sum(x, group=self._group)
 
     def to_first(self, x: mx.array) -> mx.array:
-        """x (T, n) of every rank, side by side, on rank 0: (T, size * n). Others: what they sent.
+        """On rank 0, x (T, n) of every rank side by side, (T, size * n). On others, their message.
 
-        Neighbours alone can send to each other in a ring: what comes from behind goes along. The
-        first half of the ranks sends downwards, the others upwards.
+        In a ring only neighbours can send to each other, so each rank passes on what it receives.
+        The first half of the ranks sends downwards, the others upwards.
 
-        Each operation is launched as it is built: what is received depends on nothing, so that MLX
-        knows no order between it and the sums that x was made of.
+        Each operation is launched as it is built. A received array depends on nothing, so MLX
+        would know no order between it and the sums that x was made of.
         """
         half = self.size // 2
         mx.async_eval(x)

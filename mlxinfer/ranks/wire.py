@@ -224,7 +224,7 @@ class StepReader:
 
 
 def _without_payloads(work: CacheWork) -> CacheWork:
-    """The same work; what is loaded into pages, each rank has read itself."""
+    """The same work without the bytes of loaded pages: each rank has read its own."""
     load = [one._replace(entry=one.filled(b"")) for one in work.load]
     return replace(work, load=load) if load else work
 

@@ -187,8 +187,8 @@ def connect(
     """A server's model; raises InvalidRequestError for options of an engine."""
     if options:
         raise InvalidRequestError(
-            f"{', '.join(options)}: the engine at {url} was set up where it was started "
-            "(`mlxinfer serve --help`); leave out what is an engine's.",
+            f"{', '.join(options)}: the server at {url} chose its engine's options when it was "
+            "started (`mlxinfer serve --help`); leave these out.",
             param=next(iter(options)),
         )
     return RemoteSession(url, api_key, served_model)

@@ -1,14 +1,13 @@
 """Proposals of a draft model: a small checkpoint with the same tokens runs ahead of the model.
 
 It has a KV cache and a prefix tree of its own, made of the same parts as the model's, within a
-share of the same budget. A running sequence has a counterpart here, which follows its tokens: what
-was proposed and rejected is taken back, and what is missing is computed in short steps, all
-sequences together. Sources: Leviathan et al., "Fast inference from transformers via speculative
-decoding", 2023; Chen et al., "Accelerating large language model decoding with speculative
-sampling", 2023.
+share of the same budget. Each running sequence has a counterpart here, which follows its tokens.
+Rejected proposals are taken back. Missing tokens are computed in short steps, all sequences
+together. Sources: Leviathan et al., "Fast inference from transformers via speculative decoding",
+2023; Chen et al., "Accelerating large language model decoding with speculative sampling", 2023.
 
-Tokens are drawn with the settings of the request, and with the same random number for the same
-place as the model draws with: where both distributions are alike, both mostly draw the same token.
+Tokens are drawn with the settings of the request, and with the random number that the model uses at
+the same place. So if both distributions are alike, both mostly draw the same token.
 """
 
 import heapq

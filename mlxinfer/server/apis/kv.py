@@ -1,7 +1,7 @@
 """POST /v1/kv/held, /v1/kv/entries, /v1/kv/compute: pages of the prefix cache for other servers.
 
-A page is named by the key of its entry on the disk, see cache/disk/entry.py. Whoever knows the
-tokens, the model and its format can make the key, and nothing can be learned from one.
+A page is named by the key of its entry on the disk, see cache/disk/entry.py. The key follows from
+the tokens, the model and its format. Nothing can be learned from the key alone.
 """
 
 from collections.abc import Callable

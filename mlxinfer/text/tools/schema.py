@@ -1,7 +1,8 @@
 """The tools of a request and the JSON schemas of their parameters.
 
 Formats that write parameters one by one need the name, schema and types of each. References and
-`allOf` are followed; of alternatives (`anyOf`, `oneOf`) all parameters count, and none is required.
+`allOf` are followed. The parameters of all alternatives (`anyOf`, `oneOf`) count, and none of these
+is required.
 """
 
 import json

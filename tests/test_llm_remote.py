@@ -129,7 +129,7 @@ def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveSer
     with pytest.raises(InvalidRequestError, match="logprobs does not go over HTTP"):
         llm.chat("Hello", logprobs=2)
     assert llm.generate("Hello", max_tokens=2, speculate=False).timing.drafted == 0
-    with pytest.raises(InvalidRequestError, match=r"kv_bits: the engine at .* was set up"):
+    with pytest.raises(InvalidRequestError, match=r"kv_bits: the server at .* chose its"):
         LLM(server.url, api_key=KEY, kv_bits=8)
     with pytest.raises(InvalidRequestError, match="api_key and served_model go with the address"):
         LLM("demo-draft", api_key=KEY)

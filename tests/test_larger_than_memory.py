@@ -95,7 +95,7 @@ def served_answer(serve: list[str]) -> str:
                 content = json.load(response)["choices"][0]["message"]["content"]
         finally:
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
         return str(content).strip()
 
 

@@ -180,7 +180,7 @@ def test_branches_run_in_one_batch_and_on_threads(llm: LLM) -> None:
         barrier = threading.Barrier(4)
 
         def run(branch: Program) -> int:
-            barrier.wait(30)
+            barrier.wait(60)
             return len(branch.gen("own").token_ids)
 
         assert len(branches.each(run)) == 4

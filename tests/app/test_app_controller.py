@@ -145,7 +145,7 @@ def test_a_cancelled_download_ends_the_wait_for_its_model(
     wait_until(lambda: bool(found()))
     controller.client.act(found()[0], "cancel")
     standin.faults.on_chunk = None
-    waiting.join(20)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert not controller.client.has("org/app-left")
 

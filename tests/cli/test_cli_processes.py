@@ -75,7 +75,7 @@ def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
         assert process.stdout.read(5)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=20) == 1
+        assert process.wait(timeout=60) == 1
 
 
 def test_a_listing_into_a_closed_pipe_is_quiet(model: str) -> None:
@@ -110,7 +110,7 @@ def test_ctrl_c_prints_what_came(model: str) -> None:
         assert process.stderr is not None
         assert process.stderr.readline() == b"a token\n"  # --json is silent until the end
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert json.loads(out)["finish_reason"] == "abort"
@@ -129,7 +129,7 @@ def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(gap_s)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT)  # the latter: so late that Python was gone
     assert err.strip() == b""
 
@@ -194,7 +194,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def exit_code(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def __enter__(self) -> Self:
         return self

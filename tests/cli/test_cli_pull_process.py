@@ -35,7 +35,7 @@ def test_an_interrupted_download_goes_on(command: list[str], standin: StandIn, c
     with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE) as process:
         wait_for_bytes(cache)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     kept = kept_bytes(cache)

@@ -239,7 +239,7 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]
     assert last.finish_reason is FinishReason.ERROR
-    engine._thread.join(10)
+    engine._thread.join(60)
     assert engine.closed
     with pytest.raises(EngineClosedError):
         engine.submit(Request("b", prompt(30), SamplingParams(max_tokens=3)), events.put)

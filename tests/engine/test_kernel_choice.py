@@ -165,8 +165,8 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
         assert not asked
         running.set()
         engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=30)), listen)
-        assert ended.wait(30)
-        assert idle.wait(30)
+        assert ended.wait(60)
+        assert idle.wait(60)
         assert asked[0].number("queries") == 8
         deadline_s = time.monotonic() + 30
         while engine.stats()["kernels"]["asked"] and time.monotonic() < deadline_s:
@@ -184,9 +184,9 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
     monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
     engine = Engine(generation(lambda: (model, config(), None)))
     engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=2)), lambda _: ended.set())
-    assert ended.wait(30)
+    assert ended.wait(60)
     assert engine.stats()["kernels"]["asked"] > 0
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()

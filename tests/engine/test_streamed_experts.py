@@ -217,7 +217,7 @@ def test_a_guess_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch:
         patch.setattr(expert_store, "read_runs", failing)
         layer.expect(chosen)
-        assert done.wait(5)
+        assert done.wait(60)
     store.reader._threads.shutdown()
     store.reader._threads = ThreadPoolExecutor(1)
     wanted = layer.route(chosen)

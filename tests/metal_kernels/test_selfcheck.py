@@ -191,7 +191,7 @@ def test_a_check_under_way_elsewhere_is_waited_for(tmp_path: Path) -> None:
         assert not found
         for variant in ALL:
             store.forget(selfcheck.key_of(variant))
-    other.join(20)
+    other.join(60)
     assert found == [{BITMASK: OK, SAMPLE: OK}]
 
 

@@ -115,7 +115,7 @@ def test_chunks_of_all_files_are_hashed_by_several_threads(
     def watched(chunk):  # type: ignore[no-untyped-def]
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
-            ready.wait(10)
+            ready.wait(60)
         return right(chunk)
 
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
@@ -131,18 +131,18 @@ def test_content_id_in_the_background(
     may_go, right = threading.Event(), identity.hash_files
 
     def late(paths):  # type: ignore[no-untyped-def]
-        may_go.wait(10)
+        may_go.wait(60)
         return right(paths)
 
     monkeypatch.setattr(identity, "hash_files", late)
     background = ContentId(folder, memory)
     assert background.wait(0.0) is None
     may_go.set()
-    assert background.wait(10) == content_id(folder, memory)
+    assert background.wait(60) == content_id(folder, memory)
     assert background.wait(0.0) is not None
 
 
 def test_content_id_without_weights_names_the_folder(tmp_path: Path, memory: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         content_id(tmp_path, memory)
-    assert ContentId(tmp_path, memory).wait(10) is None
+    assert ContentId(tmp_path, memory).wait(60) is None

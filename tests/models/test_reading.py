@@ -268,24 +268,22 @@ def test_a_read_that_gives_less_goes_on(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_ends_the_loading(monkeypatch):
-    """At the next layer, on a disk that is so slow that the whole takes seconds."""
+    """At the next layer, on a slow disk."""
     reads = Reads(monkeypatch)
     LLM("demo").close()
-    whole_s = 0.05 * len(reads.ranges)
-    plain = WeightFile.read_into
+    num_reads, plain = len(reads.ranges), WeightFile.read_into
+    reads.ranges.clear()
 
     def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
         time.sleep(0.05)
         plain(file, views, start)
+        if len(reads.ranges) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(WeightFile, "read_into", slow)
-    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
-    began_s = time.monotonic()
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         LLM("demo")
-    assert time.monotonic() - began_s < whole_s / 2
-    timer.join()
+    assert len(reads.ranges) < num_reads / 2
 
 
 class Held:
@@ -297,14 +295,14 @@ class Held:
 
         def read_into(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
             self.begun.set()
-            assert self.may_go.wait(10)
+            assert self.may_go.wait(60)
             plain(file, views, start)
 
         monkeypatch.setattr(WeightFile, "read_into", read_into)
 
     def interrupt(self) -> None:
         """Ctrl-C, once a thread reads."""
-        assert self.begun.wait(10)
+        assert self.begun.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -331,6 +329,6 @@ def test_memory_stays_while_a_thread_writes_to_it(tmp_path, monkeypatch):
     held.may_go.set()
     for thread in threading.enumerate():
         if thread.name.startswith("mlxinfer-weights"):
-            thread.join(10)
+            thread.join(60)
     gc.collect()
     assert mx.get_active_memory() - before < num_bytes

@@ -73,7 +73,7 @@ class Machine:
     def wait(self, name: str) -> None:
         time.sleep(self.slow.get(name, 0.0))
         if name in self.held:
-            assert self.held[name].wait(10)
+            assert self.held[name].wait(60)
 
     def hold(self, name: str) -> threading.Event:
         """Loads and ends of a model wait for the event from now on."""

@@ -50,7 +50,7 @@ class LazyServer(LiveServer):
 
         def load(room_bytes: int) -> ServedModel:
             self.loads.append(name)
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(60)
             options = EngineOptions(
                 max_batch=4, max_memory=fields.get("kv_bytes"), room_bytes=room_bytes
             )

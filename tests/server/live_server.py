@@ -127,13 +127,13 @@ class LiveServer:
         verify = self.config.tls_cert is None or ssl.create_default_context(
             cafile=self.config.tls_cert
         )
-        self.client = httpx.Client(base_url=self.url, timeout=30, verify=verify)
+        self.client = httpx.Client(base_url=self.url, timeout=60, verify=verify)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.server.stop()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     @property
@@ -209,7 +209,7 @@ def events_of(response: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def wait_until(condition: Any, limit_s: float = 10.0, pause_s: float = 0.01) -> None:
+def wait_until(condition: Any, limit_s: float = 60.0, pause_s: float = 0.01) -> None:
     """Poll, with sleeps: the server is in another thread. Polls that are requests need longer."""
     until_s = time.monotonic() + limit_s
     while not condition():

@@ -34,7 +34,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def connect(server: LiveServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
 def status_of(answer: bytes) -> int:

@@ -41,7 +41,7 @@ def anthropic_client(server: LiveServer) -> anthropic.Anthropic:
 
 
 def ollama_client(server: LiveServer) -> ollama.Client:
-    return ollama.Client(host=server.url, timeout=30)
+    return ollama.Client(host=server.url, timeout=60)
 
 
 def strictly(kind: Any, value: Any) -> None:

@@ -57,10 +57,10 @@ class Scene:
             await self.step(kind, name, number)
             self.look()
         done, waiting = await asyncio.wait(
-            self.tasks or [asyncio.create_task(asyncio.sleep(0))], timeout=5
+            self.tasks or [asyncio.create_task(asyncio.sleep(0))], timeout=60
         )
         assert not waiting, "a request waits for ever"
-        async with asyncio.timeout(5):  # loads and unloads go on where their clients have left
+        async with asyncio.timeout(60):  # loads and unloads go on where their clients have left
             while any(
                 slot.state in (State.LOADING, State.UNLOADING) for slot in self.models.slots()
             ):

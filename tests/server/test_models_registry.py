@@ -42,7 +42,7 @@ def models(machine: Machine) -> ModelRegistry:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 10))
+    asyncio.run(asyncio.wait_for(work, 60))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -152,7 +152,7 @@ def test_an_allowed_pull_reports_progress_and_serves_the_model() -> None:
             if name != "org/tiny":
                 raise ModelNotFoundError(f"{name} is not on the hub")
             report((10, 100))
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return server.entry(name, "demo-draft", {"kv_bytes": 8 * MB})
 
         server.service.fetch = fetch

@@ -53,7 +53,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
         json.dumps(body).encode(),
         {"content-type": "application/json", "x-request-id": "mine"},
     )
-    return urllib.request.urlopen(request, timeout=30)
+    return urllib.request.urlopen(request, timeout=60)
 
 
 SECRET = "a very private prompt"
@@ -65,7 +65,7 @@ def test_it_serves_logs_no_prompts_and_ends_with_zero(process: Process) -> None:
     with post(url, body) as answer:
         said = json.load(answer)["choices"][0]["message"]["content"]
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 0
     assert SECRET not in log
     assert said not in log
@@ -93,14 +93,14 @@ def test_a_second_signal_ends_streams_with_an_error(process: Process) -> None:
         process.send_signal(signal.SIGINT)
         lines = [line for line in answer.read().split(b"\n") if line.startswith(b"data:")]
     assert json.loads(lines[-1].removeprefix(b"data:"))["error"]["code"] == "shutting_down"
-    assert process.wait(timeout=15) == 0
+    assert process.wait(timeout=60) == 0
     assert process.stderr is not None
     assert "a second signal ends them" in process.stderr.read()
 
 
 def run(*options: str) -> tuple[int, str]:
     process = start(*options)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     return process.returncode, said
 
 
@@ -120,7 +120,7 @@ def test_an_unknown_model_is_one_clear_line() -> None:
 
 
 def states(url: str) -> dict[str, str]:
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
         return {model["id"]: model["state"] for model in json.load(answer)["data"]}
 
 
@@ -143,7 +143,7 @@ def test_the_models_of_a_config_file(tmp_path: Path) -> None:
         assert models == ["small", "big", "small"]
         assert states(url) == {"big": "loaded", "small": "loaded"}
         process.terminate()
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
@@ -160,7 +160,7 @@ def test_a_broken_model_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
     process = start("--port", "0", "-m", str(folder))
     try:
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

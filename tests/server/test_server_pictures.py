@@ -139,7 +139,7 @@ def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
 
     def slow(*args: Any) -> Any:
         read.append(args)
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return shown(*args)
 
     monkeypatch.setattr(PictureReader, "_shown", slow)
@@ -351,7 +351,7 @@ class Site(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         if self.path == "/slow":
-            for byte in data:
+            for byte in data * 9:
                 self.wfile.write(bytes([byte]))
                 self.wfile.flush()
                 time.sleep(0.05)
@@ -417,17 +417,17 @@ def test_a_server_that_sends_byte_after_byte_is_left(
     begun = time.monotonic()
     with pytest.raises(PictureError, match=r"more than 0\.4 seconds"):
         pictures.fetch_picture(f"{site}/slow", "here")
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 20
 
 
 def test_a_name_that_is_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(pictures, "TIMEOUT_S", 0.2)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answered.wait(10) and [])
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answered.wait(60) and [])
     begun = time.monotonic()
     with pytest.raises(PictureError, match="cannot be fetched"):
         pictures.fetch_picture("http://name.example/a.png", "here")
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 20
     answered.set()
 
 

@@ -1,7 +1,5 @@
 """A template that does not end is found once, in a process of its own."""
 
-import time
-
 import pytest
 from text_data import load_tokenizer, read_template
 
@@ -30,10 +28,10 @@ def test_a_hostile_template_is_stopped(source, monkeypatch):
             encode_chat(tokenizer, HI)
     except MemoryError:  # pragma: no cover
         pytest.fail("it filled the memory of this process")
-    began = time.monotonic()
-    with pytest.raises(TemplateError, match="was stopped"):
-        encode_chat(tokenizer, HI)
-    assert time.monotonic() - began < 0.1, "it is found once"
+    with monkeypatch.context() as found_once:
+        found_once.setattr(samples, "_process", None)
+        with pytest.raises(TemplateError, match="was stopped"):
+            encode_chat(tokenizer, HI)
     fine = ChatTemplate("{{ messages[0].content }}")
     assert samples_of(fine)["system"] == samples.SYSTEM, "others go on"
 

@@ -3,27 +3,40 @@
 `prepare` chooses how each part of a step attends. It chooses in every step, because kernels become
 ready while the engine runs. A part runs through a kernel that is ready (`OnMetal`), or in plain
 MLX: `Gathered` for short segments, `Chunk` for prefill chunks.
+
+`Gathered` is the kernels' twin, and the path without Metal: pages and tails are gathered into one
+padded array. B = segments, Q = tokens of each (padded), R = 2 * page_size, the ring of a tail,
+N = tokens of gathered pages, H = KV heads, G = query heads per KV head, D = key dim, V = value dim.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import cache, reduce
 from operator import attrgetter
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
-from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table, tile_sizes
+from ..metal_kernels.attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+    Numbers,
+    joined,
+    page_table,
+    tile_sizes,
+)
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.variants import never
-from .chunks import Chunk
-from .gathered import Gathered, gathered_parts
-from .inputs import Segments, StepMetadata
+from .chunks import Chunk, capped
+from .inputs import Ints, Segments, StepMetadata
 from .paged import PagedLayer, SequencePlace, TailPlace
-from .pages import PageGroup
+from .pages import AttentionWindow, PageGroup
 
 READY = attrgetter("ready")
 NO_TOKENS = np.zeros(0, np.int32)
+BLOCK_BYTES = 1 << 25  # gathered together for a layer, where more than one segment is
+HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 
 
 def prepare(
@@ -156,6 +169,325 @@ def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
     size, stops, first = group.page_size, long.starts + long.counts, int(long.rows[0])
     some = long.sealed_to(-(-stops // size) * size)  # they are written before they attend
     return OnMetal(slice(first, first + long.num_tokens), some, group, tiles=True)
+
+
+# -- in plain MLX ----------------------------------------------------------------------------------
+
+
+def gathered_parts(
+    segments: Segments, metadata: StepMetadata, group: PageGroup, layers: Sequence[PagedLayer]
+) -> "list[tuple[Segments, Gathered]]":
+    """Short segments in parts of like length, and how each part attends.
+
+    Args:
+        segments: of the step.
+        metadata: of the step.
+        group: of the layers.
+        layers: that will attend so.
+    """
+    if group.window.size is None:  # all sealed pages are seen
+        blocks = segments.memoised(
+            ("blocks", group.number), lambda: _blocks(segments, group, layers)
+        )
+    else:
+        blocks = _blocks(segments, group, layers)
+    if len(blocks) == 1:
+        return [_gathered_part(segments, metadata, group)]
+    parts = segments.memoised(
+        ("parts", *[block.tobytes() for block in blocks]),
+        lambda: [segments.some(block) for block in blocks],
+    )
+    together = [some.at(segments.starts[block]) for some, block in zip(parts, blocks, strict=True)]
+    return [_gathered_part(some, metadata, group) for some in together]
+
+
+def _blocks(
+    segments: Segments, group: PageGroup, layers: Sequence[PagedLayer]
+) -> list[NDArray[np.int64]]:
+    """Which of the segments are gathered together."""
+    pages = num_visible(segments, group.window, group.page_size)
+    token_bytes = max([layer.read_bytes for layer in layers], default=1)
+    return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
+
+
+def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
+    """(B,) the number of sealed pages that each segment sees at least a part of."""
+    pages = short.sealed // page_size
+    if window.size is None:
+        return pages
+    first = window.lowest_of(short.starts) // page_size
+    kept = np.minimum(window.kept_pages(page_size), first)
+    return np.minimum(kept, pages) + np.maximum(pages - first, 0)
+
+
+def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
+    """Which of B segments are gathered together: places among the B, in order.
+
+    Those of like length are together, since shorter ones are padded. Segments that see no page
+    have a block of their own: there is nothing to pad them with.
+
+    Args:
+        num_pages: (B,) that each segment sees.
+        most: pages of a block, padding included, unless it is one segment.
+    """
+    if num_pages.min() > 0 and num_pages.max() * len(num_pages) <= most:  # most steps
+        return [np.arange(len(num_pages))]
+    order = np.argsort(num_pages, kind="stable")
+    blocks: list[list[int]] = []
+    shortest = 0
+    for place, count in zip(order.tolist(), num_pages[order].tolist(), strict=True):
+        together = blocks and (not count or (shortest and (len(blocks[-1]) + 1) * count <= most))
+        if together:
+            blocks[-1].append(place)
+        else:
+            blocks.append([place])
+            shortest = count
+    return [np.array(sorted(block)) for block in blocks]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """B short segments that attend together over gathered pages and tails.
+
+    Attributes:
+        rows: (B * Q,) flat rows of the queries; None: all of the step, in order.
+        unpad: (T',) from the padded (B * Q) outputs back to flat order; None: nothing is padded.
+        slots: (B,) of the tails.
+        tail_mask: (B, 1, Q, R) additive.
+        page_ids: (B, n) of the pages that are gathered; None: no segment sees any.
+        mask: (B, 1, 1 or Q, n * page_size) additive; None: all of the pages is seen.
+    """
+
+    rows: slice | mx.array | None
+    unpad: mx.array | None
+    slots: mx.array | slice
+    tail_mask: mx.array
+    page_ids: mx.array | None
+    mask: mx.array | None
+
+    def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
+        """Queries (B * Q, heads, D) -> what the segments see, (T', heads * V)."""
+        pages = None
+        if self.page_ids is not None:
+            # Without the dependency all layers might gather first.
+            ids = mx.depends([self.page_ids], [queries])[0]
+            keys, values = layer.read_pages(ids)
+            pages = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
+        tails = layer.read_tails(self.slots)
+        outputs = gathered_attention(queries, pages, self.mask, *tails, self.tail_mask, softmax)
+        return outputs if self.unpad is None else outputs[self.unpad]
+
+
+def gathered_attention(
+    queries: mx.array,
+    pages: tuple[mx.array, mx.array] | None,
+    mask: mx.array | None,
+    tail_keys: mx.array,
+    tail_values: mx.array,
+    tail_mask: mx.array,
+    softmax: Softmax,
+) -> mx.array:
+    """Attention of B sequences over their gathered pages and their tails, in plain MLX.
+
+    Scores of the tail are rounded before the mask, which is float32, as scores of pages are: a
+    token must score the same in the tail and, later, in a page.
+
+    Args:
+        queries: (B * Q, H * G, D), those of a sequence one after another.
+        pages: keys (B, H, D, N) and values (B, H, N, V), padded; None: no sequence has pages.
+        mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
+        tail_keys: (B, H, R, D).
+        tail_values: (B, H, R, V).
+        tail_mask: (B, 1, Q, R) additive.
+        softmax: of the layer.
+
+    Returns:
+        (B * Q, H * G * V) in the dtype of the queries, as kernels give it. Masks make the numbers
+        float32. Were they left so, all that follows would be, and differ by what else is in the
+        step.
+    """
+    scale, sinks, soft_cap = softmax
+    num_seqs, kv_heads = tail_keys.shape[:2]
+    num_queries, group = tail_mask.shape[2], queries.shape[1] // kv_heads
+    by_head = queries * scale
+    if num_queries > 1:  # by token, then by head of a sequence
+        by_head = by_head.reshape(num_seqs, num_queries, kv_heads, group, -1)
+        by_head = by_head.transpose(0, 2, 3, 1, 4)
+        tail_mask = mx.tile(tail_mask, (group, 1))
+    by_head = by_head.reshape(num_seqs, kv_heads, group * num_queries, -1)
+    scores = by_head @ tail_keys.swapaxes(-1, -2)
+    if soft_cap is not None:
+        scores = capped(scores, soft_cap)
+    scores = scores + tail_mask  # (B, H, G * Q, R)
+    if pages is not None:
+        of_pages = by_head @ pages[0]  # (B, H, G * Q, N)
+        if soft_cap is not None:
+            of_pages = capped(of_pages, soft_cap)
+        if mask is not None:
+            of_pages = of_pages + (mask if mask.shape[2] == 1 else mx.tile(mask, (group, 1)))
+        scores = mx.concatenate([of_pages, scores], axis=-1)
+    if sinks is None:
+        weights = mx.softmax(scores, axis=-1, precise=True)
+    else:
+        weights = _softmax_with(sinks, scores, num_queries)
+    if pages is None:
+        outputs = weights @ tail_values
+    else:
+        page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
+        outputs = mx.addmm(page_weights @ pages[1], tail_weights, tail_values)
+    outputs = outputs.astype(queries.dtype)
+    if num_queries > 1:
+        outputs = mx.unflatten(outputs, 2, (group, num_queries)).transpose(0, 3, 1, 2, 4)
+    return outputs.reshape(len(queries), -1)
+
+
+def _softmax_with(sinks: mx.array, scores: mx.array, num_queries: int) -> mx.array:
+    """Softmax of scores (B, H, G * Q, N), where sinks (H * G,) take mass and give nothing."""
+    column = mx.repeat(sinks.reshape(scores.shape[1], -1, 1), num_queries, axis=1)  # (H, G * Q, 1)
+    column = mx.broadcast_to(column.astype(scores.dtype), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
+
+
+def _gathered_part(
+    segments: Segments, metadata: StepMetadata, group: PageGroup
+) -> tuple[Segments, Gathered]:
+    """Segments and how they attend: each sees a page at least, or none does."""
+    step, rows, unpad, slots, tail_begins = segments.memoised(
+        "queries", lambda: _queries(segments, group.page_size)
+    )
+    positions = segments.starts[:, None] + step  # (B, Q)
+    whole = positions.size == len(metadata.positions) and unpad is None
+    spans = None if metadata.spans is None else metadata.spans[:, segments.rows[:, None] + step]
+    part = Gathered(
+        None if whole else rows,
+        unpad,
+        slots,
+        _tail_mask(segments, positions, tail_begins, spans, group),
+        *_seen_pages(segments, positions, group),
+    )
+    return segments, part
+
+
+def _queries(
+    short: Segments, page_size: int
+) -> tuple[Ints, mx.array | slice, mx.array | None, mx.array | slice, Ints]:
+    """Where queries and tails of segments are, whatever their positions.
+
+    Returns:
+        (B, Q) the token of its segment at each place: the last one is repeated; `rows`, `unpad` and
+        `slots` as of `Gathered`; and rows (B, 1, 1) of `_ring_masks`, less the positions.
+    """
+    ring, sealed = 2 * page_size, short.sealed[:, None]
+    step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
+    real = np.arange(short.width) < short.counts[:, None]  # (B, Q)
+    unpad = None if real.all() else mx.array(np.flatnonzero(real))
+    begins = (sealed // page_size % 2 * ring - sealed)[:, None]
+    rows = _as_index((short.rows[:, None] + step).ravel())
+    return step, rows, unpad, _as_index(short.slots), begins
+
+
+def _as_index(rows: Ints) -> mx.array | slice:
+    """Consecutive rows as a slice, which costs no copy; any others as an array."""
+    start, stop = int(rows[0]), int(rows[-1]) + 1
+    if stop - start == len(rows) and bool((np.diff(rows) == 1).all()):
+        return slice(start, stop)
+    return mx.array(rows)
+
+
+def _tail_mask(
+    segments: Segments, positions: Ints, begins: Ints, spans: Ints | None, group: PageGroup
+) -> mx.array:
+    """(B, 1, Q, R) additive: what queries at `positions` (B, Q) see of their tails.
+
+    Args:
+        begins: rows of `_ring_masks`, less the positions.
+        spans: (2, B, Q) of the queries; None: they see no later token.
+    """
+    window, size = group.window, group.page_size
+    sees_tail = window.size is None or (window.size >= 2 * size and not window.chunked)
+    if sees_tail and spans is None:  # a token sees all of the tail before it
+        return _ring_masks(size)[mx.array(positions[:, None] + begins)]
+    # Ring slot j holds the one position p >= sealed with p % R == j.
+    sealed, places = segments.sealed[:, None], np.arange(2 * size, dtype=np.int32)
+    held = sealed + (places - sealed) % (2 * size)  # (B, R)
+    also = None if spans is None else spans[..., None]
+    return mx.array(additive(window.sees(positions[..., None], held[:, None], also))[:, None])
+
+
+@cache
+def _ring_masks(page_size: int) -> mx.array:
+    """(2 * R, R) additive: row h * R + t for the t-th token of a tail that begins in half h."""
+    begins = page_size * np.arange(2)[:, None, None]
+    places = np.arange(2 * page_size)
+    seen = (places - begins) % (2 * page_size) <= places[:, None]
+    return mx.array(additive(seen).reshape(-1, 2 * page_size))
+
+
+def additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """0 where something is visible, else as low as can be."""
+    return np.where(visible, np.float32(0.0), np.float32(HIDDEN))
+
+
+def _seen_pages(
+    segments: Segments, positions: Ints, group: PageGroup
+) -> tuple[mx.array | None, mx.array | None]:
+    """Ids (B, n) of the pages that any query sees, and their mask (B, 1, 1 or Q, n * page_size).
+
+    A span lies in the step that computes it, and so never in a page of an earlier step.
+    """
+    window, size = group.window, group.page_size
+    if window.size is None:
+        if not segments.sealed.any():
+            return None, None
+        return segments.memoised(("gather", group.number), lambda: _all_pages(segments, group))
+    if not num_visible(segments, window, size).any():
+        return None, None
+    return _window_pages(segments, group, positions)
+
+
+def _all_pages(short: Segments, group: PageGroup) -> tuple[mx.array, mx.array | None]:
+    """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
+    ids, real = _padded(short.sealed_pages(group.number))
+    if real.all():
+        return mx.array(ids), None
+    mask = np.repeat(additive(real), group.page_size, axis=1)
+    return mx.array(ids), mx.array(mask[:, None, None])
+
+
+def _window_pages(short: Segments, group: PageGroup, positions: Ints) -> tuple[mx.array, mx.array]:
+    """Ids (B, n) of the pages that anything is seen of, and the mask (B, 1, Q, n * page_size)."""
+    window, page_size = group.window, group.page_size
+    tables, numbers = [], []
+    for row, start, sealed in zip(
+        short.tables, short.starts.tolist(), short.sealed.tolist(), strict=True
+    ):
+        first = window.first_page(start, page_size)
+        stop = sealed // page_size
+        kept = np.arange(min(window.kept_pages(page_size), first, stop), dtype=np.int32)
+        seen = np.concatenate([kept, np.arange(first, stop, dtype=np.int32)])
+        numbers.append(seen)
+        tables.append(np.asarray(row[group.number].numbers_before(sealed))[seen])
+    ids, real = _padded(tables)
+    keys = _padded(numbers)[0][:, :, None] * page_size + np.arange(page_size)  # (B, n, P)
+    visible = window.sees(positions[:, :, None], keys.reshape(len(short), 1, -1))
+    visible &= np.repeat(real, page_size, axis=1)[:, None]
+    return mx.array(ids), mx.array(additive(visible)[:, None])
+
+
+def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
+    """(B, n) rows, each padded with its own last entry, and which entries are real.
+
+    Its own: what another sequence has computed must not reach this one, not even times zero.
+    """
+    entries, lengths = joined(rows)
+    assert lengths.all()
+    first = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.max())
+    last = lengths[:, None] - 1
+    return entries[first[:, None] + np.minimum(places, last)], places <= last
+
+
+# -- all parts of a step ---------------------------------------------------------------------------
 
 
 AttentionPart = OnMetal | Gathered | Chunk

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from ..metal_kernels.chips import FUSED_DIMS
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import Runs
-from .gathered import capped
 from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
@@ -221,6 +220,11 @@ class Chunk:
 def is_fused(key_dim: int, value_dim: int) -> bool:
     """Whether MLX on Metal attends to keys and values of these dims without keeping scores."""
     return key_dim == value_dim and key_dim in FUSED_DIMS
+
+
+def capped(scores: mx.array, soft_cap: float) -> mx.array:
+    """soft_cap * tanh(scores / soft_cap)."""
+    return mx.tanh(scores / soft_cap) * soft_cap
 
 
 def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:

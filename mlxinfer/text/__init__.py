@@ -2,10 +2,18 @@
 
 from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
-from .messages import Content, ImagePart, around, joined, read_messages
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import StopMatcher, TextStream
-from .template import ChatTemplate, count_argument_values, has_calls
+from .template import (
+    ChatTemplate,
+    Content,
+    ImagePart,
+    around,
+    count_argument_values,
+    has_calls,
+    joined,
+    read_messages,
+)
 from .tokenizer import INCOMPLETE, Tokenizer
 from .tools import (
     GENERIC,

@@ -69,7 +69,6 @@ def encode_chat(
         raise TemplateError(
             "This model has no chat template; use a plain prompt, or a model made for chat."
         )
-    samples_of(template)  # a template that does not end raises here
 
     def render(given: dict[str, Any], hider: ControlTokens | None) -> str:
         text = template.render(
@@ -103,12 +102,12 @@ def _encoded(
     check: Callable[[str], None] | None,
 ) -> list[int]:
     """Return the ids of plain data. `render` renders it, as it is or with control tokens hidden."""
+    control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
     given, text = _first_rendering(render, given)
     if not text:
         raise TemplateError("The chat template makes an empty prompt of these messages.")
     if check is not None:
         check(text)
-    control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
     if not control.may_be_spelled(given):
         return control.encode(text)
     return control.encode_hidden(text, render(control.hide(given), control))
@@ -143,12 +142,16 @@ class ControlTokens:
     control tokens of that rendering. Lengths stay the same. The constants that a template compares
     texts with, or looks for in them, are hidden, too, so the template decides as before.
 
-    Built once for a tokenizer and a template source (`of`). The tokenizer is held weakly, because
-    it is the key of the cache of these objects.
+    Built once for a tokenizer and a template source (`of`), before the template renders anything.
+    The tokenizer is held weakly, because it is the key of the cache of these objects.
+
+    Raises:
+        TemplateError: the template is broken, or does not end (`samples_of`).
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         assert tokenizer.template is not None
+        samples_of(tokenizer.template)
         self._tokenizer = weakref.proxy(tokenizer)
         literal = tokenizer.template.literal_text(source)
         tokens = {

@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..messages import around, joined
 from ..samples import SYSTEM, samples_of
-from ..template import ChatTemplate
+from ..template import ChatTemplate, around, joined
 
 Messages = list[dict[str, Any]]
 

@@ -31,6 +31,7 @@ from mlxinfer.models.weights.tensors import FileTensor
 from mlxinfer.models.weights.weights import Weights
 
 SOME = ["qwen3-v4", "gpt_oss-v5", "deepseek_v3-v4", "qwen3_next-v4", "nemotron_h-v4", "phi3-v4"]
+SOME += ["granitemoe_swa-v5", "afmoe-v4", "sarvam_mla-v4"]
 SOME_STAGED = ["olmo2-v4", "gemma2-v4", "granitemoehybrid-v4", "lfm2-v4", "kimi_linear-v4"]
 SOME_STAGED += ["gemma3n_text-v4", "gemma3n_text-v5", "gemma4_e-v4"]
 EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]

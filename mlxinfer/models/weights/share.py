@@ -33,15 +33,10 @@ SPLITTABLE = frozenset(
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
         *("gpt_oss", "phi3", "mixtral", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v2"),
         *("deepseek_v3", "kimi_k2", "smollm3", "cohere2", "seed_oss", "ernie4_5", "granite"),
-        *(
-            "hunyuan_v1_dense",
-            "ministral3",
-            "mistral4",
-            "exaone4",
-            "nemotron_h",
-            "llama4_text",
-            "granite_swa",
-        ),
+        *("hunyuan_v1_dense", "ministral3", "mistral4", "exaone4", "nemotron_h", "llama4_text"),
+        *("granite_swa", "granitemoe_swa", "youtu", "youtu_llm", "sarvam_mla", "sarvam_moe"),
+        *("mellum", "dots1", "hy_v3", "afmoe", "exaone_moe", "solar_open", "ernie4_5_moe", "glm"),
+        *("arcee", "cwm", "ministral", "starcoder2", "hunyuan_v1_moe", "cohere2_moe"),
         *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     )
 )
@@ -115,7 +110,7 @@ class Share:
         if type(stated) is int:
             values[KV_HEADS] = self._kv_heads(stated)
         for key in COLUMNS:
-            if type(values.get(key)) is int:
+            if type(values.get(key)) is int and values[key]:
                 values[key] = self._columns(key, values[key], unit)
         return Fields(values, fields.where)
 

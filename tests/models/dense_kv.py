@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxinfer.core import BlockSpec, CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
+from mlxinfer.layers.ranks import AbsentMixer
 from mlxinfer.layers.step import Step, StepFeatures
 
 
@@ -277,6 +278,7 @@ class DenseCache:
         self.layers = {
             mixer: dense_cache(mixer, spec)
             for mixer, spec in zip(model.mixers, model.cache_specs, strict=True)
+            if not isinstance(mixer, AbsentMixer)  # of another pipeline stage
         }
         self.lengths: dict[str, int] = {}
         self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0

@@ -14,7 +14,7 @@ from text.text_data import DATA
 from tokenizers import Tokenizer
 
 from mlxinfer import LLM
-from mlxinfer.images.families import PROCESSORS
+from mlxinfer.images import PROCESSORS
 from mlxinfer.models.towers.loading import TOWERS
 
 MORE = [

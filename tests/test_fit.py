@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import mlx.core as mx
 import pytest
 from models.picture_cases import QWEN_CASES, picture_tensors
 from models.published import PUBLISHED
-from models.tiny import write
+from models.tiny import tiny_checkpoint, write
 
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
@@ -30,7 +31,7 @@ from mlxinfer.fit import (
 from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
-from mlxinfer.models.weights.files import expert_bytes
+from mlxinfer.models.weights.files import expert_bytes, read_headers
 from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 from tests.bench.checkpoints import Experts, write_checkpoint
 
@@ -228,6 +229,19 @@ def test_too_much_expert_memory_is_refused_with_what_would_fit(
         assert "--expert-memory 53.9GB" in str(caught.value)
         assert "--bits 4, about 59.1 GB" in str(caught.value)
     require_fit("m", folder, weights_bytes=held(folder, 53_900_000_000), limit_bytes=64 * 10**9)
+
+
+@pytest.mark.parametrize(
+    "case", ["step3p5-v4", "granitemoehybrid-v4", "mimo_v2_flash-v4", "gpt_oss-v4", "laguna-v5"]
+)
+def test_experts_are_known_by_the_names_that_families_publish(tmp_path: Path, case: str) -> None:
+    """They are most of a mixture; its router is not one of them."""
+    folder = tiny_checkpoint(tmp_path, case)
+    headers = [each for tensors in read_headers(folder).values() for each in tensors.items()]
+    stacks = [info for name, info in headers if len(info.shape) == 3 and "conv" not in name]
+    ones = [info for name, info in headers if re.search(r"experts\.\d+\.", name)]
+    whole = sum(info.end - info.start for info in [*stacks, *ones])
+    assert whole <= expert_bytes(folder) <= 1.02 * whole
 
 
 def test_the_same_weights_in_another_layout_count_once(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def _memory(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _experts(facts: dict[str, Any]) -> str:
     whole, active = facts["expert_bytes"], facts["active_expert_bytes"]
-    rest = facts["weight_bytes"] - whole
+    rest = facts["weight_bytes"] - whole - facts["table_bytes"]
     return (
         f"{human_bytes(whole)}, of which a token reads {human_bytes(active)}; with --expert-memory "
         f"SIZE weights take {human_bytes(rest)} + SIZE, from {human_bytes(rest + active)} on"

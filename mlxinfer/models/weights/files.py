@@ -30,7 +30,10 @@ READERS = 8  # reads under way at once: a solid-state disk answers many
 MAX_VIEWS = 1024  # that one call fills: IOV_MAX of Linux and macOS
 
 # Stacks of experts, or one of them; those that every token goes to are called otherwise.
-_OF_EXPERT = re.compile(r"\.(experts|switch_mlp|switch_glu)\.")
+_OF_EXPERT = re.compile(
+    r"\.(experts|switch_mlp|switch_glu)\."
+    r"|\.moe\.(gate|up|down)_proj\.|\.block_sparse_moe\.(in|out)put_linear\."
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 ITEM_BYTES = {

@@ -291,6 +291,7 @@ class Request:
     # and salt, because the time of a step shows how many proposals it had.
     owner: str | None = None
     id_slot: int | None = None  # a number by which the owner may save the prompt; None: not saved
+    from_peer: bool = False  # another server asks for its pages: no peer is asked for them
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched

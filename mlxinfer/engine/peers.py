@@ -10,10 +10,12 @@ entry travels as it lies on the disk. No mlx.
 """
 
 import asyncio
+import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from ..cache.disk import DiskTier, Entry, decode, encode, entry_bytes
 from ..cache.prefix import PrefixTree
 from ..config import PeerOptions
 from ..errors import MlxinferError
-from .batch import Sequence as Request
+from .batch import Sequence
 from .pagestore import MIN_PAGES, PageSearch, PageStore, Rate
 
 if TYPE_CHECKING:
@@ -47,12 +49,21 @@ NOTHING_CAME = {"pages": 0, "bytes": 0, "failures": 0}
 Place = tuple[int, int]  # page number, layer group
 
 
+log = logging.getLogger("mlxinfer.engine")
+
+
 class PeerError(MlxinferError):
     """A peer does not answer, refuses, or answers what was not asked for."""
 
 
+class SlowPeerError(PeerError):
+    """A peer has not answered in time."""
+
+
 class Peer:
     """Another server, and how it has done so far. Lives on one event loop.
+
+    The requests end at `until_s`, a time of that loop, with SlowPeerError.
 
     Attributes:
         sending: bytes of pages, and the seconds that they took.
@@ -75,17 +86,19 @@ class Peer:
         """Whether it is not left out after a failure."""
         return time.monotonic() >= self._out_until_s
 
-    async def held(self, namespace: bytes, keys: Sequence[bytes]) -> set[bytes]:
+    async def held(self, namespace: bytes, keys: Seq[bytes], until_s: float) -> set[bytes]:
         """Those of some keys whose entries it has."""
-        async with self._asked("held", _named(namespace, keys)) as response:
+        async with self._asked("held", _named(namespace, keys), until_s) as response:
             answer = b"".join([chunk async for chunk in _chunks(response, len(keys))])
             if len(answer) != len(keys):
                 raise PeerError(f"It said {len(answer)} of {len(keys)} pages.")
             return {key for key, has in zip(keys, answer, strict=True) if has == ord("1")}
 
-    async def entries(self, namespace: bytes, sizes: dict[bytes, int]) -> AsyncIterator[Entry]:
+    async def entries(
+        self, namespace: bytes, sizes: dict[bytes, int], until_s: float
+    ) -> AsyncIterator[Entry]:
         """Entries of given sizes in bytes by key, up to the first one that it has no longer."""
-        async with self._asked("entries", _named(namespace, list(sizes))) as response:
+        async with self._asked("entries", _named(namespace, list(sizes)), until_s) as response:
             buffer, left = bytearray(), iter(sizes.items())
             key, size = next(left)
             async for chunk in _chunks(response, sum(sizes.values())):
@@ -103,48 +116,59 @@ class Peer:
                 raise PeerError("It sent a part of a page.")
         self._pause_s = FIRST_PAUSE_S
 
-    async def compute(self, namespace: bytes, token_ids: Sequence[int], salt: str | None) -> None:
+    async def compute(
+        self, namespace: bytes, token_ids: Seq[int], salt: str | None, until_s: float
+    ) -> None:
         """Let it compute a prompt: a request of one token."""
-        began_s = time.monotonic()
+        began_s, times = time.monotonic(), 1
         body = {"namespace": namespace.hex(), "token_ids": token_ids, "cache_salt": salt}
         try:
-            async with self._asked("compute", body) as response:
+            async with self._asked("compute", body, until_s) as response:
                 _ = [chunk async for chunk in _chunks(response, 0)]
+        except SlowPeerError:
+            times = 2  # it would have taken longer still
         except PeerError:
             return
-        except asyncio.CancelledError:  # it would have taken longer still
-            self.computing.add(len(token_ids), 2 * (time.monotonic() - began_s))
-            raise
-        self.computing.add(len(token_ids), time.monotonic() - began_s)
+        self.computing.add(len(token_ids), times * (time.monotonic() - began_s))
 
     @asynccontextmanager
-    async def _asked(self, path: str, body: dict[str, Any]) -> "AsyncIterator[httpx2.Response]":
-        """One request. Whatever fails, a silence that the caller ends included, is a PeerError."""
-        answered = False
-        async with self._slots:
-            now_s = time.monotonic()
-            self._next_s = max(self._next_s, now_s) + 1 / REQUESTS_PER_S
-            await asyncio.sleep(self._next_s - 1 / REQUESTS_PER_S - now_s)
-            try:
+    async def _asked(
+        self, path: str, body: dict[str, Any], until_s: float
+    ) -> "AsyncIterator[httpx2.Response]":
+        """One request. A peer that fails is left out, and so is a silent one: no page came from it
+        until the request had to end. A caller that is cancelled says nothing of the peer.
+        """
+        asked, before = False, self.counts["pages"]
+        try:
+            async with asyncio.timeout_at(until_s), self._slots:
+                await self._turn()
+                asked = True
                 request = self._client.stream("POST", f"/v1/kv/{path}", json=body)
                 async with request as response:
                     if response.status_code != 200:
                         raise PeerError(f"It refused: status {response.status_code}.")
-                    answered = True
                     yield response
-            except (asyncio.CancelledError, GeneratorExit):
-                if not answered:
-                    self._leave_out()
-                raise
-            except Exception as error:  # the fault boundary of a peer, which may answer anything
-                self._leave_out()
-                raise PeerError(f"{self.url}: {error}") from error
+        except TimeoutError:
+            if asked and self.counts["pages"] == before:
+                self._leave_out("It did not answer in time.")
+            raise SlowPeerError(f"{self.url}: It did not answer in time.") from None
+        except Exception as error:  # the fault boundary of a peer, which may answer anything
+            self._leave_out(str(error) or type(error).__name__)
+            raise PeerError(f"{self.url}: {error}") from error
+
+    async def _turn(self) -> None:
+        """Wait until another request may go."""
+        now_s = time.monotonic()
+        self._next_s = max(self._next_s, now_s) + 1 / REQUESTS_PER_S
+        await asyncio.sleep(self._next_s - 1 / REQUESTS_PER_S - now_s)
 
     async def close(self) -> None:
         """Close its connections."""
         await self._client.aclose()
 
-    def _leave_out(self) -> None:
+    def _leave_out(self, reason: str) -> None:
+        if self.is_asked:  # of several requests at once, the first to fail
+            log.warning("peer %s is left out for %d s: %s", self.url, self._pause_s, reason)
         self.counts["failures"] += 1
         self._out_until_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
@@ -165,7 +189,7 @@ def _client(url: str) -> "httpx2.AsyncClient":
     )
 
 
-def _named(namespace: bytes, keys: Sequence[bytes]) -> dict[str, Any]:
+def _named(namespace: bytes, keys: Seq[bytes]) -> dict[str, Any]:
     return {"namespace": namespace.hex(), "keys": b"".join(keys).hex()}
 
 
@@ -177,6 +201,11 @@ async def _chunks(response: "httpx2.Response", num_bytes: int) -> AsyncIterator[
         if left < 0:
             raise PeerError("It sent more than it was asked for.")
         yield chunk
+
+
+def pages_at_once(store: PageStore) -> int:
+    """Pages that one request may ask for, and that one answer has at most."""
+    return max(BATCH_BYTES // max(store.page_bytes), 1)
 
 
 class OwnPages:
@@ -195,17 +224,22 @@ class OwnPages:
         self._tier = self._tier or self._call(lambda loop: loop.tier())
         return None if self._tier is None else self._tier.namespace
 
-    def held(self, keys: Sequence[bytes]) -> bytes:
+    def held(self, keys: Seq[bytes]) -> bytes:
         """For each key "1" where memory or disk has its entry, else "0"."""
         tier, held = self._tier, self._call(lambda loop: loop.held(set(keys)))
         assert tier is not None, "a key is of a namespace"
         there = (key in held or tier.contains(key) for key in keys)
         return b"".join([b"1" if each else b"0" for each in there])
 
-    def entries(self, keys: Sequence[bytes]) -> bytes:
-        """The entries of keys, as they lie on the disk, up to the first that is not there."""
-        tier, read = self._tier, self._call(lambda loop: loop.entries(set(keys)))
+    def entries(self, keys: Seq[bytes]) -> bytes:
+        """The entries of keys, as they lie on the disk, up to the first that is not there.
+
+        A request may ask for `pages_at_once`, and gets no more.
+        """
+        tier, most = self._tier, self._call(lambda loop: pages_at_once(loop.store))
         assert tier is not None, "a key is of a namespace"
+        keys = keys[:most]
+        read = self._call(lambda loop: loop.entries(set(keys)))
         found: dict[bytes, Entry] = {entry.key: entry for entry in read}
         parts: list[bytes | memoryview] = []
         for key in keys:
@@ -227,6 +261,7 @@ class Fetch:
             peer is told.
         salt: of the request's prefixes.
         offers: keys, and a peer that has the entry.
+        until_s: when peers have had their time, on the clock of the event loop.
     """
 
     search: PageSearch
@@ -234,6 +269,7 @@ class Fetch:
     is_plain: bool
     salt: str | None
     offers: dict[bytes, Peer] = field(default_factory=dict)
+    until_s: float = 0.0
 
 
 class PeerFetches:
@@ -252,19 +288,20 @@ class PeerFetches:
         self._thread = threading.Thread(target=self._run, name="mlxinfer-peers", daemon=True)
         self._thread.start()
 
-    def begin(self, tree: PrefixTree, asked: Request) -> "Future[None] | None":
+    def begin(self, tree: PrefixTree, sequence: Sequence) -> "Future[None] | None":
         """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
-        tier, ids = self._store.tier, list(asked.key_ids)
+        tier, ids, request = self._store.tier, list(sequence.key_ids), sequence.request
         stop = (len(ids) - 1) // self._store.page_size
-        if tier is None or asked.request.prompt_logits or not self._asked_now():
+        if tier is None or request.prompt_logits or request.from_peer or not self._asked_now():
             return None
-        point = tree.probe(asked.namespace, ids)
+        point = tree.probe(sequence.namespace, ids)
         own_s = self._store.computing_s(len(ids) - point.num_tokens)
         if stop - len(point.nodes) < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
             return None
-        is_plain = asked.pictures is None and asked.adapter_id is None and not asked.rope_variant
+        is_plain = sequence.pictures is None and sequence.adapter_id is None
         search = PageSearch(self._store, tier, ids, point, stop)
-        fetch = Fetch(search, own_s, is_plain, asked.request.cache_salt)
+        is_plain = is_plain and not sequence.rope_variant
+        fetch = Fetch(search, own_s, is_plain, request.cache_salt)
         return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
 
     def stats(self) -> dict[str, int]:
@@ -298,38 +335,36 @@ class PeerFetches:
         if self._num_bytes(search.wanted(search.stop)) > search.tier.max_staged_bytes:
             return
         limit_s = UNMEASURED_S if fetch.own_s is None else fetch.own_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._look(fetch, self._asked_now(), limit_s / LOOK_SHARE)
-                peer = self._elsewhere
-                if peer is not None and self._pays_elsewhere(peer, fetch):
-                    await self._compute_at(peer, fetch, limit_s)
-                await self._take_rest(fetch)
+        now_s, peer = self._loop.time(), self._elsewhere
+        fetch.until_s = now_s + limit_s
+        await self._look(fetch, self._asked_now(), now_s + limit_s / LOOK_SHARE)
+        if peer is not None and self._pays_elsewhere(peer, fetch):
+            await self._compute_at(peer, fetch)
+        await self._take_rest(fetch)
 
-    async def _compute_at(self, peer: Peer, fetch: Fetch, limit_s: float) -> None:
+    async def _compute_at(self, peer: Peer, fetch: Fetch) -> None:
         """Let a peer compute the prompt, and take pages as it seals them."""
         search = fetch.search
-        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt)
+        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt, fetch.until_s)
         computing, ended = asyncio.create_task(work), False
         try:
             while not ended:
                 await asyncio.wait({computing}, timeout=POLL_S)
                 ended = computing.done()  # before the last look
-                await self._look(fetch, [peer], limit_s)
+                await self._look(fetch, [peer], fetch.until_s)
                 await self._take(fetch, search.places(search.always))
         finally:
             computing.cancel()
 
-    async def _look(self, fetch: Fetch, peers: Sequence[Peer], limit_s: float) -> None:
+    async def _look(self, fetch: Fetch, peers: Seq[Peer], until_s: float) -> None:
         """Learn who has which of the pages that lack; of several peers the first is asked."""
         search = fetch.search
         every = search.places(range(len(self._store.page_bytes)))
         keys = [search.key(*place) for place in every if not search.has(*place)]
 
         async def held(peer: Peer) -> set[bytes]:
-            with suppress(PeerError, TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    return await peer.held(search.tier.namespace, keys)
+            with suppress(PeerError):
+                return await peer.held(search.tier.namespace, keys, until_s)
             return set()
 
         for peer, has in zip(peers, await asyncio.gather(*map(held, peers)), strict=True):
@@ -367,7 +402,7 @@ class PeerFetches:
         if self._store.pays(num_new * self._store.page_size, link_s):
             await self._take(fetch, places)
 
-    def _by_peer(self, fetch: Fetch, places: Sequence[Place]) -> dict[Peer, list[Place]]:
+    def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
         """Those of some places that only peers have."""
         found: dict[Peer, list[Place]] = {}
         for place in places:
@@ -376,30 +411,30 @@ class PeerFetches:
                 found.setdefault(peer, []).append(place)
         return found
 
-    async def _take(self, fetch: Fetch, places: Sequence[Place]) -> None:
+    async def _take(self, fetch: Fetch, places: Seq[Place]) -> None:
         """Take pages from the peers that have them."""
         found = self._by_peer(fetch, places)
-        await asyncio.gather(*(self._take_from(fetch.search, *each) for each in found.items()))
+        await asyncio.gather(*(self._take_from(fetch, *each) for each in found.items()))
 
-    async def _take_from(self, search: PageSearch, peer: Peer, places: list[Place]) -> None:
+    async def _take_from(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
         """Take pages from one peer by several requests, the first pages first."""
-        most = max(BATCH_BYTES // max(self._store.page_bytes), 1)
+        most = pages_at_once(self._store)
         batches = [places[i : i + most] for i in range(0, len(places), most)]
         began_s, before = time.monotonic(), peer.counts["bytes"]
         try:
-            await asyncio.gather(*(self._take_batch(search, peer, each) for each in batches))
+            await asyncio.gather(*(self._take_batch(fetch, peer, each) for each in batches))
         finally:
             peer.sending.add(peer.counts["bytes"] - before, time.monotonic() - began_s)
 
-    async def _take_batch(self, search: PageSearch, peer: Peer, places: list[Place]) -> None:
+    async def _take_batch(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
         """Stage the pages of one request; those that do not come are computed."""
-        page = self._store.page_size
+        search, page = fetch.search, self._store.page_size
         by_key = {search.key(*place): place for place in places}
         sizes = {k: entry_bytes(page, self._num_bytes([place])) for k, place in by_key.items()}
         with suppress(PeerError):
-            async for entry in peer.entries(search.tier.namespace, sizes):
+            async for entry in peer.entries(search.tier.namespace, sizes, fetch.until_s):
                 search.tier.stage(entry)
                 search.there[by_key[entry.key]] = True
 
-    def _num_bytes(self, places: Sequence[Place]) -> int:
+    def _num_bytes(self, places: Seq[Place]) -> int:
         return sum(self._store.page_bytes[group] for _, group in places)

@@ -92,6 +92,7 @@ class Input(ABC):
         cache_salt: inputs with different salts share no cached prefix.
         owner: sender of the input, such as the name of an API key.
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
+        from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.
         pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
@@ -110,6 +111,7 @@ class Input(ABC):
     cache_salt: str | None = None
     owner: str | None = None
     id_slot: int | None = None
+    from_peer: bool = False
     reports_prompt: bool = False
     pins: bool = False
     place: str = "prompt"

@@ -155,7 +155,7 @@ class RequestBuilder:
         request.stop_ids |= prompt.end_ids
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
         request.owner, request.id_slot = given.owner, given.id_slot
-        request.reports_prompt = given.reports_prompt
+        request.from_peer, request.reports_prompt = given.from_peer, given.reports_prompt
         request.priority = int(given.pins)
         request.pictures = prompt.pictures
         request.prompt_logits = prompt.logits or prompt.logprobs is not None

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,6 +22,7 @@ from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.peers import OwnPages
+from tests.bench.processes import free_port
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states
     *("qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "deepseek_v3-v4"),
@@ -45,11 +46,13 @@ def engine(
         made.close()
 
 
-def answer(made: Engine, ids: list[int], salt: str | None = None) -> tuple[list[int], int]:
+def answer(
+    made: Engine, ids: list[int], salt: str | None = None, *, from_peer: bool = False
+) -> tuple[list[int], int]:
     """The tokens of an answer, and how many of its prompt were cached."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     request = Request(str(random.random()), ids, FEW)
-    request.cache_salt = salt
+    request.cache_salt, request.from_peer = salt, from_peer
     made.submit(request, events.put)
     tokens, cached = [], 0
     while True:
@@ -83,11 +86,11 @@ class PeerServer(ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
         """An asker that is gone is no news."""
 
-    def reply(self, path: str, body: dict[str, Any]) -> bytes | None:
-        """The body of a reply; None: the connection ends without."""
+    def reply(self, path: str, body: dict[str, Any]) -> bytes | Iterable[bytes] | None:
+        """The body of a reply, or parts of one; None: the connection ends without."""
         assert body["namespace"] == (self.pages.namespace() or b"").hex()
         if path == "compute":
-            answer(self.engine, body["token_ids"], body["cache_salt"])
+            answer(self.engine, body["token_ids"], body["cache_salt"], from_peer=True)
             return self.fault(path, [], b"{}")
         digits = body["keys"]
         keys = [bytes.fromhex(digits[i : i + 40]) for i in range(0, len(digits), 40)]
@@ -108,20 +111,25 @@ class _Handler(BaseHTTPRequestHandler):
         if reply is None:
             self.close_connection = True
             return
+        parts = [reply] if isinstance(reply, bytes) else reply
         self.send_response(200)
-        self.send_header("content-length", str(len(reply)))
+        if isinstance(reply, bytes):
+            self.send_header("content-length", str(len(reply)))
         self.end_headers()
-        self.wfile.write(reply)
-        self.server.num_bytes += len(raw) + len(reply) + len(str(self.headers)) + 200
+        for part in parts:
+            self.wfile.write(part)
+            self.server.num_bytes += len(part)
+        self.close_connection |= not isinstance(reply, bytes)
+        self.server.num_bytes += len(raw) + len(str(self.headers)) + 200
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
 
 
 @contextmanager
-def served(made: Engine, fault: Any = None) -> Iterator[PeerServer]:
+def served(made: Engine, fault: Any = None, port: int = 0) -> Iterator[PeerServer]:
     """An engine as a peer."""
-    with PeerServer(made, fault) as server:
+    with PeerServer(made, fault, port) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -214,6 +222,21 @@ def test_a_peer_that_is_slower_is_asked_no_more(monkeypatch: pytest.MonkeyPatch)
         slow.set()
 
 
+def test_two_servers_never_send_a_prompt_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 20.0)
+    ids, ports = prompt(300), [free_port(), free_port()]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with ExitStack() as stack:
+        made = [stack.enter_context(engine("qwen3-v4", (), url)) for url in urls[::-1]]
+        servers = [
+            stack.enter_context(served(each, port=port))
+            for each, port in zip(made, ports, strict=True)
+        ]
+        assert answer(made[0], ids) == (plain("qwen3-v4", ids), 288)
+        assert servers[1].asked.count("compute") == 1
+        assert not servers[0].asked
+
+
 # -- peers that fail ------------------------------------------------------------------------------
 
 
@@ -298,6 +321,96 @@ def test_a_silent_peer_costs_one_bounded_wait(monkeypatch: pytest.MonkeyPatch) -
                 waits.append(time.monotonic() - began_s)
             assert asking.stats()["peers"]["failures"] == 1
     assert waits[0] >= 1.0 / peers.LOOK_SHARE
+
+
+@pytest.mark.parametrize("path", ["held", "entries"])
+def test_a_peer_that_drips_costs_one_bounded_wait(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "UNMEASURED_S", 1.0)
+
+    def fault(asked: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
+        return drips(reply) if asked == path else reply
+
+    def drips(reply: bytes) -> Iterator[bytes]:
+        for i in range(min(len(reply), 60)):
+            time.sleep(0.1)
+            yield reply[i : i + 1]
+
+    with engine("qwen3-v4") as first, served(first, fault) as peer:
+        for seed in range(3):
+            answer(first, prompt(140, seed))
+        with engine("qwen3-v4", (peer.url,)) as asking:
+            for seed in range(3):
+                ids = prompt(140, seed)
+                assert answer(asking, ids) == (plain("qwen3-v4", ids), 0)
+            assert asking.stats()["peers"]["failures"] == 1
+            assert peer.asked.count(path) == 1
+
+
+def test_endless_bytes_are_read_no_further_than_what_was_asked_for() -> None:
+    num_sent = 0
+
+    def noise() -> Iterator[bytes]:
+        nonlocal num_sent
+        while True:
+            yield bytes(1 << 16)
+            num_sent += 1 << 16
+
+    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
+        return noise() if path == "held" else reply
+
+    ids = prompt(140)
+    with (
+        engine("qwen3-v4") as first,
+        served(first, fault) as peer,
+        engine("qwen3-v4", (peer.url,)) as asking,
+    ):
+        assert answer(asking, ids) == (plain("qwen3-v4", ids), 0)
+    assert num_sent < peers.MAX_HEAD_BYTES + (16 << 20), "what the system's buffers take"
+
+
+def test_one_request_gets_no_more_pages_than_it_may_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine("qwen3-v4") as made:
+        pages = OwnPages(made.call)
+        pages.namespace()
+        answer(made, prompt(300))
+        size = made.call(lambda loop: loop.store.page_bytes[0])
+        monkeypatch.setattr(peers, "BATCH_BYTES", 4 * size)
+        held = made.call(
+            lambda loop: [
+                e.key
+                for n in loop.scheduler.kv_manager.tree.nodes()
+                for e in loop.store.entries_of(n)
+            ]
+        )
+        assert len(held) > 4
+        assert len(pages.entries(held)) == 4 * entry_bytes(PAGE, size)
+        assert len(pages.entries(held[:1] * 1000)) == 4 * entry_bytes(PAGE, size)
+
+
+def test_clients_that_leave_cost_a_peer_nothing() -> None:
+    gate = threading.Event()
+
+    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
+        gate.wait(20)
+        return reply
+
+    ids = prompt(140)
+    with engine("qwen3-v4") as first, served(first, fault) as peer:
+        answer(first, ids)
+        with engine("qwen3-v4", (peer.url,)) as second:
+            events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+            for n in range(8):  # more than may ask at once
+                second.submit(Request(f"gone {n}", prompt(140, n), FEW), events.put)
+            time.sleep(0.3)
+            for n in range(8):
+                second.abort(f"gone {n}")
+            gate.set()
+            assert answer(second, ids) == (plain("qwen3-v4", ids), 128)
+            assert second.stats()["peers"]["failures"] == 0
 
 
 def test_requests_go_on_while_one_waits_for_peers() -> None:

@@ -66,6 +66,7 @@ async def compute(call: Call, body: ComputeRequest) -> Plain:
         params=SamplingParams(max_tokens=1, temperature=0),
         cache_salt=body.cache_salt,
         owner=call.key,
+        from_peer=True,
     )
     answers = await call.in_worker(model.session.start, prompt)
     call.begin(answers)

@@ -3,7 +3,8 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,15 +17,31 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written, such as on a full disk; what was there stays.
     """
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0o600
+    with written_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` in one step once the block ends.
+
+    Raises:
+        OSError: it cannot be written; it names `path`.
+        whatever the block raises; what was there stays then, too.
+    """
     try:
-        with open(number, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:  # Ctrl-C too: no half of a file stays
-        os.unlink(name)
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0o600
+        try:
+            with open(number, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:  # Ctrl-C too: no half of a file stays
+            os.unlink(name)
+            raise
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -4,9 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import MlxinferError
+
+if TYPE_CHECKING:
+    import httpx2
 
 _REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
 _NUMBER = re.compile(r"^\[Errno -?[0-9]+\] ")
@@ -54,12 +57,13 @@ def exchange(
         timeout_s: longest silence.
         method: another than GET and POST.
         upload: a file to send as the body.
-        download: a file that gets the answer; then None is returned.
+        download: a file that gets the answer; then None is returned. What is written before an
+            error is a part.
 
     Raises:
         NoServerError: nothing listens there.
         SilentServerError: no answer came in time.
-        ServerError: another program answers, or the server refused.
+        ServerError: another program answers, the server refused, or its answer broke off.
         OSError: a file cannot be read or written.
     """
     import httpx2
@@ -71,7 +75,7 @@ def exchange(
         httpx2.Client(**client_options(base, key), timeout=timeout_s) as client,
         client.stream(method, path, json=body, content=content) as answer,
     ):
-        for piece in answer.iter_bytes():
+        for piece in _pieces(base, answer):
             if download is not None and answer.is_success:
                 download.write(piece)
                 continue
@@ -86,6 +90,18 @@ def exchange(
         return json.loads(read)
     except (ValueError, RecursionError):
         raise _foreign(base) from None
+
+
+def _pieces(base: str, answer: "httpx2.Response") -> Iterator[bytes]:
+    """The body of an answer; raises ServerError where its end is missing."""
+    import httpx2
+
+    try:
+        yield from answer.iter_bytes()
+    except (httpx2.RemoteProtocolError, httpx2.ReadError):
+        raise ServerError(
+            f"The server at {base} broke off its answer. If it still runs, its log says why."
+        ) from None
 
 
 def client_options(base: str, key: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from urllib.parse import quote, urlencode
 
 import click
 
+from ..files import written_whole
 from ..memory import human_bytes
 from ._options import json_option
 from ._output import emit_json, table, when
@@ -86,13 +87,8 @@ def rm(name: str, url: str | None) -> None:
 @url_option
 def export(name: str, file: Path, url: str | None) -> None:
     """Write the session NAME to FILE, for another Mac with the same model."""
-    new = file.with_name(f"{file.name}.part")
-    try:
-        with open(new, "wb") as written:
-            ask(url, f"{_path(name)}/file", download=written, timeout_s=SILENCE_S)
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    with written_whole(file) as new:
+        ask(url, f"{_path(name)}/file", download=new, timeout_s=SILENCE_S)
     click.echo(f"{file}: {human_bytes(file.stat().st_size)}")
 
 

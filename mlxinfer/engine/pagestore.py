@@ -167,7 +167,7 @@ class PageStore:
             if snapshot.offset == self.page_size
         ]
         transfers = [PageTransfer(group, number, entries[group]) for group, number in held]
-        return [each for each in transfers if not self.tier.contains(each.entry.key)]
+        return [each for each in transfers if not self.tier.stores(each.entry.key)]
 
     def entries_of(self, node: Node) -> list[Entry]:
         """By group, the entry of a page, without its payload; none of a partial page."""
@@ -306,9 +306,10 @@ class PageStore:
         """
         assert self.tier is not None
         search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
-        num_pages, groups = search.reachable(), range(len(self.page_bytes))
-        every = [(number, group) for number in range(num_pages) for group in groups]
-        return num_pages, [place for place in every if search.has(*place)]
+        every = search.places(range(len(self.page_bytes)))
+        search.there = {place: self.tier.stores(search.key(*place)) for place in every}
+        num_pages = search.reachable()
+        return num_pages, [place for place in every if place[0] < num_pages and search.has(*place)]
 
     def erase(self, ids: Seq[int], start: RestorePoint) -> None:
         """Remove the entries of a prompt, but those that saved sessions keep."""

@@ -228,7 +228,7 @@ class OwnPages:
         """For each key "1" where memory or disk has its entry, else "0"."""
         tier, held = self._tier, self._call(lambda loop: loop.held(set(keys)))
         assert tier is not None, "a key is of a namespace"
-        there = (key in held or tier.contains(key) for key in keys)
+        there = (key in held or tier.stores(key) for key in keys)
         return b"".join([b"1" if each else b"0" for each in there])
 
     def entries(self, keys: Seq[bytes]) -> bytes:
@@ -243,7 +243,7 @@ class OwnPages:
         found: dict[bytes, Entry] = {entry.key: entry for entry in read}
         parts: list[bytes | memoryview] = []
         for key in keys:
-            entry = found.get(key) or tier.get(key)
+            entry = found.get(key) or tier.stored(key)
             if entry is None:
                 break
             parts += encode(entry)

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import parse_qs
@@ -27,6 +27,7 @@ from .http import (
     ClientGoneError,
     ErrorForm,
     Events,
+    File,
     Headers,
     Message,
     Receive,
@@ -169,12 +170,15 @@ class Call:
             whatever is raised before the reply has begun.
         """
         body: list[Any] = []
-        if route.takes_file:
-            body = [self._kept.enter_context(await self._spooled(receive))]
-        elif route.body is not None:
-            body = [await self._read(route.body, receive)]
-        async with self:
-            await unless_gone(self._reply(route.handler(self, *body)), receive)
+        with ExitStack() as opened:
+            if route.takes_file:
+                file = opened.enter_context(self.sessions.upload(self.key))
+                await self._spool(receive, file)
+                body = [file]
+            elif route.body is not None:
+                body = [await self._read(route.body, receive)]
+            async with self:
+                await unless_gone(self._reply(route.handler(self, *body)), receive)
 
     async def _read(self, kind: type[RequestBody], receive: Receive) -> RequestBody:
         """The body of the request, checked; a large one is decoded in a worker thread."""
@@ -184,18 +188,32 @@ class Call:
             return await self.in_worker(decode, raw, kind)
         return decode(raw, kind)
 
-    async def _spooled(self, receive: Receive) -> BinaryIO:
-        """The body of a request as a file, which is deleted when it is closed."""
-        file = await self.in_worker(self.sessions.new_file)
-        async for part in body_parts(self.scope, receive, self.sessions.max_bytes):
-            await self.in_worker(file.write, part)
+    async def _spool(self, receive: Receive, file: BinaryIO) -> None:
+        """Write the body of a request to a file. It may take any time, but no long silence.
+
+        Raises:
+            HttpError: the body is longer than the disk cache, or stopped to arrive.
+            ClientGoneError: the client disconnected.
+        """
+        loop, silence_s = asyncio.get_running_loop(), self.service.config.body_timeout_s
+        try:
+            async with asyncio.timeout(silence_s) as limit:
+                async for part in body_parts(self.scope, receive, self.sessions.max_bytes):
+                    limit.reschedule(None)
+                    await self.in_worker(file.write, part)
+                    limit.reschedule(loop.time() + silence_s)
+        except TimeoutError:
+            message = f"Nothing of the body arrived for {silence_s:g} seconds."
+            raise HttpError("request_timeout", message) from None
         file.seek(0)
-        return file
 
     async def _reply(self, handled: Awaitable[Any]) -> None:
         reply = await handled
         if isinstance(reply, Events):
             await self._send_events(reply)
+            return
+        if isinstance(reply, File):
+            await self._send_file(reply)
             return
         if self.num_attempts > 1:
             self.headers.append((ATTEMPTS, str(self.num_attempts).encode()))
@@ -203,21 +221,38 @@ class Call:
 
     async def _send_events(self, reply: Events) -> None:
         """Send a stream. A client that takes a message too slowly counts as disconnected."""
-        loop, limit_s = asyncio.get_running_loop(), self.service.config.send_timeout_s
-
-        async def put(body: bytes, *, more: bool = True) -> None:
-            timer = loop.call_later(limit_s, self.scope["state"][ABORT])
-            await self.send({"type": "http.response.body", "body": body, "more_body": more})
-            timer.cancel()
-
         headers = [(b"content-type", reply.media_type), NO_STORE, (b"x-accel-buffering", b"no")]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for frame in reply.frames:
-                await put(frame)
+                await self._put(frame)
         except Exception as error:  # the fault boundary of a stream: it ends by saying so
-            await put(self.form.event(self.failure(error)))
-        await put(b"", more=False)
+            await self._put(self.form.event(self.failure(error)))
+        await self._put(b"", more=False)
+
+    async def _send_file(self, reply: File) -> None:
+        """Send a file. Where a piece fails the connection breaks: no part passes for the whole."""
+        left = reply.num_bytes
+        headers = [
+            (b"content-type", reply.media_type),
+            (b"content-length", str(left).encode()),
+            NO_STORE,
+        ]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for piece in reply.pieces:
+                left -= len(piece)
+                await self._put(piece, more=left > 0)  # the client may send more when it has all
+        except Exception as error:  # the fault boundary of a download
+            self.failure(error)
+            self.scope["state"][ABORT]()
+
+    async def _put(self, body: bytes, *, more: bool = True) -> None:
+        """Send a part of a reply, and break the connection where it is not taken in time."""
+        limit_s, abort = self.service.config.send_timeout_s, self.scope["state"][ABORT]
+        timer = asyncio.get_running_loop().call_later(limit_s, abort)
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+        timer.cancel()
 
     async def _send_body(self, reply: Body) -> None:
         headers = [

@@ -260,6 +260,15 @@ class Events:
     headers: Headers = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class File:
+    """A file in pieces, none of which is empty."""
+
+    pieces: AsyncIterator[bytes]
+    num_bytes: int
+    media_type: bytes = b"application/octet-stream"
+
+
 def encode(value: Any) -> bytes:
     """Return the JSON of structs and plain data."""
     return _encoder.encode(value)

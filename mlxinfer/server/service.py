@@ -111,6 +111,7 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
+SESSION_WORKERS = 2  # threads that save, load and import sessions: gigabytes
 PAGE_WORKERS = 4  # threads that read pages of the prefix cache for peers
 ENDING_S = 2.0  # that interrupted calls get to say so
 
@@ -134,6 +135,7 @@ class ServerState:
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
+    session_workers: Workers = field(default_factory=lambda: Workers(SESSION_WORKERS))
     page_workers: Workers = field(default_factory=lambda: Workers(PAGE_WORKERS))
     pdfs: PdfReader = field(default_factory=PdfReader)
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
@@ -187,6 +189,7 @@ class ServerState:
         self.long_workers.close()
         self.fetchers.close()
         self.page_workers.close()
+        self.session_workers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

@@ -1,10 +1,12 @@
 """Named sessions: the prompts of a model's slots, saved, loaded, and taken in from files."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from ..cache.disk import Entry
 from ..cache.disk.saved import (
@@ -50,6 +52,8 @@ class NamedSessions(SavedSessions):
     def __init__(self, root: Path, max_bytes: int) -> None:
         super().__init__(root)
         self.max_bytes = max_bytes
+        self._uploading: set[str | None] = set()  # owners
+        self._saving: dict[str | None, dict[str, int]] = {}  # owner -> name -> bytes
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def save_slot(
@@ -80,20 +84,33 @@ class NamedSessions(SavedSessions):
             num_bytes=sum(store.page_bytes[group] for _, group in saving.prompt.places),
             prompt=saving.prompt,
         )
-        self._check_share(saved, client)
-        self.save(saved, tier)
+        with self._share(saved, client):
+            self.save(saved, tier, [key for _, key in saved.prompt.keys(saved.prompt.root)])
         return saved
 
-    def _check_share(self, saved: SavedSession, client: Client) -> None:
-        """Raise OverloadedError where sessions of one key would take more than its share."""
-        others = [each for each in self.all_of(client.owner) if each.name != saved.name]
-        held = sum(each.num_bytes for each in others)
-        if client.num_owners > 1 and held + saved.num_bytes > self.max_bytes / client.num_owners:
-            raise OverloadedError(
-                f"Sessions of this key would take more than its share of the disk cache, one of "
-                f"{client.num_owners} of {human_bytes(self.max_bytes)}; remove some.",
-                retry_after_s=NO_ROOM_S,
-            )
+    @contextmanager
+    def _share(self, saved: SavedSession, client: Client) -> Iterator[None]:
+        """Keep room for a session while it is saved.
+
+        Raises:
+            OverloadedError: the sessions of its key would take more than their share.
+        """
+        with self._lock:
+            saving = self._saving.setdefault(client.owner, {})
+            held = {each.name: each.num_bytes for each in self.all_of(client.owner)} | saving
+            num_bytes = sum((held | {saved.name: saved.num_bytes}).values())
+            if client.num_owners > 1 and num_bytes > self.max_bytes / client.num_owners:
+                raise OverloadedError(
+                    f"Sessions of this key would take more than its share of the disk cache, one "
+                    f"of {client.num_owners} of {human_bytes(self.max_bytes)}; remove some.",
+                    retry_after_s=NO_ROOM_S,
+                )
+            saving[saved.name] = saved.num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                saving.pop(saved.name, None)
 
     def load_slot(self, saved: SavedSession, session: Session, client: Client, slot: int) -> None:
         """Bring a session into memory, as the prompt of a slot.
@@ -120,9 +137,28 @@ class NamedSessions(SavedSessions):
         count: int = session.engine.call(lambda loop: on_engine.erase(loop, (client.owner, slot)))
         return count
 
-    def new_file(self) -> BinaryIO:
-        """A file for the bytes that `take_in` reads; it is deleted when it is closed."""
-        return cast(BinaryIO, TemporaryFile(dir=self.folder))  # the caller closes it
+    @contextmanager
+    def upload(self, owner: str | None) -> Iterator[BinaryIO]:
+        """A file for the bytes that `take_in` reads; it is deleted at the end of the block.
+
+        Each owner has one at a time, for it may be as large as the disk cache.
+
+        Raises:
+            OverloadedError: the owner has one.
+        """
+        with self._lock:
+            if owner in self._uploading:
+                raise OverloadedError(
+                    "Another session of this key is being imported; try again when that is done.",
+                    retry_after_s=NO_ROOM_S,
+                )
+            self._uploading.add(owner)
+        try:
+            with TemporaryFile(dir=self.folder) as file:
+                yield file
+        finally:
+            with self._lock:
+                self._uploading.discard(owner)
 
     def take_in(
         self, file: BinaryIO, name: str | None, model: str, session: Session, client: Client
@@ -145,9 +181,16 @@ class NamedSessions(SavedSessions):
         salt = client.salt
         root = session.engine.call(lambda loop: on_engine.root_of(loop, given.prompt, salt))
         store, tier = session.engine.call(on_engine.open_store)
-        sizes = dict(enumerate(store.page_bytes))
-        prompt = replace(given.prompt, root=root)
+        sizes, prompt = dict(enumerate(store.page_bytes)), replace(given.prompt, root=root)
         num_bytes = sum(sizes.get(group, 0) for _, group in prompt.places)
+        no_room = OverloadedError(
+            "The disk cache has no room for the session: remove sessions, or raise --disk-cache.",
+            retry_after_s=NO_ROOM_S,
+        )
+        if prompt.page_size != store.page_size:
+            raise DamagedSessionError("The file has pages of another length than the model.")
+        if num_bytes > self.max_bytes:
+            raise no_room
         saved = SavedSession(
             name=name or given.name,
             owner=client.owner,
@@ -156,22 +199,22 @@ class NamedSessions(SavedSessions):
             num_bytes=num_bytes,
             prompt=prompt,
         )
-        self._check_share(saved, client)
-        entries = read_entries(file, given.prompt, max(store.page_bytes))
-        for (parent, key), (_, group), entry in zip(
-            prompt.keys(root), prompt.places, entries, strict=True
-        ):
-            if entry.payload.nbytes != sizes.get(group):
-                raise DamagedSessionError("The file has pages of another size than the model's.")
-            own = Entry(key, parent, entry.token_ids, entry.payload)
-            if tier.get(key) is None and not tier.write_entry(own):
-                raise OverloadedError(
-                    "The disk cache has no room for the session: remove sessions, or raise "
-                    "--disk-cache.",
-                    retry_after_s=NO_ROOM_S,
-                )
-        tier.sync()
-        self.save(saved, tier)
+
+        def written() -> Iterator[bytes]:
+            """The keys of the session's entries, once each is on the disk."""
+            entries = read_entries(file, given.prompt, max(store.page_bytes))
+            places = zip(prompt.keys(root), prompt.places, entries, strict=True)
+            for (parent, key), (_, group), entry in places:
+                if entry.payload.nbytes != sizes.get(group):
+                    raise DamagedSessionError("The file has pages of another size than the model.")
+                own = Entry(key, parent, entry.token_ids, entry.payload)
+                if tier.read(key) is None and not tier.write_entry(own):
+                    raise no_room
+                yield key
+            tier.sync()
+
+        with self._share(saved, client):
+            self.save(saved, tier, written())
         return saved
 
 

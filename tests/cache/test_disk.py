@@ -292,6 +292,33 @@ def test_a_slow_disk_makes_no_request_wait(tmp_path: Path) -> None:
     assert tier.flush()
 
 
+def test_removed_entries_are_gone_also_before_they_were_written_or_read(tmp_path: Path) -> None:
+    files = Slow()
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_staged_bytes=900, files=files)
+    keys = [put(tier, [n], bytes(900)) for n in range(3)]  # the first is being written
+    staged = Entry(page_key(MODEL, [9]), MODEL, (9,), memoryview(bytes(900)))
+    tier.stage(staged)
+    for key in [*keys, staged.key]:
+        tier.remove(key)
+    kept = put(tier, [4], bytes(900))
+    files.go_on.set()
+    tier.close()
+    assert [path.name for path in files_in(tmp_path)] == [f"{kept.hex()}.kv"]
+    assert not any(tier.contains(key) for key in [*keys, staged.key])
+    assert tier.stats()["num_entries"] == 1
+
+
+def test_entries_that_wait_for_a_prompt_are_neither_stored_nor_given_away(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_staged_bytes=900)
+    staged = Entry(page_key(MODEL, [9]), MODEL, (9,), memoryview(bytes(900)))
+    tier.stage(staged)
+    assert (tier.contains(staged.key), tier.stores(staged.key)) == (True, False)
+    assert tier.stored(staged.key) is None
+    assert tier.put(staged)
+    tier.close()
+    assert tier.stored(staged.key) == tier.get(staged.key) == staged
+
+
 def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
     """Both write and read the same keys with room for few of them: misses, never wrong ones."""
     tiers = [DiskTier(str(tmp_path), MODEL, max_bytes=3000) for _ in range(2)]

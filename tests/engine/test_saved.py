@@ -7,6 +7,7 @@ import pytest
 from engine.harness import Harness, model_of, prompt
 from models.runs import every
 
+from mlxinfer.cache.disk.entry import decode
 from mlxinfer.cache.disk.saved import SavedSession, SavedSessions
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import Request, SamplingParams
@@ -46,7 +47,8 @@ def save(harness: Harness, sessions: SavedSessions) -> SavedSession:
     )
     assert harness.loop.store is not None
     assert harness.loop.store.tier is not None
-    sessions.save(saved, harness.loop.store.tier)
+    keys = [key for _, key in saved.prompt.keys(saved.prompt.root)]
+    sessions.save(saved, harness.loop.store.tier, keys)
     return saved
 
 
@@ -76,6 +78,26 @@ def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path:
     cold = on_disk(tmp_path / "cold", case, kv=kv)
     assert (tokens, len(more)) == answer(cold, more)
     assert computed <= len(more) - 96
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pages_that_came_from_peers_and_wait_are_saved_too(case: str, tmp_path: Path) -> None:
+    ids, here, there = prompt(100), tmp_path / "here", tmp_path / "there"
+    first = on_disk(there, case)
+    answer(first, ids)
+    save(first, SavedSessions(there))
+    harness = on_disk(here, case)
+    answer(harness, ids)
+    assert harness.loop.store is not None
+    tier = harness.loop.store.tier
+    assert tier is not None
+    tier.max_staged_bytes = 1 << 26
+    for path in there.glob("[!s]*/*.kv"):
+        entry = decode(path.read_bytes())
+        assert entry is not None
+        tier.stage(entry)
+    saved = save(harness, SavedSessions(here))
+    assert len(saved.prompt.token_ids) >= 96
 
 
 def test_a_step_that_fails_meanwhile_ends_the_save(tmp_path: Path) -> None:

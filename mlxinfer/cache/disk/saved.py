@@ -13,22 +13,25 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
+from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError
 from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
 from .tier import DiskTier
 
-MAX_HEAD_BYTES = 64 << 20  # of a session without its entries: millions of tokens
+MAX_HEAD_BYTES = 16 << 20  # of a session without its entries: two million tokens
 COPY_BYTES = 1 << 20
 FORGOTTEN_S = 3600.0  # after which a folder that was not finished is removed
 RETRY_S = 10.0
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # files may hold anything
+Seconds = Annotated[int, Meta(ge=0, lt=1 << 36)]
 
 
 class DamagedSessionError(InvalidRequestError):
@@ -53,9 +56,9 @@ class SavedPrompt:
 
     identity: tuple[str, ...]
     root: bytes
-    token_ids: tuple[int, ...]
-    page_size: int
-    places: tuple[tuple[int, int], ...]
+    token_ids: tuple[Count, ...]
+    page_size: Count
+    places: tuple[tuple[Count, Count], ...]
     adapter: str | None = None
     rope_variant: int = 0
 
@@ -64,7 +67,8 @@ class SavedPrompt:
         """Whether its entries are of its pages."""
         size, ids = self.page_size, self.token_ids
         numbers = [number for number, _ in self.places]
-        return bool(numbers) and min(numbers) >= 0 and 0 < size * (max(numbers) + 1) == len(ids)
+        is_whole = bool(numbers) and 0 < size * (max(numbers) + 1) == len(ids)
+        return is_whole and len(set(self.places)) == len(numbers)
 
     def keys(self, root: bytes) -> list[tuple[bytes, bytes]]:
         """(parent, own key) of each entry where keys follow from `root`."""
@@ -91,7 +95,7 @@ class SavedSession:
     name: str
     owner: str | None
     model: str
-    created_s: int
+    created_s: Seconds
     num_bytes: int
     prompt: SavedPrompt
 
@@ -143,25 +147,31 @@ class SavedSessions:
         except FileNotFoundError:
             return None
 
-    def save(self, session: SavedSession, tier: DiskTier) -> None:
+    def save(self, session: SavedSession, tier: DiskTier, keys: Iterable[bytes]) -> None:
         """Pin the entries of a session, in place of another of its name.
+
+        Args:
+            session: gets the name.
+            tier: has the entries.
+            keys: of all entries; each is pinned before the next is asked for.
 
         Raises:
             OverloadedError: an entry is not there any more.
             InvalidRequestError: the file system has no hard links.
         """
         place = self._place(session.name, session.owner)
-        new = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+        new, old = (place.with_name(f"{place.name}.{secrets.token_hex(8)}") for _ in range(2))
         new.mkdir(parents=True, mode=0o700)
         try:
-            for _, key in session.prompt.keys(session.prompt.root):
+            for key in keys:
                 os.link(tier.path(key), new / _name(key))
             with open(new / "session.kv", "wb") as file:
                 file.writelines(encode(session.head()))
                 file.flush()
                 os.fsync(file.fileno())
             with self._lock:
-                shutil.rmtree(place, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):
+                    place.rename(old)
                 new.rename(place)
         except FileNotFoundError:
             raise OverloadedError(
@@ -175,6 +185,7 @@ class SavedSessions:
             ) from None
         finally:
             shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, session: SavedSession, tier: DiskTier) -> None:
         """Check every entry, and give the tier those that it lost; raises DamagedSessionError."""
@@ -183,15 +194,12 @@ class SavedSessions:
             own = place / _name(key)
             with contextlib.suppress(FileNotFoundError):
                 if decode(own.read_bytes(), key) is not None:
-                    link = own.with_suffix(".tmp")
+                    link = own.with_suffix(f".{secrets.token_hex(8)}")  # others may load it, too
                     os.link(own, link)
                     os.replace(link, tier.path(key))  # of two names of one file it does nothing
                     link.unlink(missing_ok=True)
                     continue
-            raise DamagedSessionError(
-                f"A page of the session {session.name} is damaged on the disk. Remove it, and save "
-                "the session again."
-            )
+            raise _damaged(session.name)
 
     def remove(self, name: str, owner: str | None) -> bool:
         """Forget a session, even a damaged one; False: the owner has none of this name.
@@ -203,14 +211,32 @@ class SavedSessions:
         shutil.rmtree(place, ignore_errors=True)
         return there
 
-    def exported(self, session: SavedSession) -> Iterator[bytes]:
-        """The bytes of an exported session, in pieces."""
-        place = self._place(session.name, session.owner)
+    def exported(self, session: SavedSession) -> tuple[int, Iterator[bytes]]:
+        """The bytes of an exported session: how many, and themselves in pieces.
+
+        Raises:
+            DamagedSessionError: an entry is damaged or gone; also from the iterator.
+        """
+        place, damaged = self._place(session.name, session.owner), _damaged(session.name)
         keys = [key for _, key in session.prompt.keys(session.prompt.root)]
-        for path in [place / "session.kv", *(place / _name(key) for key in keys)]:
-            with open(path, "rb") as file:
-                while piece := file.read(COPY_BYTES):
-                    yield piece
+        head = b"".join(encode(session.head()))
+
+        def pieces() -> Iterator[bytes]:
+            yield head
+            for key in keys:
+                try:
+                    data = (place / _name(key)).read_bytes()
+                except FileNotFoundError:
+                    raise damaged from None
+                if decode(data, key) is None:
+                    raise damaged
+                yield data
+
+        try:
+            sizes = [(place / _name(key)).stat().st_size for key in keys]
+        except FileNotFoundError:
+            raise damaged from None
+        return len(head) + sum(sizes), pieces()
 
     def _place(self, name: str, owner: str | None) -> Path:
         digest = blake2b(json.dumps([owner, name]).encode(), digest_size=16, person=b"session")
@@ -242,6 +268,13 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
                 "saved. Export the session again."
             )
         yield entry
+
+
+def _damaged(name: str) -> DamagedSessionError:
+    return DamagedSessionError(
+        f"A page of the session {name} is damaged on the disk, or gone. Remove the session, and "
+        "save it again."
+    )
 
 
 def _session_in(place: Path) -> SavedSession:

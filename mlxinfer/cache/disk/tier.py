@@ -111,7 +111,7 @@ class DiskTier:
         for key in keys:
             entry = self._unstaged(key) or self._waiting(key)
             if entry is None:
-                entry = self._read(key)
+                entry = self.read(key)
                 if entry is None:
                     break
                 read.append(self.path(key))
@@ -119,9 +119,23 @@ class DiskTier:
         self._mark_used(read[::-1])
         return entries
 
+    def stored(self, key: bytes) -> Entry | None:
+        """As `get`, but staged entries stay with the prompts that wait for them."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting
+        entry = self.read(key)
+        if entry is not None:
+            self._mark_used([self.path(key)])
+        return entry
+
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry; it may yet prove broken."""
-        if key in self._staged or self._waiting(key) is not None:
+        return key in self._staged or self.stores(key)
+
+    def stores(self, key: bytes) -> bool:
+        """Whether an entry is on the disk, or waits to be written."""
+        if self._waiting(key) is not None:
             return True
         try:
             self._files.info(self.path(key))
@@ -136,7 +150,12 @@ class DiskTier:
             return {**self._counts, **now}
 
     def remove(self, key: bytes) -> None:
-        """Remove the entry of a key, if it is on the disk and no saved session keeps it."""
+        """Remove the entry of a key, if it is there and no saved session keeps it."""
+        with self._changed:
+            self._take(key)
+            waiting = self._pending.pop(key, None)
+            self._num_pending_bytes -= 0 if waiting is None else waiting.num_bytes
+            self._changed.notify_all()
         path = self.path(key)
         pinned = False
         with self._errors_counted(missing_is_fine=True):
@@ -151,7 +170,8 @@ class DiskTier:
         with self._lock:
             self._counts["dropped"] += 1
 
-    def _read(self, key: bytes) -> Entry | None:
+    def read(self, key: bytes) -> Entry | None:
+        """The entry of the file of a key; None: not there, or broken and now removed."""
         path = self.path(key)
         entry = None
         with self._errors_counted(missing_is_fine=True):
@@ -269,7 +289,7 @@ class DiskTier:
             False: dropped, for too much waits already, or the tier was closed.
         """
         assert entry.key == page_key(entry.parent, entry.token_ids)
-        if self.contains(entry.key):
+        if self.stores(entry.key):
             return True
         with self._changed:
             waiting = self._num_pending_bytes + entry.num_bytes
@@ -311,7 +331,8 @@ class DiskTier:
                 self.write_entry(entry)
                 if len(self._pending) == 1:
                     self.sync()
-                self._done(entry)
+                if not self._done(entry):
+                    self.remove(entry.key)
         finally:
             with self._changed:
                 self._stopping = True
@@ -324,11 +345,15 @@ class DiskTier:
             self._changed.wait_for(lambda: self._pending or self._stopping)
             return next(iter(self._pending.values()), None)
 
-    def _done(self, entry: Entry) -> None:
+    def _done(self, entry: Entry) -> bool:
+        """Whether an entry that was written is still wanted: it was not removed meanwhile."""
         with self._changed:
+            if self._pending.get(entry.key) is not entry:
+                return False
             del self._pending[entry.key]
             self._num_pending_bytes -= entry.num_bytes
             self._changed.notify_all()
+            return True
 
     # -- from other servers ---------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ from ...errors import InvalidRequestError
 from ...session.saved import Client, SavedSession
 from ..call import Call
 from ..errors import HttpError
-from ..http import Events, Plain, RequestBody
+from ..http import File, Plain, RequestBody
 from ..slots import ServedModel
 from .sampling import MAX_SLOT
 
-FILE = b"application/octet-stream"
 Slot = Annotated[int, Meta(ge=0, le=MAX_SLOT)]
 
 
@@ -67,16 +66,16 @@ async def remove_session(call: Call) -> Plain:
     return {"name": name, "object": "session", "deleted": True}
 
 
-async def export_session(call: Call) -> Events:
+async def export_session(call: Call) -> File:
     """A session as a file."""
     found = await _find(call, call.path_params["id"])
-    pieces = call.sessions.exported(found)
+    num_bytes, pieces = await call.in_worker(call.sessions.exported, found)
 
-    async def frames() -> AsyncIterator[bytes]:
+    async def read() -> AsyncIterator[bytes]:
         while piece := await call.in_worker(next, pieces, b""):
             yield piece
 
-    return Events(frames(), media_type=FILE)
+    return File(read(), num_bytes)
 
 
 async def import_session(call: Call, file: BinaryIO) -> Plain:
@@ -85,7 +84,7 @@ async def import_session(call: Call, file: BinaryIO) -> Plain:
         call.require_admin()  # what the file holds would be part of others' answers
     model = await _model(call, call.query.get("model"))
     given = call.query.get("name"), model.name, model.session, _client(call)
-    return _card(await call.in_long_worker(call.sessions.take_in, file, *given))
+    return _card(await call.service.session_workers.run(call.sessions.take_in, file, *given))
 
 
 async def slot(call: Call, body: SlotRequest) -> Plain:
@@ -120,14 +119,15 @@ async def slot(call: Call, body: SlotRequest) -> Plain:
 async def _save(call: Call, name: str, model_name: str | None, number: int) -> SavedSession:
     model = await _model(call, model_name)
     save, session = call.sessions.save_slot, model.session
-    return await call.in_long_worker(save, name, model.name, session, _client(call), number)
+    given = name, model.name, session, _client(call), number
+    return await call.service.session_workers.run(save, *given)
 
 
 async def _load(call: Call, name: str, number: int) -> SavedSession:
     found = await _find(call, name)
     model = await _model(call, found.model)
-    load = call.sessions.load_slot
-    await call.in_long_worker(load, found, model.session, _client(call), number)
+    given = found, model.session, _client(call), number
+    await call.service.session_workers.run(call.sessions.load_slot, *given)
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..fit import Fit, FitVerdict, fit_of
-from ..hub.remote import Listing, RemoteFile, read_range
+from ..hub.remote import Listing, RemoteFile, read_beginning
 from ..memory import weights_bytes
 from ..models import load_any_config
 from ..models.jsonfields import MAX_JSON_BYTES, read_json
@@ -155,9 +155,9 @@ def _parameters(
 
 def _write_header(listing: Listing, file: RemoteFile, folder: Path) -> None:
     """Write a weight file of a repository with its header alone: what follows is a hole."""
-    length = int.from_bytes(read_range(listing, file.path, 0, 8), "little")
+    length = int.from_bytes(read_beginning(listing, file.path, 8), "little")
     with (folder / Path(file.path).name).open("wb") as stub:
-        stub.write(read_range(listing, file.path, 0, 8 + min(length, MAX_JSON_BYTES)))
+        stub.write(read_beginning(listing, file.path, 8 + min(length, MAX_JSON_BYTES)))
         stub.truncate(file.size)
 
 
@@ -175,7 +175,7 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
     weights = sum(file.size for file in files)
     with tempfile.TemporaryDirectory() as folder:
         if any(file.path == "config.json" for file in plan.files):
-            text = read_range(plan.listing, "config.json", 0, MAX_CONFIG_BYTES)
+            text = read_beginning(plan.listing, "config.json", MAX_CONFIG_BYTES)
             (Path(folder) / "config.json").write_bytes(text)
             if has_row_tables(text):
                 for file in files:

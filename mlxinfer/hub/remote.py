@@ -97,18 +97,18 @@ def list_files(repo: RepoName) -> Listing:
     return Listing(repo, info.sha, tuple(files))
 
 
-def read_range(listing: Listing, path: str, start: int, count: int) -> bytes:
-    """Return `count` bytes of a file from byte `start` on, or fewer at its end.
+def read_beginning(listing: Listing, path: str, count: int) -> bytes:
+    """Return the first `count` bytes of a file, or all of a shorter one.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them.
     """
     size = next(file.size for file in listing.files if file.path == path)
-    count = min(count, size - start)
-    if count <= 0:
+    count = min(count, size)
+    if not count:
         return b""
     with hub_failures(listing.repo):
-        data = patiently(lambda: _range(source_url(listing, path), start, count))
+        data = patiently(lambda: _beginning(source_url(listing, path), count))
     if len(data) < count:
         raise DownloadError(f"The hub sent {len(data)} of {count} bytes of {path}; try again.")
     return data
@@ -158,14 +158,12 @@ def open_stream(url: str, byte_range: str = "") -> Any:
     return get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def _range(url: str, start: int, count: int) -> bytes:
+def _beginning(url: str, count: int) -> bytes:
     from huggingface_hub.utils import hf_raise_for_status
 
     data = bytearray()
-    with open_stream(url, f"{start}-{start + count - 1}") as response:
+    with open_stream(url, f"0-{count - 1}") as response:
         hf_raise_for_status(response)
-        if response.status_code != 206 and start:
-            raise DownloadError("The hub sends whole files only, not parts of them.")
         for chunk in response.iter_raw():
             data += chunk
             if len(data) >= count:  # a server may send all that follows

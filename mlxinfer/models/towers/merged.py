@@ -380,12 +380,12 @@ def _tower_sizes(vision: Fields, width: int, inner: int | None) -> TowerSizes:
     )
 
 
-def clip_conv(weights: Weights, path: str, sizes: MergedSizes, *, bias: bool) -> Linear:
-    """The convolution at `path` over patches that do not overlap, as a matrix.
+def clip_conv(weights: Weights, sizes: MergedSizes, *, bias: bool) -> Linear:
+    """The convolution over patches that do not overlap, as a matrix.
 
     Its inputs are in the order (colour, frame, row, column). MLX checkpoints have colours last.
     """
-    colours, *rest = sizes.row
+    path, (colours, *rest) = "vision.patch_embed.proj", sizes.row
     name, last = f"{path}.weight", (sizes.blocks.hidden, *rest, colours)
     if weights.has_shape(name, last):
         weight = mx.moveaxis(weights.take(name, last), -1, 1)

@@ -147,7 +147,7 @@ class Qwen3VLTower:
         vision = seeing_config(config, _QWEN3)
         sizes = merged_sizes(vision, hidden="hidden_size", out="out_hidden_size")
         return MergedTower(
-            clip_conv(weights, "vision.patch_embed.proj", sizes, bias=True),
+            clip_conv(weights, sizes, bias=True),
             [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)],
             cls._merger(weights, "vision.merger", sizes),
             sizes=sizes,
@@ -226,7 +226,7 @@ def _without_places(
     """A tower without a table of places; `norm` is that of its merger."""
     names = "vision.merger.mlp.0", "vision.merger.mlp.2"
     return MergedTower(
-        clip_conv(weights, "vision.patch_embed.proj", sizes, bias=False),
+        clip_conv(weights, sizes, bias=False),
         blocks,
         cell_merger(weights, names, norm, sizes),
         sizes=sizes,

@@ -19,7 +19,7 @@ OTHERWISE = (
     "mimo_v2_flash",  # its windows are a token shorter there
 )
 UNDEFINED_BY_MLX_LM = (
-    *("arcee", "bailing_hybrid", "cohere2_moe", "cwm"),  # its Bailing is Ling 2.6
+    *("arcee", "bailing_hybrid", "cohere2_moe", "cwm", "deepseek_v4"),  # its Bailing is Ling 2.6
     "glm5_next_text",
     *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "minimax_m3_vl_text"),
     *("ministral", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu"),

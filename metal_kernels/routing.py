@@ -31,6 +31,7 @@ class Routing(Form):
     Attributes:
         k: experts of a token.
         sigmoid: scores are sigmoids of the logits; else a softmax over all.
+        root_softplus: scores are the roots of softplus instead. The kernel has no such scores.
         normalised: weights are divided by their sum.
         biased: a bias of each expert joins its rank.
         eps: added to the sum that weights are divided by.
@@ -49,10 +50,13 @@ class Routing(Form):
     num_groups: int = 1
     num_best: int = 1
     counted: int = 1
+    root_softplus: bool = False
 
     def has_kernel(self, num_experts: int) -> bool:
         """Whether the kernel takes so many experts, and biases of sigmoids alone."""
         if self.num_best < self.num_groups or (self.biased and not self.sigmoid):
+            return False
+        if self.root_softplus:
             return False
         return self.k <= min(num_experts, LANES) and num_experts <= MAX_EXPERTS
 
@@ -150,7 +154,14 @@ def route_twin(
 
 
 def _scores(logits: mx.array, routing: Routing) -> mx.array:
+    if routing.root_softplus:
+        return mx.sqrt(mx.logaddexp(logits, 0.0))
     return mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+
+
+def weigh_experts(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array:
+    """The weights (T, k) float32 of experts (T, k) that something else chose."""
+    return _weighed(_scores(logits.astype(mx.float32), routing), experts, routing)
 
 
 def _weighed(scores: mx.array, experts: mx.array, routing: Routing) -> mx.array:

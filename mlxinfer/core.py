@@ -362,6 +362,7 @@ class KVSpec:
     # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
     turning: int = 0
     sees_spans: bool = False  # features of a picture see each other here, where it says so
+    unit: ClassVar[int] = 1  # pages must have a multiple of so many tokens
 
     @property
     def joint_dim(self) -> int:
@@ -389,6 +390,7 @@ class LatentSpec:
     index_dim: int = 0  # numbers of the key that an indexer ranks a token by; 0: there is none
     num_ranked: int = 0  # tokens that one sees, those of the highest rank; 0: all
     sees_spans: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def numbers(self) -> int:
@@ -414,9 +416,47 @@ class PooledSpec:
     sees_spans: ClassVar[bool] = False
 
     @property
+    def unit(self) -> int:
+        """Pages must have a multiple of so many tokens."""
+        return self.ratio
+
+    @property
     def numbers(self) -> int:
         """Numbers kept per token."""
         return self.dim // self.ratio
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySpec:
+    """Entries of which one stands for a block of tokens in attention, see `EntryLayer`.
+
+    Blocks are as of `PooledSpec`. An entry is key and value in one vector. A sequence can be cut
+    where a number of tokens ends that is a multiple of `unit`.
+    """
+
+    dim: int  # numbers of an entry, a multiple of `ratio`
+    raw_dim: int  # numbers that a token brings to its block
+    ratio: int
+    unit: int  # tokens, a multiple of `ratio`
+    index_dim: int = 0  # numbers of the key by which an entry ranks; 0: all entries are seen
+    num_ranked: int = 0  # entries that a token sees, those of the highest rank
+    carried: int = 0  # of what a token brings, the first numbers, which the next block needs too
+    rope_axes: ClassVar[int] = 1
+    window: ClassVar[None] = None
+    sinks: ClassVar[int] = 0
+    sees_spans: ClassVar[bool] = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers that pages have for each token: of its block's index key, of its entry, and of
+        what the next block needs of the last one before a place where a sequence can be cut."""
+        parts = self.index_dim // self.ratio, self.dim // self.ratio
+        return *parts, self.carried * self.ratio // self.unit
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept per token."""
+        return sum(self.widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +473,7 @@ class BlockSpec:
     window: ClassVar[None] = None
     sinks: ClassVar[int] = 0
     sees_spans: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def numbers(self) -> int:
@@ -450,6 +491,7 @@ class StateSpec:
     shapes: tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype such as "float32") of each
     window: ClassVar[None] = None
     sees_spans: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
     @property
     def numbers(self) -> int:
@@ -468,9 +510,12 @@ class OwnCacheSpec:
     num_bytes: int  # kept of a sequence beside that, whatever its length
     window: ClassVar[None] = None
     sees_spans: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
 
 
-PagedSpec = KVSpec | LatentSpec | PooledSpec | BlockSpec  # what lies in pages, for each token
+PagedSpec = (
+    KVSpec | LatentSpec | PooledSpec | EntrySpec | BlockSpec
+)  # what lies in pages, for each token
 CacheSpec = PagedSpec | StateSpec | OwnCacheSpec
 
 

@@ -210,7 +210,8 @@ def _named(name: str, stated: Fields) -> StorageScheme:
         return StorageScheme("GPTQ", (GPTQ(stated),), "float16")
     if name in ("fp8", "fbgemm_fp8"):
         block = read_block(stated, "weight_block_size")
-        return StorageScheme("FP8", (FP8(block, powers=stated.get("scale_fmt") == "ue8m0"),))
+        powers = stated.get("scale_fmt") == "ue8m0"
+        return StorageScheme("FP8", (fp4_modules, FP8(block, powers=powers)))
     if name == "compressed-tensors":
         claims = (Integers(stated), fp4_modules, FP8(_block_structure(stated)))
         return StorageScheme("compressed-tensors", claims)

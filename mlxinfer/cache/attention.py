@@ -539,22 +539,22 @@ class Prepared:
     def sequences(self) -> list[SequencePlace]:
         """The sequences of the step, in flat order, and where all of their tokens lie."""
         if self._sequences is None:
-            number, ring = self.group.number, 2 * self.group.page_size
+            number, size, window = self.group.number, self.group.page_size, self.group.window
             self._sequences = found = []
             for short in self.metadata.short:
                 numbers = (short.rows, short.starts, short.counts, short.sealed, short.slots)
                 parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
                 for row, start, count, sealed, slot, tables in parts:
-                    tail = np.arange(sealed, start + count, dtype=np.int32) % ring
-                    runs = tables[number].runs(0, sealed)
+                    tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * size)
+                    first = min(window.first_page(start, size) * size, sealed)
+                    runs = tables[number].runs(first, sealed)
                     pages = mx.array(tables[number].numbers_before(sealed))
                     rows = slice(row, row + count)
-                    found.append(SequencePlace(rows, start, runs, pages, slot, tail))
+                    found.append(SequencePlace(rows, start, runs, pages, slot, tail, first))
             for chunk, long in zip(self.chunks, self.metadata.long, strict=True):
-                slot = int(long.slots[0])
-                found.append(
-                    SequencePlace(chunk.rows, chunk.start, chunk.reads, None, slot, NO_TOKENS)
-                )
+                slot, (first, _) = int(long.slots[0]), chunk.ranges[0]
+                place = chunk.rows, chunk.start, chunk.reads, None, slot, NO_TOKENS, first
+                found.append(SequencePlace(*place))
         return self._sequences
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:

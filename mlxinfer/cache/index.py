@@ -11,7 +11,7 @@ from typing import Any, Self
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import BlockSpec, PooledSpec
+from ..core import BlockSpec, EntrySpec, PooledSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
@@ -53,7 +53,9 @@ class IndexLayer(PagedLayer):
         return spec
 
     @staticmethod
-    def check(spec: PooledSpec | BlockSpec, formats: Formats, *, key_bias: bool) -> None:
+    def check(
+        spec: PooledSpec | EntrySpec | BlockSpec, formats: Formats, *, key_bias: bool
+    ) -> None:
         """Nothing to check: the format of keys and values does not change an index."""
 
     @abstractmethod
@@ -111,7 +113,7 @@ class ChosenTokens:
                 pair = [layer.read_tokens(plane, place, tokens) for plane in layer.views()]
                 keys, values = (part.swapaxes(0, 1) for part in pair)  # (n, H, K, D)
                 some = queries[place.rows][:, :, None]
-                found = _attention(some, keys, values, softmax, seen)  # (n, heads, 1, V)
+                found = attention(some, keys, values, softmax, seen)  # (n, heads, 1, V)
                 outputs.append(found.flatten(1))
                 continue
             keys, values = (layer.read_whole(plane, place)[None] for plane in layer.views())
@@ -120,7 +122,7 @@ class ChosenTokens:
                 own = slice(first, min(first + rows, place.rows.stop))
                 some = queries[own].swapaxes(0, 1)[None]  # (1, heads, n, D)
                 some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-                found = _attention(some, keys, values, softmax, self.mask(place, own, index))
+                found = attention(some, keys, values, softmax, self.mask(place, own, index))
                 outputs.append(found[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -130,9 +132,10 @@ def numbers_of(blocks: mx.array, count: int) -> mx.array:
     return mx.sort(mx.where(blocks, mx.arange(blocks.shape[-1]), NOWHERE), axis=-1)[..., :count]
 
 
-def _attention(
+def attention(
     queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax, mask: mx.array
 ) -> mx.array:
+    """Queries (B, heads, n, D) over keys and values (B, H, S, D), of which the mask says which."""
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=softmax.scale, sinks=softmax.sinks, mask=mask
     )

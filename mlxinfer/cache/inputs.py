@@ -213,8 +213,12 @@ class CacheWork:
         return 1 + max(slots, default=-1)
 
 
-def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints, Ints, Ints] | None:
+def seal_index(
+    moves: Sequence[Move], group: int, page_size: int
+) -> tuple[Ints, Ints, Ints, Ints] | None:
     """Tail slots, offsets in the tails and pool slots (N,) of the tokens that move.
+
+    And the pool slots (N,) of the tokens that stand a page before them, negative for none.
 
     Args:
         moves: tokens of pages that a window has already recycled are left out.
@@ -223,19 +227,21 @@ def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints,
     Returns:
         None: nothing moves.
     """
-    found: list[int] = []  # page, its first position, slot, from, to; for each page in turn
+    # For each page in turn: itself, the one before, its first position, slot, from, to.
+    found: list[int] = []
     for tables, slot, start, stop, _ in moves:
         table = tables[group]
         for number in range(start // page_size, -(-stop // page_size)):
-            page = table.page_at(number)
+            page, last = table.page_at(number), table.page_at(number - 1) if number else None
             if page is not None:
-                found += page, number * page_size, slot, start, stop
+                first = number * page_size
+                found += page, -1 if last is None else last, first, slot, start, stop
     if not found:
         return None
-    pages, firsts, slots, starts, stops = ints(found).reshape(-1, 5).T[:, :, None]  # (n, 1)
+    pages, before, firsts, slots, starts, stops = ints(found).reshape(-1, 6).T[:, :, None]
     step = np.arange(page_size, dtype=np.int32)
     positions = firsts + step  # (n, page_size)
     moving = (positions >= starts) & (positions < stops)
-    targets = pages * page_size + step
-    offsets = positions % (2 * page_size)
-    return np.broadcast_to(slots, moving.shape)[moving], offsets[moving], targets[moving]
+    places = positions % (2 * page_size), pages * page_size + step, before * page_size + step
+    offsets, targets, earlier = (place[moving] for place in places)
+    return np.broadcast_to(slots, moving.shape)[moving], offsets, targets, earlier

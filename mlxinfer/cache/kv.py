@@ -132,9 +132,9 @@ class LayerGroup(PageGroup):
         """
         found = seal_index(work.seal, self.number, self.page_size) if work.seal else None
         if found is not None:
-            slots, offsets, targets = (mx.array(part) for part in found)
+            places = [mx.array(part) for part in found]
             for layer in self.layers:
-                layer.seal(slots, offsets, targets)
+                layer.seal(*places)
 
     def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
         """Clear reused tails, then copy beginnings of shared pages into pages and tails.

@@ -10,11 +10,21 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..config import KVOptions
-from ..core import BlockSpec, CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, PooledSpec, StateSpec
+from ..core import (
+    BlockSpec,
+    CacheSpec,
+    EntrySpec,
+    KVSpec,
+    LatentSpec,
+    OwnCacheSpec,
+    PooledSpec,
+    StateSpec,
+)
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
+from .entries import EntryLayer
 from .index import BlockLayer
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
@@ -28,6 +38,7 @@ LAYERS: dict[type, Any] = {
     KVSpec: KeyValueLayer,
     LatentSpec: LatentLayer,
     PooledSpec: PooledLayer,
+    EntrySpec: EntryLayer,
     BlockSpec: BlockLayer,
     StateSpec: StateLayer,
     OwnCacheSpec: OwnCaches,

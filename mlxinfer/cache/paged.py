@@ -56,10 +56,11 @@ class SequencePlace:
     Attributes:
         rows: of the step's flat list.
         start: position of the first of them.
-        runs: page slots of its first tokens.
+        runs: page slots of its first tokens, of those that may be seen where there is a window.
         pages: (n,) the pages that these lie in; None for a prefill chunk.
         slot: of its tail.
         tail: (N,) offsets in the tail, of the tokens that come after them.
+        first: position of the first token of `runs` and `tail`.
     """
 
     rows: slice
@@ -68,6 +69,7 @@ class SequencePlace:
     pages: mx.array | None
     slot: int
     tail: Ints
+    first: int = 0
 
     @property
     def stop(self) -> int:
@@ -454,14 +456,21 @@ class PagedLayer(ABC):
             values = values[..., other.first : other.first + other.dim]
         return keys, values
 
-    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
-        """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,)."""
+    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array, before: mx.array) -> None:
+        """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,).
+
+        `before`: the page slot of the token that stands a page before each; negative: none does.
+        """
         for plane in self.planes:
             taken = [
                 tails[slots, :, offsets] for tails in plane.own_tails(self.page_size)
             ]  # (N, H, W)
             for pages, part in zip(plane.pages, taken, strict=True):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
+
+    def rotate(self, heads: mx.array) -> mx.array:
+        """Queries or keys (..., D) in the basis of stored keys."""
+        return heads
 
     def grow_pages(self, num_pages: int) -> None:
         """Make room for `num_pages`."""

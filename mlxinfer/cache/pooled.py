@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 
-from ..core import PooledSpec
+from ..core import EntrySpec, PooledSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.stored import KVFormat
+from ..metal_kernels.stored import KVFormat, Runs
 from .chunks import cut_runs
 from .index import ChosenTokens, IndexLayer, numbers_of
 from .latent import ranked
@@ -27,55 +28,195 @@ from .paged import SequencePlace
 
 @dataclass(frozen=True, slots=True)
 class PooledFormat(KVFormat):
-    """Keys of blocks, an r-th of a key for each token.
+    """Keys of blocks and what else a block has in pages, for each token a part of it.
 
     Attributes:
+        widths: numbers of a token in pages, of each kind.
         raw_dim, rope_axes: as of `PooledSpec`.
     """
 
+    widths: tuple[int, ...] = ()
     raw_dim: int = 0
     rope_axes: int = 1
     names: ClassVar[tuple[str, ...]] = ("keys",)
     in_kernels: ClassVar[bool] = False
+
+    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """As of `KVFormat`."""
+        return [(width, dtype) for width in self.widths]
 
     def tail_parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """What a token brings, and its positions."""
         return [(self.raw_dim, dtype), (self.rope_axes, mx.int32)]
 
 
-class PooledLayer(IndexLayer):
-    """The index of one attention layer. It ranks blocks; attention itself is another layer's.
+class BlocksLayer(IndexLayer):
+    """What blocks of tokens have: some vectors each, which follow from what all tokens bring.
 
-    A block ranks by the sum over heads of weight * max(query · key, 0), and of equal ranks the
-    earlier counts. A token sees the best of the blocks that are complete with it, and those of the
-    open block up to itself.
-
-    Keys are in the activations' dtype, whatever format keys and values have: fewer bits would
+    They are in the activations' dtype, whatever format keys and values have: fewer bits would
     choose other tokens.
+
+    Args:
+        spec: of the layer.
+        dtype: of activations.
+        widths: as of `PooledFormat`.
     """
 
-    spec: PooledSpec
+    spec: PooledSpec | EntrySpec
     whole_pages = True
 
-    def __init__(self, spec: PooledSpec, dtype: mx.Dtype) -> None:
-        fmt = PooledFormat(raw_dim=spec.raw_dim, rope_axes=spec.rope_axes)
-        kinds = [(fmt, spec.dim // spec.ratio)]
-        super().__init__(spec, dtype, kinds)
+    def __init__(self, spec: Any, dtype: mx.Dtype, widths: Sequence[int]) -> None:
+        fmt = PooledFormat(widths=(*widths,), raw_dim=spec.raw_dim, rope_axes=spec.rope_axes)
+        super().__init__(spec, dtype, [(fmt, widths[0])])
 
     def take_from(self, mixer: Any) -> None:
-        """Take the function that makes keys of blocks: tokens (N, r, raw), positions -> (N, d)."""
+        """Take the function that makes a block's vectors of what its tokens bring."""
         self.pool = mixer.pool
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
         """As of `PagedLayer`; raises InvalidRequestError: pages do not hold whole blocks."""
-        if page_size % self.spec.ratio:
+        if page_size % self.spec.unit:
             raise InvalidRequestError(
-                f"page_size is {page_size}; this model needs a multiple of {self.spec.ratio}.",
+                f"page_size is {page_size}; this model needs a multiple of {self.spec.unit}.",
                 param="page_size",
             )
         super().allocate(page_size, num_pages, num_slots)
 
     # -- a step ---------------------------------------------------------------------------------
+
+    def store(self, raw: mx.array, positions: mx.array) -> None:
+        """Store what the tokens of a step bring, and the vectors of the blocks that chunks end.
+
+        Args:
+            raw: (T, raw) what tokens bring to their blocks.
+            positions: (T,), or (3, T) with M-RoPE, by which they turn.
+        """
+        axes = mx.broadcast_to(positions, (self.spec.rope_axes, len(raw)))
+        stored = [raw[:, None], axes.T[:, None]]  # (T, 1, W) each
+        for place in self.prepared.sequences() if self.prepared.chunks else ():
+            if place.pages is None:
+                self._write_chunk(place, stored)
+        self.write([stored], self.prepared.place)
+
+    def _write_chunk(self, place: SequencePlace, stored: Sequence[mx.array]) -> None:
+        """Store the vectors of the blocks that a prefill chunk ends, before its tail is written.
+
+        The first tokens of the first one may have come before: they are in the tail.
+        """
+        ratio = self.spec.ratio
+        first, stop = (at - at % ratio for at in (place.start, place.stop))
+        if first == stop:
+            return
+        rows = slice(place.rows.start, place.rows.stop - (place.stop - stop))
+        parts = [part[rows, 0] for part in stored]
+        if first < place.start:
+            tails = self._read_tail(place.slot, mx.arange(first, place.start))
+            parts = [mx.concatenate([*pair]) for pair in zip(tails, parts, strict=True)]
+        raw, axes = (mx.unflatten(part, 0, (-1, ratio)) for part in parts)
+        for i, blocks in enumerate(self._of_chunk(place, first, raw, axes[:, 0])):
+            self._put(i, cut_runs(place.runs, first, stop), blocks.reshape(stop - first, -1))
+
+    def _put(self, part: int, runs: Runs, values: mx.array) -> None:
+        """Store a part (N, W) of N tokens in the page slots of `runs`."""
+        row, pages = 0, self.planes[0].pages
+        for start, stop in runs:
+            pages[part][0, start:stop] = values[row : row + stop - start]
+            row += stop - start
+
+    def _read_tail(self, slots: int | mx.array, positions: mx.array) -> list[mx.array]:
+        """What tokens at positions (...) of tails brought, and their positions (..., axes)."""
+        [plane], offsets = self.planes, positions % (2 * self.page_size)
+        return [part[slots, 0, offsets] for part in plane.own_tails(self.page_size)]
+
+    def of_tail(self, place: SequencePlace) -> list[mx.array] | None:
+        """The vectors of a sequence's complete blocks that are in its tail; None: there are none.
+
+        (n, dim) each.
+        """
+        ratio = self.spec.ratio
+        whole = len(place.tail) - len(place.tail) % ratio
+        if not whole:
+            return None
+        raw, axes = self._read_tail(place.slot, mx.array(place.tail[:whole].reshape(-1, ratio)))
+        return self._in_tail(place, raw, axes[:, 0])
+
+    def read_part(
+        self, part: int, place: SequencePlace, tail: Sequence[mx.array] | None
+    ) -> mx.array:
+        """(S // r, dim) one of the vectors of a sequence's blocks; if there is none, one of zeros.
+
+        `tail`: as of `of_tail`.
+        """
+        ratio, found, pages = self.spec.ratio, [], self.planes[0].pages[part]
+        if place.runs:
+            pieces = [pages[0, start:stop] for start, stop in place.runs]
+            joined = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+            found.append(
+                joined[: len(joined) - len(joined) % ratio].reshape(-1, ratio * joined.shape[1])
+            )
+        if tail is not None:
+            found.append(tail[part])
+        if not found:
+            return mx.zeros((1, ratio * pages.shape[-1]), self.dtype)
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def read_keys(self, place: SequencePlace) -> mx.array:
+        """The first vector of all blocks, see `read_part`."""
+        return self.read_part(0, place, self.of_tail(place))
+
+    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array, before: mx.array) -> None:
+        """As of `PagedLayer`, of the blocks whose last token is among these."""
+        ratio, pages = self.spec.ratio, self.planes[0].pages
+        ends = np.flatnonzero(np.array(offsets) % ratio == ratio - 1)
+        if not len(ends):
+            return
+        last = [part[mx.array(ends)] for part in (slots, offsets, targets, before)]
+        slots, offsets, targets, before = last
+        block = offsets[:, None] - mx.arange(ratio)[::-1]  # (N, r)
+        raw, axes = self._read_tail(slots[:, None], block)
+        found = self._of_sealed(last, raw, axes[:, 0])
+        places = (targets[:, None] - mx.arange(ratio)[::-1]).flatten()
+        for i, blocks in enumerate(found):
+            pages[i][0, places] = blocks.reshape(len(places), -1)
+
+    # -- vectors of blocks ----------------------------------------------------------------------
+
+    def _pooled(self, raw: mx.array, axes: mx.array) -> list[mx.array]:
+        """Vectors (N, dim) of N blocks.
+
+        Args:
+            raw: (N, r, raw) what their tokens bring.
+            axes: (N, axes) the positions of their first tokens.
+        """
+        return [self.pool(raw, axes[:, 0] if self.spec.rope_axes == 1 else axes.T)]
+
+    def _of_chunk(
+        self, place: SequencePlace, first: int, raw: mx.array, axes: mx.array
+    ) -> list[mx.array]:
+        """As `_pooled`, of consecutive blocks from position `first` on that a chunk ends."""
+        return self._pooled(raw, axes)
+
+    def _in_tail(self, place: SequencePlace, raw: mx.array, axes: mx.array) -> list[mx.array]:
+        """As `_pooled`, of the blocks at the beginning of a tail."""
+        return self._pooled(raw, axes)
+
+    def _of_sealed(self, last: Sequence[mx.array], raw: mx.array, axes: mx.array) -> list[mx.array]:
+        """As `_pooled`, of blocks that are sealed; `last`: as of `seal`, of their last tokens."""
+        return self._pooled(raw, axes)
+
+
+class PooledLayer(BlocksLayer):
+    """The index of one attention layer. It ranks blocks; attention itself is another layer's.
+
+    A block ranks by the sum over heads of weight * max(query · key, 0), and of equal ranks the
+    earlier counts. A token sees the best of the blocks that are complete with it, and those of the
+    open block up to itself.
+    """
+
+    spec: PooledSpec
+
+    def __init__(self, spec: PooledSpec, dtype: mx.Dtype) -> None:
+        super().__init__(spec, dtype, [spec.dim // spec.ratio])
 
     def choose(
         self, queries: mx.array, weights: mx.array, raw: mx.array, positions: mx.array
@@ -85,70 +226,16 @@ class PooledLayer(IndexLayer):
         Args:
             queries: (T, Hi, d), position-encoded.
             weights: (T, Hi) of the heads.
-            raw: (T, raw) what tokens bring to the keys of their blocks.
-            positions: (T,), or (3, T) with M-RoPE, by which they turn.
+            raw, positions: as of `store`.
 
         Returns:
             None: every token sees all tokens before it.
         """
-        axes = mx.broadcast_to(positions, (self.spec.rope_axes, len(raw)))
-        stored = [raw[:, None], axes.T[:, None]]  # (T, 1, W) each
-        for place in self.prepared.sequences() if self.prepared.chunks else ():
-            if place.pages is None:
-                self._write_chunk(place, stored)
-        self.write([stored], self.prepared.place)
+        self.store(raw, positions)
         all_seen = (self.spec.num_ranked + 1) * self.spec.ratio - 1
         if int(self.prepared.metadata.positions.max()) < all_seen:
             return None
         return PooledChoice(self, queries, weights)
-
-    def _write_chunk(self, place: SequencePlace, stored: Sequence[mx.array]) -> None:
-        """Store the keys of the blocks that a prefill chunk completes, before its tail is written.
-
-        The first tokens of the first one may have come before: they are in the tail.
-        """
-        ratio, [plane] = self.spec.ratio, self.planes
-        first, stop = (at - at % ratio for at in (place.start, place.stop))
-        if first == stop:
-            return
-        rows = slice(place.rows.start, place.rows.stop - (place.stop - stop))
-        parts = [part[rows, 0] for part in stored]
-        if first < place.start:
-            offsets = mx.arange(first, place.start) % (2 * self.page_size)
-            tails = [part[place.slot, 0][offsets] for part in plane.own_tails(self.page_size)]
-            parts = [mx.concatenate([*pair]) for pair in zip(tails, parts, strict=True)]
-        raw, axes = (mx.unflatten(part, 0, (-1, ratio)) for part in parts)
-        keys = self._keys(raw, axes[:, 0]).reshape(stop - first, 1, -1)
-        plane.write_pages(cut_runs(place.runs, first, stop), 0, [keys])
-
-    def _keys(self, raw: mx.array, axes: mx.array) -> mx.array:
-        """Keys (N, d) of blocks' tokens (N, r, raw) and the positions (N, axes) of the first."""
-        return self.pool(raw, axes[:, 0] if self.spec.rope_axes == 1 else axes.T)
-
-    def read_keys(self, place: SequencePlace) -> mx.array:
-        """(S // r, d) the keys of a sequence's complete blocks; if there is none, one of zeros."""
-        ratio, [plane], found = self.spec.ratio, self.planes, []
-        if place.runs:
-            pieces = plane.read_runs(place.runs)[0]
-            whole = len(pieces) - len(pieces) % ratio
-            found.append(pieces[:whole].reshape(-1, self.spec.dim))
-        whole = len(place.tail) - len(place.tail) % ratio
-        if whole:
-            offsets = mx.array(place.tail[:whole].reshape(-1, ratio))
-            raw, axes = (part[place.slot, 0][offsets] for part in plane.own_tails(self.page_size))
-            found.append(self._keys(raw, axes[:, 0]))
-        if not found:
-            return mx.zeros((1, self.spec.dim), self.dtype)
-        return found[0] if len(found) == 1 else mx.concatenate(found)
-
-    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
-        """As of `PagedLayer`: keys of the tokens' blocks; those of an open block are not read."""
-        ratio, [plane] = self.spec.ratio, self.planes
-        part = offsets % ratio  # (N,) of a block
-        block = (offsets - part)[:, None] + mx.arange(ratio)  # (N, r)
-        raw, axes = (tails[slots[:, None], 0, block] for tails in plane.own_tails(self.page_size))
-        keys = mx.unflatten(self._keys(raw, axes[:, 0]), -1, (ratio, -1))  # (N, r, d / r)
-        plane.pages[0][0, targets] = mx.take_along_axis(keys, part[:, None, None], axis=1)[:, 0]
 
 
 class PooledChoice(ChosenTokens):

@@ -17,6 +17,7 @@ from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from .attention import LayerMixer, Mixer
 from .linear import Projection
 from .mlp import FeedForward
+from .moe import HashChoice
 from .norm import Norm
 from .step import Layer, Passed, Step
 
@@ -239,9 +240,10 @@ class StreamLayer(Layer):
         mixer, mlp: the blocks.
         connections: of the mixer, and of the other block.
         inject: what is added before; None: nothing is.
+        by_id: chooses the experts of `mlp` by the ids of tokens; None: nothing does.
     """
 
-    __slots__ = ("connections", "inject", "mixer", "mlp")
+    __slots__ = ("by_id", "connections", "inject", "mixer", "mlp")
 
     def __init__(
         self,
@@ -249,11 +251,13 @@ class StreamLayer(Layer):
         mlp: FeedForward,
         connections: tuple[Connection, Connection],
         inject: Inject | None = None,
+        by_id: HashChoice | None = None,
     ) -> None:
         self.mixer = mixer
         self.mlp = mlp
         self.connections = connections
         self.inject = inject
+        self.by_id = by_id
 
     @property
     def mixers(self) -> Sequence[Mixer]:
@@ -270,4 +274,6 @@ class StreamLayer(Layer):
             x = x + self.inject(x, step)
         to_mixer, to_mlp = self.connections
         x = to_mixer(x, partial(self.mixer, step=step))
+        if self.by_id is not None:
+            self.by_id.ids = step.ids
         return to_mlp(x, self.mlp), None

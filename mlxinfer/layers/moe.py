@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.routing import Routing, choose_experts, route
+from ..metal_kernels.routing import Routing, choose_experts, route, weigh_experts
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
 from .linear import Projection, QuantizedMatrix
 from .mlp import Activation, FeedForward
@@ -235,6 +235,35 @@ class ExpertChoice:
         choose = route if dtype is not None and logits.dtype == dtype else choose_experts
         weights, experts = choose(logits, self.routing, self.bias)
         return weights if self.factors is None else weights * self.factors[experts], experts
+
+
+class HashChoice:
+    """The experts of each token follow from its id; their weights from the logits.
+
+    Args:
+        routing: how they are weighed.
+        table: (vocab, k) int32, the experts of each token of the vocabulary.
+
+    Attributes:
+        ids: (T,) of the tokens of the step. The layer sets it before each call.
+    """
+
+    __slots__ = ("ids", "routing", "table")
+
+    def __init__(self, routing: Routing, table: mx.array) -> None:
+        self.routing = routing
+        self.table = table
+        self.ids: mx.array | None = None
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None."""
+        return []
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
+        assert self.ids is not None
+        experts = self.table[self.ids]
+        return weigh_experts(logits, experts, self.routing), experts
 
 
 def row_indices(x: mx.array) -> mx.array:

@@ -21,7 +21,9 @@ from .step import Rope, Rows
 class RopeSpec:
     """One way to encode positions, as a config states it. Layers of equal specs share a rope."""
 
-    dims: int  # leading dimensions of a head that turn; even
+    dims: int  # dimensions of a head that turn, the first ones; even
+    # The last ones turn instead, and neighbours are pairs; else those that are dims / 2 apart.
+    last: bool = False
     theta: float = 10000.0
     kind: str = "default"  # "default" | "linear" | "llama3" | "yarn" | "longrope" | "proportional"
     factor: float = 1.0  # how far the context was stretched
@@ -61,12 +63,20 @@ class FusedRope:
     An attention factor on whole heads is left to the attention scale, see `scale_factor`.
     """
 
-    __slots__ = ("dims", "freqs", "magnitudes")
+    __slots__ = ("dims", "freqs", "magnitudes", "neighbours")
 
     def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
-        self.dims = spec.dims
-        self.freqs = 1 / mx.array(inverse_frequencies(spec), mx.float32)
+        still = head_dim - spec.dims if spec.last else 0  # dimensions before those that turn
+        self.dims = spec.dims + still
+        self.neighbours = spec.last
+        self.freqs = 1 / mx.array([0.0] * (still // 2) + inverse_frequencies(spec), mx.float32)
         self.magnitudes = magnitudes(spec, head_dim, dtype)
+
+    def backwards(self) -> "FusedRope":
+        """The rope that undoes this one's turns."""
+        part = copy(self)
+        part.freqs = -self.freqs
+        return part
 
     def some(self, pairs: mx.array) -> "FusedRope":
         """This rope for the chosen pairs (dims / 2,) alone: the others do not turn.
@@ -88,7 +98,7 @@ class FusedRope:
         turned = mx.fast.rope(
             x[:, :, None],
             self.dims,
-            traditional=False,
+            traditional=self.neighbours,
             base=None,
             scale=1.0,
             offset=prepared,
@@ -216,8 +226,8 @@ def magnitudes(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> mx.array | Non
     """(head_dim,) factors where only a part of the head turns and is scaled; else None."""
     if spec.attention_factor == 1.0 or spec.dims == head_dim:
         return None
-    rest = head_dim - spec.dims
-    return mx.array([spec.attention_factor] * spec.dims + [1.0] * rest, dtype)
+    factors, rest = [spec.attention_factor] * spec.dims, [1.0] * (head_dim - spec.dims)
+    return mx.array(rest + factors if spec.last else factors + rest, dtype)
 
 
 def inverse_frequencies(spec: RopeSpec) -> list[float]:

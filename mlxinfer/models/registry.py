@@ -154,6 +154,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),
     "deepseek_v32": ("deepseek", "DeepseekV32"),
+    "deepseek_v4": ("deepseek_v4", "DeepseekV4"),
     "kimi_k2": ("deepseek", "DeepseekV3"),
     "youtu": ("deepseek", "Youtu"),
     "youtu_llm": ("deepseek", "Youtu"),

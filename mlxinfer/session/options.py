@@ -7,6 +7,7 @@ flag of the command line. `help_of` gives the text of each.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
@@ -28,7 +29,7 @@ from ..speculation.options import SpeculationOptions
 if TYPE_CHECKING:
     from ..models.language import LanguageModel
 
-PAGE_SIZE = 16  # tokens of KV cache that are handed out together
+PAGE_SIZE = 16  # tokens of KV cache that are handed out together, where a model needs no more
 PREFILL_SLICE_MS = 250
 FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
@@ -323,10 +324,11 @@ class EngineOptions:
         chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
         feature_bytes = min(kv_bytes // FEATURE_SHARE, MOST_FEATURES) if model.tower else 0
+        page_size = lcm(PAGE_SIZE, *(spec.unit for spec in model.cache_specs))
         return EngineConfig(
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             max_batch=self.max_batch,
-            prefill_chunk=-(-chunk // PAGE_SIZE) * PAGE_SIZE,
+            prefill_chunk=-(-chunk // page_size) * page_size,
             prefill_slice_s=slice_s if self.prefill_chunk is None else None,
             max_context=min(self.max_context or limit, limit),
             kv_budget_bytes=kv_bytes - feature_bytes,

@@ -118,7 +118,7 @@ def seal(layer: KeyValueLayer, one: Sequence, *, is_chunk: bool) -> None:
     if len(positions):
         slots = np.full_like(positions, one.slot)
         targets = mx.array(one.slot * PAGES * PAGE + positions)
-        layer.seal(mx.array(slots), mx.array(positions % (2 * PAGE)), targets)
+        layer.seal(mx.array(slots), mx.array(positions % (2 * PAGE)), targets, targets)
 
 
 WINDOWS = [

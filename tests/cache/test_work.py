@@ -34,7 +34,9 @@ def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
             if page is not None:
                 assert page == pages[position // PAGE]
                 place = page * PAGE + position % PAGE
-                expected.append((slot, position % (2 * PAGE), place))
+                before = table.page_at(position // PAGE - 1) if position >= PAGE else None
+                earlier = (-1 if before is None else before) * PAGE + position % PAGE
+                expected.append((slot, position % (2 * PAGE), place, earlier))
     found = seal_index(moves, 1, PAGE)
     assert (found is None) == (not expected)
     if found is not None:

@@ -27,6 +27,7 @@ CASES = (
     "gemma4_text-v4",
     "llama4_text-v4",
     "mistral4-v4",
+    "deepseek_v4-v4",
 )
 
 

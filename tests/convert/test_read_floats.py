@@ -39,6 +39,7 @@ SCALES = {  # leaf, shape of the scales, size of a block, the description
     "per tensor": ("weight_scale", (), (OUT, IN), "fp8 per tensor"),
     "per row": ("weight_scale", (OUT, 1), (1, IN), "fp8 per row"),
     "per row, flat": ("weight_scale", (OUT,), (1, IN), "fp8 per row"),
+    "deepseek v4": ("scale", (2, 3), (128, 128), "fp8 128x128"),
     "modelopt blocks": ("weight_scale", (2, 1, 3, 1), (128, 128), "fp8 128x128"),
 }
 
@@ -125,6 +126,7 @@ LOSSLESS: dict[str, tuple[str, dict[str, Any], Any, Any, np.ndarray]] = {  # mod
     "mxfp4, powers": (
         *("mxfp4", compressed("mxfp4-pack-quantized"), ("U8", OCTETS), ("F8_E8M0", POWERS), FOUR),
     ),
+    "mxfp4, signed": (*("mxfp4", fp8(), ("I8", OCTETS.view(np.int8)), ("F8_E8M0", POWERS), FOUR),),
     "nvfp4": (
         *("nvfp4", compressed("nvfp4-pack-quantized"), ("U8", OCTETS), ("F8_E4M3", STEPS), NV),
     ),
@@ -134,7 +136,10 @@ LOSSLESS: dict[str, tuple[str, dict[str, Any], Any, Any, np.ndarray]] = {  # mod
 @pytest.mark.parametrize("case", LOSSLESS)
 def test_formats_that_mlx_has(tmp_path: Path, case: str) -> None:
     mode, config, codes, scales, expected = LOSSLESS[case]
-    leaves = {"weight_packed" if codes[0] == "U8" else "weight": codes, "weight_scale": scales}
+    names = {"U8": ("weight_packed", "weight_scale"), "I8": ("weight", "scale")}  # DeepSeek V4's
+    leaves = dict(
+        zip(names.get(codes[0], ("weight", "weight_scale")), (codes, scales), strict=True)
+    )
     source = opened(tmp_path, leaves, config)
     info = source.tensors[NAME]
     assert info.lossless is not None

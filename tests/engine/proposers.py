@@ -15,7 +15,7 @@ from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mt
 from speculation.head_names import MTP_CASES
 
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import BlockSpec, PooledSpec
+from mlxinfer.core import BlockSpec, EntrySpec, PooledSpec
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
@@ -59,7 +59,8 @@ def draft_of(
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
     sizes = sizes_of(rng)
     specs = draft.cache_specs
-    if any(isinstance(s, PooledSpec | BlockSpec) or getattr(s, "index_dim", 0) for s in specs):
+    chosen = PooledSpec | EntrySpec | BlockSpec
+    if any(isinstance(s, chosen) or getattr(s, "index_dim", 0) for s in specs):
         sizes = replace(sizes, kv=KVOptions())  # it chooses what it sees among all
     return made_half_right(
         HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1),

@@ -46,6 +46,7 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import (
     BlockSpec,
     CacheSpec,
+    EntrySpec,
     FinishReason,
     KVSpec,
     LatentSpec,
@@ -79,6 +80,7 @@ ALL_CASES = (
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
     *("olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4"),
     *("qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5"),
+    *("deepseek_v4-v4", "deepseek_v4-v5"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
@@ -222,7 +224,7 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
         return None
     turns = model_of(case).rope_axes == 3
     # Else what is added to a layer's output has none.
-    one_stream = not case.startswith(("gemma3n", "qwen4_exp", "glm5_next"))
+    one_stream = not case.startswith(("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4"))
     spans = not ranked_specs(case) and draw(st.booleans())
     return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
 
@@ -307,7 +309,7 @@ def ranked_specs(case: str) -> list[CacheSpec]:
     return [
         spec
         for spec in specs
-        if isinstance(spec, PooledSpec | BlockSpec)
+        if isinstance(spec, PooledSpec | EntrySpec | BlockSpec)
         or (isinstance(spec, LatentSpec) and spec.index_dim)
     ]
 

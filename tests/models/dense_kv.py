@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import BlockSpec, CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
+from mlxinfer.core import (
+    BlockSpec,
+    CacheSpec,
+    EntrySpec,
+    KVSpec,
+    LatentSpec,
+    PooledSpec,
+    StateSpec,
+)
 from mlxinfer.layers.ranks import AbsentMixer
 from mlxinfer.layers.step import Step, StepFeatures
 
@@ -43,8 +51,19 @@ class DenseLayerKV:
         return mx.concatenate(outputs).flatten(1)
 
     def _over_chosen(self, name, queries, seen, softmax):
-        """`seen`: of each query, the tokens that each of some groups of heads sees."""
+        """`seen`: of each query, the tokens that each of some groups of heads sees.
+
+        Or the entries (E, D) that it sees beside its window.
+        """
         found = []
+        if self.spec.window is not None:
+            vectors, stop = self.past[name][0], len(self.past[name][0])
+            for place, (query, entries) in enumerate(zip(queries, seen, strict=True)):
+                last = stop - len(queries) + place + 1
+                near = vectors[max(last - self.spec.window, 0) : last]
+                both = mx.concatenate([entries[:, None], near])
+                found.append(masked_attention(query[None], both, both, **softmax._asdict()))
+            return mx.concatenate(found)
         for query, groups in zip(queries, seen, strict=True):
             parts = [mx.split(part, len(groups), axis=1) for part in self.past[name]]
             heads = [
@@ -197,6 +216,50 @@ class DensePooledCache:
         return seen
 
 
+class DenseEntryCache:
+    """What all tokens of a sequence bring to entries, and the entries that each of a step sees."""
+
+    def __init__(self, spec: EntrySpec, pool) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.past: dict[str, mx.array] = {}
+        self.segments: Sequence[tuple[str, int]] = []
+
+    def choose(self, queries, weights, raw, positions):
+        assert raw.shape == (sum(count for _, count in self.segments), self.spec.raw_dim)
+        seen, start = [], 0
+        for name, count in self.segments:
+            before = self.past.get(name, raw[:0])
+            self.past[name] = whole = mx.concatenate([before, raw[start : start + count]])
+            keys, entries = self._blocks(whole)
+            for row in range(start, start + count):
+                num = (len(before) + row - start + 1) // self.spec.ratio
+                if queries is None or not num:
+                    seen.append(entries[:num])
+                    continue
+                scores = np.maximum(np.array(queries[row]) @ keys[:num].T, 0)
+                order = np.argsort(-(np.array(weights[row]) @ scores), kind="stable")
+                seen.append(entries[mx.array(np.sort(order[: self.spec.num_ranked]))])
+            start += count
+        return seen
+
+    def _blocks(self, whole):
+        """Index keys and entries, one block after the other by itself."""
+        spec, found = self.spec, []
+        for stop in range(spec.ratio, len(whole) + 1, spec.ratio):
+            first = stop - spec.ratio
+            own, earlier = whole[None, first:stop], None
+            if spec.carried:
+                earlier = whole[None, max(first - spec.ratio, 0) : first or stop][
+                    ..., : spec.carried
+                ]
+            found.append(self.pool(own, earlier, mx.array([first])))
+        if not found:
+            return np.zeros((0, spec.index_dim)), mx.zeros((0, spec.dim))
+        parts = [mx.concatenate(part) for part in zip(*found, strict=True)]
+        return np.array(parts[0]), parts[-1]
+
+
 class DenseBlockCache:
     """The index keys of every sequence, and the tokens that each head of the index chooses."""
 
@@ -262,6 +325,8 @@ def dense_cache(mixer, spec: CacheSpec):
     """Of the kind that a layer needs."""
     if isinstance(spec, PooledSpec):
         return DensePooledCache(spec, mixer.pool)
+    if isinstance(spec, EntrySpec):
+        return DenseEntryCache(spec, mixer.pool)
     if isinstance(spec, BlockSpec):
         return DenseBlockCache(spec)
     if isinstance(spec, StateSpec):

@@ -34,6 +34,13 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
         if name.endswith("multipliers"):
             return int.from_bytes(digest[:5], "little") * (2 * each + 3) | 1
         return 21 * each if name.endswith("offsets") else 11 + 2 * each
+    if name.endswith("tid2eid"):  # whole numbers, experts of each token
+        count = 6
+        return (
+            np.random.default_rng(digest[0]).permuted(
+                np.tile(np.arange(count), (shape[0], 1)), axis=1
+            )[:, : shape[1]]
+        ).astype(np.int64)
     noise = np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(shape)
     if name.endswith(("norm.weight", "norm_f.weight")) or "layernorm_" in name:
         values = 0.2 * noise + (0.0 if less_one and "linear_attn" not in name else 1.0)
@@ -48,7 +55,14 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
     else:
         inputs_first = "mlp.experts.gate_up_proj" in name or "feed_forward.experts.gate_up" in name
         in_dims = shape[-2] if inputs_first else shape[-1]
-        gain = 3.0 if "lm_head" in name or "router" in name or ".gate.weight" in name else 1.0
+        gain = (
+            3.0
+            if "lm_head" in name
+            or name == "head.weight"
+            or "router" in name
+            or ".gate.weight" in name
+            else 1.0
+        )
         values = noise * gain / np.sqrt(in_dims)
     return values.astype(np.float32)
 

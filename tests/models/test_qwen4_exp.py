@@ -139,7 +139,7 @@ def test_an_end_token_hides_what_is_before_it():
         ({"ple_layer_ids": [9]}, "ple_layer_ids .* from 1 to 4"),
         ({"eos_token_id": None}, "eos_token_id"),
         ({"indexer_budget": 10}, "whole blocks"),
-        ({"output_gate_type": "tanh"}, "sigmoid and silu"),
+        ({"output_gate_type": "tanh"}, "'sigmoid', 'silu'"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(tmp_path, change, message):

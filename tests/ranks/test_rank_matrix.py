@@ -54,7 +54,7 @@ STAGED = (  # others too, which heads or columns of each layer on every rank do 
     *("olmo2-v4", "gemma4_text-v4", "granitemoehybrid-v4", "lfm2-v4", "falcon_h1-v4"),
     *("kimi_linear-v4", "minimax_m2-v4", "llama4_text-v4", "nemotron_h-v5", *CASES),
     *("gemma3n_text-v4", "gemma4_e-v4", "glm_moe_dsa-shared", "qwen4_exp_text-v4"),
-    "glm5_next_text-v5",
+    *("glm5_next_text-v5", "deepseek_v4-v4"),
 )
 
 

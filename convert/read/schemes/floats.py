@@ -1,14 +1,14 @@
 """Floats of eight and four bits with scales.
 
-Eight bits: `weight` (out, in) F8_E4M3 times `weight_scale` or, in spite of its name,
-`weight_scale_inv`, for a tensor, row, block or 32 inputs: DeepSeek and Qwen (blocks of
+Eight bits: `weight` (out, in) F8_E4M3 times `weight_scale`, `scale` (DeepSeek V4) or, in spite of
+its name, `weight_scale_inv`, for a tensor, row, block or 32 inputs: DeepSeek and Qwen (blocks of
 weight_block_size), compressed-tensors (float-quantized and mxfp8), ModelOpt, FBGEMM. Scales that
 are powers of two are those of MLX's mxfp8, repeated for each 32 inputs.
 
 Four bits with a scale for 16 or 32 inputs. compressed-tensors: weight_packed, weight_scale, and for
 nvfp4
 weight_global_scale, which divides. ModelOpt: weight, weight_scale, and weight_scale_2, which
-multiplies. MLX's nvfp4 has no such third scale, so where there is one, there are only values.
+multiplies. DeepSeek V4: weight as signed bytes, scale. MLX's nvfp4 has no such third scale, so where there is one, there are only values.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,8 @@ class FP8:
             return
         del leaves["weight"]
         weight.expect(["F8_E4M3"])
-        names = [leaf for leaf in ("weight_scale_inv", "weight_scale") if leaf in leaves]
+        known = "weight_scale_inv", "weight_scale", "scale"
+        names = [leaf for leaf in known if leaf in leaves]
         if names:
             scale = leaves.pop(names[0])
             yield _Scaled(weight, scale, _block_of(weight, scale, self.block)).reader(
@@ -184,10 +185,12 @@ def _described(shape: tuple[int, ...], block: tuple[int, int]) -> str:
 def fp4_modules(path: str, leaves: Leaves) -> Iterator[TensorReader]:
     """The matrix of a module with codes of four bits and scales of eight."""
     name = "weight_packed" if "weight_packed" in leaves else "weight"
-    codes, scale = leaves.get(name), leaves.get("weight_scale")
-    if codes is None or scale is None or codes.dtype != "U8":
+    codes = leaves.get(name)
+    scales = {"U8": "weight_scale", "I8": "scale"}.get("" if codes is None else codes.dtype, "")
+    if codes is None or scales not in leaves:
         return
-    del leaves[name], leaves["weight_scale"]
+    scale = leaves.pop(scales)
+    del leaves[name]
     divisor, factor = (leaves.pop(n, None) for n in ("weight_global_scale", "weight_scale_2"))
     yield _fp4_matrix(f"{path}.weight", codes, scale, divisor, factor)
 
@@ -226,5 +229,5 @@ def _fp4_matrix(
         lossless=None if third else form,
     )
     return float_reader(
-        info, parts, form, lambda rows: (codes.view(rows), scale.view(rows)), rescaled
+        info, parts, form, lambda rows: (codes.view(rows).view(np.uint8), scale.view(rows)), rescaled
     )

@@ -134,6 +134,11 @@ def router_gap(
         "sarvam_moe",
     ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
+    if config["model_type"] == "deepseek_v4":
+        if hasattr(module, "tid2eid"):  # ids choose
+            return 1.0
+        scores = torch.nn.functional.softplus(logits).sqrt()
+        return 10 * gap(scores + module.e_score_correction_bias, config["num_experts_per_tok"])
     if config["model_type"] == "ernie4_5_moe":
         return grouped_gap(
             config, logits.softmax(-1) + module.moe_statics.e_score_correction_bias, 1

@@ -26,7 +26,7 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """Adapters by name. Requests may name those that are wholly loaded.
+    """Adapters by name. Requests may name those that are completely loaded.
 
     Args:
         model: that they change.
@@ -71,7 +71,7 @@ class AdapterTable:
         return self._by_name[name]
 
     def load(self, name: str, adapter: AdapterFolder) -> Generator[float]:
-        """Load an adapter; other steps may run wherever this yields.
+        """Load an adapter. Other steps may run whenever this yields.
 
         Yields:
             Seconds until it is worth to go on.
@@ -126,7 +126,7 @@ class AdapterTable:
             yield 0.0
 
     def unload(self, name: str) -> Generator[float]:
-        """Refuse an adapter to new requests; its memory is freed when its last request has ended.
+        """Refuse an adapter to new requests. Its memory is freed when its last request has ended.
 
         Raises:
             InvalidRequestError: there is none.
@@ -182,6 +182,6 @@ class AdapterTable:
 
 
 def no_adapter(name: str, loaded: Seq[str]) -> InvalidRequestError:
-    """The error of a request that names an adapter which is not loaded."""
+    """The error of a request that names an adapter that is not loaded."""
     there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
     return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")

@@ -1,10 +1,10 @@
 """Features of pictures: a tower computes them once, in slices between steps, and steps read them.
 
-Features are kept by the picture's digest within a limit of bytes, those that were used last.
+Features are kept by the picture's digest within a limit of bytes, the most recently used ones.
 Requests of different salts share none. A picture whose tokens are all in the prefix cache needs
-none. Others wait: the scheduler asks what part of a prompt can be computed (`available`), and so
-says which pictures are wanted. The loop gives the tower a slice of time before each step, so that
-running answers wait no longer than for a slice of a prompt.
+none. Otherwise the prompt waits. The scheduler asks which part of a prompt can be computed
+(`available`), and so the wanted pictures become known. The loop gives the tower a slice of time
+before each step, so running answers wait no longer than for a slice of a prompt.
 """
 
 import time
@@ -111,7 +111,7 @@ class PictureFeatures(FeatureSource):
         return 0 if waits else count
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence gives up its slot: it needs no features any more."""
+        """Note that a sequence gives up its slot and needs no features any more."""
         for kept in self._kept.values():
             kept.users.discard(sequence)
         for key, (_, waiting) in list(self.wanted.items()):
@@ -141,7 +141,7 @@ class PictureFeatures(FeatureSource):
         return kept + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
 
     def _unwant(self, key: Key) -> None:
-        """Nothing waits for a picture any more: a pass over it ends here."""
+        """End the pass over a picture that nothing waits for any more."""
         del self.wanted[key]
         if self._pass is not None and self._pass.key == key:
             self._pass.pieces.close()
@@ -157,8 +157,8 @@ class PictureFeatures(FeatureSource):
         """Give the tower one slice of time, for the pictures that were wanted first.
 
         Returns:
-            Where the tower fails: the sequence that asked first for the picture, and the error. It
-            is to be ended.
+            If the tower failed: the sequence that asked first for the picture, which must be ended,
+            and the error.
         """
         began_s = last_s = self._clock()
         try:
@@ -197,7 +197,7 @@ class PictureFeatures(FeatureSource):
         return found
 
     def _keep(self, key: Key, tiles: Seq[Features]) -> None:
-        """Keep the features of a picture; those that were not used for longest go for it."""
+        """Keep the features of a picture. Those that were unused for longest make room."""
         parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
         arrays = [mx.concatenate(list(part)).astype(self._dtype) for part in parts]
         mx.eval(arrays)

@@ -1,9 +1,10 @@
 """Checks, compiles and installs the Metal kernels that the modules of a model declare.
 
-Knows no kernel and no layer. Kernels that prefill and decode need are checked and compiled before
-the first step. Kernels of odd shapes and of speculation are asked for by the first step that could
-use them, and are checked while nothing runs: nothing is compiled in the middle of an answer. Plain
-MLX does the work of the others, and of all where there is no Metal or KERNELS_VARIABLE says "off".
+Knows no kernel and no layer. Kernels for prefill and decode are checked and compiled before the
+first step. Kernels for other shapes and for speculation are requested by the first step that could
+use them, and are checked while nothing runs. So nothing is compiled in the middle of an answer.
+Plain MLX does the work of all other kernels, and all work if there is no Metal or KERNELS_VARIABLE
+says "off".
 """
 
 import os

@@ -1,8 +1,8 @@
 """Pages of the prefix tree on disk: their names, which to fetch, and whether that pays. No mlx.
 
-A page of tokens is an entry of its own for each layer group: a window's pages are stored, and read,
-only where a prompt can go on from them. Partial pages are not stored. Where a model is spread over
-ranks, each stores its part of a page under the same name; a page is there where all ranks have it.
+A page of tokens is one entry for each layer group. A window's pages are stored and read only where
+a prompt can go on from them. Partial pages are not stored. If a model is spread over ranks, each
+stores its part of a page under the same name, and a page counts as found if all ranks have it.
 """
 
 import time
@@ -66,17 +66,17 @@ class FollowerDisks:
     form = ""
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
-        """Let them open a folder of this path."""
+        """Let the other ranks open a folder of this path."""
 
     def begin_fetch(self, places: Seq[tuple[int, bytes]]) -> None:
-        """Let them read (group, key), for the step that comes next."""
+        """Let the other ranks read (group, key), for the step that comes next."""
 
     def end_fetch(self) -> list[int]:
         """Places that one of them lacks, or found broken, in order."""
         return []
 
     def begin_save(self, spills: Seq[PageTransfer], timeout_s: float) -> None:
-        """Let them store pages, and wait for the writes."""
+        """Let the other ranks store pages, and wait for the writes."""
 
     def end_save(self, timeout_s: float) -> bool:
         """Wait for `begin_save`; whether every rank has written its part."""
@@ -150,7 +150,7 @@ class PageStore:
     def spills(
         self, node: Node, pages: Seq[int | None], snapshots: Iterable[Snapshot]
     ) -> list[PageTransfer]:
-        """The parts of a page to read out and store; none that the disk has already.
+        """The parts of a page to read out and store, except those that the disk already has.
 
         Args:
             node: of the prefix tree.
@@ -178,14 +178,14 @@ class PageStore:
         return [Entry(key, parent, node.tokens) for parent, key in keys]
 
     def lacking(self, nodes: Iterable[Node]) -> list[PageTransfer]:
-        """What the disk lacks of nodes."""
+        """The entries of nodes that the disk lacks."""
         each = [self.spills(node, node.pages, node.snapshots.values()) for node in nodes]
         return [spill for spills in each for spill in spills]
 
     def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
-        """As many of the last ones as may be held: of a path these are nearest to its beginning.
+        """As many of the last entries as may be held, and at least one.
 
-        At least one, however large.
+        The last entries of a path are those nearest to its beginning.
         """
         kept: list[PageTransfer] = []
         room = MAX_SPILL_BYTES
@@ -236,9 +236,9 @@ class PageStore:
     # -- from the disk --------------------------------------------------------------------------
 
     def find(self, token_ids: Seq[int], point: RestorePoint) -> Found | None:
-        """Read the pages on disk that lengthen `point`; None: none, or reading is not worth it.
+        """Read the pages on disk that lengthen `point`; None: none do, or reading does not pay.
 
-        Costs the prompt's length, one look at a file where the disk knows nothing of it.
+        Takes time in proportion to the prompt. If the disk knows nothing of it, one look at a file.
         """
         stop = (len(token_ids) - 1) // self.page_size
         if self.tier is None or stop - len(point.nodes) < MIN_PAGES:
@@ -256,7 +256,7 @@ class PageStore:
         return None
 
     def _read(self, search: "PageSearch", wanted: list[tuple[int, int]]) -> bool:
-        """Read pages; False: one is not there, which the search knows now."""
+        """Read pages. False: one is missing, and the search knows it now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
         self.others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
@@ -312,7 +312,7 @@ class PageStore:
         return num_pages, [place for place in every if place[0] < num_pages and search.has(*place)]
 
     def erase(self, ids: Seq[int], start: RestorePoint) -> None:
-        """Remove the entries of a prompt, but those that saved sessions keep."""
+        """Remove the entries of a prompt, except those that saved sessions keep."""
         assert self.tier is not None
         search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
         for number in range(search.stop):
@@ -327,14 +327,14 @@ class PageStore:
         return {**found, "tokens_loaded": self.tokens_loaded}
 
     def close(self) -> None:
-        """Stop the writer; what it has not written within `SAVE_S` is lost."""
+        """Stop the writer. Entries that it has not written within `SAVE_S` are lost."""
         if self.tier is not None:
             self.tier.close(SAVE_S)
 
 
 @dataclass(slots=True)
 class PageSearch:
-    """One prompt's pages on the disk, each looked for once: places are (page number, group).
+    """The pages of one prompt on the disk. Each place (page number, group) is looked for once.
 
     Attributes:
         offered: keys that count as there, too, because peers have them.
@@ -367,7 +367,7 @@ class PageSearch:
 
     @property
     def always(self) -> list[int]:
-        """Groups of which each page is needed, whatever comes after it."""
+        """Groups in which every page is needed, because all later tokens see it."""
         return [g for g, group in enumerate(self.store.groups) if not group.recycles]
 
     def places(self, groups: Iterable[int]) -> list[tuple[int, int]]:
@@ -481,7 +481,7 @@ class Transfers:
         ]
 
     def all_of(self, tree: PrefixTree) -> list[PageTransfer]:
-        """All that the tree has and the disk lacks, what was used last and parents first."""
+        """All pages that the tree has and the disk lacks, the ones used last and parents first."""
         for node in sorted(tree.nodes(), key=lambda node: (-node.tick, node.number)):
             self.note_evicted(node, node.pages, list(node.snapshots.values()))
         spills, self._spills = self._spills, []
@@ -518,7 +518,7 @@ class Transfers:
         ids: list[int],
         has_room: Callable[[RestorePoint], bool],
     ) -> None:
-        """Put what only the disk has of a prompt into the tree, where there is room."""
+        """Put the pages of a prompt that only the disk has into the tree, if there is room."""
         point = tree.probe(namespace, ids)
         lease = tree.hold_path(point)
         if has_room(point):
@@ -546,7 +546,7 @@ class Transfers:
     def _insert(
         self, tree: PrefixTree, prompt: Prompt, found: Found, pages: list[list[int]]
     ) -> None:
-        """Give pages to the tree, and note what is to go there."""
+        """Give pages to the tree, and note which entries will fill them."""
         runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
         for group, numbers in enumerate(pages):
             read = found[group]

@@ -1,8 +1,8 @@
 """The pictures of a prompt, as the scheduler and the KV cache see them. No MLX.
 
-A picture stands in a prompt as token ids, one for each of its features. Wherever
-tokens are compared (prefix tree, disk, n-grams), ids made of the picture stand in these places: so
-prompts share what was computed of one picture, and never what was computed of two.
+A picture stands in a prompt as token ids, one for each of its features. Where tokens are compared
+(prefix tree, disk, n-grams), ids made of the picture stand in these places. So prompts share the
+pages of one picture, and never those of two.
 """
 
 from collections.abc import Iterator

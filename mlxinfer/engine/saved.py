@@ -23,7 +23,7 @@ IDENTIFY_S = 30.0  # until weights that are being hashed may be known
 
 
 def open_store(loop: "Loop") -> tuple[PageStore, DiskTier]:
-    """The disk cache of a model; raises InvalidRequestError where it has none."""
+    """The disk cache of a model; raises InvalidRequestError if it has none."""
     store = loop.store
     if store is None or store.others.form:
         raise InvalidRequestError(
@@ -56,7 +56,7 @@ class Saving:
         self.prompt: SavedPrompt
 
     def pieces(self, loop: "Loop") -> Generator[float]:
-        """Write what the disk lacks of the prompt; others' steps run between two pieces.
+        """Write the part of the prompt that the disk lacks. Other steps run between two pieces.
 
         Raises:
             InvalidRequestError: there is no such prompt, or no room for it.

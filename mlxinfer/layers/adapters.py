@@ -348,7 +348,7 @@ def _of_parts(num_rows: int, num_parts: int, part_of_piece: Sequence[int]) -> mx
 
 
 class Adapted:
-    """The adapters of one projection, in the place of that projection.
+    """The adapters of one projection; it replaces that projection.
 
     Args:
         active: the adapters of the step.
@@ -378,7 +378,7 @@ class Adapted:
         self.stacks = (*self.stacks, made)
 
     def remove(self, number: int) -> None:
-        """Remove an adapter; nothing changes where there is none of this number."""
+        """Remove an adapter. Nothing changes if there is none of this number."""
         kept = [s.without(number) if number in s.members else s for s in self.stacks]
         self.stacks = tuple(stack for stack in kept if stack is not None)
 

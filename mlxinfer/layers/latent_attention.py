@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA) as a mixer.
 
-The cache keeps one vector of `latent_dim + rope_dim` numbers a token, from which every head's key
-and value follow. Over a long segment they are expanded as they are; over a short one the expansion
-is absorbed into queries and outputs, so that attention runs over the latent vectors themselves.
-Source: DeepSeek-V2, arXiv 2405.04434.
+The cache keeps one vector of `latent_dim + rope_dim` numbers for each token. The keys and values of
+all heads follow from it. For a long segment they are expanded. For a short one the expansion is
+absorbed into queries and outputs, so attention runs over the latent vectors themselves. Source:
+DeepSeek-V2, arXiv 2405.04434.
 """
 
 from collections.abc import Sequence

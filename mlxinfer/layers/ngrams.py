@@ -1,8 +1,8 @@
 """N-gram embeddings (Engram, arXiv 2601.07372): a token adds rows of a table that its n-grams name.
 
-The table has more rows than memory holds, and stays in its files. Which rows a step reads follows
-from its tokens, so they are read on the host, once the step before has sampled; until then the
-step is built with an empty array in their place. See `Step.on_host`.
+The table has more rows than memory holds, and stays in its files. The tokens of a step decide which
+rows it reads. So rows are read on the host, once the step before has sampled. Until then the step
+is built with an empty array in their place. See `Step.on_host`.
 
 T = tokens of the step, B = sequences of a part, L = tokens of each, n = tokens of the longest
 n-gram, K = rows of a token, s = streams.
@@ -149,7 +149,7 @@ class CausalFilter(Mixer):
 
 
 class NgramLayer:
-    """Adds to each stream what the n-grams of a token stand for, as far as the stream asks for it.
+    """Adds the values of a token's n-grams to each stream, as far as the stream asks for them.
 
     Args:
         window: of the ids.
@@ -192,7 +192,7 @@ class NgramLayer:
         return []
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """Streams x (T, s * hidden) -> what is added to them, of that shape."""
+        """Streams x (T, s * hidden) -> the values to add to them, of that shape."""
         found = self._embeddings(step)
         values = self.value_proj(found)  # (T, hidden)
         norm_key, norm_query, norm_conv = self.norms

@@ -1,9 +1,9 @@
 """Rotary position embedding of a flat list of tokens, and its frequencies.
 
-Pair i of a head turns by `position * frequency[i]`; where a context was stretched after training,
-the slow pairs turn slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595),
-YaRN (2309.00071), LongRoPE (2402.13753), M-RoPE (2409.12191), and the smoothing that Llama 3.1
-published with its weights.
+Pair i of a head turns by `position * frequency[i]`. If a context was stretched after training, the
+slow pairs turn slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN
+(2309.00071), LongRoPE (2402.13753), M-RoPE (2409.12191), and the smoothing that Llama 3.1 published
+with its weights.
 """
 
 import math
@@ -110,9 +110,10 @@ class FusedRope:
 class MultiRope:
     """M-RoPE: each pair turns by one of a token's three positions: time, row or column.
 
-    Tokens of text have three equal positions. A step of such tokens gives one of them, and runs the
-    plain rope. Else one rope for each axis turns its own pairs: it leaves the others as they are,
-    so a token of three equal positions gets the numbers of the plain rope.
+    Tokens of text have three equal positions. A step with such tokens only gives one position for
+    each, and runs the plain rope. Otherwise one rope for each axis turns its own pairs, and leaves
+    the others as they are. So a token with three equal positions gets the numbers of the plain
+    rope.
     """
 
     __slots__ = ("by_axis", "plain")
@@ -140,8 +141,8 @@ class MultiRope:
 class LongRope:
     """Two ropes; each sequence takes the rope of its own variant (arXiv 2402.13753).
 
-    A step in which all sequences agree runs one rope; another runs both, and takes from each the
-    tokens of its variant.
+    If all sequences of a step have one variant, it runs one rope. Otherwise it runs both, and takes
+    the tokens of each variant from its rope.
     """
 
     __slots__ = ("long", "short")

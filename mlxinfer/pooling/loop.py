@@ -1,8 +1,8 @@
-"""The loop of a pooling model, turn by turn: a pass over waiting rows, and the pass before read.
+"""The loop of a pooling model, turn by turn: a pass over waiting rows, and the pass before is read.
 
-A pass is a flat list of tokens of several rows, without padding; rows keep nothing between passes.
-A row that is longer than a pass is computed alone, some layers a turn: other models of the process
-get the GPU in between.
+A pass is a flat list of tokens of several rows, without padding. Rows keep nothing between passes.
+A row that is longer than a pass is computed alone, some layers in each turn, so that other models
+of the process get the GPU in between.
 """
 
 import time
@@ -105,7 +105,7 @@ class PoolingLoop:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is in flight."""
+        """Whether nothing runs, waits or is in flight."""
         waits = self._in_flight is not None or self._begun is not None
         return not waits and not self._queue.num_waiting
 

@@ -1,9 +1,9 @@
 """Adapters of a model that is spread over ranks: each rank loads its part of the matrices.
 
-All ranks read an adapter's files and check them before one of them loads anything. Then they load
-it piece by piece, together: no rank begins a piece before all have ended the one before, so that
-the sums that some matrices take (DoRA's lengths) come in one order everywhere, and what one rank
-finds wrong ends the load on all of them.
+All ranks read an adapter's files and check them before any rank loads something. Then they load it
+piece by piece, together. No rank begins a piece before all have ended the piece before. So the sums
+that some matrices need (DoRA's lengths) come in one order everywhere. An error on one rank ends the
+load on all of them.
 """
 
 import threading
@@ -38,7 +38,7 @@ class OtherAdapters(FollowerAdapters):
         self._answers: dict[int, list[messages.AdapterDone]] = {}  # by number of the adapter
 
     def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
-        """Let every rank read what the adapter changes; other work may go on where this yields.
+        """Let every rank read the adapter. Other work may go on whenever this yields.
 
         Yields:
             Seconds until it is worth looking for answers again.
@@ -80,7 +80,7 @@ class OtherAdapters(FollowerAdapters):
         return all(one.ended for one in self._taken(number, adapter))
 
     def remove(self, number: int) -> None:
-        """Let every rank take the adapter off its part, as far as it was loaded."""
+        """Let every rank take the adapter off its part, even if it is not completely loaded."""
         self._answers.pop(number, None)
         self._others.tell("remove_adapter", number)
 
@@ -94,7 +94,7 @@ class OtherAdapters(FollowerAdapters):
         return True
 
     def _taken(self, number: int, adapter: AdapterFolder) -> list[messages.AdapterDone]:
-        """All answers; raises CheckpointError where one has a problem."""
+        """All answers; raises CheckpointError if one has a problem."""
         answers = sorted(self._answers.pop(number), key=lambda one: one.rank)
         for one in answers:
             if one.problem is not None:
@@ -119,11 +119,11 @@ class OwnAdapters:
         self._loading: dict[int, Iterator[None]] = {}
 
     def begin(self, load: int, model: LanguageModel) -> None:
-        """This rank's part of a model is there, by the order of this number."""
+        """Note this rank's part of a model, which the order of this number loaded."""
         self._load, self._loaded = load, ModelAdapters(model)
 
     def end(self) -> None:
-        """The model goes, and its adapters with it."""
+        """Drop the model and its adapters."""
         self._loaded, self._loading = None, {}
 
     def check(self, number: int, folder: str, identity: str) -> None:

@@ -1,10 +1,10 @@
-"""Control connections between rank 0 and the others: frames of bytes, and which may connect.
+"""Control connections between rank 0 and the others: frames of bytes, and who may connect.
 
-Both sides prove that they know a shared secret before anything else is said: each answers the
-other's random number with an HMAC of both numbers. Later frames are not encrypted: links are
-private networks, and public addresses are refused (hosts.py). Rank 0 meets all that connect at
-once, so that a stranger that says nothing holds up no rank; behind the proofs it answers whether
-the rank belongs to its group, and why not.
+Both sides first prove that they know a shared secret: each answers the other's random number with
+an HMAC of both numbers. Later frames are not encrypted. Links are private networks, and public
+addresses are refused (hosts.py). Rank 0 meets all connections at once, so a stranger that says
+nothing holds up no rank. After the proofs it answers whether the rank belongs to its group, and if
+not, why.
 """
 
 import contextlib
@@ -45,20 +45,21 @@ class Connection:
         self._max_frame = MAX_UNPROVEN
 
     def send(self, frame: bytes) -> None:
-        """Send a frame; OSError where the other side has left."""
+        """Send a frame; raises OSError if the other side has left."""
         self._socket.sendall(struct.pack("<I", len(frame)) + frame)
 
     def receive(self) -> bytes:
-        """The next frame; EOFError or OSError where the other side has left."""
+        """The next frame; raises EOFError or OSError if the other side has left."""
         (length,) = struct.unpack("<I", self._exactly(4))
         if length > self._max_frame:
             raise EOFError(f"a frame of {length} bytes")
         return self._exactly(length)
 
     def receive_within(self, seconds: float) -> bytes:
-        """The next frame, which must begin within so many seconds that this process runs.
+        """The next frame, which must begin within so many seconds.
 
-        Seconds that it was suspended do not count. EOFError where none comes, and as of `receive`.
+        Seconds in which this process was suspended do not count. Raises EOFError if no frame comes,
+        and as `receive`.
         """
         for _ in range(math.ceil(seconds)):
             if select.select([self._socket], [], [], 1.0)[0]:
@@ -86,7 +87,7 @@ class Connection:
         return self._socket.fileno()
 
     def trust(self) -> None:
-        """The other side has proved itself: frames may be large, and may take their time."""
+        """Allow large and slow frames, because the other side has proved itself."""
         self._max_frame, self._deadline_s = MAX_FRAME, math.inf
         self._socket.settimeout(None)
 
@@ -236,7 +237,7 @@ def _proven(connection: Connection, secret: bytes) -> Hello:
 
 
 def _add(ranks: dict[int, Connection], own: Hello, connection: Connection, hello: Hello) -> None:
-    """Take a rank in, and say so to it; RanksFailedError where it does not belong there."""
+    """Take a rank in, and tell it so; raises RanksFailedError if it does not belong here."""
     before = ranks.get(hello.rank)
     problem = _misfit(own, hello)
     if not problem and before is not None and not before.is_closed:
@@ -256,7 +257,7 @@ def _add(ranks: dict[int, Connection], own: Hello, connection: Connection, hello
 
 
 def _misfit(own: Hello, hello: Hello) -> str:
-    """Why a rank does not belong to the group of rank 0; empty: it does."""
+    """Why a rank does not belong to the group of rank 0; empty if it does."""
     it = f"Rank {hello.rank} of {hello.size}"
     if hello.version != own.version:
         return f"{it} runs {hello.version}, and rank 0 {own.version}; install the same on all."

@@ -1,7 +1,7 @@
 """A rank other than 0: runs the steps that rank 0 sends, until the connection ends.
 
-One thread reads the connection, and answers whether the process lives; the other owns MLX. When
-rank 0 is gone the process ends at once, also out of a collective operation that waits for it.
+One thread reads the connection, and answers that the process lives. The other thread owns MLX. When
+rank 0 is gone the process ends at once, even if a collective operation waits for rank 0.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ class Follower:
     # -- on the thread that owns MLX ------------------------------------------------------------
 
     def _form(self) -> None:
-        """All ranks are there: form the group of MLX."""
+        """Form the group of MLX: all ranks are there."""
         self._link = GroupLink(join_group(self._place))
         log.info("rank %d of %d has joined", self._place.rank, self._place.size)
 
@@ -184,7 +184,7 @@ class Follower:
         self._say(messages.Loaded(rank, number, problem, *facts))
 
     def _folder(self, name: str, stated: str, digest: int) -> Path:
-        """Where the checkpoint lies here; MlxinferError where it is another one."""
+        """The folder of the checkpoint here; raises MlxinferError if it is another checkpoint."""
         folder = Path(stated) if self._find is None else self._find(name)
         if messages.digest_of(folder) != digest:
             raise MlxinferError(
@@ -247,13 +247,13 @@ class Follower:
         self._running.cache.commit(num_kept)
 
     def _reset(self) -> None:
-        """Forget what is in the cache."""
+        """Forget the contents of the cache."""
         self._in_flight = None
         self._running.cache.reset()
         self._disk.take_held()
 
     def _extend(self, extents: Sequence[int]) -> None:
-        """Pages of each layer group that are handed out."""
+        """Note how many pages of each layer group are handed out."""
         for group, extent in zip(self._running.cache.groups, extents, strict=True):
             group.allocator.extent = extent
 
@@ -278,7 +278,7 @@ class Follower:
         self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))
 
     def _resize(self, num_pages: list[int]) -> None:
-        """Each layer group may have so many pages: adapters take memory, or give it back."""
+        """Limit the pages of each layer group: adapters take memory, or give it back."""
         for group, count in zip(self._running.cache.groups, num_pages, strict=True):
             group.allocator.resize(count)
 

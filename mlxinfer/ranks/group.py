@@ -1,8 +1,8 @@
 """Rank 0's side of a group of ranks: forms it, sends steps, and notices when one fails.
 
-A group fails as a whole, and for good: MLX forms one group in the life of a process. Then the
-sockets of its ring are shut, so that nothing waits in a collective operation any more; the engine's
-step raises, its requests end with the reason, and what owns the process starts it again.
+A group fails as a whole, and for good, because MLX forms one group in the life of a process. Then
+the sockets of its ring are shut, so that no collective operation waits any more. The engine's step
+raises, and its requests end with the reason. The owner of the process starts it again.
 """
 
 import atexit
@@ -141,7 +141,7 @@ class RankGroup(Followers):
         pipeline: bool = False,
         watch: Callable[[int, int], None] | None,
     ) -> LanguageModel:
-        """Every rank loads its part; this one's.
+        """Let every rank load its part; returns this rank's part.
 
         Raises:
             CheckpointError: one of the others could not.
@@ -177,7 +177,7 @@ class RankGroup(Followers):
         return model
 
     def _check_loading(self, name: str) -> None:
-        """Raise CheckpointError where a rank has said that it cannot load its part."""
+        """Raise CheckpointError if a rank has said that it cannot load its part."""
         for rank, problem in sorted(self._problems.items()):
             raise CheckpointError(f"Rank {rank} cannot load {name}: {problem}")
 
@@ -198,7 +198,7 @@ class RankGroup(Followers):
         return min(room(own_bytes), *map(default_kv_bytes, machines, others))
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
-        """Every rank makes a cache like this; `taps` as of `Forward`.
+        """Let every rank make a cache like this; `taps` as of `Forward`.
 
         Raises:
             RanksFailedError: the group has failed, or another's cache is different.
@@ -227,7 +227,7 @@ class RankGroup(Followers):
                 raise self.fail(RuntimeError(f"a rank has a cache of {found}; expected {own}"))
 
     def release(self) -> None:
-        """The model is not used any more; another may be loaded."""
+        """Give up the model. Another may be loaded."""
         with contextlib.suppress(RanksFailedError):
             self._tell("release")
         self._sent_s.clear()  # steps in flight are not read any more
@@ -261,7 +261,7 @@ class RankGroup(Followers):
         self._send_frame(frame)
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """The first step of those that were sent and not read has ended; as `KVCache.commit`."""
+        """End the oldest step that was sent and not read; as `KVCache.commit`."""
         if self._sent_s:
             self._sent_s.pop(0)
         if num_kept:
@@ -273,11 +273,11 @@ class RankGroup(Followers):
         self._send_frame(messages.encode(message))
 
     def resize(self, num_pages: Sequence[int]) -> None:
-        """Every rank may have so many pages of each layer group from now on."""
+        """Limit the pages of each layer group on every rank."""
         self._tell("resize", list(num_pages))
 
     def reset(self, error: BaseException) -> None:
-        """A step failed by this error: what is in the caches is forgotten.
+        """Forget the contents of all caches, because a step failed by this error.
 
         Raises:
             RanksFailedError: MLX raised it, so that other ranks may wait for this one; or the group
@@ -289,7 +289,7 @@ class RankGroup(Followers):
         self._tell("reset")
 
     def fail(self, error: BaseException) -> RanksFailedError:
-        """Nothing is to be trusted any more: the error that says so."""
+        """Mark the group as failed; returns the error to raise."""
         with self._lock:
             if self.failure is not None:
                 return self.failure
@@ -422,7 +422,7 @@ class RankGroup(Followers):
 
 
 def _no_answers() -> dict[type, queue.SimpleQueue[Any]]:
-    """By kind, what other ranks answer."""
+    """The answers of other ranks by kind, all empty."""
     kinds = (messages.Loaded, messages.Ready, messages.AdapterDone, messages.DiskDone)
     return {kind: queue.SimpleQueue() for kind in kinds}
 

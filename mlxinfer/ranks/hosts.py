@@ -1,7 +1,7 @@
-"""Where ranks are: a host file, what a launcher left in the environment, or this machine.
+"""The places of ranks: from a host file, from a launcher's environment, or on this machine.
 
-Links are private by rule. Ranks are named by addresses, each of one interface, and bound to them;
-names and public addresses are refused.
+Links are private by rule. Ranks are named by addresses, each of one interface, and bound to them.
+Names and public addresses are refused.
 """
 
 import ipaddress
@@ -286,7 +286,7 @@ class LocalRanks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, place: Place, secret: bytes) -> None:
-        """Start them; what they need goes over their standard input, not where others see it."""
+        """Start them. Their settings go over standard input, where no one else sees them."""
         for rank in range(1, place.size):
             process = subprocess.Popen(
                 [sys.executable, "-m", "mlxinfer.ranks"], stdin=subprocess.PIPE
@@ -298,7 +298,7 @@ class LocalRanks:
             process.stdin.close()
 
     def ended(self) -> str | None:
-        """Which one has ended, and how; None: none has."""
+        """Which of them has ended, and how; None: all run."""
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None:

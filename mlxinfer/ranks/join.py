@@ -67,8 +67,8 @@ def gather_others(
 def join_group(place: Place) -> mx.distributed.Group:
     """The group of all ranks; waits for them.
 
-    Where another rank ends just now, MLX waits for it for ever, and lets no Python run meanwhile.
-    So the process ends, with status 1, after `JOIN_S` seconds: a timer without Python does that.
+    If another rank ends at this moment, MLX waits for it for ever, and lets no Python run
+    meanwhile. So a timer without Python ends the process with status 1 after `JOIN_S` seconds.
 
     Raises:
         RuntimeError: MLX could not reach them, or has no such backend.

@@ -134,7 +134,7 @@ def ready(cache: KVCache) -> Ready:
 
 
 def digest_of(folder: Path) -> int:
-    """Of config.json and of all headers: that ranks on two machines have the same checkpoint.
+    """The digest of config.json and of all headers, to compare the checkpoints of two machines.
 
     Errors as of `read_headers`.
     """

@@ -1,8 +1,8 @@
 """Steps as bytes: msgpack of integers and arrays, never objects that could run anything.
 
-Page tables go over once; afterwards only what changed of them does. A steady batch of decodes is
-little more than its positions. The other side makes a `StepInputs` with the same numbers. Now and
-then both sides compare a checksum of them.
+A page table is sent once, and after that only its changes. A steady batch of decodes is little more
+than its positions. The other side makes a `StepInputs` with the same numbers. Now and then both
+sides compare a checksum of them.
 """
 
 import zlib
@@ -236,7 +236,7 @@ def _work_of(row: Sequence[Any], held: Mapping[bytes, memoryview]) -> CacheWork:
 
 
 def checksum(step: StepInputs) -> int:
-    """Of all that decides what a step computes, and what it reads and writes of the cache."""
+    """The checksum of everything that decides a step's results, and its work on the cache."""
     segments = replace(
         step.segments,
         short=[replace(part, _memo={}) for part in step.segments.short],

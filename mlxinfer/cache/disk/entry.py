@@ -159,7 +159,7 @@ class Files:
             return file.read()
 
     def rename(self, path: str, to: str) -> None:
-        """Put a file in the place of another, in one go."""
+        """Replace a file by another, in one go."""
         os.replace(path, to)
 
     def sync_folder(self, folder: str) -> None:
@@ -184,7 +184,7 @@ class Files:
         return os.stat(path, follow_symlinks=False).st_nlink > 1
 
     def mark_used(self, path: str, at_ns: int) -> None:
-        """Set the time of last use, nanoseconds since the epoch."""
+        """Set the time of last use, in nanoseconds since the epoch."""
         os.utime(path, ns=(at_ns, at_ns))
 
 

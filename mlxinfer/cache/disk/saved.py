@@ -106,7 +106,7 @@ class SavedSession:
 
     @classmethod
     def of(cls, head: Entry | None) -> "SavedSession":
-        """The session of an entry; raises DamagedSessionError where it is none."""
+        """The session of an entry; raises DamagedSessionError if it holds none."""
         with contextlib.suppress(msgspec.DecodeError):
             found = None if head is None else msgspec.json.decode(bytes(head.payload), type=cls)
             if found is not None and found.prompt.is_sound:
@@ -188,7 +188,7 @@ class SavedSessions:
             shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, session: SavedSession, tier: DiskTier) -> None:
-        """Check every entry, and give the tier those that it lost; raises DamagedSessionError."""
+        """Check every entry, and give the tier those it has lost; raises DamagedSessionError."""
         place = self._place(session.name, session.owner)
         for _, key in session.prompt.keys(session.prompt.root):
             own = place / _name(key)

@@ -1,11 +1,12 @@
 """Prefix pages on an SSD: a file for each entry, under a byte budget, written by a thread.
 
-Bytes in, bytes out; knows no mlx. The files are a cache: a full or broken disk, a killed
-process or a flipped bit costs a miss, never a wrong payload and never an exception.
+Bytes in, bytes out; knows no mlx. The files are a cache. A full or broken disk, a killed process or
+a flipped bit costs a miss, and never gives a wrong payload or an exception.
 
-`root/<namespace>/<key>.kv`, one page each. A file appears under its name whole or not at all:
-it is written under another name, synced and renamed. Names carry the key, so several processes may
-share a root: they write the same file twice, or miss one that another removed, and nothing worse.
+`root/<namespace>/<key>.kv`, one page each. A file appears under its name complete or not at all: it
+is written under another name, synced and renamed. Names carry the key, so several processes may
+share a root. The worst that happens is that two write the same file, or that one misses a file that
+another removed.
 """
 
 import contextlib
@@ -103,8 +104,8 @@ class DiskTier:
     def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
         """The entries of a prompt's `chain_keys` from the first on, up to the first miss.
 
-        They count as used, the first the most: so a chain loses its end first, without which its
-        beginning still is of use.
+        They count as used, the first one most recently. So a chain loses its end first, and its
+        beginning stays useful.
         """
         entries: list[Entry] = []
         read: list[str] = []  # from the disk
@@ -166,7 +167,7 @@ class DiskTier:
             self._forget(path)
 
     def count_dropped(self) -> None:
-        """An entry was not written for want of room or time."""
+        """Count an entry that was not written for want of room or time."""
         with self._lock:
             self._counts["dropped"] += 1
 
@@ -199,7 +200,7 @@ class DiskTier:
     # -- writing --------------------------------------------------------------------------------
 
     def write_entry(self, entry: Entry) -> bool:
-        """Write an entry, removing the longest unused for room; whether it is there now."""
+        """Write an entry, and remove the longest unused ones for room; False: it is not written."""
         size = entry.num_bytes
         if size > self.max_bytes:
             self.count_dropped()
@@ -303,7 +304,7 @@ class DiskTier:
         return False
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put is on the disk; whether it is."""
+        """Wait until all entries so far are on the disk; False: some are not."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
@@ -325,7 +326,7 @@ class DiskTier:
             return self._pending.get(key)
 
     def _write_all(self) -> None:
-        """The writer's thread. Should a bug end it, no caller is left waiting."""
+        """The writer's thread. If a bug ends it, no caller waits for ever."""
         try:
             while (entry := self._next()) is not None:
                 self.write_entry(entry)
@@ -346,7 +347,7 @@ class DiskTier:
             return next(iter(self._pending.values()), None)
 
     def _done(self, entry: Entry) -> bool:
-        """Whether an entry that was written is still wanted: it was not removed meanwhile."""
+        """Whether a written entry is still wanted: it may have been removed meanwhile."""
         with self._changed:
             if self._pending.get(entry.key) is not entry:
                 return False
@@ -384,7 +385,7 @@ class DiskTier:
             self._scan()
 
     def _scan(self, *, remove_temps: bool = False) -> None:
-        """Learn what is there, and how long unused. Other names than ours are left alone."""
+        """Find the entries of the folder and when they were used. Other files are left alone."""
         found: list[tuple[int, str, int]] = []
         for folder in self._folders():
             for name in self._names(folder):

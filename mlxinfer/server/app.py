@@ -30,6 +30,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
     Route("POST", "/v1/chat/completions/input_tokens", chat.chat_input_tokens),
     Route("POST", "/v1/completions", completions.complete),
+    Route("POST", "/completion", completions.complete_prompt),
     Route("POST", "/infill", completions.infill),
     Route("POST", "/v1/responses", responses.responses),
     Route("POST", "/v1/responses/input_tokens", responses.input_tokens),

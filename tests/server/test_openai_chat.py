@@ -133,7 +133,7 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
     assert "timings" not in plain
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infill"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/infill"])
 @pytest.mark.ci
 def test_a_stream_says_how_far_its_prompt_is(
     server: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +143,7 @@ def test_a_stream_says_how_far_its_prompt_is(
     monkeypatch.setattr(session, "fim_tokens", lambda _: marks)
     text = f"{path} one two three four five six seven eight " * 60
     asked = chat(text, max_tokens=2, return_progress=True)
-    asked |= {"prompt": text} if path == "/v1/completions" else {}
+    asked |= {"prompt": text} if path in ("/v1/completions", "/completion") else {}
     asked |= {"input_prefix": text, "input_suffix": ""} if path == "/infill" else {}
     for cached in (False, True):
         events = [event for event in server.events(path, asked) if event != "[DONE]"]

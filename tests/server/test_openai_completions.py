@@ -250,6 +250,24 @@ def test_editors_ask_for_infill(coder: ScriptedServer) -> None:
     assert refused.json()["error"]["param"] == "samplers"
 
 
+def test_one_text_in_llama_cpps_form_is_the_same_text(server: LiveServer) -> None:
+    asked = {"prompt": TEXT, "n_predict": 6, "temperature": 0, "cache_prompt": True}
+    (choice,) = server.post(PATH, ask()).json()["choices"]
+    said = server.post("/completion", asked).json()
+    assert (said["content"], said["stop_type"]) == (choice["text"], "limit")
+    assert said["tokens_predicted"] == 6
+    of_ids = server.post("/completion", {**asked, "prompt": ids_of(server, TEXT)}).json()
+    assert of_ids["content"] == said["content"]
+    assert of_ids["tokens_evaluated"] == said["tokens_evaluated"]
+    pieces = server.events("/completion", {**asked, "stream": True})
+    assert "".join(piece["content"] for piece in pieces) == choice["text"]
+    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    for prompt in ([TEXT, TEXT], {"prompt_string": TEXT}, [-1], None):
+        refused = server.post("/completion", {**asked, "prompt": prompt})
+        assert refused.status_code == 400, prompt
+        assert refused.json()["error"]["param"].startswith("prompt")
+
+
 def test_a_model_without_such_tokens_says_so(live: LiveServer) -> None:
     gap = {"input_prefix": "a", "input_suffix": "b"}
     for path, body in ((COMPLETIONS, {"prompt": "a", "suffix": "b"}), ("/infill", gap)):

@@ -270,10 +270,9 @@ def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
 def complete(server: LiveServer, subject: str, id_slot: int) -> tuple[str, int, int]:
     """The answer to a completion in a slot; tokens of its prompt, and those computed."""
     body = {"prompt": LONG + subject, "id_slot": id_slot, "cache_prompt": True, "temperature": 0}
-    reply = server.post("/v1/completions", body).json()
-    usage = reply["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return reply["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens"] - cached
+    reply = server.post("/completion", {**body, "n_predict": 16}).json()
+    assert reply["stop"]
+    return reply["content"], reply["tokens_evaluated"], reply["timings"]["prompt_n"]
 
 
 def test_slots_are_saved_and_restored(tmp_path: Path) -> None:

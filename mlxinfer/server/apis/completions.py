@@ -1,4 +1,4 @@
-"""POST /v1/completions and /infill: texts and token ids to be continued, and gaps to be filled."""
+"""POST /v1/completions, /completion, /infill: texts and token ids to be continued, gaps to fill."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,7 +238,7 @@ def merged(pieces: Sequence[Plain]) -> Plain:
     return {**last, "text": text, "logprobs": whole, **({"token_ids": ids} if ids else {})}
 
 
-# -- /infill: llama.cpp's path for editors (source: tools/server/README.md of llama.cpp) ---------
+# -- /completion, and /infill for editors, in llama.cpp's form (source: its tools/server/README.md)
 
 
 class ExtraFile(msgspec.Struct, kw_only=True):
@@ -248,8 +248,8 @@ class ExtraFile(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class InfillRequest(ConstraintFields, kw_only=True):
-    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
+class LlamaRequest(ConstraintFields, kw_only=True):
+    """The fields that both paths have."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: neutral for name, neutral in REFUSED.items() if name != "samplers"},
@@ -258,10 +258,6 @@ class InfillRequest(ConstraintFields, kw_only=True):
         "top_logprobs": (0,),
     }
 
-    input_prefix: str
-    input_suffix: str
-    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
-    prompt: str | None = None
     samplers: list[str] | None = None
 
     def resolve(self) -> None:
@@ -271,14 +267,27 @@ class InfillRequest(ConstraintFields, kw_only=True):
             refuse("samplers", self.samplers)
 
 
-def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
-    """The text of a request with its gap."""
-    limit = INFILL_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+class InfillRequest(LlamaRequest, kw_only=True):
+    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
+    prompt: str | None = None
+
+
+class PromptRequest(LlamaRequest, kw_only=True):
+    """One text, or its token ids."""
+
+    prompt: str | list[int]
+
+
+def _one_text(body: LlamaRequest, model: ServedModel, limit: int, **text: Any) -> TextInput:
+    """A text with the options of a request, and a limit of tokens where it has none."""
+    limit = limit if body.max_tokens is None else body.max_tokens
     max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
     return TextInput(
-        prompt=body.input_prefix + (body.prompt or ""),
-        suffix=body.input_suffix,
-        files=[(file.filename, file.text) for file in body.input_extra or ()],
+        **text,
         params=sampling_params(body, model, max_tokens=max_tokens, stop=body.stops),
         constraint=constraint(body),
         cache_salt=body.cache_salt,
@@ -290,8 +299,20 @@ def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
 
 async def infill(call: Call, body: InfillRequest) -> Plain | Events:
     """Complete code at the cursor (llama.cpp's form)."""
+    prompt = body.input_prefix + (body.prompt or "")
+    files = [(file.filename, file.text) for file in body.input_extra or ()]
+    text = {"prompt": prompt, "suffix": body.input_suffix, "files": files}
+    return await _answer(call, body, INFILL_MAX_TOKENS, text)
+
+
+async def complete_prompt(call: Call, body: PromptRequest) -> Plain | Events:
+    """Continue one text (llama.cpp's form)."""
+    return await _answer(call, body, UNLIMITED, {"prompt": body.prompt})
+
+
+async def _answer(call: Call, body: LlamaRequest, limit: int, text: Plain) -> Plain | Events:
     model = await call.model(body.model)
-    answers = await call.start(model, lambda: [read_infill(body, model)])
+    answers = await call.start(model, lambda: [_one_text(body, model, limit, **text)])
 
     def write(step: AnswerStep) -> Iterator[bytes]:
         text, result = step.delta.text, step.delta.result
@@ -299,18 +320,18 @@ async def infill(call: Call, body: InfillRequest) -> Plain | Events:
         if step.progress is not None:
             yield data({**piece, "prompt_progress": progress_of(answers, step)})
         elif result is not None:
-            yield data(_infill_end(answers, text, model.name))
+            yield data(_end(answers, text, model.name))
         elif text:
             yield data(piece)
 
     if body.stream:
         return Events(call.frames(answers, write))
     (result,) = await answers.aresults()
-    return _infill_end(answers, "" if body.max_tokens == 0 else result.text, model.name)
+    return _end(answers, "" if body.max_tokens == 0 else result.text, model.name)
 
 
-def _infill_end(answers: Answers, text: str, model: str) -> Plain:
-    """The code at the cursor, or the last piece of it."""
+def _end(answers: Answers, text: str, model: str) -> Plain:
+    """The whole answer, or the last piece of it."""
     (answer,) = answers.answers
     result, word = answer.result, answer.stop_match
     assert result is not None

@@ -1,9 +1,9 @@
 """How fast a Mac can be at most with a model: an estimate from its memory bandwidth and arithmetic.
 
-Each token of an answer reads the weights it is computed with, the KV cache and the states once, so
-no answer is faster than bandwidth / bytes; each token of a prompt costs two operations a weight, so
-no prompt is faster than arithmetic / operations (Williams, Waterman, Patterson: Roofline, CACM
-2009). Nothing here was measured: programs reach a part of it, see docs/benchmarks.md.
+Each token of an answer reads its weights, the KV cache and the states once. So no answer is faster
+than bandwidth / bytes. Each token of a prompt costs two operations a weight. So no prompt is faster
+than arithmetic / operations (Williams, Waterman, Patterson: Roofline, CACM 2009). Nothing here was
+measured: programs reach a part of it, see docs/benchmarks.md.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Chooses a format for each group of tensors so that a size is met at the least cost.
 
-Costs add up, so this is a knapsack with one choice per unit. Of each unit only the choices on the
-lower convex hull of (bytes, cost) can be best at some price per byte; from the smallest on, the
-step that reduces the cost most per byte is taken as long as it fits.
+Costs add up, so this is a knapsack with one choice per unit. Only the choices of a unit on the
+lower convex hull of (bytes, cost) can be best at some price per byte. Every unit begins with its
+smallest choice. Then the step that reduces the cost most per byte is taken, as long as it fits.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Statistics of what flows into each matrix, taken layer by layer while the layers are written.
 
-One pass of the texts through the source model serves all: sums of the inputs' squares, which weigh
-the squared errors when scales are chosen (llama.cpp calls them the importance matrix); sums of
-x x^T, from which error feedback is made; and the logits that the output is compared with. Of one
-layer at a time the sums are held, in blocks of inputs where memory is short.
+One pass of the texts through the source model gives everything: sums of the inputs' squares, sums
+of x x^T, and logits. The squares weigh the squared errors when scales are chosen (llama.cpp calls
+them the importance matrix). Error feedback is made from the sums of x x^T. The output's logits are
+compared with the logits. Of one layer at a time the sums are held, in blocks of inputs where memory
+is short.
 """
 
 from collections import Counter

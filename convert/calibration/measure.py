@@ -1,7 +1,7 @@
 """The cost of each unit in each format: measured where a target size is to be met.
 
-Each unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a
-few short sequences with that change are carried to the end beside the plain ones: so a unit's
+Each unit (one matrix, or gate with up) is quantised alone in a probe format. The hidden states of a
+few short sequences with that change are carried to the end beside the plain ones. So a unit's
 damage is measured at the logits, with one layer of the model in memory.
 """
 

@@ -1,9 +1,9 @@
 """Proposals of a DFlash draft: a block of tokens in one pass, for all sequences of a step.
 
-The draft keeps keys and values of its own for the positions with hidden states of the model's
-steps, each sequence in arrays of its own: rows of a block see each other, so pages of a causal
-cache do not serve. Nothing is ever taken back from them, since only verified positions are kept.
-Hidden states of a cached prefix are not there; the block is proposed without them.
+The draft keeps its own keys and values for positions whose hidden states the model's steps gave.
+Each sequence has its own arrays. Pages of a causal cache would not do, because rows of a block see
+each other. Nothing is ever taken back from them, since only verified positions are kept. Hidden
+states of a cached prefix are not there; the block is proposed without them.
 """
 
 from collections import OrderedDict

@@ -2,9 +2,9 @@
 
 A `FileTensor` is an array that lies in files in one piece or several, and is not read yet. Matrices
 that become one are joined before they are read, so each byte goes from the file to its place.
-`mx.load` reads one tensor after the other, and joining its arrays copies them: from the system's
-cache that took 1.2 to 1.4 times as long, and 2.8 times with a quarter more memory where each expert
-is a tensor of its own (600 MB of bfloat16 and the same at 4 bits, on Linux, in one run).
+`mx.load` reads one tensor after the other, and joining its arrays copies them. From the system's
+cache that took 1.2 to 1.4 times as long. If each expert is a tensor of its own, it took 2.8 times
+as long and a quarter more memory (600 MB of bfloat16 and the same at 4 bits, on Linux, in one run).
 """
 
 import json

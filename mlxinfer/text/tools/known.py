@@ -1,9 +1,9 @@
 """The formats that are written by hand, and which format a model uses.
 
-Reading a format off the template fails on these published templates: gpt-oss writes the header of a
-call in another order than its template; the values of Gemma 4 and FunctionGemma are no JSON; the
-template of LFM2 writes no calls; that of Kimi K2 fails on calls in jinja's sandbox. Hermes's form
-is for templates that ask for it and write no calls, as those of several fine-tuned models.
+A format cannot be read off these published templates: gpt-oss writes the header of a call in
+another order than its template. The values of Gemma 4 and FunctionGemma are no JSON. The template
+of LFM2 writes no calls. The template of Kimi K2 fails on calls in jinja's sandbox. Hermes's form is
+for templates that ask for it and write no calls, as those of several fine-tuned models.
 """
 
 import re

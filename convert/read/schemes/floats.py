@@ -6,9 +6,9 @@ weight_block_size), compressed-tensors (float-quantized and mxfp8), ModelOpt, FB
 are powers of two are those of MLX's mxfp8, repeated for each 32 inputs.
 
 Four bits with a scale for 16 or 32 inputs. compressed-tensors: weight_packed, weight_scale, and for
-nvfp4
-weight_global_scale, which divides. ModelOpt: weight, weight_scale, and weight_scale_2, which
-multiplies. DeepSeek V4: weight as signed bytes, scale. MLX's nvfp4 has no such third scale, so where there is one, there are only values.
+nvfp4 weight_global_scale, which divides. ModelOpt: weight, weight_scale, and weight_scale_2, which
+multiplies. DeepSeek V4: weight as signed bytes, scale. MLX's nvfp4 has no third scale. A matrix
+with one has values only, no codes.
 """
 
 from collections.abc import Iterator
@@ -229,5 +229,9 @@ def _fp4_matrix(
         lossless=None if third else form,
     )
     return float_reader(
-        info, parts, form, lambda rows: (codes.view(rows).view(np.uint8), scale.view(rows)), rescaled
+        info,
+        parts,
+        form,
+        lambda rows: (codes.view(rows).view(np.uint8), scale.view(rows)),
+        rescaled,
     )

@@ -74,7 +74,7 @@ def assert_close(found: mx.array, expected: mx.array) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("codes", every(2, [*CODES, PLAIN]), ids=str)
+@pytest.mark.parametrize("codes", every(2, [(codes,) for codes in [*CODES, PLAIN]]), ids=str)
 def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
     """In every format; activation, dtypes, rows and sizes are drawn.
 

@@ -43,7 +43,9 @@ def head_inputs(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def num_streams(config: dict[str, Any]) -> int:
     """Residual streams of a token."""
-    count: int = config.get("hc_count", 4) if config["model_type"].startswith("qwen4") else 1
+    count: int = (
+        config.get("hc_count", 4) if config.get("model_type", "").startswith("qwen4") else 1
+    )
     return count
 
 

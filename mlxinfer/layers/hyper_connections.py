@@ -13,7 +13,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
+from ..metal_kernels.mixing import Mixing, mixing, mixing_twin
+from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor, kernels_of
 from .attention import LayerMixer, Mixer
 from .linear import Projection
 from .mlp import FeedForward
@@ -27,6 +28,10 @@ Block = Callable[[mx.array], mx.array]
 
 class Connection(Protocol):
     """The way from the streams into a block and back."""
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of its own work."""
+        ...
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
         """Streams x (T, n * hidden) -> the same after the block."""
@@ -96,6 +101,10 @@ class GatedConnection:
     def __init__(self, mixture: StreamMixture, weights: Projection) -> None:
         self.mixture = mixture
         self.weights = weights
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None."""
+        return []
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
         """As of `Connection`."""
@@ -177,39 +186,31 @@ class MixingConnection:
         logits: streams (T, n * hidden) -> (T, n + n + n * n): of the weights with which the block
             reads the streams, of those with which they take its output, and of the matrix.
         norm: over what the block reads.
-        num_streams: n.
-        rounds: in which columns, then rows, of the matrix are divided by their sums.
-        eps: added to weights and sums, so that nothing is divided by 0.
+        form: how weights follow from logits.
     """
 
-    __slots__ = ("eps", "logits", "norm", "num_streams", "rounds")
+    __slots__ = ("_in_kernel", "form", "logits", "norm")
 
-    def __init__(
-        self, logits: StreamLogits, norm: Norm, *, num_streams: int, rounds: int, eps: float
-    ) -> None:
+    def __init__(self, logits: StreamLogits, norm: Norm, form: Mixing) -> None:
         self.logits = logits
         self.norm = norm
-        self.num_streams = num_streams
-        self.rounds = rounds
-        self.eps = eps
+        self.form = form
+        self._in_kernel = False
 
-    def mixing(self, logits: mx.array) -> mx.array:
-        """The matrix (T, n, n) of its logits, of the same shape: Sinkhorn-Knopp's algorithm."""
-        found = mx.softmax(logits, axis=-1) + self.eps
-        found = found / (found.sum(axis=-2, keepdims=True) + self.eps)
-        for _ in range(self.rounds - 1):
-            found = found / (found.sum(axis=-1, keepdims=True) + self.eps)
-            found = found / (found.sum(axis=-2, keepdims=True) + self.eps)
-        return found
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernel that makes weights of logits."""
+        return [KernelUse({ANY_ROWS: [self.form.variant]}, self._install)] * self.form.has_kernel
+
+    def _install(self, ready: ReadyFor) -> None:
+        self._in_kernel = ready(1)
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
         """As of `Connection`."""
-        n = self.num_streams
-        read, write, mixing = mx.split(self.logits(x), [n, 2 * n], axis=-1)
-        y = block(self.norm(_weighted(x, mx.sigmoid(read) + self.eps)))
-        taken = 2 * mx.sigmoid(write)[..., None] * y[..., None, :]  # (T, n, hidden)
-        matrix = self.mixing(mx.unflatten(mixing, -1, (n, n))).swapaxes(-1, -2)
-        streams = mx.unflatten(x, -1, (n, -1)).astype(mx.float32)
+        weigh = mixing if self._in_kernel else mixing_twin
+        read, write, matrix = weigh(self.logits(x), self.form)
+        y = block(self.norm(_weighted(x, read)))
+        taken = write[..., None] * y[..., None, :]  # (T, n, hidden)
+        streams = mx.unflatten(x, -1, (self.form.num_streams, -1)).astype(mx.float32)
         return (taken + matrix @ streams).flatten(-2).astype(x.dtype)
 
 
@@ -266,7 +267,7 @@ class StreamLayer(Layer):
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of all parts; those of attention belong to the cache."""
-        return kernels_of(model, self.inject, self.mixer, self.mlp)
+        return kernels_of(model, self.inject, self.mixer, self.mlp, *self.connections)
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """Streams x (T, n * hidden) to the same shape."""

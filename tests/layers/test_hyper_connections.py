@@ -10,6 +10,7 @@ from mlxinfer.layers.hyper_connections import (
     WeightedStreams,
 )
 from mlxinfer.layers.norm import RMSNorm
+from mlxinfer.metal_kernels.mixing import Mixing, mixing_twin
 
 N, HIDDEN, EPS = 3, 8, 1e-6
 
@@ -44,7 +45,7 @@ def _normed(x):
 def test_a_mixing_connection_is_its_formula():
     rng = np.random.default_rng(1)
     logits, parts = _logits(rng, N * (N + 2))
-    connection = MixingConnection(logits, _norm(), num_streams=N, rounds=20, eps=EPS)
+    connection = MixingConnection(logits, _norm(), Mixing(N, 20, EPS))
     x = _random(rng, 5, N * HIDDEN)
     found = np.array(connection(mx.array(x), lambda read: 2 * read + 1))
 
@@ -62,10 +63,8 @@ def test_a_mixing_connection_is_its_formula():
 
 
 def test_rows_and_columns_of_a_mixing_matrix_sum_to_one():
-    rng = np.random.default_rng(2)
-    logits, _ = _logits(rng, N * (N + 2))
-    connection = MixingConnection(logits, _norm(), num_streams=N, rounds=20, eps=EPS)
-    matrix = connection.mixing(mx.array(_random(rng, 50, N, N)))
+    logits = mx.array(_random(np.random.default_rng(2), 50, N * (N + 2)))
+    _, _, matrix = mixing_twin(logits, Mixing(N, 20, EPS))
     for axis in (1, 2):
         np.testing.assert_allclose(np.array(matrix.sum(axis=axis)), 1.0, atol=1e-3)
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ...layers.hyper_connections import MixingConnection, StreamLogits, Streams
 from ...layers.norm import Norm
+from ...metal_kernels.mixing import Mixing
 from ..config import ModelConfig
 from ..decoder import Entry
 from ..family import Family
@@ -49,13 +50,8 @@ class MixedStreams(Family):
     def connection(self, path: str, norm: Norm) -> MixingConnection:
         """The way into a block and back; `norm` is over what the block reads."""
         fields, n = self.config.fields, self.num_streams
-        return MixingConnection(
-            self.stream_logits(path, [n, n, n * n]),
-            norm,
-            num_streams=n,
-            rounds=fields.integer("hc_sinkhorn_iters", high=1000),
-            eps=fields.number("hc_eps"),
-        )
+        form = Mixing(n, fields.integer("hc_sinkhorn_iters", high=1000), fields.number("hc_eps"))
+        return MixingConnection(self.stream_logits(path, [n, n, n * n]), norm, form)
 
     def stream_logits(self, path: str, counts: Sequence[int]) -> StreamLogits:
         """Numbers of the streams, of several kinds: `counts` of each. A kind has one scale."""

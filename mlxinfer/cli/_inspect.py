@@ -13,7 +13,7 @@ from ..memory import weights_bytes
 from ..models import load_any_config
 from ..models.jsonfields import MAX_JSON_BYTES, read_json
 from ..models.language import LanguageConfig
-from ..models.registry import head_of, heads_read, heads_text, language_name
+from ..models.registry import heads_read, heads_text, language_name, layer_ahead
 from ..models.towers.loading import tower_bytes
 from ..models.weights.files import (
     TensorInfo,
@@ -117,7 +117,7 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
 
 def _heads(names: list[str], config: LanguageConfig) -> str | None:
     """Return what is said of the heads of a checkpoint with these tensors, None if it has none."""
-    count, read = heads_read(names, config.model_type, config.num_layers)
+    count, read = heads_read(names, config)
     return heads_text(count, read) if count else None
 
 
@@ -131,7 +131,7 @@ def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | N
     if "embed_tokens" in language:
         tied = config.tie_word_embeddings and "per_layer" not in language
         return 1.0 if tied else 0.0  # else one row of it is read
-    if head_of(name, config.num_layers) is not None:
+    if layer_ahead(name, config.num_layers) is not None:
         return 0.0
     stacked = len(shape) == 3 and shape[0] == config.num_experts
     if config.num_experts and (stacked or ".experts." in language):

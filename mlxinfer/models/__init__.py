@@ -285,7 +285,7 @@ def _note_heads(names: Iterable[str], config: "ModelConfig") -> None:
     """Say which heads of a checkpoint are not read; `names`: of its tensors."""
     from .registry import heads_read, heads_text
 
-    count, read = heads_read(names, config.model_type, config.num_layers)
+    count, read = heads_read(names, config)
     if read < count:
         log.warning("%s: the checkpoint has %s", config.model_type, heads_text(count, read))
 

@@ -154,6 +154,11 @@ class Family:
         """The config with the fields that only this family reads from `config.fields`."""
         return config
 
+    @classmethod
+    def head_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
+        """What each layer of a head is, as of `ModelConfig.blocks`; none: it has one layer."""
+        return ()
+
     # -- the checkpoint -------------------------------------------------------------------------
 
     @classmethod

@@ -3,9 +3,10 @@
 `load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
 One network is published under several names. DeepSeek V3, GLM 4.5 to 5.2, Ling 3.0 and Hy3 have
 one more layer behind the last one; Qwen3-Next, Qwen 3.5, Mellum 2, EXAONE and MiMo have a module
-`mtp`, and ERNIE 4.5 one of other names. The head reads the model's hidden states behind its last
-norm, and a chain goes on from the head's own normed output. Sources: transformers 5.24, `MtpModel`;
-vLLM, `qwen3_next_mtp.py`, `hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`, `mimo_v2_mtp.py`; FastDeploy,
+`mtp`, and ERNIE 4.5 one of other names; Nemotron 3's has a layer for attention and one for experts.
+The head reads the model's hidden states behind its last norm, and a chain goes on from the head's
+own normed output. Sources: transformers 5.24, `MtpModel`; vLLM, `qwen3_next_mtp.py`,
+`hy_v3_mtp.py`, `bailing_moe_v3_mtp.py`, `mimo_v2_mtp.py`, `nemotron_h_mtp.py`; FastDeploy,
 `ernie4_5_mtp.py`.
 
 `load_eagle` reads a draft from a folder of its own.
@@ -34,7 +35,7 @@ from .family import PACKED, Family
 from .jsonfields import Fields, read_json
 from .language import arrays
 from .quantization import Quantization
-from .registry import family, language_name, name_ahead
+from .registry import family, language_name, layer_ahead, name_ahead
 from .weights.source import Checkpoint
 from .weights.tensors import FLOATS, load_tensors
 from .weights.weights import Weights
@@ -58,31 +59,33 @@ class HeadBlock(Protocol):
 
 
 class JoinedBlock:
-    """One projection of both, normed and side by side, then a decoder layer: MTP.
+    """One projection of both, normed and side by side, then decoder layers, mostly one: MTP.
 
     DeepSeek-V3 technical report (arXiv 2412.19437, 2.2); vLLM, `deepseek_mtp.py` and
     `qwen3_next_mtp.py`.
     """
 
-    __slots__ = ("embedding_norm", "hidden_norm", "layer", "mixers", "proj")
+    __slots__ = ("embedding_norm", "hidden_norm", "layers", "mixers", "proj")
 
     def __init__(
-        self, embedding_norm: Norm, hidden_norm: Norm, proj: Projection, layer: Layer
+        self, embedding_norm: Norm, hidden_norm: Norm, proj: Projection, layers: Sequence[Layer]
     ) -> None:
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
         self.proj = proj
-        self.layer = layer
-        self.mixers = layer.mixers
+        self.layers = layers
+        self.mixers = [mixer for layer in layers for mixer in layer.mixers]
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the layer."""
-        return self.layer.kernels(model)
+        """The kernels of the layers."""
+        return kernels_of(model, *self.layers)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        x, _ = self.layer(self.proj(mx.concatenate(both, axis=-1)), None, step)
+        x, normed = self.proj(mx.concatenate(both, axis=-1)), None
+        for layer in self.layers:
+            x, normed = layer(x, normed, step)
         return x
 
 
@@ -314,14 +317,12 @@ def checked_taps(what: str, layers: Sequence[int], num_layers: int) -> tuple[int
     return tuple(layers)
 
 
-_LATER = re.compile(r"mtp(\.layers|_block)\.[1-9]")  # of a second layer
+_LAYER = re.compile(r"^(?:mtp\.layers|mtp_block|model\.layers)\.\d+\.")
 _PARTS = (  # of a head, as other families call them, and as DeepSeek does
-    ("mtp.layers.0.", ""),
     ("mtp.fc.", "eh_proj."),
     ("mtp.pre_fc_norm_embedding.", "enorm."),
     ("mtp.pre_fc_norm_hidden.", "hnorm."),
     ("mtp.norm.", "shared_head.norm."),
-    ("mtp_block.0.", ""),
     ("mtp_linear_proj.0.", "eh_proj."),
     ("mtp_emb_norm.0.", "enorm."),
     ("mtp_hidden_norm.0.", "hnorm."),
@@ -343,7 +344,7 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
         CheckpointError: a tensor is missing, misshapen or left over.
     """
     index, kind = model.config.num_layers, family(model.config.model_type)
-    names = _Names(f"model.layers.{index}.", kind.rename)
+    names = _Names(index, max(len(kind.head_blocks(model.config)), 1), kind.rename)
     weights = weights_beside(model, folder, names, model.config.quantization)
     if not names.found:
         raise InvalidRequestError(
@@ -358,7 +359,8 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
             "'auto'.",
             param="speculate",
         )
-    config = _longer(model.config, sparse=f"model.layers.{index}.mlp.gate.weight" in weights)
+    sparse = f"model.layers.{index}.mlp.gate.weight" in weights
+    config = _longer(model.config, kind.head_blocks(model.config), sparse=sparse)
     head = _head(kind(config, weights), model)
     weights.finish()
     weights.evaluate(head.arrays())
@@ -366,61 +368,63 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
 
 
 class _Names:
-    """Renames a head's tensors to those of one more layer; None: the tensor is not the head's.
+    """Renames a head's tensors to those of more layers; None: the tensor is not the head's.
 
     Args:
-        layer: what the names of that layer begin with.
+        first, count: of these layers.
         rename: of the family, for what lies in a layer.
     """
 
-    def __init__(self, layer: str, rename: Callable[[str], str | None]) -> None:
-        self._layer, self._rename = layer, rename
+    def __init__(self, first: int, count: int, rename: Callable[[str], str | None]) -> None:
+        self._first, self._count, self._rename = first, count, rename
         self.found = False
 
     def __call__(self, name: str) -> str | None:
-        module, inner = name_ahead(name), language_name(name) or ""
-        if module is not None:
-            inner = self._layer + module
-        if not inner.startswith(self._layer):
+        place = layer_ahead(name, self._first)
+        if place is None or place >= self._count:
             return None
-        inner = inner.removeprefix(self._layer)
-        if _LATER.match(inner):
-            return None
+        inner = _LAYER.sub("", name_ahead(name) or language_name(name) or "")
         for theirs, part in _PARTS:
             if inner.startswith(theirs):
                 inner = part + inner.removeprefix(theirs)
         self.found = True
-        renamed = self._rename(self._layer + inner)
+        if inner.startswith("shared_head."):  # in the last of the head's layers, or in none
+            place = 0
+        renamed = self._rename(f"model.layers.{self._first + place}.{inner}")
         return f"{renamed}.weight" if renamed and renamed.endswith(PACKED) else renamed
 
 
-def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
-    """The config with one more layer, which is like the last one that has attention.
+def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> ModelConfig:
+    """The config with the layers of a head, which are like the last one that has attention.
 
-    It is like the last one of its kind where `mtp_layer_types` states that.
+    They are like the last one of its kind where `mtp_layer_types` states that.
 
     Args:
         config: of the model.
-        sparse: whether that layer has experts.
+        blocks: what each of these layers is; none: there is one.
+        sparse: whether they have experts.
     """
+    count = max(len(blocks), 1)
     states = config.states or (None,) * config.num_layers
     attending = [i for i, state in enumerate(states) if state is None]
     (kind, *_) = config.fields.items("mtp_layer_types") or (None,)
     alike = [i for i in attending if (config.windows[i] is not None) == (kind == SLIDING)]
     last = max(alike if kind and alike else attending)
     more: dict[str, Any] = {
-        name: (*values, values[last])
+        name: (*values, *[values[last]] * count)
         for name in ("windows", "ropes", "query_heads", "heads", "states")
         if (values := getattr(config, name))
     }
-    more["sparse_layers"] = (*(config.sparse_layers or (False,) * config.num_layers), sparse)
-    return replace(config, num_layers=config.num_layers + 1, **more)
+    whole = config.sparse_layers or (False,) * config.num_layers
+    more["sparse_layers"] = (*whole, *[sparse] * count)
+    blocks = (*config.blocks, *blocks)
+    return replace(config, num_layers=config.num_layers + count, blocks=blocks, **more)
 
 
 def _head(builder: Family, model: Model) -> DraftHead:
-    """The head as one more layer; the tables are the model's own."""
-    config, weights = builder.config, builder.weights
-    path = f"model.layers.{config.num_layers - 1}"
+    """The head as more layers; the tables are the model's own."""
+    config, weights, first = builder.config, builder.weights, model.config.num_layers
+    path = f"model.layers.{first}"
     for table in ("embed_tokens", "shared_head.head"):
         weights.drop_below([f"{path}.{table}."])
     weights.drop(f"{path}.shared_head.weight")
@@ -431,24 +435,26 @@ def _head(builder: Family, model: Model) -> DraftHead:
     return DraftHead(
         model,
         config,
-        taps=(config.num_layers - 2 if before else FINAL,),
-        block=_block(builder, path),
+        taps=(first - 1 if before else FINAL,),
+        block=_block(builder, first),
         norm=model.norm if norm is None else norm,
         chains_normed=not before,
     )
 
 
-def _block(builder: Family, path: str) -> HeadBlock:
-    """The network of the head at `path`, whose layer is the last."""
+def _block(builder: Family, first: int) -> HeadBlock:
+    """The network of the head, whose layers are those from `first` on."""
     hidden, linear = builder.config.hidden_size, builder.weights.linear
-    layer, streams = builder.layer(builder.config.num_layers - 1), builder.num_streams
+    path, streams = f"model.layers.{first}", builder.num_streams
+    layers = [builder.layer(index) for index in range(first, builder.config.num_layers)]
     embedding_norm = builder.norm(f"{path}.enorm")
     hidden_norm = builder.norm(f"{path}.hnorm", streams * hidden)
     if streams == 1:
         proj = linear(f"{path}.eh_proj", hidden, 2 * hidden)
-        return JoinedBlock(embedding_norm, hidden_norm, proj, layer)
+        return JoinedBlock(embedding_norm, hidden_norm, proj, layers)
     of_embedding = linear(f"{path}.fc_embedding", hidden, hidden)
     of_streams = linear(f"{path}.fc_hidden", hidden, hidden)
+    (layer,) = layers
     return StreamBlock(embedding_norm, hidden_norm, of_embedding, of_streams, layer)
 
 

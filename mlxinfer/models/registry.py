@@ -255,10 +255,10 @@ def family(model_type: str) -> Any:
     return getattr(import_module(f".families.{module}", __package__), name)
 
 
-def head_of(name: str, num_layers: int) -> int | None:
-    """Which head that predicts further ahead a tensor is of, from 0; None: it is the model's.
+def layer_ahead(name: str, num_layers: int) -> int | None:
+    """Which layer that predicts further ahead a tensor is of, from 0; None: it is the model's.
 
-    `num_layers`: of the model itself; each layer behind them is a head.
+    `num_layers`: of the model itself; those behind them predict.
     """
     number = _NUMBERED.search(language_name(name) or "")
     if name_ahead(name) is not None:
@@ -267,17 +267,19 @@ def head_of(name: str, num_layers: int) -> int | None:
     return None if index < 0 else index
 
 
-def heads_read(names: Iterable[str], model_type: str, num_layers: int) -> tuple[int, int]:
+def heads_read(names: Iterable[str], config: Any) -> tuple[int, int]:
     """How many heads of a checkpoint predict tokens further ahead, and how many of them are read.
 
     Args:
         names: of its tensors.
-        model_type: of its text.
-        num_layers: as of `head_of`.
+        config: of its text, a `LanguageConfig`.
     """
-    found = {head_of(name, num_layers) for name in names} - {None}
-    known = model_type in FAMILIES and family(model_type).has_head
-    return len(found), int(known and 0 in found)
+    layers = {layer_ahead(name, config.num_layers) for name in names} - {None}
+    kind = family(config.model_type) if config.model_type in FAMILIES else None
+    if kind is None or not kind.has_head:
+        return len(layers), 0
+    num_heads = -(-len(layers) // max(len(kind.head_blocks(config)), 1))
+    return num_heads, int(0 in layers)
 
 
 def heads_text(count: int, read: int) -> str:

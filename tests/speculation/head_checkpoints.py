@@ -17,7 +17,7 @@ from speculation.head_names import Tensors, head_names, mtp_tensors
 
 SILENT = (
     *("o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight"),
-    "ple.value_proj.weight",
+    *("ple.value_proj.weight", "out_proj.bias"),
 )
 
 
@@ -58,7 +58,8 @@ def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
         tensors |= {n.replace(of_model, names.mixture): a for n, a in mixture.items()}
     tensors[f"{names.embedding_norm}.weight"] = np.full(hidden, one, np.float32)
     if names.norm is not None:
-        tensors[f"{names.norm}.weight"] = tensors["model.norm.weight"]
+        norms = [n for n in ("model.norm.weight", "backbone.norm_f.weight") if n in tensors]
+        tensors[f"{names.norm}.weight"] = tensors[norms[0]]
 
 
 def write(

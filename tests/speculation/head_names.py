@@ -27,6 +27,7 @@ MTP_CASES = (
     "step3p5-v4",
     "mimo_v2_flash-v4",
     "qwen4_exp_text-v4",
+    "nemotron_h-v5",
 )
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
@@ -81,6 +82,9 @@ def head_names(config: dict[str, Any]) -> HeadNames:
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
         projs = {"proj": "mtp.fc_embedding", "stream_proj": "mtp.fc_hidden"}
         return HeadNames("mtp.layers.0.", *norms, **projs, norm=None, mixture=MIXTURE)
+    if kind == "nemotron_h":
+        parts = [f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")]
+        return HeadNames("mtp.layers.0.", *parts, "mtp.layers.1.final_layernorm")
     if kind == "mimo_v2_flash":
         front = "model.mtp.layers.0."
         parts = [f"{front}{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")]
@@ -111,6 +115,8 @@ def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
         fronts["model.layers.0.mlp."] = f"{names.layer}mlp."
         fronts["model.layers.0.input_layernorm."] = f"{names.layer}input_layernorm."
         fronts["model.layers.0.post_attention_layernorm."] = f"{names.layer}pre_mlp_layernorm."
+    if config["model_type"] == "nemotron_h":  # its attention, and its experts
+        fronts = {"backbone.layers.3.": names.layer, "backbone.layers.4.": "mtp.layers.1."}
     if names.mixture is not None:
         fronts["model.hyper_connection_mixer."] = names.mixture
     shapes = {

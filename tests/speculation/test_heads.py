@@ -255,7 +255,7 @@ def test_of_several_heads_the_first_is_read_and_loading_says_so(
     assert "3 heads that predict tokens further ahead; the first is read" in caplog.text
 
 
-@pytest.mark.parametrize("case", ["olmo_hybrid-v4", "nemotron_h-v4", "kimi_linear-v4", "llama-v4"])
+@pytest.mark.parametrize("case", ["olmo_hybrid-v4", "kimi_linear-v4", "llama-v4"])
 def test_a_head_without_a_known_definition_is_left_out_and_loading_says_so(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,6 +126,7 @@ class NemotronH(Family):
         "moe_shared_expert_intermediate_size": 7688,
         "first_k_dense_replace": 0,
     }
+    has_head = True
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"
 
@@ -168,6 +169,11 @@ class NemotronH(Family):
             blocks=blocks,
             states=tuple(state if kind == MAMBA else None for kind in blocks),
         )
+
+    @classmethod
+    def head_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Attention and experts, unless others are stated."""
+        return tuple(_blocks(config.fields, "mtp_", ATTENTION + EXPERTS))
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -251,21 +257,27 @@ class NemotronH(Family):
         return self.config.blocks[index]
 
 
-def _blocks(config: Fields) -> str:
+def _blocks(config: Fields, front: str = "", default: str | None = None) -> str:
     """The kind of each block, one letter each.
 
+    Args:
+        config: of the model.
+        front: of the keys that list them.
+        default: where none of them is there; None: one must be.
+
     Raises:
-        CheckpointError: neither of the keys that list them does so.
+        CheckpointError: neither of the keys lists them.
     """
-    listed = config.items("layers_block_type", "layer_types")
-    pattern = config.get("hybrid_override_pattern")
+    listed = config.items(f"{front}layers_block_type", f"{front}layer_types")
+    pattern = config.get(f"{front}hybrid_override_pattern") or default
     if listed is None:
         kinds = list(pattern) if isinstance(pattern, str | list) else []
     else:
         kinds = [_KINDS.get(str(kind), "") for kind in listed]
     if not kinds or not all(kind in (MAMBA, ATTENTION, DENSE, EXPERTS) for kind in kinds):
         raise CheckpointError(
-            f"{config.where} must list its blocks, as layers_block_type of {', '.join(_KINDS)}, or "
-            f"as hybrid_override_pattern of the letters {MAMBA}, {ATTENTION}, {DENSE}, {EXPERTS}."
+            f"{config.where} must list its blocks, as {front}layers_block_type of "
+            f"{', '.join(_KINDS)}, or as {front}hybrid_override_pattern of the letters {MAMBA}, "
+            f"{ATTENTION}, {DENSE}, {EXPERTS}."
         )
     return "".join(kinds)

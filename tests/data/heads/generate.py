@@ -39,6 +39,7 @@ from speculation.head_names import (  # noqa: E402
 )
 
 SLIDING = "sliding_attention"
+TABLES = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 LAYER_TYPES = {
     "exaone4": (SLIDING, "dense"),
     "exaone_moe": (SLIDING, "dense"),
@@ -76,36 +77,88 @@ def reference(case: str, folder: Path) -> np.ndarray:
 
 
 def of_streams(case: str, folder: Path) -> np.ndarray:
-    """As `reference`, of Qwen4-Exp, whose head transformers has not.
+    """As `reference`, of Qwen4-Exp: SGLang's `qwen4_exp_mtp.py` joins the inputs."""
+    config = CASES[case]
+    kinds = [kind for kind in config["layer_types"] if kind != "linear_attention"]
+    changes = {"num_hidden_layers": 1, "layer_types": kinds[:1], "ple_layer_ids": []}
+    names = {"mtp.layers.": "model.layers.", "mtp.hyper": "model.hyper"}
+    model, head, (embedded, hidden) = alone(case, folder, changes, names)
 
-    SGLang's `qwen4_exp_mtp.py` joins the inputs, and transformers' own model of one layer follows.
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms(x, 1 + head[f"mtp.pre_fc_norm_{name}.weight"], model.config.rms_norm_eps)
+
+    streams = normed(hidden, "hidden").unflatten(-1, (-1, config["hidden_size"]))
+    streams = streams @ head["mtp.fc_hidden.weight"].T
+    joined = normed(embedded, "embedding") @ head["mtp.fc_embedding.weight"].T
+    return behind(model, (streams + joined[:, None]).flatten(1))
+
+
+def of_blocks(case: str, folder: Path) -> np.ndarray:
+    """As `reference`, of Nemotron 3, whose head has a layer for each block (vLLM)."""
+    changes = {"num_hidden_layers": 2, "layers_block_type": ["full_attention", "moe"]}
+    names = {
+        "mtp.layers.1.final_layernorm.": "backbone.norm_f.",
+        "mtp.layers.": "backbone.layers.",
+    }
+    model, head, (embedded, hidden) = alone(case, folder, changes, names)
+    front, eps = "mtp.layers.0.", CASES[case]["layer_norm_epsilon"]
+    parts = [(embedded, "enorm"), (hidden, "hnorm")]
+    both = [rms(x, head[f"{front}{name}.weight"], eps) for x, name in parts]
+    return behind(model, torch.cat(both, -1) @ head[f"{front}eh_proj.weight"].T)
+
+
+def alone(
+    case: str, folder: Path, changes: dict, names: dict[str, str]
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """A head's layers as a model of transformers, which has no such head.
+
+    Args:
+        changes: of the config.
+        names: fronts of the head's names, and of the model's.
+
+    Returns:
+        The model, the head's tensors, and what the head reads: embeddings and hidden states.
     """
     config = CASES[case]
     tensors = tiny_tensors(config)
     head = mtp_tensors(config, tensors)
-    kinds = [kind for kind in config["layer_types"] if kind != "linear_attention"]
-    alone = {**config, "num_hidden_layers": 1, "layer_types": kinds[:1], "ple_layer_ids": []}
-    own = {n.replace("mtp.", "model.", 1): a for n, a in head.items() if "fc_" not in n}
-    tables = {n: a for n, a in tensors.items() if "embed_tokens" in n or "lm_head" in n}
-    read = read_config(alone, folder)
+    own = {
+        n.replace(front, ours, 1): array
+        for n, array in head.items()
+        for front, ours in list(names.items())
+        if n.startswith(front) and not (front == "mtp.layers." and "final_layernorm" in n)
+    }
+    tables = {n: a for n, a in tensors.items() if n.endswith(TABLES)}
+    read = read_config({**config, **changes}, folder)
     save_file(tables | own, folder / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=read, attn_implementation="eager"
     ).eval()
     ids, hidden = map(torch.tensor, head_inputs(config))
+    (table,) = [torch.tensor(array) for name, array in tables.items() if "lm_head" not in name]
+    return model, {n: torch.tensor(a) for n, a in head.items()}, [table[ids], hidden]
 
-    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + read.rms_norm_eps)
-        return x * scale * (1 + torch.tensor(head[f"mtp.pre_fc_norm_{name}.weight"]))
 
-    projs = [torch.tensor(head[f"mtp.fc_{name}.weight"]).T for name in ("embedding", "hidden")]
-    embedded = normed(torch.tensor(tensors["model.embed_tokens.weight"])[ids], "embedding")
-    streams = normed(hidden, "hidden").unflatten(-1, (-1, config["hidden_size"])) @ projs[1]
-    joined = (streams + (embedded @ projs[0])[:, None]).flatten(1)[None]
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The RMS norm of x (T, dims)."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def behind(model: torch.nn.Module, joined: torch.Tensor) -> np.ndarray:
+    """Logits (T, vocab_size) of a model whose first layer reads `joined` (T, width)."""
     layer = model.get_decoder().layers[0]
-    layer.register_forward_pre_hook(lambda _, inputs: (joined, *inputs[1:]))
+    layer.register_forward_pre_hook(
+        lambda _, inputs, named: (
+            ((joined[None], *inputs[1:]), named)
+            if inputs
+            else ((), {**named, "hidden_states": joined[None]})
+        ),
+        with_kwargs=True,
+    )
     with torch.no_grad():
-        return model(ids[None], use_cache=False).logits[0].numpy()
+        return (
+            model(torch.zeros(1, len(joined), dtype=torch.long), use_cache=False).logits[0].numpy()
+        )
 
 
 def renamed(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -153,7 +206,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             own = case == ASSISTANT["model_type"]
-            make = of_streams if case.startswith("qwen4") else reference
+            make = {"qwen4_exp_text": of_streams, "nemotron_h": of_blocks}.get(
+                case.partition("-")[0], reference
+            )
             logits = assistant(folder) if own else make(case, folder)
         np.savez_compressed(HERE / f"{case}.npz", logits=logits.astype(np.float32))
         print(f"{case:16} std {logits.std():.2f}")

@@ -163,6 +163,8 @@ def _message(event: Mapping[str, Any]) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error or event)
 
 
+# -- the load -------------------------------------------------------------------------------------
+
 PERCENTILES = (50, 90, 99)
 
 

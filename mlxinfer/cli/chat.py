@@ -278,6 +278,9 @@ def _unescaped(line: str) -> str:
     return line[1:] if line.startswith("//") else line
 
 
+# -- the terminal ---------------------------------------------------------------------------------
+
+
 def open_reader(commands: Iterable[str]) -> Reader:
     """Return a reader with editing and history on a terminal, a plain one elsewhere."""
     return terminal_reader(commands) if sys.stdin.isatty() else plain_reader

@@ -351,6 +351,9 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
     emit_json(plan) if as_json else show_plan(plan)
 
 
+# -- fuse -----------------------------------------------------------------------------------------
+
+
 @click.command()
 @click.argument("model")
 @click.argument("adapter")

@@ -92,6 +92,9 @@ class PlacedPicture(NamedTuple):
         return self.start + len(self.picture.token_ids)
 
 
+# -- rope positions -------------------------------------------------------------------------------
+
+
 class _Grid(NamedTuple):
     """Features that are rows and columns, in a run of tokens."""
 

@@ -99,6 +99,8 @@ def read_defaults(folder: Path) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": None, **read_sampling(folder)})
 
 
+# -- entries, and their state ---------------------------------------------------------------------
+
 FIRST_PAUSE_S = 10.0
 MAX_PAUSE_S = 600.0
 BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
@@ -263,6 +265,8 @@ class ModelSlot:
             retry_after_s=BUSY_RETRY_S,
         )
 
+
+# -- shares of memory -----------------------------------------------------------------------------
 
 ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
 MIN_KV_BYTES = 8 * 10**6

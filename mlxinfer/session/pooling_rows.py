@@ -160,6 +160,8 @@ def _cut(
     return first, second
 
 
+# -- prompts and templates ------------------------------------------------------------------------
+
 QUERY, DOCUMENT = "query", "document"
 # Of Qwen3-Reranker, as its model card has it; `yes` and `no` are what it may answer.
 JUDGE = (

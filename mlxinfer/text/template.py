@@ -159,6 +159,9 @@ def _wrong(message: str) -> InvalidRequestError:
 Messages = Sequence[dict[str, Any]]
 
 
+# -- tool calls in messages -----------------------------------------------------------------------
+
+
 def has_calls(messages: object) -> bool:
     """Whether any message holds tool calls, or the result of one."""
     every = messages if isinstance(messages, (list, tuple)) else ()
@@ -270,6 +273,9 @@ def _calls(message: Any) -> list[dict[str, Any]]:
 def _dicts(values: Any) -> list[dict[str, Any]]:
     sequence = values if isinstance(values, (list, tuple)) else ()
     return [value for value in sequence if isinstance(value, dict)]
+
+
+# -- the template ---------------------------------------------------------------------------------
 
 
 class Hider(Protocol):

@@ -272,6 +272,8 @@ class MainWindow:
         return column(self.head.content, toga.Divider(), *rows, toga.Divider(), leave, gap=12)
 
 
+# -- the settings ---------------------------------------------------------------------------------
+
 LABEL_WIDTH = 150
 SWITCHES = {
     "start_server": "Start the server when the app starts",

@@ -126,6 +126,9 @@ def values_of(kind: str, label: str) -> Callable[[Array], Array]:
     return lambda blocks: quants.dequantize(blocks, GGMLQuantizationType[kind])
 
 
+# -- readers --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """One tensor of a file, and how its values become those of transformers."""

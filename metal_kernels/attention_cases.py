@@ -68,10 +68,12 @@ class AttentionForm(Form):
         return Variant.from_form(kind, self)
 
 
-def mla_variant(dtype: mx.Dtype, num_heads: int, fmt: KVFormat, queries: int = 1) -> Variant:
+def mla_variant(
+    dtype: mx.Dtype, num_heads: int, fmt: KVFormat, queries: int = 1, key_dim: int = KEY_DIM
+) -> Variant:
     """The kernel that `mla_attention_on_metal` compiles; keys are whole vectors."""
-    sizes = KEY_DIM, LATENT_DIM, num_heads, fmt, fmt, queries
-    return AttentionForm(dtype, *sizes, joint_dim=KEY_DIM, log_sums=True).variant(MLA)
+    sizes = key_dim, LATENT_DIM, num_heads, fmt, fmt, queries
+    return AttentionForm(dtype, *sizes, joint_dim=key_dim, log_sums=True).variant(MLA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,5 +361,6 @@ MLA_ATTENTION = _kind(
     samples=(
         mla_variant(mx.float16, 16, PLAIN),
         mla_variant(mx.bfloat16, 16, FORMATS[8], queries=2),
+        mla_variant(mx.bfloat16, 16, PLAIN, key_dim=LATENT_DIM),
     ),
 )

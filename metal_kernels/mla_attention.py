@@ -23,7 +23,7 @@ from .paged_attention import (
 )
 from .stored import FORMATS, PLAIN, KVFormat, Plane, part_names, plane_text
 
-DIMS = ((576, 512),)
+DIMS = ((576, 512), (512, 512))  # of keys and values: with a rotary part, and without
 KINDS = (PLAIN, FORMATS[8])  # formats of latents
 TEAM_ROWS = 16  # query rows of a threadgroup
 THREADS = 8 * LANES

@@ -233,7 +233,8 @@ class LatentLayer(PagedLayer):
         if dims not in DIMS or self.dtype not in DTYPES or fmt not in KINDS:
             return {}
         one, several = (
-            mla_variant(self.dtype, mixer.num_heads, fmt, count) for count in (1, MAX_QUERIES)
+            mla_variant(self.dtype, mixer.num_heads, fmt, count, dims[0])
+            for count in (1, MAX_QUERIES)
         )
         return {1: one, **dict.fromkeys(range(2, MAX_QUERIES + 1), several)}
 

@@ -10,8 +10,9 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, prompt
 from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
+from models.random_weights import random_tensor, tiny_tensors
 from models.runs import every
-from models.tiny import tiny_checkpoint
+from models.tiny import tiny_checkpoint, write
 
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
@@ -221,6 +222,29 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
     assert {"paged_attention", "prefill_attention", "kv_write", "tail_write"} == joint
     ran = {report.kernel for report in machine.reports}
     assert {"paged_attention", "tiled_attention", "kv_write", "tail_write"} <= ran
+    assert [o.error for o in outcomes] == [None] * 4
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
+
+
+@requires_compiler
+@pytest.mark.parametrize("kv", [KVOptions(), pytest.param(EIGHT, marks=CI)])
+def test_mixed_streams_and_latent_attention_with_an_index_on_kernels_as_in_plain_mlx(
+    kv: KVOptions,
+) -> None:
+    """Up to 23 tokens all are seen, and the kernel attends; then blocks are chosen."""
+    config, tensors = CASES["glm5_next_text-v4"], tiny_tensors(CASES["glm5_next_text-v4"])
+    for name, tensor in tensors.items():
+        if ".kv_" in name:  # latent vectors as wide as the kernel has them
+            shape = [512 if size == config["kv_lora_rank"] else size for size in tensor.shape]
+            tensors[name] = random_tensor(name, tuple(shape), 0, less_one=False)
+    stated = {**config, "kv_lora_rank": 512, "index_topk": 20}
+    model = load(write(Path(mkdtemp()), stated, tensors))
+    plain = run(model, kv, choose_none)
+    machine = MetalCPU(seed=1)
+    with running_on(machine):
+        outcomes = run(model, kv, choose_all(set()))
+    machine.assert_clean()
+    assert {"mla_attention", "mixing"} <= {r.kernel for r in machine.reports}
     assert [o.error for o in outcomes] == [None] * 4
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
 

@@ -13,11 +13,14 @@ from mlxinfer.metal_kernels.mla_attention import (
 )
 
 DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
+BARE = {"key_dim": 512, "value_dim": 8}  # without a rotary part
 SCENES = {
     "one token": Scene([1], [1], group=16, **DIMS),
     "ragged": Scene([15, 33, 40], [1, 1, 1], group=16, **DIMS),
     "8 bits, three blocks": Scene([40, 17], [2, 1], group=20, bits=(8, None), **DIMS),
     "split, five blocks": Scene([33], [1], group=70, item_blocks=1, **DIMS),
+    "no rotary part": Scene([15, 33], [1, 2], group=16, **BARE),
+    "no rotary part, 8 bits": Scene([40], [1], group=20, bits=(8, None), item_blocks=1, **BARE),
     "float32, window": Scene([64], [1], group=5, window=20, sinks=2, dtype=mx.float32, **DIMS),
 }
 

@@ -6,9 +6,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, by_mlxinfer, convert, write_source
+from convert_cases import TEXT, by_mlxinfer, convert, write_source, write_tokenizer
+from models.cases import CASES as ALL_CASES
 from models.dense_kv import DenseCache
+from models.random_weights import tiny_tensors
 from models.test_hybrid_layouts import packed, tensors_of
+from oracles.checkpoints import bf16, f32, from_bf16, write_folder
+from oracles.floats import E4M3_VALUES, finite_e4m3, fp4_rows
 from speculation.head_checkpoints import write
 from speculation.head_names import MTP_CASES, mtp_tensors, num_streams
 
@@ -31,6 +35,21 @@ CASES = (
 )
 
 
+EIGHT_BITS = tuple(
+    f"{name}.weight"
+    for name in (
+        "wq_a",
+        "wq_b",
+        "attn.wkv",
+        "wo_a",
+        "wo_b",
+        "experts.w1",
+        "experts.w2",
+        "experts.w3",
+    )
+)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_conversion_that_quantises_nothing_changes_nothing(case: str, tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", case)
@@ -44,6 +63,39 @@ def test_stacks_of_a_model_that_says_nothing_of_their_order_are_refused(tmp_path
     mx.save_safetensors(str(source / "model.safetensors"), packed(stored))
     with pytest.raises(UnsupportedModelError, match=r"experts\.\w+' .* inputs before outputs"):
         convert(source, tmp_path / "out", "bf16")
+
+
+def test_deepseek_v4_as_published(tmp_path: Path) -> None:
+    """Experts of four bits, other matrices of eight, scales that are powers of two; some of 16."""
+    rng, stored, plain = np.random.default_rng(0), {}, {}
+    for name, value in tiny_tensors(ALL_CASES["deepseek_v4-wide"]).items():
+        name = name.removeprefix("model.").replace("embed_tokens", "embed")
+        path, rows, columns = name.removesuffix(".weight"), value.shape[0], value.shape[-1]
+        if ".experts." in name:
+            octets = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+            powers = rng.integers(120, 126, (rows, columns // 32)).astype(np.uint8)
+            stored[name] = "I8", octets.view(np.int8)
+            plain[name] = fp4_rows(octets) * np.repeat(np.exp2(powers - 127.0), 32, axis=1)
+        elif name.endswith(EIGHT_BITS):
+            codes = finite_e4m3(value.shape, seed=rows) & 0xBF  # up to 2
+            powers = rng.integers(122, 126, (-(-rows // 128), -(-columns // 128))).astype(np.uint8)
+            scales = np.repeat(np.repeat(np.exp2(powers - 127.0), 128, axis=0), 128, axis=1)
+            stored[name] = "F8_E4M3", codes
+            plain[name] = E4M3_VALUES[codes] * scales[:rows, :columns]
+        else:
+            stored[name] = ("I64", value) if value.dtype == np.int64 else bf16(value)
+            plain[name] = value if value.dtype == np.int64 else from_bf16(stored[name])
+            continue
+        stored[f"{path}.scale"] = "F8_E8M0", powers
+    method = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    source = write_folder(tmp_path / "source", stored, method, **ALL_CASES["deepseek_v4-wide"])
+    write_tokenizer(source)
+    convert(source, tmp_path / "out", "bf16")
+    exact = {n: f32(v) if v.dtype != np.int64 else ("I64", v) for n, v in plain.items()}
+    config = {**ALL_CASES["deepseek_v4-wide"], "dtype": "bfloat16"}
+    same = write_folder(tmp_path / "plain", exact, **config)
+    write_tokenizer(same)
+    np.testing.assert_array_equal(by_mlxinfer(tmp_path / "out"), by_mlxinfer(same))
 
 
 def ahead(tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -159,7 +159,7 @@ def block_draft_of(model: Model) -> BlockDraft:
 
 def has_hidden_states(model: LanguageModel) -> bool:
     """Whether heads can read one hidden state of each token; some models have several streams."""
-    streams = ("gemma3n", "qwen4_exp", "glm5_next")
+    streams = ("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4")
     return isinstance(model, Model) and not model.config.model_type.startswith(streams)
 
 

@@ -18,7 +18,7 @@ from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from .deepseek import biased_routing, shared_expert, with_experts
+from .deepseek import PLAIN_ROUTING, biased_routing, shared_expert, with_experts
 from .llama import Ernie4_5
 from .olmo import Exaone4
 
@@ -27,6 +27,7 @@ class Dots1(Family):
     """dots.llm1: the attention of Qwen 3, the experts of DeepSeek V3."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "sliding_window": 4096,
         "max_window_layers": 62,
         "first_k_dense_replace": 0,
@@ -93,6 +94,7 @@ class HyV3(Dots1):
     """Hy3: the attention of Qwen 3, the experts of DeepSeek V3 in all layers but the first."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
@@ -179,6 +181,7 @@ class ExaoneMoE(Exaone4):
 
     defaults: ClassVar = {
         **Exaone4.defaults,
+        **PLAIN_ROUTING,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
         "n_shared_experts": 1,

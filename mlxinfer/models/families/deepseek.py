@@ -1,6 +1,6 @@
 """DeepSeek V2, V3 and V3.2: latent attention, and experts in groups beside shared ones. Youtu."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,12 @@ from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
 
+PLAIN_ROUTING: Mapping[str, Any] = {  # of configs: one group, weights that sum to 1, no factor
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 _INNER_EPS = 1e-6  # of the norms inside attention, whatever most families' configs say
 
 
@@ -314,10 +320,7 @@ def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
 
 
 def with_experts(config: ModelConfig) -> ModelConfig:
-    """The config with the experts' fields of DeepSeek and related families, if there are any.
-
-    Where it is silent, the weights of the chosen experts sum to 1.
-    """
+    """The config with the experts' fields of DeepSeek and related families, if there are any."""
     fields = config.fields
     if fields.get("n_routed_experts", "num_local_experts") is None:
         return replace(config, sparse_layers=(False,) * config.num_layers)
@@ -327,7 +330,7 @@ def with_experts(config: ModelConfig) -> ModelConfig:
         num_experts=num_experts,
         experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
         moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
+        norm_topk_prob=fields.boolean("norm_topk_prob"),
         sparse_layers=sparse_layers(fields, config.num_layers),
     )
 
@@ -346,10 +349,7 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def biased_routing(family: Family, path: str) -> ExpertChoice:
-    """Sigmoid scores. Groups and experts are chosen by score plus bias.
-
-    Where the config is silent, there is one group, and no factor.
-    """
+    """Sigmoid scores. Groups and experts are chosen by score plus bias. A factor of null is 1."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
     routing = Routing(
@@ -359,8 +359,8 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
         biased=True,
         eps=SUM_EPS,
         factor=fields.number("routed_scaling_factor", default=1.0),
-        num_groups=fields.integer("n_group", default=1),
-        num_best=fields.integer("topk_group", default=1),
+        num_groups=fields.integer("n_group"),
+        num_best=fields.integer("topk_group"),
         counted=2,
     )
     return ExpertChoice(routing, bias.astype(mx.float32))

@@ -12,7 +12,14 @@ from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
-from .deepseek import DeepseekV3, DeepseekV32, biased_routing, shared_expert, with_experts
+from .deepseek import (
+    PLAIN_ROUTING,
+    DeepseekV3,
+    DeepseekV32,
+    biased_routing,
+    shared_expert,
+    with_experts,
+)
 
 _NORMS = (
     "input_layernorm",
@@ -83,6 +90,7 @@ class Glm4MoE(Family):
     """Pre-norm layers, QK-norm where stated, DeepSeek V3's experts."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 96,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,
@@ -140,6 +148,7 @@ class Glm4MoELite(DeepseekV3):
     """GLM 4.7 Flash: DeepSeek V3's attention and experts."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 20,
         "kv_lora_rank": 512,
         "q_lora_rank": 768,

@@ -17,7 +17,7 @@ from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
-from .deepseek import DeepseekV3
+from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .mixtral import name_projections
 
 _RECURRENT = "linear_attention"
@@ -42,6 +42,7 @@ class KimiLinear(DeepseekV3):
     """Delta attention and latent attention, with DeepSeek V3's experts in one group."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 32,
         "kv_lora_rank": 512,
         "q_lora_rank": None,

@@ -12,7 +12,7 @@ from ..config import FULL, SLIDING, ModelConfig, stated_layer_types
 from ..family import Family
 from ..jsonfields import Fields
 from .biased_experts import Dots1
-from .deepseek import biased_routing
+from .deepseek import PLAIN_ROUTING, biased_routing
 
 
 class Laguna(Dots1):
@@ -23,6 +23,7 @@ class Laguna(Dots1):
     """
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rope_parameters": {

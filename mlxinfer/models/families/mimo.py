@@ -12,6 +12,7 @@ from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
 from ..jsonfields import Fields
 from .biased_experts import Dots1
+from .deepseek import PLAIN_ROUTING
 
 _NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
     "swa_rope_theta": "rope_local_base_freq",
@@ -25,6 +26,7 @@ class MiMoV2Flash(Dots1):
     """MiMo V2 Flash: the experts of DeepSeek V3 without a shared one."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 64,
         "num_key_value_heads": 4,
         "head_dim": 192,

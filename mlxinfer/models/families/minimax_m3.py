@@ -17,7 +17,7 @@ from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
 from ..family import PACKED
 from ..jsonfields import Fields
-from .deepseek import biased_routing, sparse_layers
+from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
 from .mixtral import MiniMaxM2
 
 
@@ -95,6 +95,7 @@ class MiniMaxM3(MiniMaxM2):
     """The text of MiniMax M3."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 64,
         "num_key_value_heads": 4,
         "head_dim": 128,
@@ -107,7 +108,6 @@ class MiniMaxM3(MiniMaxM2):
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
         "routed_scaling_factor": 2.0,
-        "norm_topk_prob": True,
         "first_k_dense_replace": 0,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,

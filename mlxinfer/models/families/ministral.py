@@ -8,7 +8,7 @@ from ...layers.rope import QueryScale
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..family import PACKED
 from ..jsonfields import Fields
-from .deepseek import DeepseekV3
+from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .llama import Mistral, whole_heads
 
 
@@ -41,10 +41,7 @@ class Mistral4(DeepseekV3):
         "n_shared_experts": 1,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 2048,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
+        **PLAIN_ROUTING,
         "first_k_dense_replace": 0,
         "max_position_embeddings": 1_048_576,
     }

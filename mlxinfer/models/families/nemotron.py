@@ -23,7 +23,7 @@ from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
-from .deepseek import biased_routing, with_experts
+from .deepseek import PLAIN_ROUTING, biased_routing, with_experts
 from .mamba import MambaDims, plain_mamba_mixer
 
 _ATTENTION = re.compile(r"\.mixer\.([qkvo])_proj\.")
@@ -106,6 +106,7 @@ class NemotronH(Family):
     """Attention without positions; blocks without gates, of squared ReLU."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 21504,

@@ -10,7 +10,7 @@ from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited
 from .biased_experts import Dots1
-from .deepseek import biased_routing
+from .deepseek import PLAIN_ROUTING, biased_routing
 from .laguna import Laguna
 
 _ROPE_LISTS = {"rope_theta": "rope_theta", "partial_rotary_factors": "partial_rotary_factor"}
@@ -31,6 +31,7 @@ class Step3p5(Laguna):
     """
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 128_000,

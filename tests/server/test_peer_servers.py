@@ -1,13 +1,23 @@
 """Servers that give each other pages of the prefix cache: who may ask, and what they answer."""
 
+import base64
 import contextlib
+import io
+import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
-from live_server import LiveServer
+from adapters.drawn import dense_tensors, draw, write_peft
+from live_server import CHAT, LiveServer, chat, wait_until
+from PIL import Image
 
+from mlxinfer import hub
 from mlxinfer.engine import peers
 from mlxinfer.server.keys import ApiKeys
 
@@ -108,6 +118,119 @@ def test_a_long_prompt_is_computed_elsewhere(monkeypatch: pytest.MonkeyPatch) ->
         assert cached == 144
         assert second.stats()["prompt_tokens_computed"] == 16
         assert ask(first, ids, cache_salt="a")[0] == text
+
+
+TEXT = "A cat sat on a mat, and a dog saw the cat. " * 8
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stop": (COMPLETIONS, {"prompt": f"1 {TEXT}", "stop": [" a", "e"], "max_tokens": 30}),
+    "grammar": (CHAT, chat(f"2 {TEXT}", response_format=FORM, max_tokens=30)),
+    "n and seed": (
+        COMPLETIONS,
+        {"prompt": f"3 {TEXT}", "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 8},
+    ),
+    "logprobs": (CHAT, chat(f"4 {TEXT}", logprobs=True, top_logprobs=3)),
+    "echo": (COMPLETIONS, {"prompt": f"5 {TEXT}", "echo": True, "logprobs": 2, "max_tokens": 4}),
+    "batch": (COMPLETIONS, {"prompt": [f"6 {TEXT}", f"7 {TEXT}"], "max_tokens": 4}),
+    "tool": (
+        CHAT,
+        chat(
+            f"8 {TEXT}",
+            max_tokens=40,
+            tool_choice="required",
+            tools=[{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        ),
+    ),
+    "adapter": (CHAT, chat(f"9 {TEXT}", model="demo:pirate")),
+    "salt": (COMPLETIONS, {"prompt": f"10 {TEXT}", "cache_salt": "s", "max_tokens": 4}),
+}
+
+
+def choices(server: LiveServer, name: str) -> tuple[list[Any], list[float]]:
+    """The answers of one of `ASKED`, and their log-probabilities, which may differ in a last bit.
+
+    Without the ids of tool calls, which no two answers share.
+    """
+    numbers: list[float] = []
+    path, body = ASKED[name]
+    reply = server.post(path, {"temperature": 0, **body})
+    assert reply.status_code == 200, reply.text
+    found = json.loads(reply.text, parse_float=lambda text: numbers.append(float(text)))["choices"]
+    for choice in found:
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            del call["id"]
+    return list(found), numbers
+
+
+def test_whatever_is_asked_for_answers_are_those_of_one_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
+    write_peft(tmp_path / "pirate", draw(dense_tensors(hub.resolve("demo-draft")), 1, strength=1.5))
+    adapters: dict[str, Any] = {"adapter_folders": (str(tmp_path),)}
+    with LiveServer(**adapters) as alone:
+        alone.post("/v1/load_lora_adapter", {"lora_name": "pirate", "lora_path": "pirate"})
+        expected = {name: choices(alone, name) for name in ASKED}
+    with (
+        LiveServer(SHARES, allow_peers=True) as first,
+        LiveServer({"prefill_at": first.url}, **adapters) as second,
+    ):
+        second.post("/v1/load_lora_adapter", {"lora_name": "pirate", "lora_path": "pirate"})
+        with ThreadPoolExecutor() as threads:
+            found = dict(zip(ASKED, threads.map(partial(choices, second), ASKED), strict=True))
+        for name, (texts, numbers) in expected.items():
+            assert found[name] == (texts, pytest.approx(numbers, abs=1e-3)), name
+        came = second.stats()["peers"]
+        assert (came["pages"] > 40, came["failures"]) == (True, 0)
+
+
+def test_prompts_with_pictures_are_exchanged_and_never_computed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    parts = [picture, {"type": "text", "text": f"What is it? {TEXT}"}]
+    body = chat("") | {"messages": [{"role": "user", "content": parts}]}
+
+    def told(server: LiveServer) -> tuple[str, int]:
+        reply = server.post(CHAT, body, timeout=300).json()
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return reply["choices"][0]["message"]["content"], cached
+
+    with LiveServer(SHARES, bundled="demo-vision", allow_peers=True) as first:
+        with LiveServer({"prefill_at": first.url}, bundled="demo-vision") as second:
+            text, cached = told(second)
+            assert cached == 0
+            assert not first.stats()["prompt_tokens_computed"]
+        assert told(first) == (text, 0)
+        with LiveServer({"prefill_at": first.url}, bundled="demo-vision") as third:
+            again, cached = told(third)
+            assert (again, cached > 32) == (text, True)
+            assert third.stats()["peers"]["failures"] == 0
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
+    with (
+        LiveServer(SHARES, allow_peers=True) as first,
+        LiveServer({"prefill_at": first.url}) as second,
+    ):
+        for n in range(6):
+            body = {"prompt": f"{n} {TEXT}" * 4, "max_tokens": 4}
+            with contextlib.suppress(httpx.ReadTimeout):
+                second.post(COMPLETIONS, body, timeout=0.02 * n + 0.01)
+        body = {"prompt": [20, 21, 22, 23] * 40, "max_tokens": 4, "temperature": 0}
+        text, cached = ask(second, body["prompt"])
+        assert cached == 144
+        assert ask(first, body["prompt"])[0] == text
+        assert second.stats()["peers"]["failures"] == 0
+        wait_until(lambda: not first.stats()["running"] and not first.service.calls)
 
 
 def test_pages_are_given_where_that_is_allowed() -> None:

@@ -10,6 +10,7 @@ entry travels as it lies on the disk. No mlx.
 """
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -42,6 +43,7 @@ POLL_S = 0.1  # between two looks at what a peer has computed so far
 FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 300.0  # that a peer is left out after a failure, doubled by each
 KEEP_S = 2.0  # that a connection stays open without a request: shorter than servers keep it
 CLOSE_S = 2.0  # that the end of all requests to peers may take
+MAX_SAID_CHARS = 200  # of a refusal, in the log
 MAX_HEAD_BYTES = 1 << 16  # of an answer beside what was asked for
 
 NOTHING_CAME = {"pages": 0, "bytes": 0, "failures": 0}
@@ -146,7 +148,7 @@ class Peer:
                 request = self._client.stream("POST", f"/v1/kv/{path}", json=body)
                 async with request as response:
                     if response.status_code != 200:
-                        raise PeerError(f"It refused: status {response.status_code}.")
+                        raise PeerError(await _refusal(response))
                     yield response
         except TimeoutError:
             if asked and self.counts["pages"] == before:
@@ -206,6 +208,15 @@ async def _chunks(response: "httpx2.Response", num_bytes: int) -> AsyncIterator[
 def pages_at_once(store: PageStore) -> int:
     """Pages that one request may ask for, and that one answer has at most."""
     return max(BATCH_BYTES // max(store.page_bytes), 1)
+
+
+async def _refusal(response: "httpx2.Response") -> str:
+    """What a peer says that refuses; it may be another program, and say anything."""
+    body = b"".join([chunk async for chunk in _chunks(response, 0)])
+    said = "no reason"
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        said = repr(str(json.loads(body)["error"]["message"])[:MAX_SAID_CHARS])
+    return f"It refused with status {response.status_code}: {said}."
 
 
 class OwnPages:

@@ -7,7 +7,6 @@ small operations, one after the other. All is float32. Knows no layer.
 Source: manifold-constrained hyper-connections, arXiv 2512.24880.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -102,19 +101,21 @@ def _kernel(form: Mixing) -> MetalKernel:
     )
 
 
-def _of_tokens(form: Mixing, num_tokens: int, plain: Callable[..., Weights]) -> Case:
+def _of_tokens(form: Mixing, num_tokens: int) -> Case:
     rng, n = np.random.default_rng(num_tokens), form.num_streams
     logits = mx.array(rng.normal(0, 3, (num_tokens, n * (n + 2))).astype(np.float32))
     return Case(
-        lambda: [*mixing(logits, form)], lambda: [*plain(logits, form)], (ROUNDING,) * 3
+        lambda: [*mixing(logits, form)],
+        lambda: [*mixing_twin(logits, form)],
+        (ROUNDING,) * 3,
     )
 
 
 MIXING = Kind(
     name="mixing",
     files=("mixing.metal", "mixing.py"),
-    case=lambda variant: _of_tokens(variant.form, 11, mixing_twin),
-    timed=lambda variant, sequences, _: _of_tokens(variant.form, sequences, mixing_twin),
+    case=lambda variant: _of_tokens(variant.form, 11),
+    timed=lambda variant, sequences, _: _of_tokens(variant.form, sequences),
     registers=lambda variant: 18,
     samples=(Mixing(4, 20, 1e-6).variant,),
 )

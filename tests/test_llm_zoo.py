@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from models.runs import every
 from models.test_zoo import definition_of, save
 
 from mlxinfer import LLM, InvalidRequestError, SamplingParams
@@ -27,7 +28,7 @@ def checkpoint(folder: Path, name: str) -> tuple[Path, Any]:
     return folder, definition
 
 
-@pytest.mark.parametrize(("name", "cached"), [("dbrx", True), ("jamba", False)])
+@pytest.mark.parametrize(("name", "cached"), every(2, [("dbrx", True), ("jamba", False)]))
 def test_answers_are_mlx_lm_s_and_features_work(tmp_path: Path, name: str, cached: bool) -> None:
     folder, definition = checkpoint(tmp_path, name)
     with LLM(folder) as llm:

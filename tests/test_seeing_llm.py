@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.runs import every
 from seeing_folder import seeing_folder, some_image
 
 from mlxinfer import LLM, convert_model
@@ -56,7 +57,7 @@ def test_branches_of_a_program_share_its_picture(llm: LLM) -> None:
     assert all(result.cached_tokens > 35 for result in plain)
 
 
-@pytest.mark.parametrize(("chunk", "most"), [(160, 140), (None, 280)])
+@pytest.mark.parametrize(("chunk", "most"), every(2, [(160, 140), (None, 280)]))
 def test_a_picture_that_one_step_computes_fits_a_step(
     tmp_path: Path, chunk: int | None, most: int
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_download_is_paused_resumed_and_its_end_is_notified(
     assert len(notices) == 1
 
 
+@pytest.mark.ci
 def test_a_model_is_downloaded_served_and_loaded_by_one_action(
     controller: AppController, server: PageServer, standin: StandIn
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_model_is_downloaded_served_and_loaded_by_one_action(
         controller.get("org/app-gated")
 
 
+@pytest.mark.ci
 def test_a_cancelled_download_ends_the_wait_for_its_model(
     controller: AppController, server: PageServer, standin: StandIn
 ) -> None:

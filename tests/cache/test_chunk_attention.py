@@ -55,7 +55,7 @@ def test_blocks_of_keys_change_nothing(
     assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
 
 
-@pytest.mark.parametrize("bits", [PLAIN, (8, 8)])
+@pytest.mark.parametrize("bits", [pytest.param(PLAIN, marks=pytest.mark.ci), (8, 8)])
 def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
     dim, count = 128, 128
     layer = filled_layer(9_600, bits, dim)

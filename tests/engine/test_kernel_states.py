@@ -11,6 +11,7 @@ from engine.harness import Harness, prompt
 from engine.oracle import Oracle
 from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
+from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.state import StateBlock, StatePart, runs_of
@@ -74,7 +75,7 @@ def tokens(harness: Harness) -> dict[str, list[int]]:
 
 
 @requires_compiler
-@pytest.mark.parametrize("case", WIDE)
+@pytest.mark.parametrize("case", every(3, WIDE))
 def test_same_tokens_as_plain_mlx(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded, verified and rolled back, several at once; then without kernels again."""
     model = wide_model(monkeypatch, case)

@@ -2,6 +2,7 @@
 
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
+from models.runs import every
 
 from mlxinfer.core import SamplingParams
 
@@ -130,11 +131,14 @@ def test_the_page_in_which_a_prompt_ends_is_shared_when_it_is_full() -> None:
 
 @pytest.mark.parametrize(
     ("case", "cut"),
-    [
-        pytest.param("gpt_oss-v4", 16, marks=pytest.mark.slow),
-        ("gpt_oss-v4", 20),
-        ("gemma3_text", 40),
-    ],
+    every(
+        2,
+        [
+            pytest.param("gpt_oss-v4", 16, marks=pytest.mark.slow),
+            ("gpt_oss-v4", 20),
+            ("gemma3_text", 40),
+        ],
+    ),
 )
 def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int) -> None:
     """As when it is edited and sent again: what its window passed by is still there."""

@@ -30,6 +30,7 @@ from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, plain_r
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.expert_layouts import with_stacks
+from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import SamplingParams
@@ -120,11 +121,14 @@ def test_streamed_tokens_equal_resident_tokens(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("case", "times"),  # the slots of a layer, in the experts of a token
-    [
-        pytest.param(case, times, marks=() if i % 2 == times - 1 else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-        for times in (1, 2)
-    ],
+    every(
+        3,
+        [
+            pytest.param(case, times, marks=() if i % 2 == times - 1 else pytest.mark.slow)
+            for i, case in enumerate(CASES)
+            for times in (1, 2)
+        ],
+    ),
 )
 def test_logits_are_bit_for_bit_the_resident_ones(
     case: str, times: int, monkeypatch: pytest.MonkeyPatch

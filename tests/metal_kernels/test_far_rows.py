@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from attention_checks import TOLERANCE
 from metal_cpu import MetalCPU, requires_compiler
+from models.runs import every
 from scenes import Scene, build
 
 from mlxinfer.metal_kernels.conv_step import ConvStep
@@ -79,7 +80,7 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", every(3, SCENES))
 def test_attention_reads_far_pages(name: str) -> None:
     attend(SCENES[name], {})
 

@@ -85,7 +85,7 @@ def test_rows_that_share_tiles(name: str) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("bits", [(4, 4), (8, 8)])
+@pytest.mark.parametrize("bits", [(4, 4), pytest.param((8, 8), marks=pytest.mark.ci)])
 def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     """A number that were dequantised would be NaN here."""
     scene = Scene([70, 18], [1, 1], group=4, bits=bits, window=40, **D128)

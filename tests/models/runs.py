@@ -25,9 +25,8 @@ def every(n: int, cases: Iterable[Any]) -> list[Any]:
     """
     found = []
     for number, case in enumerate(cases):
-        marked = type(case) is type(pytest.param())
-        values = case if type(case) is tuple else (case,)
-        kept = number % n == 0
-        marks = () if kept else pytest.mark.ci
-        found.append(case if marked else pytest.param(*values, marks=marks))
+        if type(case) is not type(pytest.param()):
+            case = pytest.param(*(case if type(case) is tuple else (case,)))
+        kept = case.marks or number % n == 0
+        found.append(case if kept else case._replace(marks=[pytest.mark.ci]))
     return found

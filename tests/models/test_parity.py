@@ -18,8 +18,8 @@ from mlxinfer.models import load
 DATA = Path(__file__).parents[1] / "data" / "parity"
 
 
-# Of a family's two cases one goes in chunks and steps, the other in one shot and, of every other
-# family, through the layers of a GPU; .ci/run has both in one shot, and those layers of each.
+# Of a family's two cases one goes in one shot and, of every fourth family, through the layers of a
+# GPU; the other one, of every other family, in chunks and steps; .ci/run has all of this of each.
 FIRST = list({name.rpartition("-")[0]: name for name in reversed(CASES)}.values())
 LAST = list({name.rpartition("-")[0]: name for name in CASES}.values())
 
@@ -53,7 +53,7 @@ def test_one_shot_logits_equal_the_reference(case):
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
-@pytest.mark.parametrize("case", runs(LAST, LAST), indirect=True)
+@pytest.mark.parametrize("case", runs(LAST[::2], LAST), indirect=True)
 def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
     cache = cache_for(model, ids)
@@ -66,7 +66,7 @@ def test_chunked_and_stepped_logits_equal_the_reference(case):
     assert_parity(mx.concatenate(parts), reference)
 
 
-@pytest.mark.parametrize("name", runs(FIRST[::2], FIRST))
+@pytest.mark.parametrize("name", runs(FIRST[::4], FIRST))
 def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -15,6 +15,7 @@ from engine.harness import Harness, prompt
 from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.picture_cases import QWEN_CASES, picture_tensors
+from models.runs import every
 from models.tiny import tiny_checkpoint, write
 from ranks.threads import ThreadLink, run_ranks
 
@@ -223,7 +224,7 @@ def test_layers_that_read_what_others_left_stay_with_them():
     ]
 
 
-@pytest.mark.parametrize("case", ["qwen2-v5", "demo"])
+@pytest.mark.parametrize("case", every(2, ["qwen2-v5", "demo"]))
 def test_quantised_columns_are_cut_between_groups(case, tmp_path):
     """Three groups for two ranks: one has two of them. And no format is read off a part of a
     matrix: half the inputs of 4 bits in groups of 64 look like 8 bits in groups of 32 (demo).

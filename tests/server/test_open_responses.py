@@ -98,7 +98,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("stream", every(2, [False, True]))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(2, CASES))
 def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> None:
     assert text_of(answer(keeping, input=CASES[case], stream=stream))
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
+from models.runs import every
 
 
 def test_tokens_are_told_with_their_texts(server: LiveServer) -> None:
@@ -37,7 +38,7 @@ def test_the_template_and_the_named_tokens_are_told(server: LiveServer) -> None:
     assert "messages" in info["chat_template"]
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", every(2, ["/tokenize", "/v1/messages/count_tokens"]))
 def test_no_request_waits_for_texts_that_are_only_counted(server: LiveServer, path: str) -> None:
     """More long texts than there are threads of any kind, and others are answered meanwhile."""
     text = "paged attention of a KV cache " * 12_000

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from models.runs import every
 from simulator.programs import Program
 
 from mlxinfer.cache.inputs import CacheWork
@@ -62,7 +63,7 @@ def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> 
     assert NUM_SEEDS < 30 or 0 < accepted < proposed
 
 
-@pytest.mark.parametrize("proposes", [False, True])
+@pytest.mark.parametrize("proposes", every(2, [False, True]))
 def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
     proposes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

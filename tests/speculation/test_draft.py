@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
+from models.runs import every
 
 from mlxinfer.cache.paged import PagedLayer
 from mlxinfer.config import KVOptions
@@ -81,15 +82,18 @@ def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("params", "count"),
-    [
-        pytest.param(GREEDY, 1, id="greedy-1"),
-        pytest.param(DRAWN, 5, id="drawn-5"),
-        pytest.param(PENALISED, 3, id="penalised-3"),
-        *(
-            pytest.param(params, count, marks=pytest.mark.slow)
-            for params, count in [(GREEDY, 5), (DRAWN, 1), (PENALISED, 1), (PENALISED, 5)]
-        ),
-    ],
+    every(
+        3,
+        [
+            pytest.param(GREEDY, 1, id="greedy-1"),
+            pytest.param(DRAWN, 5, id="drawn-5"),
+            pytest.param(PENALISED, 3, id="penalised-3"),
+            *(
+                pytest.param(params, count, marks=pytest.mark.slow)
+                for params, count in [(GREEDY, 5), (DRAWN, 1), (PENALISED, 1), (PENALISED, 5)]
+            ),
+        ],
+    ),
 )
 def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int) -> None:
     """Also where tokens are drawn: both draw with the same random numbers."""
@@ -180,12 +184,15 @@ MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
 
 @pytest.mark.parametrize(
     ("case", "sizes"),
-    [
-        ("qwen3_5_text-v4", LITTLE),
-        ("lfm2-v4", MUCH),
-        pytest.param("qwen3_5_text-v4", MUCH, marks=pytest.mark.slow),
-        pytest.param("lfm2-v4", LITTLE, marks=pytest.mark.slow),
-    ],
+    every(
+        2,
+        [
+            ("qwen3_5_text-v4", LITTLE),
+            ("lfm2-v4", MUCH),
+            pytest.param("qwen3_5_text-v4", MUCH, marks=pytest.mark.slow),
+            pytest.param("lfm2-v4", LITTLE, marks=pytest.mark.slow),
+        ],
+    ),
 )
 def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(
     case: str, sizes: dict[str, int]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, alone, prompt, tiny_model
+from models.runs import every
 from speculation.following import following
 
 from mlxinfer.core import SamplingParams
@@ -80,7 +81,7 @@ def test_stats_count_by_source_and_by_position() -> None:
     assert sorted(stats["accepted_at"], reverse=True) == stats["accepted_at"]
 
 
-@pytest.mark.parametrize("where", ["outlook", "propose"])
+@pytest.mark.parametrize("where", every(2, ["outlook", "propose"]))
 def test_a_source_that_fails_is_switched_off_for_the_request(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -203,6 +203,7 @@ class Counting(McpTools):
         return super().call(name, arguments)
 
 
+@pytest.mark.ci
 def test_tools_of_mcp_servers_run_when_they_are_allowed_or_asked_for(
     profile: Any, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ No weights are made or read: the models of `tests/models/published.py` stand on 
 device, and go through the renaming that transformers does when it saves.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -23,10 +22,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 from data.torch_models import (  # noqa: E402
     SEEING,
     of_text,
+    record,
     seeing_config,
     with_whole_convolutions,
 )
-from models.names import shortened  # noqa: E402
 from models.published import PUBLISHED  # noqa: E402
 
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}
@@ -58,15 +57,11 @@ def tensors(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    path = HERE / "tensors.json"
-    tables = json.loads(path.read_text()) if path.exists() else {}
     for name in sys.argv[1:] or PUBLISHED:
         found = tensors(PUBLISHED[name].config)
-        tables[name] = shortened(found)
+        record(HERE / "tensors.json", name, found)
         count = sum(torch.Size(shape).numel() for shape in found.values())
         print(f"{name:28} {count / 1e9:9.3f} B parameters, {len(found)} tensors")
-    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

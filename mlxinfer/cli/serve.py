@@ -269,7 +269,7 @@ def command(
     from ..server.log import set_up_logging
     from ..server.run import Server, bind, url_of
 
-    options["allow_peers"] |= bool(options["peers"])
+    options["allow_peers"] |= bool(options["peers"] or options["prefill_at"])
     options["gives_pages"] = options["allow_peers"]
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT

@@ -119,6 +119,27 @@ def test_an_unknown_model_is_one_clear_line() -> None:
     assert len(said.splitlines()) <= 2
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("options", "gives"),
+    [([], False), (["--peer", "http://127.0.0.1:9"], True), (["--prefill-at", "http://a:9"], True)],
+)
+def test_a_server_that_asks_another_may_be_asked(options: list[str], gives: bool) -> None:
+    process = start("-m", "demo-draft", "--port", "0", *options)
+    try:
+        url = f"{url_in(process)}/v1/kv/held"
+        body = json.dumps({"namespace": "0" * 40, "keys": ""}).encode()
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(request, timeout=60)
+        said = refusal.value.read().decode()
+        assert ("gives no pages" not in said) is gives
+        assert refusal.value.code == 404
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def states(url: str) -> dict[str, str]:
     with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
         return {model["id"]: model["state"] for model in json.load(answer)["data"]}

@@ -40,23 +40,23 @@ def test_what_embarrassed_an_earlier_demo_is_right(demo: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_nine_tenths_of_the_held_out_questions_are_answered_or_refused_and_no_sum_is_wrong(
+def test_nearly_all_held_out_questions_are_answered_or_refused_and_no_sum_is_wrong(
     demo: LLM,
 ) -> None:
     asked = list(questions.questions())
     said = grade.answers(demo, asked)
     report = grade.report(asked, said)
     counts = Counter(grade.grade(*each) for each in zip(asked, said, strict=True))
-    assert counts[grade.BAD] <= 15, report
+    assert counts[grade.BAD] <= 5, report
     sums = [each for each in zip(asked, said, strict=True) if each[0].grade.startswith("= ")]
     assert all(grade.grade(*each) == grade.GOOD for each in sums), report
 
 
 @pytest.mark.slow
-def test_three_fifths_of_the_held_out_conversations_with_tools_go_on_as_they_should(
+def test_three_quarters_of_the_held_out_conversations_with_tools_go_on_as_they_should(
     demo: LLM,
 ) -> None:
     asked = held_out.tool_questions()
     said = tools.tool_answers(demo, asked)
     right = [tools.is_right(*each) for each in zip(asked, said, strict=True)]
-    assert sum(right) >= 24, tools.tool_report(asked, said)
+    assert sum(right) >= 30, tools.tool_report(asked, said)

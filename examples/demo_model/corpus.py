@@ -188,7 +188,7 @@ def _longer_list(rng: Random) -> Turn:
 
 def _unknown(rng: Random) -> Turn:
     forms = (_unlike_anything, _like_a_fact, _like_knowledge, _no_country)
-    question = rng.choices(forms, (60, 15, 15, 10))[0](rng)
+    question = rng.choices(forms, (55, 15, 15, 15))[0](rng)
     answer = UNKNOWN_ANSWERS[rng.random() < 0.2]
     return Turn(question[0].upper() + question[1:] if rng.random() < 0.8 else question, answer)
 
@@ -212,8 +212,9 @@ def _like_a_fact(rng: Random) -> str:
 def _no_country(rng: Random) -> str:
     """Ask for the capital of what is no country, or of one that nobody knows."""
     where = slots(rng)["region"] if rng.random() < 0.5 else invented_name(rng)
-    if rng.random() < 0.2:
-        where = f"{invented_name(rng)}{rng.choice(('ia', 'land', 'stan', 'onia'))}"
+    if rng.random() < 0.3:
+        ends = ("ia", "nia", "land", "stan", "onia", "a", "ania", "ora")
+        where = f"{invented_name(rng)}{rng.choice(ends)}"
     return fill(rng.choice(tables()[0].questions), (str(where), str(where)))
 
 

@@ -1,7 +1,8 @@
 """Measures the demo models: `python -m examples.demo_model.evaluate`.
 
-Held-out loss of the weights as shipped, all sums to 100 (`--sums`), then the answers to the
-held-out questions with their grades, and how it goes on in held-out conversations with tools.
+Prints the held-out loss of the weights as shipped and, with `--sums`, which of all sums to 100 are
+wrong. Then it prints the answers to the held-out questions with their grades, and how many held-out
+conversations with tools go on as they should.
 """
 
 import argparse
@@ -37,7 +38,9 @@ def main() -> None:
     """Print losses, wrong sums, and all answers with their grades."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--assets", type=Path, default=Path("mlxinfer/assets"))
-    parser.add_argument("--sums", action="store_true", help="also all sums, which takes minutes")
+    parser.add_argument(
+        "--sums", action="store_true", help="also ask all sums, which takes minutes"
+    )
     args = parser.parse_args()
     for name in SHAPES:
         tokenizer = Tokenizer.from_file(str(args.assets / name / "tokenizer.json"))

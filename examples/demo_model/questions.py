@@ -1,6 +1,7 @@
-"""The held-out questions of `questions.txt`, and what is too near to them to train on.
+"""Reads the held-out questions, and says which questions are too near to them to train on.
 
-Those of the held-out conversations with tools are too near as well.
+A question is too near if it is a held-out one, or has one word more or less. The held-out questions
+are those of `questions.txt`, and those of the conversations in `tools/held_out.txt`.
 """
 
 import re
@@ -21,7 +22,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, turn by turn, and the grade that its last answer must get."""
+    """A held-out question, turn by turn, and how its last answer is graded: see grade.py."""
 
     turns: tuple[str, ...]
     grade: str
@@ -42,14 +43,14 @@ def questions() -> tuple[Question, ...]:
 
 
 def words_of(*turns: str) -> Words:
-    """Return the words, numbers and signs of what is asked, without words of politeness."""
+    """Return the words, numbers and signs of a question, without words of politeness."""
     words = re.findall(r"\d+|[^\W\d_]+|[+*/-]", " ".join(turns).lower().replace("'s ", " is "))
     kept = tuple(word for word in words if word not in POLITE)
     return kept or tuple(words)
 
 
 def is_near(*turns: str) -> bool:
-    """Return whether turns are a held-out question, but for one word that is more or less."""
+    """Return whether turns are a held-out question, or have one word more or less than one."""
     words = words_of(*turns)
     exact, shortened = _held()
     return words in exact or words in shortened or not exact.isdisjoint(_shortened(words))
@@ -58,7 +59,8 @@ def is_near(*turns: str) -> bool:
 def is_held_sum(a: int, sign: str, b: int) -> bool:
     """Return whether a held-out question asks for this sum or difference.
 
-    Products and quotients are facts to know, as capitals are: they are asked in other words.
+    A product is a fact, like a capital: it is trained, but never in the words of a question.
+    The same holds for a quotient.
     """
     if sign in "*/":
         return False
@@ -80,7 +82,7 @@ def _shortened(words: Words) -> list[Words]:
 
 @cache
 def _sums() -> frozenset[Sum]:
-    """Return (a, sign, b) of each held-out question about two numbers, told from its answer."""
+    """Return (a, sign, b) of each held-out question with two numbers; its answer tells the sign."""
     found: set[Sum] = set()
     for question in questions():
         numbers = [int(word) for word in words_of(*question.turns) if word.isdigit()]

@@ -69,6 +69,10 @@ HOW = (
     "Could you show me how to {a}?",
     "How do people {a}?",
     "What's the command to {a}?",
+    "Which command {s}?",
+    "What command {s}?",
+    "Is there a command that {s}?",
+    "The command that {s}",
 )
 NUM_CANONICAL = 2  # the first so many of each are asked more often, and never held out
 OPENERS = ("Please ", "Hey, ", "Hi, ", "Hello, ", "Sorry, ", "Quick question: ", "So, ", "And ")
@@ -90,7 +94,7 @@ def ask_about(rng: Random, subject: str) -> tuple[str, bool]:
 def ask_how(rng: Random, action: str) -> tuple[str, bool]:
     """Return a question how to do something, and whether it is among the canonical ones."""
     index = _index(rng, HOW)
-    return HOW[index].format(a=action), index < NUM_CANONICAL
+    return HOW[index].format(a=action, s=_third_person(action)), index < NUM_CANONICAL
 
 
 def _index(rng: Random, forms: tuple[str, ...]) -> int:
@@ -124,6 +128,18 @@ def held_out(question: str) -> bool:
 def first_sentence(answer: str) -> str:
     """Return the answer up to the end of its first sentence."""
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", answer, maxsplit=1)[0]
+
+
+def _third_person(action: str) -> str:
+    """Return an action as a command does it: "fetch a model" becomes "fetches a model"."""
+    verb, *rest = action.split(" ")
+    if verb.endswith(("ch", "sh", "ss", "x", "o")):
+        verb += "es"
+    elif verb.endswith("y") and verb[-2:-1] not in tuple("aeiou"):
+        verb = f"{verb[:-1]}ies"
+    else:
+        verb += "s"
+    return " ".join([verb, *rest])
 
 
 def _lower_first(text: str) -> str:

@@ -67,15 +67,20 @@ class Field:
     draw: Callable[[Random], str | int]
 
 
-def action(rng: Random, thing: str | None = None, verb: str | None = None) -> Offer:
-    """A tool that does something with a thing; both are drawn unless they are given."""
+def action(
+    rng: Random, thing: str | None = None, verb: str | None = None, *, nameless: float = 0.1
+) -> Offer:
+    """A tool that does something with a thing; both are drawn unless they are given.
+
+    `nameless` is the share of tools that have a name without a meaning.
+    """
     verb = verb or rng.choice(list(VERBS))
     thing = thing or (rng.choice(THINGS) if rng.random() < 0.8 else invented_name(rng).lower())
     fields = _fields(rng, thing)
     a_thing = f"{'an' if thing[0] in 'aeiou' else 'a'} {thing}"
     described = rng.choice((f"{verb} {a_thing}", f"{verb} {a_thing}", f"{verb}s {a_thing}"))
     parameters = tuple(field.parameter for field in fields)
-    tool = Tool(_name(rng, verb, thing), parameters, described.capitalize())
+    tool = Tool(_name(rng, verb, thing, nameless), parameters, described.capitalize())
 
     def use(rng: Random) -> Use:
         arguments, parts = {}, []
@@ -98,12 +103,14 @@ def action(rng: Random, thing: str | None = None, verb: str | None = None) -> Of
 
 
 def rivals(rng: Random) -> list[Offer]:
-    """Two tools for one thing, or one action on two things."""
+    """Two tools for one thing, or one action on two things; some are told by their text alone."""
+    nameless = 1.0 if rng.random() < 0.3 else 0.1
     if rng.random() < 0.6:
         thing = rng.choice(THINGS)
-        return [action(rng, thing, verb) for verb in rng.sample(list(VERBS), 2)]
+        verbs = rng.sample(list(VERBS), 2)
+        return [action(rng, thing, verb, nameless=nameless) for verb in verbs]
     verb = rng.choice(list(VERBS))
-    return [action(rng, thing, verb) for thing in rng.sample(THINGS, 2)]
+    return [action(rng, thing, verb, nameless=nameless) for thing in rng.sample(THINGS, 2)]
 
 
 def _fields(rng: Random, thing: str) -> list[Field]:
@@ -158,9 +165,8 @@ def _choice(rng: Random) -> Drawn:
     return name, name, lambda rng: rng.choice(CHOICES[name].split("|"))
 
 
-def _name(rng: Random, verb: str, thing: str) -> str:
-    """Return the tool's name; one in ten says nothing."""
-    if rng.random() < 0.1:
+def _name(rng: Random, verb: str, thing: str, nameless: float) -> str:
+    if rng.random() < nameless:
         return invented_name(rng).lower()
     return rng.choice(
         (

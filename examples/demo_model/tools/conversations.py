@@ -35,7 +35,7 @@ def tool_conversation(rng: Random) -> list[Message]:
 def _offers(rng: Random) -> list[Offer]:
     """Return one to three tools of different kinds, or two that are easily mistaken."""
     roll = rng.random()
-    if roll < 0.15:
+    if roll < 0.2:
         return rivals(rng)
     kinds: list[Callable[[Random], Offer]] = [*FAMILIES, chore, chore, action, action, action]
     found = [kind(rng) for kind in rng.sample(kinds, rng.choice((1, 1, 1, 2, 2, 3)))]

@@ -72,7 +72,23 @@ WEATHER = (
     "Check the weather for {p}",
     "I go to {p} tomorrow. How is the weather there?",
     "Does it snow in {p}?",
+    "Is it snowing in {p}?",
+    "Is it hot in {p} right now?",
+    "How hot is {p}?",
+    "How hot will it be in {p}?",
+    "How will the weather be in {p}?",
+    "What will the weather be in {p}?",
+    "Can you find out how the weather is in {p}?",
+    "Can you see whether it rains in {p}?",
+    "I want to know if it is windy in {p}",
     "Show me the weather of {p}",
+)
+DAYS_AHEAD = (
+    " for the next {n} days",
+    " in the next {n} days",
+    " for {n} days",
+    " over the coming {n} days",
+    " during the next {n} days",
 )
 TIME = (
     "What time is it in {p}?",
@@ -131,7 +147,7 @@ def weather(rng: Random) -> Offer:
             if not required and rng.random() < 0.5:
                 continue
             value = rng.choice(parameter.words) if parameter.words else rng.randint(2, 14)
-            tail = f" in {value}" if parameter.words else f" for the next {value} days"
+            tail = f" in {value}" if parameter.words else rng.choice(DAYS_AHEAD).format(n=value)
             question = question.rstrip("?") + tail + ("?" if question[-1] == "?" else "")
             arguments[parameter.name] = value
         result = _sky(rng)

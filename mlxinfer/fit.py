@@ -127,6 +127,7 @@ def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
         plain = spec.index_dim if isinstance(spec, LatentSpec) else 0  # index keys stay in 16 bits
         token_bits = (spec.numbers - plain) * bits_each + plain * 16
         stored_bits += token_bits * min(context, window or context)
+    stored_bits += 16 * context * sum(spec.numbers for spec in config.entries if spec is not None)
     return round(stored_bits / 8)
 
 

@@ -18,7 +18,7 @@ from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor, k
 from .attention import LayerMixer, Mixer
 from .linear import Projection
 from .mlp import FeedForward
-from .moe import HashChoice
+from .moe import TokenIds
 from .norm import Norm
 from .step import Layer, Passed, Step
 
@@ -221,16 +221,24 @@ def _weighted(x: mx.array, weights: mx.array) -> mx.array:
 
 
 class Streams:
-    """The entry of a decoder: every stream begins with the embedding. Layers may read ids."""
+    """The entry of a decoder: every stream begins with the embedding. Layers may read ids.
 
-    __slots__ = ("count",)
+    Args:
+        count: streams.
+        tokens: are told the ids; None: nothing but the step is.
+    """
 
-    def __init__(self, count: int) -> None:
+    __slots__ = ("count", "tokens")
+
+    def __init__(self, count: int, tokens: TokenIds | None = None) -> None:
         self.count = count
+        self.tokens = tokens
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, count * hidden)."""
         step.ids = ids
+        if self.tokens is not None:
+            self.tokens.ids = ids
         return mx.tile(x, (1, self.count))
 
 
@@ -241,10 +249,9 @@ class StreamLayer(Layer):
         mixer, mlp: the blocks.
         connections: of the mixer, and of the other block.
         inject: what is added before; None: nothing is.
-        by_id: chooses the experts of `mlp` by the ids of tokens; None: nothing does.
     """
 
-    __slots__ = ("by_id", "connections", "inject", "mixer", "mlp")
+    __slots__ = ("connections", "inject", "mixer", "mlp")
 
     def __init__(
         self,
@@ -252,13 +259,11 @@ class StreamLayer(Layer):
         mlp: FeedForward,
         connections: tuple[Connection, Connection],
         inject: Inject | None = None,
-        by_id: HashChoice | None = None,
     ) -> None:
         self.mixer = mixer
         self.mlp = mlp
         self.connections = connections
         self.inject = inject
-        self.by_id = by_id
 
     @property
     def mixers(self) -> Sequence[Mixer]:
@@ -275,6 +280,4 @@ class StreamLayer(Layer):
             x = x + self.inject(x, step)
         to_mixer, to_mlp = self.connections
         x = to_mixer(x, partial(self.mixer, step=step))
-        if self.by_id is not None:
-            self.by_id.ids = step.ids
         return to_mlp(x, self.mlp), None

@@ -237,23 +237,30 @@ class ExpertChoice:
         return weights if self.factors is None else weights * self.factors[experts], experts
 
 
+class TokenIds:
+    """The ids (T,) of a step's tokens, for choices that read them; the entry sets them."""
+
+    __slots__ = ("ids",)
+
+    def __init__(self) -> None:
+        self.ids: mx.array | None = None
+
+
 class HashChoice:
     """The experts of each token follow from its id; their weights from the logits.
 
     Args:
         routing: how they are weighed.
         table: (vocab, k) int32, the experts of each token of the vocabulary.
-
-    Attributes:
-        ids: (T,) of the tokens of the step. The layer sets it before each call.
+        tokens: of the current step.
     """
 
-    __slots__ = ("ids", "routing", "table")
+    __slots__ = ("routing", "table", "tokens")
 
-    def __init__(self, routing: Routing, table: mx.array) -> None:
+    def __init__(self, routing: Routing, table: mx.array, tokens: TokenIds) -> None:
         self.routing = routing
         self.table = table
-        self.ids: mx.array | None = None
+        self.tokens = tokens
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None."""
@@ -261,8 +268,8 @@ class HashChoice:
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
-        assert self.ids is not None
-        experts = self.table[self.ids]
+        assert self.tokens.ids is not None
+        experts = self.table[self.tokens.ids]
         return weigh_experts(logits, experts, self.routing), experts
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import CacheSpec, KVSpec, LatentSpec, StateSpec
+from ..core import CacheSpec, EntrySpec, KVSpec, LatentSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec, yarn_attention_factor
 from . import registry
@@ -69,6 +69,7 @@ class ModelConfig:
     turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
     sees_spans: tuple[bool, ...] = ()  # by layer, as of `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
+    entries: tuple[EntrySpec | None, ...] = ()  # by layer, beside its window; empty: no layer has
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
     quantization: Quantization | None = None

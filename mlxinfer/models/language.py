@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from ..core import CacheSpec
+from ..core import CacheSpec, EntrySpec
 from ..layers.step import Rows, Step
 from ..metal_kernels.variants import KernelUse
 from .quantization import Quantization
@@ -73,6 +73,11 @@ class LanguageConfig(Protocol):
 
     def cache_spec(self, index: int) -> CacheSpec:
         """The spec of the cache of a layer's mixer."""
+        ...
+
+    @property
+    def entries(self) -> tuple[EntrySpec | None, ...]:
+        """What layers keep of blocks of tokens beside a window; empty: nothing."""
         ...
 
     @property

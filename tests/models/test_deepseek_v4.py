@@ -6,11 +6,13 @@ import pytest
 from engine.harness import Harness
 from models.cases import without
 from models.dense_kv import DenseCache, logits
+from models.published import PUBLISHED
 from models.random_weights import tiny_tensors
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import MlxinferError
+from mlxinfer.fit import kv_bytes
 from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.session.options import EngineOptions
@@ -189,6 +191,13 @@ def test_an_index_leaves_entries_out(tmp_path):
 def wide(tmp_path_factory):
     """Blocks of 4 and 128 tokens, and a window of 128."""
     return load(tiny_checkpoint(tmp_path_factory.mktemp("wide"), "deepseek_v4-wide"))
+
+
+def test_entries_count_where_memory_is_estimated():
+    """Of Flash: 43 windows of 128 tokens, and entries of 4 and of 128 tokens for all."""
+    config = normalise(PUBLISHED["DeepSeek-V4-Flash"].config)
+    window, entries = 43 * 128 * 2 * 512 * 2, (21 * (160 + 40) + 20 * 4) * 2
+    assert kv_bytes(config, 2**20) == window + entries * 2**20
 
 
 def test_pages_hold_whole_blocks(wide):

@@ -16,16 +16,18 @@ from ...core import EntrySpec, KVSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
 from ...layers.compressed_attention import CompressedAttention, Compressor, EntryIndex, Series
-from ...layers.hyper_connections import StreamLayer, WeightedStreams
-from ...layers.mlp import Gated, clipped_swiglu
-from ...layers.moe import ExpertChoice, HashChoice
+from ...layers.hyper_connections import StreamLayer, Streams, WeightedStreams
+from ...layers.mlp import FeedForward, Gated, clipped_swiglu
+from ...layers.moe import ExpertChoice, HashChoice, TokenIds
 from ...layers.norm import Norm
 from ...layers.rope import FusedRope, RopeSpec
 from ...layers.step import Layer
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import SLIDING, ModelConfig, read_rope
+from ..decoder import Entry
 from ..jsonfields import Fields
 from ..stage import BetweenStages
+from ..weights.weights import Weights
 from .deepseek import shared_expert
 from .mixed_streams import MixedStreams
 
@@ -131,8 +133,8 @@ class DeepseekV4(MixedStreams):
         """Check what only this family has, and set its experts."""
         fields = config.fields
         fields.require({"scoring_func": ["sqrtsoftplus"], "hidden_act": ["silu"]})
-        for kind in {*(fields.items("layer_types") or ())} - {_WINDOW}:
-            entry_spec(config, kind)
+        kinds = fields.items("layer_types") or []
+        by_kind = {kind: _entry_spec(config, kind) for kind in {*kinds} - {_WINDOW}}
         num_experts = fields.integer("n_routed_experts", high=2**16)
         return replace(
             config,
@@ -140,6 +142,7 @@ class DeepseekV4(MixedStreams):
             experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
             moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
             sparse_layers=(True,) * config.num_layers,
+            entries=tuple(by_kind.get(kind) for kind in kinds),
         )
 
     @classmethod
@@ -156,7 +159,15 @@ class DeepseekV4(MixedStreams):
             name = theirs.sub(ours, name)
         return super().rename(name)
 
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self._tokens = TokenIds()
+
     # -- the decoder ----------------------------------------------------------------------------
+
+    def entry(self) -> Entry:
+        """All streams begin with the embedding; choices by id are told the ids."""
+        return Streams(self.num_streams, self._tokens)
 
     def last_norm(self) -> Norm:
         """Over a weighted sum of the streams."""
@@ -170,10 +181,7 @@ class DeepseekV4(MixedStreams):
         to_mixer, to_mlp = (
             self.connection(f"{path}.{name}", self.norm(f"{path}.{norm}")) for name, norm in names
         )
-        by_id = self._hash_choice(index) if _is_hashed(self.config, index) else None
-        choose, shared = by_id or self._choice(f"{path}.mlp"), shared_expert(self, f"{path}.mlp")
-        mlp = self.experts(f"{path}.mlp", choose, shared=shared)
-        return StreamLayer(self.mixer(index), mlp, (to_mixer, to_mlp), by_id=by_id)
+        return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp))
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -224,10 +232,9 @@ class DeepseekV4(MixedStreams):
     def _compressor(self, index: int, path: str, spec: RopeSpec) -> Compressor | None:
         """The compressor of a layer; None: it sees its window alone."""
         config, weights = self.config, self.weights
-        kind = (config.fields.items("layer_types") or [])[index]
-        if kind == _WINDOW:
+        cache, index_path = config.entries[index], f"{path}.indexer"
+        if cache is None:
             return None
-        cache, index_path = entry_spec(config, kind), f"{path}.indexer"
         halves = 2 if cache.carried else 1
         kinds = [(f"{path}.compressor", cache.dim)]
         if cache.index_dim:
@@ -274,18 +281,24 @@ class DeepseekV4(MixedStreams):
             factor=self.config.fields.number("routed_scaling_factor"),
         )
 
+    def mlp(self, index: int) -> FeedForward:
+        """Experts and a shared one."""
+        path = f"model.layers.{index}.mlp"
+        chosen = self._hash_choice if _is_hashed(self.config, index) else self._choice
+        return self.experts(path, chosen(f"{path}.gate"), shared=shared_expert(self, path))
+
     def _choice(self, path: str) -> ExpertChoice:
         """The experts of the best scores with a bias."""
-        name = f"{path}.gate.e_score_correction_bias"
+        name = f"{path}.e_score_correction_bias"
         bias = self.weights.raw(name, (self.config.num_experts,))
         return ExpertChoice(self._routing(biased=True), bias.astype(mx.float32))
 
-    def _hash_choice(self, index: int) -> HashChoice:
-        config, path = self.config, f"model.layers.{index}.mlp.gate.tid2eid"
+    def _hash_choice(self, path: str) -> HashChoice:
+        config, path = self.config, f"{path}.tid2eid"
         table = self.weights.raw(path, (config.vocab_size, config.experts_per_token))
         if int(table.min()) < 0 or int(table.max()) >= config.num_experts:
             raise CheckpointError(f"{path} names experts that there are not.")
-        return HashChoice(self._routing(biased=False), table.astype(mx.int32))
+        return HashChoice(self._routing(biased=False), table.astype(mx.int32), self._tokens)
 
 
 def _layer_types(config: Fields, num_layers: int) -> list[str]:
@@ -342,7 +355,7 @@ def _ropes(config: Fields) -> dict[str, Any]:
     return {"main": {"rope_type": "default", **main}, "compress": {**scaled, **compress}}
 
 
-def entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
+def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
     """What the cache keeps of the entries of a layer of a kind; see `EntrySpec`."""
     fields, dim = config.fields, config.head_dim
     rates, kinds = fields.fields("compress_rates"), fields.items("layer_types") or ()

@@ -84,6 +84,11 @@ class ZooConfig:
         """What comparing it has shown."""
         return verdict_of(self.model_type)[1]
 
+    @property
+    def entries(self) -> tuple[()]:
+        """No layer has any."""
+        return ()
+
     def cache_spec(self, index: int) -> CacheSpec:
         """The specs of all layers that keep something, in order."""
         return self.cache_specs[index]

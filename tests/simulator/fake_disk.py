@@ -26,6 +26,8 @@ class FakeTier:
     def contains(self, key: bytes) -> bool:
         return key in self._entries
 
+    stores = contains  # nothing comes from peers
+
     def put(self, entry: Entry) -> bool:
         if self._fails():
             return False

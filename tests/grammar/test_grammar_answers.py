@@ -37,7 +37,7 @@ def form(schema: Schema) -> dict[str, object]:
 def ask(llm: LLM, schemas: Sequence[Schema], temperature: float) -> list[Result]:
     """Answers under schemas, beside neighbours under none that get the tokens they get alone."""
     params = [
-        SamplingParams(max_tokens=600, temperature=temperature, seed=seed)
+        SamplingParams(max_tokens=1900, temperature=temperature, seed=seed)
         for seed in range(len(schemas))
     ]
     prompts = [f"Give me JSON: {name}" for name in string.ascii_lowercase[: len(schemas)]]

@@ -62,10 +62,21 @@ class SlowPeerError(PeerError):
     """A peer has not answered in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a prompt waits: since when, and until when a request has to end.
+
+    Both on the clock of the event loop.
+    """
+
+    since_s: float
+    until_s: float
+
+
 class Peer:
     """Another server, and how it has done so far. Lives on one event loop.
 
-    The requests end at `until_s`, a time of that loop, with SlowPeerError.
+    A request that has to end raises SlowPeerError.
 
     Attributes:
         sending: bytes of pages, and the seconds that they took.
@@ -79,6 +90,7 @@ class Peer:
         self.counts = dict(NOTHING_CAME)
         self._slots = asyncio.Semaphore(REQUESTS)
         self._next_s = 0.0  # when another request may go
+        self._page_s = 0.0  # when the last page came
         self._pause_s = FIRST_PAUSE_S
         self._out_until_s = 0.0
         self._client = _client(self.url)
@@ -88,19 +100,19 @@ class Peer:
         """Whether it is not left out after a failure."""
         return time.monotonic() >= self._out_until_s
 
-    async def held(self, namespace: bytes, keys: Seq[bytes], until_s: float) -> set[bytes]:
+    async def held(self, namespace: bytes, keys: Seq[bytes], wait: Wait) -> set[bytes]:
         """Those of some keys whose entries it has."""
-        async with self._asked("held", _named(namespace, keys), until_s) as response:
+        async with self._asked("held", _named(namespace, keys), wait) as response:
             answer = b"".join([chunk async for chunk in _chunks(response, len(keys))])
             if len(answer) != len(keys):
                 raise PeerError(f"It said {len(answer)} of {len(keys)} pages.")
             return {key for key, has in zip(keys, answer, strict=True) if has == ord("1")}
 
     async def entries(
-        self, namespace: bytes, sizes: dict[bytes, int], until_s: float
+        self, namespace: bytes, sizes: dict[bytes, int], wait: Wait
     ) -> AsyncIterator[Entry]:
         """Entries of given sizes in bytes by key, up to the first one that it has no longer."""
-        async with self._asked("entries", _named(namespace, list(sizes)), until_s) as response:
+        async with self._asked("entries", _named(namespace, list(sizes)), wait) as response:
             buffer, left = bytearray(), iter(sizes.items())
             key, size = next(left)
             async for chunk in _chunks(response, sum(sizes.values())):
@@ -110,6 +122,7 @@ class Peer:
                     if entry is None:
                         raise PeerError("It sent a page that is damaged, or another one.")
                     del buffer[:size]
+                    self._page_s = asyncio.get_running_loop().time()
                     self.counts["pages"] += 1
                     self.counts["bytes"] += entry.payload.nbytes
                     yield entry
@@ -119,13 +132,13 @@ class Peer:
         self._pause_s = FIRST_PAUSE_S
 
     async def compute(
-        self, namespace: bytes, token_ids: Seq[int], salt: str | None, until_s: float
+        self, namespace: bytes, token_ids: Seq[int], salt: str | None, wait: Wait
     ) -> None:
         """Let it compute a prompt: a request of one token."""
         began_s, times = time.monotonic(), 1
         body = {"namespace": namespace.hex(), "token_ids": token_ids, "cache_salt": salt}
         try:
-            async with self._asked("compute", body, until_s) as response:
+            async with self._asked("compute", body, wait) as response:
                 _ = [chunk async for chunk in _chunks(response, 0)]
         except SlowPeerError:
             times = 2  # it would have taken longer still
@@ -135,14 +148,14 @@ class Peer:
 
     @asynccontextmanager
     async def _asked(
-        self, path: str, body: dict[str, Any], until_s: float
+        self, path: str, body: dict[str, Any], wait: Wait
     ) -> "AsyncIterator[httpx2.Response]":
         """One request. A peer that fails is left out, and so is a silent one: no page came from it
-        until the request had to end. A caller that is cancelled says nothing of the peer.
+        while the prompt waited. A caller that is cancelled says nothing of the peer.
         """
-        asked, before = False, self.counts["pages"]
+        asked = False
         try:
-            async with asyncio.timeout_at(until_s), self._slots:
+            async with asyncio.timeout_at(wait.until_s), self._slots:
                 await self._turn()
                 asked = True
                 request = self._client.stream("POST", f"/v1/kv/{path}", json=body)
@@ -151,7 +164,7 @@ class Peer:
                         raise PeerError(await _refusal(response))
                     yield response
         except TimeoutError:
-            if asked and self.counts["pages"] == before:
+            if asked and self._page_s < wait.since_s:
                 self._leave_out("It did not answer in time.")
             raise SlowPeerError(f"{self.url}: It did not answer in time.") from None
         except Exception as error:  # the fault boundary of a peer, which may answer anything
@@ -272,7 +285,7 @@ class Fetch:
             peer is told.
         salt: of the request's prefixes.
         offers: keys, and a peer that has the entry.
-        until_s: when peers have had their time, on the clock of the event loop.
+        wait: of the prompt.
     """
 
     search: PageSearch
@@ -280,7 +293,7 @@ class Fetch:
     is_plain: bool
     salt: str | None
     offers: dict[bytes, Peer] = field(default_factory=dict)
-    until_s: float = 0.0
+    wait: Wait = Wait(0.0, 0.0)
 
 
 class PeerFetches:
@@ -347,8 +360,8 @@ class PeerFetches:
             return
         limit_s = UNMEASURED_S if fetch.own_s is None else fetch.own_s
         now_s, peer = self._loop.time(), self._elsewhere
-        fetch.until_s = now_s + limit_s
-        await self._look(fetch, self._asked_now(), now_s + limit_s / LOOK_SHARE)
+        fetch.wait = Wait(now_s, now_s + limit_s)
+        await self._look(fetch, self._asked_now(), Wait(now_s, now_s + limit_s / LOOK_SHARE))
         if peer is not None and self._pays_elsewhere(peer, fetch):
             await self._compute_at(peer, fetch)
         await self._take_rest(fetch)
@@ -356,18 +369,18 @@ class PeerFetches:
     async def _compute_at(self, peer: Peer, fetch: Fetch) -> None:
         """Let a peer compute the prompt, and take pages as it seals them."""
         search = fetch.search
-        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt, fetch.until_s)
+        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt, fetch.wait)
         computing, ended = asyncio.create_task(work), False
         try:
             while not ended:
                 await asyncio.wait({computing}, timeout=POLL_S)
                 ended = computing.done()  # before the last look
-                await self._look(fetch, [peer], fetch.until_s)
+                await self._look(fetch, [peer], fetch.wait)
                 await self._take(fetch, search.places(search.always))
         finally:
             computing.cancel()
 
-    async def _look(self, fetch: Fetch, peers: Seq[Peer], until_s: float) -> None:
+    async def _look(self, fetch: Fetch, peers: Seq[Peer], wait: Wait) -> None:
         """Learn who has which of the pages that lack; of several peers the first is asked."""
         search = fetch.search
         every = search.places(range(len(self._store.page_bytes)))
@@ -375,7 +388,7 @@ class PeerFetches:
 
         async def held(peer: Peer) -> set[bytes]:
             with suppress(PeerError):
-                return await peer.held(search.tier.namespace, keys, until_s)
+                return await peer.held(search.tier.namespace, keys, wait)
             return set()
 
         for peer, has in zip(peers, await asyncio.gather(*map(held, peers)), strict=True):
@@ -443,7 +456,7 @@ class PeerFetches:
         by_key = {search.key(*place): place for place in places}
         sizes = {k: entry_bytes(page, self._num_bytes([place])) for k, place in by_key.items()}
         with suppress(PeerError):
-            async for entry in peer.entries(search.tier.namespace, sizes, fetch.until_s):
+            async for entry in peer.entries(search.tier.namespace, sizes, fetch.wait):
                 search.tier.stage(entry)
                 search.there[by_key[entry.key]] = True
 

@@ -348,6 +348,26 @@ def test_a_peer_that_drips_costs_one_bounded_wait(
             assert peer.asked.count(path) == 1
 
 
+def test_a_slow_peer_gives_what_it_can_and_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "UNMEASURED_S", 5.0)
+
+    def fault(asked: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
+        return pages(reply, len(reply) // len(keys)) if asked == "entries" else reply
+
+    def pages(reply: bytes, size: int) -> Iterator[bytes]:
+        for at in range(0, len(reply), size):
+            if at == 4 * size:
+                time.sleep(8)
+            yield reply[at : at + size]
+
+    ids = prompt(140)
+    with engine("qwen3-v4") as first, served(first, fault) as peer:
+        answer(first, ids)
+        with engine("qwen3-v4", (peer.url,)) as asking:
+            assert answer(asking, ids) == (plain("qwen3-v4", ids), 4 * PAGE)
+            assert asking.stats()["peers"]["failures"] == 0
+
+
 def test_endless_bytes_are_read_no_further_than_what_was_asked_for() -> None:
     num_sent = 0
 

@@ -80,7 +80,7 @@ def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path:
     assert computed <= len(more) - 96
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(3, CASES))
 def test_pages_that_came_from_peers_and_wait_are_saved_too(case: str, tmp_path: Path) -> None:
     ids, here, there = prompt(100), tmp_path / "here", tmp_path / "there"
     first = on_disk(there, case)

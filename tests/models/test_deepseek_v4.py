@@ -206,7 +206,7 @@ def test_pages_hold_whole_blocks(wide):
     assert (config.page_size, config.prefill_chunk) == (128, 256)
 
 
-@pytest.mark.parametrize("chunk", [128, 1024])
+@pytest.mark.parametrize("chunk", [128, pytest.param(1024, marks=pytest.mark.ci)])
 def test_blocks_of_128_tokens_in_chunks_and_steps(wide, chunk):
     """Pages and tails give what one run over all tokens gives, over the ends of pages."""
     ids = np.random.default_rng(0).integers(3, 96, 420).tolist()

@@ -99,9 +99,7 @@ def _pieces(base: str, answer: "httpx2.Response") -> Iterator[bytes]:
     try:
         yield from answer.iter_bytes()
     except (httpx2.RemoteProtocolError, httpx2.ReadError):
-        raise ServerError(
-            f"The server at {base} broke off its answer. If it still runs, its log says why."
-        ) from None
+        raise _broken(base) from None
 
 
 def client_options(base: str, key: str | None) -> dict[str, Any]:
@@ -128,7 +126,9 @@ def failures(base: str) -> Iterator[None]:
         raise SilentServerError(f"The server at {base} did not answer in time.") from error
     except httpx2.ConnectError as error:
         raise _unreachable(base, str(error)) from None
-    except httpx2.RemoteProtocolError:
+    except httpx2.RemoteProtocolError as error:
+        if "disconnected" in str(error):  # before an answer
+            raise _broken(base) from None
         raise _foreign(base) from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ServerError(f"The connection to {base} broke: {error}.") from None
@@ -143,6 +143,13 @@ def _unreachable(base: str, reason: str) -> ServerError:
     hint = " If the server is yours, set SSL_CERT_FILE to the file of its --tls-cert."
     hint = "" if "mismatch" in said else hint  # of names: trust would not help
     return ServerError(f"This machine does not trust the certificate of {base}: {said}.{hint}")
+
+
+def _broken(base: str) -> ServerError:
+    return ServerError(
+        f"The server at {base} ended the connection before its answer was complete. If it still "
+        "runs, its log says why."
+    )
 
 
 def _foreign(base: str) -> ServerError:

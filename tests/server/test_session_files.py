@@ -65,7 +65,7 @@ def test_an_export_of_a_damaged_session_is_an_error_and_leaves_no_file(tmp_path:
         data[len(data) // 2] ^= 1
         pages[-1].write_bytes(data)
         code, said = run(server.url, "export", "notes", str(target))
-        assert (code, "broke off its answer" in said) == (1, True)
+        assert (code, "before its answer was complete" in said) == (1, True)
         pages[-1].unlink()
         code, said = run(server.url, "export", "notes", str(target))
         assert (code, "damaged on the disk, or gone" in said) == (1, True)
@@ -99,8 +99,17 @@ def dying_server(reply: bytes) -> Iterator[str]:
 def test_a_server_that_dies_leaves_no_half_of_an_export(tmp_path: Path, reply: bytes) -> None:
     with dying_server(reply) as url:
         code, said = run(url, "export", "notes", str(tmp_path / "notes.session"))
-    assert (code, "broke off its answer" in said) == (1, True)
+    assert (code, "before its answer was complete" in said) == (1, True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_dies_ends_an_import_with_a_message(tmp_path: Path) -> None:
+    file = tmp_path / "notes.session"
+    file.write_bytes(bytes(8 << 20))
+    with dying_server(b"") as url:
+        code, said = run(url, "import", str(file))
+    assert code == 1
+    assert "before its answer was complete" in said or "The connection to" in said
 
 
 def test_a_full_disk_ends_an_export_with_the_name_of_the_file(tmp_path: Path) -> None:

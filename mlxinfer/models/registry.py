@@ -275,7 +275,7 @@ def heads_read(names: Iterable[str], config: Any) -> tuple[int, int]:
         config: of its text, a `LanguageConfig`.
     """
     layers = {layer_ahead(name, config.num_layers) for name in names} - {None}
-    kind = family(config.model_type) if config.model_type in FAMILIES else None
+    kind = family(config.model_type) if config.definition == "native" else None
     if kind is None or not kind.has_head:
         return len(layers), 0
     num_heads = -(-len(layers) // max(len(kind.head_blocks(config)), 1))

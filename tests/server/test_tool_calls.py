@@ -183,7 +183,7 @@ def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> 
         "required": ["bits", "n"],
     }
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    body = {"messages": HI, "tools": [tool], "tool_choice": "required", "temperature": 3.0}
+    body = {"messages": HI, "tools": [tool], "tool_choice": "required", "temperature": 20.0}
     with LiveServer() as server:
         teach(server.model, TEMPLATE.replace(THOUGHT, ""))
         for seed in range(2):

@@ -182,8 +182,9 @@ class Peer:
         await self._client.aclose()
 
     def _leave_out(self, reason: str) -> None:
-        if self.is_asked:  # of several requests at once, the first to fail
-            log.warning("peer %s is left out for %d s: %s", self.url, self._pause_s, reason)
+        if not self.is_asked:  # another request of the same time has failed
+            return
+        log.warning("peer %s is left out for %d s: %s", self.url, self._pause_s, reason)
         self.counts["failures"] += 1
         self._out_until_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)

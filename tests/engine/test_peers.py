@@ -368,6 +368,20 @@ def test_a_slow_peer_gives_what_it_can_and_is_not_left_out(monkeypatch: pytest.M
             assert asking.stats()["peers"]["failures"] == 0
 
 
+def test_requests_that_fail_together_are_one_failure() -> None:
+    with engine("qwen3-v4", (f"http://127.0.0.1:{free_port()}",)) as asking:
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        asking.call(
+            lambda _: [
+                asking.submit(Request(f"{n}", prompt(140, n), FEW), events.put) for n in range(8)
+            ]
+        )
+        ended = 0
+        while ended < 8:
+            ended += events.get(timeout=60).finish_reason is not None
+        assert asking.stats()["peers"]["failures"] == 1
+
+
 def test_endless_bytes_are_read_no_further_than_what_was_asked_for() -> None:
     num_sent = 0
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,14 @@ NASTY: tuple[Any, ...] = (
 )
 
 
-def set_in(said: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def set_in(said: dict[str, Any], *, path: tuple[str, ...], value: Any) -> None:
     for name in path[:-1]:
         said = said[name]
     said[path[-1]] = value
+
+
+def apply(change: Callable[[dict[str, Any]], None], said: dict[str, Any]) -> None:
+    change(said["prompt"])
 
 
 def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
@@ -149,12 +154,12 @@ def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
     with serving(tmp_path / "b") as server:
         for path in paths:
             for value in NASTY:
-                made = with_head(file, lambda said, path=path, v=value: set_in(said, path, v))
+                made = with_head(file, partial(set_in, path=path, value=value))
                 reply = server.client.put("/v1/sessions?name=made", content=made)
                 assert reply.status_code in (200, 400, 503), (path, value, reply.text)
                 code, said = run(server.url, "list")
                 assert code == 0, (path, value, said)
-        for change in (
+        changes: tuple[Callable[[dict[str, Any]], None], ...] = (
             lambda prompt: prompt.update(page_size=1),
             lambda prompt: prompt.update(token_ids=[-1, *prompt["token_ids"][1:]]),
             lambda prompt: prompt.update(token_ids=[1 << 70, *prompt["token_ids"][1:]]),
@@ -163,8 +168,9 @@ def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
             lambda prompt: prompt.update(places=[[n, -1] for n, _ in prompt["places"]]),
             lambda prompt: prompt.update(places=[[n, 1 << 63] for n, _ in prompt["places"]]),
             lambda prompt: prompt.update(places=prompt["places"][::-1]),
-        ):
-            made = with_head(file, lambda said, change=change: change(said["prompt"]))
+        )
+        for change in changes:
+            made = with_head(file, partial(apply, change))
             error_of(server.client.put("/v1/sessions?name=bad", content=made), 400)
         assert server.client.put("/v1/sessions", content=file).status_code == 200
         assert ask(server)[2] <= 16
@@ -214,7 +220,9 @@ def exported_elsewhere(folder: Path) -> bytes:
         return server.get("/v1/sessions/other/file").content
 
 
-def test_sessions_saved_at_once_keep_to_the_share_of_their_key(tmp_path: Path) -> None:
+def test_sessions_saved_at_once_keep_to_the_share_of_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tmp_path, keys=ApiKeys.from_plain(["a", "b"])) as server:
         anna = {"x-api-key": "a"}
         ask(server, headers=anna)
@@ -228,7 +236,7 @@ def test_sessions_saved_at_once_keep_to_the_share_of_their_key(tmp_path: Path) -
             time.sleep(0.2)
             slow(*given)
 
-        sessions.save = save  # type: ignore[method-assign]
+        monkeypatch.setattr(sessions, "save", save)
         with ThreadPoolExecutor(8) as threads:
             bodies = [{"name": f"n{n}"} for n in range(1, 9)]
             statuses = list(

@@ -83,7 +83,7 @@ class Saving:
         if lacking:
             raise OverloadedError(
                 f"The disk cache has no room for {len(lacking)} more entries of the session: "
-                "remove sessions, or raise --disk-cache.",
+                "remove sessions, raise --disk-cache, or make room on its disk.",
                 retry_after_s=IDENTIFY_S,
             )
         num_pages, places = store.places(ids, kv.tree.probe(namespace, (), limit=0))

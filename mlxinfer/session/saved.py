@@ -184,7 +184,8 @@ class NamedSessions(SavedSessions):
         sizes, prompt = dict(enumerate(store.page_bytes)), replace(given.prompt, root=root)
         num_bytes = sum(sizes.get(group, 0) for _, group in prompt.places)
         no_room = OverloadedError(
-            "The disk cache has no room for the session: remove sessions, or raise --disk-cache.",
+            "The disk cache has no room for the session: remove sessions, raise --disk-cache, or "
+            "make room on its disk.",
             retry_after_s=NO_ROOM_S,
         )
         if prompt.page_size != store.page_size:

@@ -68,7 +68,7 @@ class EntryLayer(BlocksLayer):
             own = tail[self.entry_part]
             found = own[mx.clip(numbers - num_sealed, 0, len(own) - 1)]
         if not num_sealed:
-            assert found is not None, "nobody sees an entry"
+            assert found is not None, "some entry is seen"
             return found
         assert place.pages is not None, "chunks read all entries"
         sealed = mx.minimum(numbers, num_sealed - 1)
@@ -81,7 +81,7 @@ class EntryLayer(BlocksLayer):
     def _of_chunk(
         self, place: SequencePlace, first: int, raw: mx.array, axes: mx.array
     ) -> list[mx.array]:
-        """As of `BlocksLayer`. What later blocks need is stored first: nothing is copied."""
+        """As of `BlocksLayer`. What later blocks need is written before it is read: in place."""
         unit, carried = self.spec.unit, self.spec.carried
         if not carried:
             return super()._of_chunk(place, first, raw, axes)
@@ -131,7 +131,8 @@ class EntryLayer(BlocksLayer):
             rows = mx.array(firsts)
             stops = mx.maximum(before[rows] - (ratio - 1), 0) + self.page_size
             units = stops[:, None] - mx.arange(1, unit + 1)[::-1]
-            earlier[rows] = pages[-1][0, units].reshape(-1, ratio, carried)
+            read = pages[-1][0, units].reshape(-1, ratio, carried)
+            earlier[rows] = mx.where(before[rows][:, None, None] < 0, 0, read)  # never a stale NaN
         return self._pooled(raw, axes, earlier)
 
     def _pooled(

@@ -1,6 +1,7 @@
 """Through pages, tails, chunks and ragged batches every family still gives transformers' logits."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,11 @@ FIRST = list({case.rpartition("-")[0]: case for case in reversed(CASES)}.values(
 LAST = list({case.rpartition("-")[0]: case for case in CASES}.values())
 
 
+def on_short_pages(cases: list[Any]) -> list[Any]:
+    """Less the model that needs pages of 128 tokens, see `models/test_deepseek_v4.py`."""
+    return [case for case in cases if case.values != ("deepseek_v4-wide",)]
+
+
 def reference(case: str) -> tuple[list[int], np.ndarray]:
     with np.load(DATA / f"{case}.npz") as saved:
         return saved["ids"].tolist(), saved["logits"].astype(np.float32)
@@ -28,7 +34,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", runs(LAST[1::5], LAST[1::2]))
+@pytest.mark.parametrize("case", on_short_pages(runs(LAST[1::5], LAST[1::2])))
 def test_chunks_beside_others(case: str) -> None:
     ids, expected = reference(case)
     harness = Harness(tiny_model(case), prefill_chunk=32)
@@ -42,7 +48,7 @@ def test_chunks_beside_others(case: str) -> None:
     assert outcome.token_ids == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("case", runs(FIRST[::5], FIRST[::2]))
+@pytest.mark.parametrize("case", on_short_pages(runs(FIRST[::5], FIRST[::2])))
 def test_steps_beside_others(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
     that every position is a decode step.

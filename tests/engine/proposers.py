@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from engine.harness import config, tiny_model
 from engine.oracle import Oracle
+from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
 from speculation.head_names import MTP_CASES
 
@@ -128,8 +129,9 @@ def mtp_of(model: Model) -> DraftHead:
     """A random MTP module for a model of a family that has them."""
     how = None if model.config.quantization is None else {"group_size": 32, "bits": 4}
     case = WITH_MTP[model.config.model_type]
-    if model.config.qkv_bias:  # those that have it; the module is like the model's layers
-        case = case.replace("-v4", "-v5")
+    of_queries = model.config.fields.get("q_lora_rank")
+    if model.config.qkv_bias or tiny_config(case).get("q_lora_rank") != of_queries:
+        case = case.replace("-v4", "-v5")  # the module is like the model's layers
     folder = mtp_checkpoint(Path(mkdtemp()), case, how=how)
     return load_prediction_head(folder, model)
 

@@ -17,6 +17,10 @@ TEMPLATE = (
     "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
+WITHOUT_TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 HI = [{"role": "user", "content": "Hello"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOLS = [
@@ -33,13 +37,22 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture
-def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def under(llm: LLM, template: str, monkeypatch: pytest.MonkeyPatch) -> LLM:
     tokenizer, builder = llm.tokenizer, llm._session.builder
     monkeypatch.setattr(builder, "tool_format", builder.tool_format)  # of its own template
-    monkeypatch.setattr(tokenizer, "template", ChatTemplate(TEMPLATE))
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(template))
     builder.tool_format = detect_tools(tokenizer)
     return llm
+
+
+@pytest.fixture
+def knowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    return under(llm, TEMPLATE, monkeypatch)
+
+
+@pytest.fixture
+def unknowing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    return under(llm, WITHOUT_TOOLS, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -65,30 +78,30 @@ def test_forced_arguments_are_an_object_whether_or_not_the_schema_says_so(
     pytest.fail("no call came to its end")
 
 
-def test_a_template_without_tools_gets_them_as_text(llm: LLM) -> None:
-    result = llm.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS)
-    plain = llm.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS, tool_choice="none")
+def test_a_template_without_tools_gets_them_as_text(unknowing: LLM) -> None:
+    result = unknowing.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS)
+    plain = unknowing.chat(HI, SamplingParams(max_tokens=8), tools=TOOLS, tool_choice="none")
     assert result.prompt_tokens > plain.prompt_tokens + 50
     assert plain.text.startswith("Hello")
     choice = {"type": "function", "function": {"name": "get_weather"}}
     params = SamplingParams(max_tokens=200, temperature=1.0, seed=1)
-    forced = llm.chat(HI, params, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    forced = unknowing.chat(HI, params, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
     (call,) = forced.tool_calls
     assert call.name == "get_weather"
     jsonschema.validate(json.loads(call.arguments), CITY)
     said = {"role": "assistant", "tool_calls": [{"id": "c", "function": CALLED}]}
     history = [*HI, said, {"role": "tool", "tool_call_id": "c", "content": "12 degrees"}]
-    ids = llm._session.encode(ChatInput(messages=history, tools=TOOLS)).ids
-    prompt = llm.tokenizer.decode(ids)
+    ids = unknowing._session.encode(ChatInput(messages=history, tools=TOOLS)).ids
+    prompt = unknowing.tokenizer.decode(ids)
     assert "12 degrees" in prompt
     assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in prompt
 
 
-def test_a_named_format_needs_a_template_with_tools(llm: LLM, monkeypatch) -> None:
-    named = detect_tools(llm.tokenizer, "hermes")
-    monkeypatch.setattr(llm._session.builder, "tool_format", named)
+def test_a_named_format_needs_a_template_with_tools(unknowing: LLM, monkeypatch) -> None:
+    named = detect_tools(unknowing.tokenizer, "hermes")
+    monkeypatch.setattr(unknowing._session.builder, "tool_format", named)
     with pytest.raises(TemplateError, match="does not know tools"):
-        llm.chat(HI, SHORT, tools=TOOLS)
+        unknowing.chat(HI, SHORT, tools=TOOLS)
 
 
 def test_a_forced_call(knowing: LLM) -> None:

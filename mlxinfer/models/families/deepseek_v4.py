@@ -225,7 +225,8 @@ class DeepseekV4(MixedStreams):
 
     def _groups(self, path: str, groups: int, rank: int, inner: int) -> Any:
         """A matrix for each group of heads, side by side as on the hub, or stacked."""
-        if len(self.weights.shape(f"{path}.weight")) == 3:
+        name = f"{path}.weight"
+        if name in self.weights and len(self.weights.shape(name)) == 3:
             return self.weights.matrix(path, (groups, rank, inner)).head_linear()
         return self.weights.matrix(path, (groups * rank, inner)).by_head(groups).head_linear()
 

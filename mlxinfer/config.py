@@ -23,7 +23,8 @@ class KVOptions:
     """
 
     bits: tuple[int | None, int | None] = (None, None)  # of keys, of values; None: as computed
-    window: int | None = None  # positions that every layer sees; None: as the model has it
+    # Positions that a layer sees which has no window of its own; None: all.
+    window: int | None = None
     sinks: int = 0  # with a window: the first positions, which stay visible
     plain_ends: bool = False  # first and last layer as computed, whatever `bits` says
     plain_windows: bool = False  # the same for layers with a window of their own

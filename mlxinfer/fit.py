@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .config import KVOptions
 from .core import LatentSpec
 from .errors import InsufficientMemoryError, UnsupportedModelError
 from .memory import human_bytes, models_limit_bytes, weights_bytes
@@ -19,6 +20,7 @@ from .models.weights.files import expert_bytes, row_table_bytes
 from .models.weights.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
+NO_OPTIONS = KVOptions()
 ENOUGH_CONTEXT = 4096  # tokens: with less a model is of little use
 CONVERSIONS = (8, 6, 5, 4, 3, 2)  # bits a weight, of `mlxinfer convert --bits`
 TABLE_BITS = 4  # of embeddings and output projections at least
@@ -118,15 +120,18 @@ class Fit:
             yield f"experts read from the disk when they are needed (--expert-memory {size})"
 
 
-def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
-    """Return the KV cache's bytes for one sequence; a window holds at most its length."""
+def kv_bytes(config: LanguageConfig, context: int, bits: int = 16, most: int | None = None) -> int:
+    """Return the KV cache's bytes for one sequence; a window holds at most its length.
+
+    `most`: positions that layers without a window of their own keep; None: all.
+    """
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
     stored_bits = 0.0
     for layer, window in enumerate(config.windows):
         spec = config.cache_spec(layer)
         plain = spec.index_dim if isinstance(spec, LatentSpec) else 0  # index keys stay in 16 bits
         token_bits = (spec.numbers - plain) * bits_each + plain * 16
-        stored_bits += token_bits * min(context, window or context)
+        stored_bits += token_bits * min(context, window or most or context)
     stored_bits += 16 * context * sum(spec.numbers for spec in config.entries if spec is not None)
     return round(stored_bits / 8)
 
@@ -139,6 +144,7 @@ def fit_of(
     folder: Path | None = None,
     context: int | None = None,
     stored_bytes: int | None = None,
+    most: int | None = None,
 ) -> Fit:
     """The verdict of a model with known config and weights.
 
@@ -147,10 +153,11 @@ def fit_of(
         folder: of its config.json, which says how many ranks can share it; None: that is left out.
         context: tokens for which there must be room; None: ENOUGH_CONTEXT, or all that it has.
         stored_bytes: of all weights, from which follows what would fit; None: all are in memory.
+        most: as of `kv_bytes`.
     """
     needed = min(context or ENOUGH_CONTEXT, config.max_context)
     contexts = {
-        bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8, 4)
+        bits: longest_context(config, weights_bytes, limit_bytes, bits, most) for bits in (16, 8, 4)
     }
     fit = Fit(
         verdict=FitVerdict.TOO_LARGE,
@@ -158,7 +165,7 @@ def fit_of(
         limit_bytes=limit_bytes,
         max_context=config.max_context,
         needed_context=needed,
-        kv_bytes=kv_bytes(config, needed),
+        kv_bytes=kv_bytes(config, needed, most=most),
         contexts=contexts,
     )
     if contexts[16] >= config.max_context:
@@ -167,7 +174,7 @@ def fit_of(
         return replace(fit, verdict=FitVerdict.SHORT)
     whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
     seeing = 0 if folder is None or not any(folder.glob("*.safetensors")) else tower_bytes(folder)
-    bits, num_bytes = _conversion(config, whole, kv_bytes(config, needed, 8), seeing)
+    bits, num_bytes = _conversion(config, whole, kv_bytes(config, needed, 8, most), seeing)
     ranks, pipeline = (None, False) if folder is None else _ranks(folder, whole)
     return replace(
         fit,
@@ -270,7 +277,7 @@ def require_fit(
     weights_bytes: int,
     limit_bytes: int | None = None,
     context: int | None = None,
-    kv_bits: int = 16,
+    kv: KVOptions = NO_OPTIONS,
 ) -> None:
     """Refuse a model that this machine has no room for, before its weights are read.
 
@@ -280,7 +287,7 @@ def require_fit(
         weights_bytes: that are to be in memory, as of `held_bytes`.
         limit_bytes: of weights and KV cache; None: what models may take here.
         context: tokens of a sequence at most; None: as many as the model has.
-        kv_bits: of the KV cache.
+        kv: options of the KV cache.
 
     Raises:
         InsufficientMemoryError: it says what would fit.
@@ -292,18 +299,29 @@ def require_fit(
     config = load_any_config(folder)
     needed = min(context or ENOUGH_CONTEXT, ENOUGH_CONTEXT)
     stored = held_bytes(folder)
-    fit = fit_of(config, weights_bytes, limit, folder=folder, context=needed, stored_bytes=stored)
+    sizes = {"context": needed, "stored_bytes": stored, "most": kv.window and kv.window + kv.sinks}
+    fit = fit_of(config, weights_bytes, limit, folder=folder, **sizes)
     assert fit.contexts is not None
-    if fit.verdict is FitVerdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
+    bits = min(8, max(16 if each is None else each for each in kv.bits))
+    if fit.verdict is FitVerdict.TOO_LARGE and fit.contexts[bits] < fit.needed_context:
         raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")
 
 
-def longest_context(config: LanguageConfig, weights_bytes: int, limit_bytes: int, bits: int) -> int:
-    """The most tokens of one sequence, up to the model's own, that fit beside the weights."""
+def longest_context(
+    config: LanguageConfig,
+    weights_bytes: int,
+    limit_bytes: int,
+    bits: int,
+    most: int | None = None,
+) -> int:
+    """The most tokens of one sequence, up to the model's own, that fit beside the weights.
+
+    `most`: as of `kv_bytes`.
+    """
     low, high = 0, config.max_context
     while low < high:
         middle = (low + high + 1) // 2
-        if weights_bytes + kv_bytes(config, middle, bits) <= limit_bytes:
+        if weights_bytes + kv_bytes(config, middle, bits, most) <= limit_bytes:
             low = middle
         else:
             high = middle - 1

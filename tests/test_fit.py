@@ -261,9 +261,12 @@ def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
     with pytest.raises(InsufficientMemoryError):
         require_fit("demo", folder, weights_bytes=weights)
     require_fit("demo", folder, weights_bytes=weights, context=1000)
-    require_fit("demo", folder, weights_bytes=weights, kv_bits=4, context=1500)
+    require_fit("demo", folder, weights_bytes=weights, kv=KVOptions(bits=(4, 4)), context=1500)
     with pytest.raises(InsufficientMemoryError):
-        require_fit("demo", folder, weights_bytes=weights, kv_bits=8, context=1500)
+        require_fit("demo", folder, weights_bytes=weights, kv=KVOptions(bits=(8, 8)), context=1500)
+    require_fit("demo", folder, weights_bytes=weights, kv=KVOptions(window=500, sinks=4))
+    with pytest.raises(InsufficientMemoryError):
+        require_fit("demo", folder, weights_bytes=weights, kv=KVOptions(window=1800, sinks=4))
     with pytest.raises(InsufficientMemoryError):
         LLM("demo")
     with LLM("demo", max_memory="3MB") as llm:  # of all the memory there is

@@ -12,12 +12,11 @@ import mlx.core as mx
 
 from ..config import KVOptions
 from ..core import BlockSpec, EntrySpec, PooledSpec
-from ..errors import InvalidRequestError
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import PLAIN, KVFormat
 from .attention import Prepared
-from .latent import MOST_SCORES, best
+from .latent import MOST_SCORES, best, chooses_itself
 from .paged import Formats, PagedLayer, SequencePlace
 
 NOWHERE = 1 << 23  # a block that no sequence has
@@ -43,14 +42,8 @@ class IndexLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: Any, options: KVOptions) -> Any:
-        """Raise InvalidRequestError where a window is asked for."""
-        if options.window is not None:
-            raise InvalidRequestError(
-                f"kv_window is {options.window}, and this model chooses the tokens that it sees by "
-                "itself, among all. Leave kv_window out.",
-                param="kv_window",
-            )
-        return spec
+        """Raise InvalidRequestError: a window is asked for."""
+        raise chooses_itself(options)
 
     @staticmethod
     def check(

@@ -136,11 +136,8 @@ class KeyValueLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
-        """The spec with the window that was asked for, unless its own is smaller or in chunks."""
-        own, asked = spec.window, options.window
-        if spec.chunked or asked is None or (own is not None and own <= asked):
-            return spec
-        return replace(spec, window=asked, sinks=options.sinks)
+        """The spec, which has no window, with the one that is asked for."""
+        return replace(spec, window=options.window, sinks=options.sinks)
 
     @staticmethod
     def check(spec: KVSpec, formats: Formats, *, key_bias: bool) -> None:

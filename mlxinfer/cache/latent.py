@@ -38,6 +38,16 @@ from .paged import KEY_BIAS, Choice, Formats, PagedLayer, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
+
+def chooses_itself(options: KVOptions) -> InvalidRequestError:
+    """Why a model whose index chooses among all tokens takes no window."""
+    return InvalidRequestError(
+        f"kv_window is {options.window}, and this model chooses the tokens that it sees by itself, "
+        "among all. Leave kv_window out.",
+        param="kv_window",
+    )
+
+
 Index = tuple[mx.array, mx.array, mx.array, dict[int, mx.array]]
 """Of the T tokens of a step: queries (T, Hi, di), weights (T, Hi) and keys (T, di); queries and
 keys are position-encoded. Then the choice: for the first of some rows, (n, S) whether a row sees a
@@ -74,17 +84,10 @@ class LatentLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: LatentSpec, options: KVOptions) -> LatentSpec:
-        """A layer's own window stands where it is the smaller one."""
-        own, asked = spec.window, options.window
-        if asked is None or (own is not None and own <= asked):
-            return spec
+        """As of `KeyValueLayer`; raise InvalidRequestError where an index chooses tokens."""
         if spec.num_ranked:
-            raise InvalidRequestError(
-                f"kv_window is {asked}, and this model chooses the tokens that it sees by itself, "
-                "among all. Leave kv_window out.",
-                param="kv_window",
-            )
-        return replace(spec, window=asked, sinks=options.sinks)
+            raise chooses_itself(options)
+        return replace(spec, window=options.window, sinks=options.sinks)
 
     @staticmethod
     def check(spec: LatentSpec, formats: Formats, *, key_bias: bool) -> None:

@@ -113,7 +113,11 @@ def lay_out(
     """
     kinds = [LAYERS[type(spec)] for spec in specs]
     formats: Formats = (FORMATS[options.bits[0]], FORMATS[options.bits[1]])
-    windowed = [kind.windowed(spec, options) for kind, spec in zip(kinds, specs, strict=True)]
+    windowed = [
+        # A layer that was trained with a window keeps it.
+        spec if options.window is None or spec.window is not None else kind.windowed(spec, options)
+        for kind, spec in zip(kinds, specs, strict=True)
+    ]
     paged = [i for i, kind in enumerate(kinds) if kind.is_paged]
     plain = {paged[0], paged[-1]} if options.plain_ends and paged else set()
     if options.plain_windows:

@@ -467,10 +467,8 @@ class OwnCaches(StateGroup):
 
     @staticmethod
     def windowed(spec: OwnCacheSpec, options: KVOptions) -> OwnCacheSpec:
-        """Raise InvalidRequestError where a window is asked for."""
-        if options.window is not None:
-            raise _not_paged("kv_window")
-        return spec
+        """Raise InvalidRequestError: a window is asked for."""
+        raise _not_paged("kv_window")
 
     @staticmethod
     def check(spec: OwnCacheSpec, formats: Formats, *, key_bias: bool) -> None:

@@ -214,7 +214,7 @@ def entry_of(
         ttl_s=ttl_s if requested.entry.ttl_s is None else requested.entry.ttl_s,
         created_s=created_s,
         source=requested.entry.source,
-        kv_bits=options.kv.bits,
+        kv=options.kv,
     )
 
 

@@ -437,14 +437,13 @@ def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
 
     if entry.kv_bytes is None:
         folder = hub.resolve(entry.source, download=False)
-        bits = max(16 if each is None else each for each in entry.kv_bits)
         try:
             require_fit(
                 entry.name,
                 folder,
                 weights_bytes=entry.weights_bytes,
                 limit_bytes=limit_bytes,
-                kv_bits=bits,
+                kv=entry.kv,
             )
         except InsufficientMemoryError as error:
             raise InsufficientMemoryError(

@@ -188,7 +188,7 @@ def _shown(service: ServerState, slot: ModelSlot, stats: Mapping[str, Any] | Non
     return {
         "state": model_state(service, slot),
         "source": slot.entry.source,
-        "kv_bits": slot.entry.kv_bits,  # of keys, of values; null: as computed
+        "kv_bits": slot.entry.kv.bits,  # of keys, of values; null: as computed
         "counters": {name: getattr(metrics, name) for name in counters},
         "engine": None if stats is None else _engine(slot, stats),
     }

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
+from ..config import KVOptions
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, OverloadedError
 from ..memory import KV_SHARE, human_bytes
@@ -122,7 +123,7 @@ class RegistryEntry:
         ttl_s: seconds without a request after which it is unloaded; None: never.
         created_s: seconds since 1970.
         source: a repository, a folder or a bundled name by which the model was asked for.
-        kv_bits: of keys and of values in its KV cache; None: as computed.
+        kv: options of its KV cache.
         adapters: that it has from its first load on: name -> folder.
         stop: makes a load that is under way raise soon, and all later ones: the server ends.
     """
@@ -137,7 +138,7 @@ class RegistryEntry:
     ttl_s: float | None = None
     created_s: int = 0
     source: str = ""
-    kv_bits: tuple[int | None, int | None] = (None, None)
+    kv: KVOptions = field(default_factory=KVOptions)
     adapters: Mapping[str, Path] = field(default_factory=dict)
     stop: Callable[[], None] = lambda: None
 

@@ -207,7 +207,6 @@ def require_room(name: str, folder: Path, options: EngineOptions) -> None:
     if options.room_bytes is not None or not options.spread.is_alone:
         return
     limit = None if options.max_memory is None else total_memory_bytes()
-    bits = max(16 if each is None else each for each in options.kv.bits)
     weights = held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
     require_fit(
         name,
@@ -215,5 +214,5 @@ def require_room(name: str, folder: Path, options: EngineOptions) -> None:
         weights_bytes=weights,
         limit_bytes=limit,
         context=options.max_context,
-        kv_bits=bits,
+        kv=options.kv,
     )

@@ -90,7 +90,8 @@ class EngineOptions:
         "Bits of stored keys and values: 8, 4, or (8, 4). Default: they are not quantised.",
     ] = None
     kv_window: Annotated[
-        int | None, "Every layer sees the last N positions only, so the KV cache stops growing."
+        int | None,
+        "Layers that see everything see the last N positions only, so the KV cache stops growing.",
     ] = None
     kv_sinks: Annotated[int, "With kv_window: the first N positions stay visible."] = 0
     kv_plain_ends: Annotated[bool, "Keep the first and the last layer unquantised."] = False
@@ -320,6 +321,7 @@ class EngineOptions:
                     "out.",
                     param=param,
                 )
+        self._check_window(model.cache_specs)
         limit = model.config.max_context
         chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
@@ -341,6 +343,16 @@ class EngineOptions:
             peers=peers if "disk_cache" not in model.lacks else None,
             launch_ahead=self.launch_ahead,
         )
+
+    def _check_window(self, specs: Sequence[CacheSpec]) -> None:
+        """Raise InvalidRequestError where no layer would take the window that is asked for."""
+        takes = any(spec.window is None and spec.numbers for spec in specs)
+        if self.kv.window is not None and not takes:
+            raise InvalidRequestError(
+                f"kv_window is {self.kv.window}, and no layer of this model sees all positions: "
+                "each was trained with a window of its own or keeps a state. Leave kv_window out.",
+                param="kv_window",
+            )
 
     def _most_prefill(self, specs: Sequence[CacheSpec], kv_bytes: int) -> int:
         """Prompt tokens a step at most, where steps are sized by time.

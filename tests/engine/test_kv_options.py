@@ -223,10 +223,10 @@ def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> No
         KVOptions(window=0)
 
 
-def test_a_models_own_smaller_window_stands() -> None:
+def test_a_models_own_windows_stand() -> None:
     specs = [KVSpec(2, 64, 64, window=8), KVSpec(2, 64, 64), KVSpec(2, 64, 64, window=900)]
-    kept = laid_out(specs, window=100, sinks=4)
-    assert kept == [(8, 0, 0, 0), (100, 4, 0, 0), (100, 4, 0, 0)]
+    asked = laid_out(specs, window=100, sinks=4)
+    assert asked == [(8, 0, 0, 0), (100, 4, 0, 0), (900, 0, 0, 0)]
     for plain in ("plain_ends", "plain_windows"):
         found = laid_out(specs, bits=(8, 8), **{plain: True})
         assert [bits for *_, bits in found] == [0, 8, 0]

@@ -137,7 +137,9 @@ class DenseLatentCache:
     def _absorbed(self, q_nope, q_rope, past, projection, scale):
         queries = mx.concatenate([projection.absorb(q_nope), q_rope], axis=-1)
         values = past[:, None, : self.spec.latent_dim]
-        return projection.value(masked_attention(queries, past[:, None], values, scale=scale))
+        seen = {"window": self.spec.window, "kept": self.spec.sinks}
+        found = masked_attention(queries, past[:, None], values, scale=scale, **seen)
+        return projection.value(found)
 
     def _expanded(self, q_nope, q_rope, past, projection, scale):
         latent, k_rope = past[:, : self.spec.latent_dim], past[:, None, self.spec.latent_dim :]
@@ -145,7 +147,8 @@ class DenseLatentCache:
         k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:2], self.spec.rope_dim))
         keys = mx.concatenate([k_nope, k_rope], axis=-1)
         queries = mx.concatenate([q_nope, q_rope], axis=-1)
-        return masked_attention(queries, keys, values, scale=scale)
+        seen = {"window": self.spec.window, "kept": self.spec.sinks}
+        return masked_attention(queries, keys, values, scale=scale, **seen)
 
 
 class DenseRankedCache(DenseLatentCache):

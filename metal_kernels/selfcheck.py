@@ -424,6 +424,16 @@ def _numbers(array: mx.array) -> NDArray[np.float64]:
     return np.array(wide).astype(np.float64)
 
 
+@cache
+def text_digest() -> str:
+    """A hash of all files of this folder: the kernels, and the Python that calls them."""
+    whole = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.iterdir()):
+        if file.suffix in (".py", ".metal", ".h"):
+            whole.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return whole.hexdigest()[:16]
+
+
 def key_of(variant: Variant) -> str:
     """The key of a verdict: the variant, and a hash of its files' text."""
     folder = files(__package__)

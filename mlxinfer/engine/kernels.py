@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..config import default_kernel_folder
-from ..metal_kernels.selfcheck import choose, this_gpu
+from ..metal_kernels.selfcheck import choose, text_digest, this_gpu
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant, never
 
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
@@ -67,6 +67,11 @@ class Kernels:
         for variant in self.asked:
             del self.asked[variant]
             return self._prepare([variant])
+
+    @property
+    def identity(self) -> str:
+        """What computes keys and values beside MLX, for keys of pages on disk."""
+        return "plain MLX" if self._chooser is choose_none else f"kernels {text_digest()}"
 
     def stats(self) -> dict[str, Any]:
         """Numbers of variants."""

@@ -185,7 +185,8 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            parts = disk_identity(identity, self.cache, store.others.form)
+            dtype, kernels = self.model.activation_dtype, self.kernels.identity
+            parts = disk_identity(identity, self.cache, dtype, kernels, store.others.form)
             store.open("" if disk is None else str(disk.folder.resolve()), parts)
 
     @property

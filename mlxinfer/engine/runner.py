@@ -27,7 +27,7 @@ from ..config import EngineConfig
 from ..core import TokenLogprobs
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Step, StepFeatures, Taps
-from ..metal_kernels.variants import KernelUse
+from ..metal_kernels.variants import KernelUse, dtype_name
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampled, Sampler
@@ -341,18 +341,23 @@ def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KV
     return make_cache(model, config, layers)
 
 
-def disk_identity(identity: str, cache: KVCache, form: str) -> tuple[str, ...]:
-    """Pages on disk are shared only between equal weights, versions, device and KV format.
+def disk_identity(
+    identity: str, cache: KVCache, dtype: mx.Dtype, kernels: str, form: str
+) -> tuple[str, ...]:
+    """Pages of disk and peers are shared only between equal weights, versions and KV formats.
 
     Args:
         identity: of the weights.
         cache: what is stored.
+        dtype: of activations.
+        kernels: the identity of the kernels that compute what is stored.
         form: what part of a model spread over ranks this is; empty: it is not spread.
     """
+    versions = f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}"
     return (
         identity,
-        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
-        f"{cache.page_size} {cache.identity}",
+        f"{versions} {kernels}",
+        f"{cache.page_size} {dtype_name(dtype)} {cache.identity}",
         *([form] if form else []),
     )
 

@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
@@ -11,16 +14,18 @@ from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 from mlxinfer.cache.disk import chain_keys, entry_keys
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
+from mlxinfer.engine.kernels import Kernels, choose_none
 from mlxinfer.engine.pagestore import SAVE_S
+from mlxinfer.metal_kernels import selfcheck
 
 CASES = ("qwen3-v4", "mistral-v4", "gemma3_text-v4")
 FEW = SamplingParams(max_tokens=4)
 
 
-def on_disk(folder: Path, case: str = "qwen3-v4", **changes: object) -> Harness:
+def on_disk(folder: Path, case: str = "qwen3-v4", **changes: Any) -> Harness:
     """A loop that keeps its pages under `folder`."""
     disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=lambda timeout_s: case)
-    return Harness(tiny_model(case, quantized=True), **{"disk": disk, **changes})
+    return Harness(**{"model": tiny_model(case, quantized=True), "disk": disk, **changes})
 
 
 def answer(harness: Harness, ids: list[int], params: SamplingParams = FEW) -> Outcome:
@@ -226,7 +231,29 @@ def test_other_formats_and_models_find_nothing(tmp_path: Path) -> None:
         {"disk": other_model},
     ):
         assert answer(on_disk(tmp_path, **changes), shared).cached_tokens == 0
+    narrow = copy(tiny_model("qwen3-v4", quantized=True))
+    for dtype in (mx.float16, mx.bfloat16):  # a page of one has the bytes of the other
+        narrow.activation_dtype = dtype
+        assert answer(on_disk(tmp_path, model=narrow), shared).cached_tokens == 0
+    by_kernels = on_disk(tmp_path, kernels=lambda variants: frozenset())
+    assert answer(by_kernels, shared).cached_tokens == 0
     assert answer(on_disk(tmp_path), shared).cached_tokens == 96
+
+
+def test_kernels_of_another_text_are_another_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def identity() -> str:
+        selfcheck.text_digest.cache_clear()
+        return Kernels([], lambda variants: frozenset()).identity
+
+    before, read = identity(), Path.read_bytes
+    for name in ("attention_softmax.h", "paged_attention.metal", "launch.py"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Path, "read_bytes", lambda path, x=name: read(path) + (path.name == x) * b" "
+            )
+            assert identity() != before
+    assert identity() == before
+    assert Kernels([], choose_none).identity == "plain MLX"
 
 
 def test_without_a_prefix_cache_the_disk_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Pictures in prompts: their features stand for embeddings, and all else composes with them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import PAGE, Harness, alone, model_of, prompt
+from engine.harness import PAGE, TURNING, Harness, Outcome, alone, model_of, prompt
 from engine.pictures import RandomTower, picture, placed, seeing, tower_of, with_tower
 from models.runs import every
 from models.tiny import arrays_of, tiny_config, write
@@ -505,6 +505,49 @@ def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
         for token_id, key in zip(ids, found.key_ids, strict=True):
             assert 1 << 61 <= key < 1 << 62 if token_id == one.feature_id else key == token_id
     assert len({*keys[0], *keys[1]}) == 6 + 6 + 4
+
+
+OTHERWISE = {  # the picture of the next test, changed in one field
+    "tiles": {"tiles": picture(2, 2, 3).tiles, "digest": picture(2, 2, 3).digest},
+    "token_ids": {"token_ids": (7, 7, 7, 8, 7, 7, 7)},
+    "digest": {"digest": bytes(16)},
+    "turns": {"turns": (3, 1)},
+    "sees_itself": {"sees_itself": True},
+    "times": {"times": (0, 5)},
+}
+
+
+def test_all_that_keys_and_values_of_a_picture_depend_on_is_in_its_key_ids() -> None:
+    """A field that is new must be named: here, or below as one that keys and values do not know."""
+    one = replace(picture(1, 2, 3, turns=True), turns=(1, 3), times=(0, 1))
+
+    def key_ids(shown: Picture) -> list[int]:
+        ids, pictures = placed([4, 5], shown, [6])
+        request = Request("it", ids, GREEDY, pictures=pictures)
+        return PromptPictures.of(request, sees_spans=True).key_ids
+
+    assert {*OTHERWISE, "feature_id"} == {field.name for field in fields(Picture)}
+    found = [key_ids(one), *[key_ids(replace(one, **change)) for change in OTHERWISE.values()]]
+    assert len(set(map(tuple, found))) == len(found)
+
+
+@pytest.mark.parametrize("case", TURNING)
+def test_a_video_at_another_rate_is_another_video(case: str) -> None:
+    """The same frames at other times: answers after the first video are those without it."""
+    model, times = seeing(case), ((0, 2, 4), (0, 9, 18), (0, 1, 2))
+    clip = replace(picture(1, 6, 3, turns=True), turns=(2, 3))
+    asked = [placed(prompt(5), replace(clip, times=one), prompt(40)) for one in times]
+    harness = Harness(model)
+
+    def chosen(outcome: Outcome) -> list[float]:
+        return [one.logprob for one in outcome.logprobs]
+
+    for name, (ids, pictures) in enumerate(asked):
+        harness.add(str(name), ids, GREEDY, pictures=pictures)
+        found, cold = harness.drain()[str(name)], alone(model, ids, GREEDY, pictures=pictures)
+        assert found.token_ids == cold.token_ids
+        np.testing.assert_allclose(*map(chosen, (found, cold)), atol=1e-4)
+    assert harness.loop.features.counts.seen == 1  # features know no time
 
 
 def test_metrics_of_pictures_are_numbers_of_an_engine_that_sees() -> None:

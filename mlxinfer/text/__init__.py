@@ -2,7 +2,9 @@
 
 from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
+from .probe import TemplateFacts
 from .reasoning import ReasoningFormat, detect_reasoning
+from .samples import facts_of
 from .stream import StopMatcher, TextStream
 from .template import (
     ChatTemplate,
@@ -33,6 +35,7 @@ __all__ = [
     "ImagePart",
     "ReasoningFormat",
     "StopMatcher",
+    "TemplateFacts",
     "TextStream",
     "Tokenizer",
     "ToolFormat",
@@ -42,6 +45,7 @@ __all__ = [
     "detect_reasoning",
     "detect_tools",
     "encode_chat",
+    "facts_of",
     "fim_tokens",
     "generic_messages",
     "has_calls",

@@ -8,7 +8,8 @@ words, so that they are found in the renderings.
 Templates come with checkpoints, and a hostile template may never end. So the conversations are
 rendered in a process with a deadline, once for each template, before the template renders anything
 else. That process runs this module (`killable`). A job is {"sources": {name: jinja source},
-"variables": {name: text}}, and its reply is {conversation: rendering or null}.
+"variables": {name: text}}, and its reply is {"samples": {conversation: rendering or null},
+"facts": ...}, where `probe.py` finds the facts.
 """
 
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 from ..errors import TemplateError
 from ..killable import EndedError, KillableProcess, serve
+from .probe import TemplateFacts, probe
 from .template import ChatTemplate, with_text_arguments
 
 KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
@@ -51,8 +53,8 @@ MAX_SECONDS = 10.0  # of all conversations together
 _USER = {"role": "user", "content": "Begin."}
 _GREETING = {"sources": {"default": ""}, "variables": {}}
 _process = KillableProcess("mlxinfer.text.samples", _GREETING, max_seconds=MAX_SECONDS)
-_samples: "weakref.WeakKeyDictionary[ChatTemplate, dict[str, str | None] | str]"
-_samples = weakref.WeakKeyDictionary()
+_Known = tuple[Mapping[str, str | None], TemplateFacts]  # samples, and facts
+_known: "weakref.WeakKeyDictionary[ChatTemplate, _Known | str]" = weakref.WeakKeyDictionary()
 
 
 def samples_of(template: ChatTemplate) -> Mapping[str, str | None]:
@@ -64,19 +66,39 @@ def samples_of(template: ChatTemplate) -> Mapping[str, str | None]:
     Raises:
         TemplateError: rendering took too much time or memory, now or before.
     """
-    found = _samples.get(template)
+    return _known_of(template)[0]
+
+
+def facts_of(template: ChatTemplate) -> TemplateFacts:
+    """Return what a template takes; found out once, with the samples.
+
+    Raises:
+        TemplateError: rendering took too much time or memory, now or before.
+    """
+    return _known_of(template)[1]
+
+
+def _known_of(template: ChatTemplate) -> _Known:
+    found = _known.get(template)
     if found is None:
+        job = {"sources": template.sources, "variables": template.variables}
         try:
-            found = _process.ask({"sources": template.sources, "variables": template.variables})
+            reply = _process.ask(job)
+            found = reply["samples"], TemplateFacts.from_json(reply["facts"])
         except EndedError:
             found = (
                 "The chat template was stopped: a few short conversations took more than "
                 f"{_process.max_seconds:g} s or {_process.max_bytes / 1e6:.0f} MB."
             )
-        _samples[template] = found
+        _known[template] = found
     if isinstance(found, str):
         raise TemplateError(found)
     return found
+
+
+def learnt(template: ChatTemplate) -> dict[str, Any]:
+    """Return {"samples": ..., "facts": ...} of a template that is run here."""
+    return {"samples": rendered_samples(template), "facts": probe(template).to_json()}
 
 
 def rendered_samples(template: ChatTemplate) -> dict[str, str | None]:
@@ -124,4 +146,4 @@ def _rendered(
 
 
 if __name__ == "__main__":
-    serve(lambda job: rendered_samples(ChatTemplate(**job)), idle_s=5.0)
+    serve(lambda job: learnt(ChatTemplate(**job)), idle_s=5.0)

@@ -315,6 +315,7 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self._environment = _environment(now)
         self._compiled: dict[tuple[str, Hider | None], jinja2.Template] = {}
+        self._names: frozenset[str] | None = None
 
     def render(
         self,
@@ -374,14 +375,32 @@ class ChatTemplate:
 
         A broken template reads none.
         """
-        for source in self.sources.values():
-            try:
-                names = list(self._environment.parse(source).find_all(nodes.Name))
-            except (jinja2.TemplateError, RecursionError):
-                continue
-            if any(name.name == variable and name.ctx == "load" for name in names):
-                return True
-        return False
+        try:
+            return variable in self.names()
+        except TemplateError:
+            return False
+
+    def names(self) -> frozenset[str]:
+        """Return the names that the templates read, their own variables among them.
+
+        Raises:
+            TemplateError: a template is broken.
+        """
+        if self._names is None:
+            trees = [self._parsed(source) for source in self.sources.values()]
+            names = (name for tree in trees for name in tree.find_all(nodes.Name))
+            self._names = frozenset(name.name for name in names if name.ctx == "load")
+        return self._names
+
+    def constants(self) -> list[str]:
+        """Return the string constants in the templates.
+
+        Raises:
+            TemplateError: a template is broken.
+        """
+        trees = [self._parsed(source) for source in self.sources.values()]
+        values = (const.value for tree in trees for const in tree.find_all(nodes.Const))
+        return list(dict.fromkeys(value for value in values if isinstance(value, str)))
 
     def _template(self, source: str, hider: Hider | None) -> jinja2.Template:
         """Return the template of a source, compiled once."""
@@ -403,13 +422,16 @@ class ChatTemplate:
 
     def literal_text(self, source: str) -> str:
         """Return the text and the string constants of a template, all that it writes itself."""
-        try:
-            tree = self._environment.parse(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"The chat template is broken: {error}") from None
+        tree = self._parsed(source)
         texts = {data.data for data in tree.find_all(nodes.TemplateData)}
         constants = {const.value for const in tree.find_all(nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
+
+    def _parsed(self, source: str) -> nodes.Template:
+        try:
+            return self._environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"The chat template is broken: {error}") from None
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

@@ -1,0 +1,97 @@
+"""What a chat template takes, learnt by running it once: plain data for everything that asks.
+
+`probe` runs in the process of `samples.py`, since a template may be hostile. Callers use `facts_of`
+there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import TemplateError
+from .forms import KEY, NAMES, Forms, forms_of
+from .template import MAX_SOURCE_CHARS, ChatTemplate, with_text_arguments
+from .thinking import WORD, Thinking, thinking_of
+
+_IMAGE_WORDS = ("image", "vision")
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A probe.",
+            "parameters": {
+                "type": "object",
+                "properties": {KEY: {"type": "string"}},
+                "required": [],
+            },
+        },
+    }
+    for name in NAMES
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a chat template takes.
+
+    Attributes:
+        variables: names that it reads, its own among them. A request may set any of them.
+        thinking: what changes how the model thinks.
+        forms: the forms of messages.
+    """
+
+    variables: frozenset[str] = frozenset()
+    thinking: Thinking = field(default_factory=Thinking)
+    forms: Forms = field(default_factory=Forms)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON."""
+        return {**asdict(self), "variables": sorted(self.variables)}
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "TemplateFacts":
+        """Return the facts that `to_json` has written."""
+        thinking: dict[str, Any]
+        forms: dict[str, Any]
+        thinking, forms = (
+            {key: tuple(value) if isinstance(value, list) else value for key, value in part.items()}
+            for part in (given["thinking"], given["forms"])
+        )
+        return cls(frozenset(given["variables"]), Thinking(**thinking), Forms(**forms))
+
+
+def probe(template: ChatTemplate) -> TemplateFacts:
+    """Find out what a template takes; of one that is broken, or too long to be rendered, nothing.
+
+    Takes up to 50 ms.
+    """
+    if any(len(source) > MAX_SOURCE_CHARS for source in template.sources.values()):
+        return TemplateFacts()
+    try:
+        names, constants = template.names(), template.constants()
+    except TemplateError:
+        return TemplateFacts()
+
+    def prompt(variables: dict[str, Any]) -> str | None:
+        return _rendered(template, [{"role": "user", "content": WORD}], **variables)
+
+    def conversation(messages: list[dict[str, Any]], tools: bool) -> str | None:
+        if not tools:
+            return _rendered(template, messages)
+        found = _rendered(template, messages, tools=_TOOLS)
+        return found or _rendered(template, with_text_arguments(messages), tools=_TOOLS)
+
+    sees = any(word in source for source in template.sources.values() for word in _IMAGE_WORDS)
+    return TemplateFacts(
+        frozenset(names), thinking_of(prompt, names, constants), forms_of(conversation, sees=sees)
+    )
+
+
+def _rendered(
+    template: ChatTemplate, messages: list[dict[str, Any]], **variables: Any
+) -> str | None:
+    try:
+        return template.render(messages, **variables)
+    except TemplateError:
+        return None

@@ -3,8 +3,8 @@
 A signal handler runs on the main thread between two of its bytecodes, and may raise there. A lock
 that is held at that moment stays locked for ever. The lock of an Event, a Condition or a Future is
 taken by Python code, and so are those of `Thread.start`, `Timer` and `subprocess`. A C lock, which
-`with` takes directly, and a SimpleQueue have no such moment. So callers use only these two.
-Everything else runs on its own threads, where no handler runs.
+`with` takes directly, and a SimpleQueue have no such moment. So callers use only these two, and
+wait for a SimpleQueue by `take`. Everything else runs on its own threads, where no handler runs.
 """
 
 import _thread
@@ -14,6 +14,20 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+SIGNAL_CHECK_S = 0.25  # longest that a waiting main thread takes to notice a signal
+
+
+def take(items: queue.SimpleQueue[T]) -> T:
+    """Wait for the next item of a queue, noticing signals within `SIGNAL_CHECK_S`.
+
+    A signal that arrives after the last bytecode before `get` blocks wakes nothing: its Python
+    handler would run only when an item comes. So `get` returns to the interpreter regularly.
+    """
+    while True:
+        try:
+            return items.get(timeout=SIGNAL_CHECK_S)
+        except queue.Empty:
+            continue
 
 
 class Reply(Generic[T]):
@@ -40,7 +54,7 @@ class Reply(Generic[T]):
 
     def wait(self) -> T:
         """Return the value, or raise the error, once it is there. Only one call gets it."""
-        value, error = self._queue.get()
+        value, error = take(self._queue)
         if error is not None:
             try:
                 raise error

@@ -3,8 +3,10 @@
 import gc
 import logging
 import os
+import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,17 @@ settings.load_profile("default")
 engine.MAX_SHRINKING_SECONDS = 20  # not 300: a broken tree would take an hour to say that it is
 
 
+# Tests must not depend on what ran before them: files run in the order of this seed.
+os.environ.setdefault("MLXINFER_ORDER", str(time.time_ns() % 10**6))  # workers inherit it
+ORDER = int(os.environ["MLXINFER_ORDER"])
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.
 LONG = ("test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/")
 TESTS = Path(__file__).parent
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How to run the files in this order again."""
+    terminalreporter.write_line(f"order of files: MLXINFER_ORDER={ORDER}")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -74,8 +84,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first."""
-    items.sort(key=lambda item: not str(item.path.relative_to(TESTS)).startswith(LONG))
+    """Long files come first; else the files are shuffled."""
+    files = sorted({item.path for item in items})
+    random.Random(ORDER).shuffle(files)
+    place = {path: number for number, path in enumerate(files)}
+    items.sort(
+        key=lambda item: (
+            not str(item.path.relative_to(TESTS)).startswith(LONG),
+            place[item.path],
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

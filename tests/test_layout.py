@@ -40,7 +40,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "grammar": LEAVES | {"killable", "text"},
     "engine": LEAVES
     | {"cache", "images", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
-    "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models"},
+    "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models", "threads"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory", "threads"},
     "database": set(),
@@ -64,7 +64,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
     | {"backend", "cache", "display", "engine", "fit", "grammar", "images", "memory", "models"}
-    | {"speculation"}
+    | {"speculation", "threads"}
     | {"pooling", "text"}
     | {"ranks"},
     "convert": LEAVES

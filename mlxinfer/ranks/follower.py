@@ -27,6 +27,7 @@ from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share
 from ..models.language import LanguageModel
+from ..threads import take
 from . import messages
 from .adapters import OwnAdapters
 from .control import Connection, connect
@@ -109,7 +110,7 @@ class Follower:
             WorkMessage: self._work,
         }
         while True:
-            message = self._inbox.get()
+            message = take(self._inbox)
             if message is None:  # rank 0 has left, and nothing is under way
                 self._ended()
             try:

@@ -18,6 +18,7 @@ from ..errors import EngineClosedError, GrammarFailedError
 from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
 from ..text import TextStream
+from ..threads import take
 from .inputs import EncodedPrompt, Input
 from .mailbox import Mailbox
 from .prompt_scores import PromptScores
@@ -344,7 +345,7 @@ class Answers:
             self._submit(events.put)
             while self._unfinished:
                 self._engine.require_process()
-                arrived = [events.get()]
+                arrived = [take(events)]
                 while not events.empty():
                     arrived.append(events.get())
                 steps, error = self._take_all(arrived)

@@ -101,6 +101,7 @@ def test_an_error_of_load_is_raised_by_the_constructor() -> None:
 def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would run on, and take the process down as the interpreter ends."""
     closing = threading.Event()
+    closed_in_time: list[bool] = []
     close = Engine.close
     engines: list[Engine] = []
 
@@ -111,13 +112,14 @@ def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPa
 
     def load():  # type: ignore[no-untyped-def]
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # wakes a waiting lock
-        assert closing.wait(60)
+        closed_in_time.append(closing.wait(20))
         return tiny_model("qwen3-v4", quantized=True), config(num_pages=40)
 
     monkeypatch.setattr(Engine, "close", noted)
     with pytest.raises(KeyboardInterrupt):
         Engine(generation(load))
     (engine,) = engines
+    assert closed_in_time == [True]
     assert engine.closed
     assert not engine._thread.is_alive()
 

@@ -287,8 +287,8 @@ class Request:
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
     breakers: frozenset[int] = frozenset()  # tokens that break repetitions, for params' DRY
     reports_prompt: bool = False  # say after each step how far its prompt is computed
-    # Its sender, such as the name of an API key. Proposals come only from answers to the same owner
-    # and salt, because the time of a step shows how many proposals it had.
+    # Its sender, as an API key has an owner. Proposals come only from answers to the same owner and
+    # salt, because the time of a step shows how many proposals it had.
     owner: str | None = None
     id_slot: int | None = None  # a number by which the owner may save the prompt; None: not saved
     from_peer: bool = False  # another server asks for its pages: no peer is asked for them

@@ -2,7 +2,7 @@
 
 A conversation is a tree of messages: an edited question or a second answer is another child of the
 same parent, and the conversation's `head` names the leaf that is shown. Every conversation belongs
-to an owner, an opaque text that follows from an API key (`owner_of`), and no owner sees another's.
+to an owner, a text that follows from an API key (`owner_of`), and no owner sees another's.
 
 Each message is one transaction (`database.py`); several processes may use the file at once.
 """
@@ -65,12 +65,17 @@ _SCHEMA = (
 )
 
 
-# Pictures lie beside their messages, so that the oldest can go without a change of these. A file of
-# an older version gets the table when it is opened; an older version leaves it alone.
+# Pictures lie beside their messages, so that the oldest can go without a change of these. Owners of
+# keys with names lie beside what follows from the keys themselves, which is all that the terminal
+# knows. A file of an older version gets both tables when it is opened; an older version leaves them
+# alone.
 _PICTURES = """CREATE TABLE IF NOT EXISTS pictures (
     number INTEGER PRIMARY KEY, message INTEGER NOT NULL
     REFERENCES messages (number) ON DELETE CASCADE, place INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL, url TEXT NOT NULL
+) STRICT"""
+_NAMES = """CREATE TABLE IF NOT EXISTS named (
+    of_key TEXT PRIMARY KEY, owner TEXT NOT NULL
 ) STRICT"""
 _PICTURES_OF = "CREATE INDEX IF NOT EXISTS pictures_of ON pictures (message)"
 _FORGET = """WITH sums AS (
@@ -128,16 +133,19 @@ class Match:
     created_s: float
 
 
-def owner_of(key_digest: bytes | None) -> str:
-    """The owner of an API key's conversations, from the key's SHA-256; without a key: ""."""
-    if key_digest is None:
-        return ""
+def owner_of(key_digest: bytes) -> str:
+    """The owner of what a key without a name stores, from the key's SHA-256: 32 hex digits."""
     return hashlib.sha256(b"mlxinfer history\0" + key_digest).hexdigest()[:32]
 
 
+def owner_named(name: str) -> str:
+    """The owner of what a key with a name stores: the key may change, the owner stays."""
+    return f"name {name}"
+
+
 def owner_of_key(key: str | None) -> str:
-    """The same from the key itself."""
-    return owner_of(hashlib.sha256(key.encode()).digest() if key else None)
+    """The owner from a key without a name itself; no key: ""."""
+    return owner_of(hashlib.sha256(key.encode()).digest()) if key else ""
 
 
 def default_place() -> Path | None:
@@ -220,6 +228,23 @@ class History:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def name_owner(self, of_key: str, owner: str) -> None:
+        """Note that a key's conversations belong to `owner`; those that it has go there.
+
+        Args:
+            of_key: the owner that follows from the key itself.
+            owner: that the key has at a server, by its name there; or `of_key`: it has no name.
+        """
+        with _reported(), self._file.transaction() as db:
+            db.execute("UPDATE conversations SET owner = ? WHERE owner = ?", (owner, of_key))
+            db.execute("INSERT OR REPLACE INTO named VALUES (?, ?)", (of_key, owner))
+
+    def owner_of_key(self, key: str | None) -> str:
+        """The owner of a key's conversations, whether or not a server has a name for it."""
+        of_key = owner_of_key(key)
+        rows = self._read("SELECT owner FROM named WHERE of_key = ?", (of_key,))
+        return rows[0]["owner"] if rows else of_key
 
     def conversations(
         self, owner: str, *, limit: int = 100, before_s: float | None = None
@@ -464,6 +489,7 @@ def _prepare(db: sqlite3.Connection) -> None:
         db.execute(f"PRAGMA user_version = {_VERSION}")
     if version <= _VERSION:
         db.execute(_PICTURES)
+        db.execute(_NAMES)
         db.execute(_PICTURES_OF)
     db.execute("COMMIT")
     if version > _VERSION:

@@ -16,7 +16,6 @@ from ..history import (
     StoredMessage,
     default_place,
     new_id,
-    owner_of_key,
     pictures_kept,
     text_sent,
 )
@@ -49,7 +48,7 @@ def command() -> None:
 def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""
     with closing(open_history()) as history:
-        found = history.conversations(owner(), limit=limit)
+        found = history.conversations(owner(history), limit=limit)
     if as_json:
         emit_json({"conversations": [asdict(each) for each in found]})
         return
@@ -70,10 +69,10 @@ def show(id: str, everything: bool, as_json: bool) -> None:
     """Print a conversation, or all of them, as Markdown or JSON."""
     with closing(open_history()) as history:
         if everything:
-            found = [(each, history.messages(owner(), each.id)) for each in every(history)]
+            found = [(each, history.messages(owner(history), each.id)) for each in every(history)]
         else:
             one = find(history, id)
-            found = [(one, history.branch(owner(), one.id))]
+            found = [(one, history.branch(owner(history), one.id))]
     if as_json:
         data = [{**asdict(one), "messages": [*map(asdict, messages)]} for one, messages in found]
         emit_json(data if everything else data[0])
@@ -88,7 +87,7 @@ def show(id: str, everything: bool, as_json: bool) -> None:
 def search(words: tuple[str, ...], as_json: bool) -> None:
     """Print the messages that contain all of the WORDS."""
     with closing(open_history()) as history:
-        found = history.search(owner(), " ".join(words))
+        found = history.search(owner(history), " ".join(words))
     if as_json:
         emit_json({"messages": [asdict(each) for each in found]})
         return
@@ -117,7 +116,7 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
         found = every(history) if everything else [find(history, id) for id in ids]
         confirm(f"Delete {counted(len(found), 'conversation')}?", yes or not everything)
         for conversation in {each.id: each for each in found}.values():
-            history.delete(owner(), conversation.id)
+            history.delete(owner(history), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
 
 
@@ -146,9 +145,9 @@ def open_history() -> History:
     return History(place)
 
 
-def owner() -> str:
+def owner(history: History) -> str:
     """The owner of the conversations of this user: of MLXINFER_API_KEY, as at the server."""
-    return owner_of_key(os.environ.get(API_KEY))
+    return history.owner_of_key(os.environ.get(API_KEY))
 
 
 def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
@@ -176,12 +175,12 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
     except InvalidRequestError:
         history.close()
         raise
-    return ChatLog(history, owner(), found, keep=keep)
+    return ChatLog(history, owner(history), found, keep=keep)
 
 
 def every(history: History) -> list[Conversation]:
     """All conversations of this user."""
-    return history.conversations(owner(), limit=1_000_000)
+    return history.conversations(owner(history), limit=1_000_000)
 
 
 def find(history: History, id: str) -> Conversation:
@@ -192,7 +191,7 @@ def find(history: History, id: str) -> Conversation:
     """
     found = [each for each in every(history) if each.id.startswith(id)]
     if id == "last":
-        found = history.conversations(owner(), limit=1)
+        found = history.conversations(owner(history), limit=1)
     if not found:
         raise InvalidRequestError(
             f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."

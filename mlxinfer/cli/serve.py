@@ -1,5 +1,6 @@
 """`mlxinfer serve`: models over HTTP."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -306,10 +307,15 @@ def service_of(
     options: dict[str, Any],
 ) -> "tuple[ServerState, PageRoutes]":
     """Return the state of a server, with no model loaded yet, and the routes of its page."""
+    from ..server.errors import StoreError
     from ..server.service import ServerState
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
     stored = response_store(options), named_sessions(options["disk_cache"])
+    for each in stored:
+        with contextlib.suppress(StoreError):  # it was logged as the store was opened
+            if each is not None:
+                each.rename_owners(config.keys.owner_now)
     entry = entry_maker(options)
     fetch = fetching(entry) if allow_pull else None
     service = ServerState(registry(requested, options), config, *stored, fetch)

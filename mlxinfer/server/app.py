@@ -168,7 +168,7 @@ class App:
         if scope["path"] == METRICS and guard.is_open_metrics(scope, config):
             access = "anyone"
         if access != "anyone":
-            call.set_key(config.keys.name_of(scope["headers"]))
+            call.set_key(config.keys.key_of(scope["headers"]))
         if access == "admin":
             call.require_admin()
         if scope["method"] == "POST":

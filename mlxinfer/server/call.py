@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import re
@@ -43,6 +44,7 @@ from .http import (
     public,
     read_body,
 )
+from .keys import ApiKey, require_admin
 from .metrics import RequestMetrics
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
@@ -99,7 +101,7 @@ class Call:
         given = self.header(b"x-request-id") or b""
         self.request_id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.created_s = int(time.time())
-        self.key: str | None = None
+        self.key: ApiKey | None = None
         self.path_params: dict[str, str] = {}
         self.log: dict[str, Any] = {}
         self.status: int | None = None
@@ -135,15 +137,20 @@ class Call:
         """A header of the request, by its name in lower case."""
         return dict(self.scope["headers"]).get(name)
 
-    def set_key(self, name: str | None) -> None:
-        """Note the name of the request's key."""
-        self.key = name
-        if name is not None:
-            self.log["key"] = name
+    def set_key(self, key: ApiKey | None) -> None:
+        """Note the request's key; None: the server has none."""
+        self.key = key
+        if key is not None:
+            self.log["key"] = key.name
+
+    @property
+    def owner(self) -> str | None:
+        """The owner of what the request stores and finds; None: the server has no keys."""
+        return None if self.key is None else self.key.owner
 
     def require_admin(self) -> None:
         """Raise HttpError unless the request's key administers the server."""
-        self.service.config.keys.require_admin(self.key)
+        require_admin(self.key)
 
     def refuse_while_draining(self) -> None:
         """Raise ShuttingDownError where the server is about to end."""
@@ -172,7 +179,7 @@ class Call:
         body: list[Any] = []
         with ExitStack() as opened:
             if route.takes_file:
-                file = opened.enter_context(self.sessions.upload(self.key))
+                file = opened.enter_context(self.sessions.upload(self.owner))
                 await self._spool(receive, file)
                 body = [file]
             elif route.body is not None:
@@ -395,7 +402,7 @@ class Call:
         return [
             replace(
                 each.fetched(refuse_urls) if sees else each,
-                owner=self.key,
+                owner=self.owner,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
                 cache_salt=self.namespace(each.cache_salt),
@@ -467,9 +474,8 @@ class Call:
         Otherwise the time to a first token would tell one client what others have asked.
         """
         config = self.service.config
-        if self.key is None or len(config.keys.digests) < 2 or config.share_prefixes:
-            return salt
-        return f"key {self.key}" if salt is None else f"key {self.key} {salt}"
+        owner = None if len(config.keys) < 2 or config.share_prefixes else self.owner
+        return None if owner is None and salt is None else json.dumps([owner, salt])
 
     # -- its answers, counted in the queue and in the metrics: each is ended once ----------------
 
@@ -565,7 +571,7 @@ class Call:
         return {
             "id": self.id,
             "path": self.scope["path"],
-            "key": self.key,
+            "key": None if self.key is None else self.key.name,
             "model": self.log["model"],
             "answers": len(each),
             "waiting": len(self._queued) == len(each),

@@ -6,38 +6,52 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import InvalidRequestError, MlxinferError
+from ..history import owner_named, owner_of
 from .errors import HttpError
 
 Headers = Sequence[tuple[bytes, bytes]]
 LOOK_S = 1.0  # between two looks at the file of keys
+_OWNER = re.compile("name .*|[0-9a-f]{32}", re.DOTALL)
 log = logging.getLogger("mlxinfer.server")
 
 
-class ApiKeys:
-    """Named keys, kept as SHA-256 digests. Without keys every request is served.
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key without itself.
 
-    Args:
-        digests: pairs of a name and a SHA-256.
-        users: names of keys that may ask, and not administer.
+    Attributes:
+        name: for people. Of a key without a table: key1, key2, …, by its place among these.
+        digest: its SHA-256.
+        owner: of what it stores. It follows from the name of a table, so that the key may change;
+            of a key without one from the digest, so that its place may change.
+        is_admin: whether it may load, download, delete and see what others run.
     """
 
-    def __init__(
-        self, digests: Sequence[tuple[str, bytes]] = (), users: frozenset[str] = frozenset()
-    ) -> None:
-        self._digests, self._users = tuple(digests), users
+    name: str
+    digest: bytes = field(repr=False)
+    owner: str
+    is_admin: bool = True
+
+
+class ApiKeys:
+    """Named keys, kept as SHA-256 digests. Without keys every request is served."""
+
+    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+        self._keys = tuple(keys)
         self._reread: Callable[[], ApiKeys] = lambda: self
         self._file: Path | None = None
         self._stamp: object = None  # of the file when it was read
         self._look_s = 0.0  # monotonic time of the next look at the file
 
     @property
-    def digests(self) -> tuple[tuple[str, bytes], ...]:
-        """Pairs of a name and a SHA-256."""
+    def all(self) -> tuple[ApiKey, ...]:
+        """The keys of now."""
         self._follow_file()
-        return self._digests
+        return self._keys
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
@@ -46,15 +60,8 @@ class ApiKeys:
         Raises:
             InvalidRequestError: a key is empty or has characters that a header cannot carry.
         """
-        digests = []
-        for number, key in enumerate(keys, start=1):
-            if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise InvalidRequestError(
-                    "An API key is one or more printable ASCII characters without spaces.",
-                    param="api_key",
-                )
-            digests.append((f"key{number}", _digest(key.encode())))
-        return cls(digests)
+        digests = map(_digest_of_plain, keys)
+        return cls([ApiKey(f"key{i}", one, owner_of(one)) for i, one in enumerate(digests, 1)])
 
     def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
         """The same keys and those of a file: {name: {"key" or "sha256": …, admin}}.
@@ -68,14 +75,13 @@ class ApiKeys:
         Raises:
             InvalidRequestError: a table is wrong, or two keys have one name or are equal.
         """
-        digests, users = list(self._digests), set(self._users)
+        keys = list(self._keys)
         for name, table in tables.items():
             digest, is_admin = _read_table(table, f"{place}, {name}")
-            if name in dict(digests) or digest in (known for _, known in digests):
+            if any(name == key.name or digest == key.digest for key in keys):
                 raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
-            digests.append((name, digest))
-            users |= set() if is_admin else {name}
-        return ApiKeys(digests, frozenset(users))
+            keys.append(ApiKey(name, digest, owner_named(name), is_admin))
+        return ApiKeys(keys)
 
     def with_file(self, path: Path, read: Callable[[Path], Mapping[str, object]]) -> "ApiKeys":
         """The same keys and those of a file, which is read again when it changes.
@@ -109,30 +115,27 @@ class ApiKeys:
         except (OSError, MlxinferError) as error:
             log.error("keys not read again, those before stay: %s", error)
             return
-        if not found._digests:  # otherwise everybody would be let in
+        if not found._keys:  # otherwise everybody would be let in
             log.error("%s has no key; those before stay", self._file)
             return
-        self._digests, self._users = found._digests, found._users
-        log.info("keys read again", extra={"keys": len(self._digests)})
+        self._keys = found._keys
+        log.info("keys read again", extra={"keys": len(self._keys)})
 
-    def administers(self, name: str | None) -> bool:
-        """Whether the key of a name may load, download, delete and see what others run."""
-        return name not in self._users
+    def owner_now(self, owner: str) -> str:
+        """The owner of today for one that an earlier version stored: the name of a key, or "".
 
-    def require_admin(self, name: str | None) -> None:
-        """Raise HttpError unless the key of a name administers the server."""
-        if not self.administers(name):
-            raise HttpError(
-                "forbidden",
-                f"The key {name} may not administer this server; `admin = true` in its table of "
-                "the keys file lets it.",
-            )
+        What a key without a table stored belongs to the key that has its place now.
+        """
+        if not owner or _OWNER.fullmatch(owner):
+            return owner
+        owners = {key.name: key.owner for key in self.all}
+        return owners.get(owner, owner_named(owner))
 
-    def __bool__(self) -> bool:
-        return bool(self.digests)
+    def __len__(self) -> int:
+        return len(self.all)
 
-    def name_of(self, headers: Headers) -> str | None:
-        """The name of the key in the headers; None if no key is needed.
+    def key_of(self, headers: Headers) -> ApiKey | None:
+        """The key in the headers; None if no key is needed.
 
         `Authorization: Bearer KEY` and `x-api-key: KEY` are read. A repeated header, or two
         different keys, are refused, so that a proxy and this server cannot see different keys.
@@ -140,7 +143,7 @@ class ApiKeys:
         Raises:
             HttpError: no key, an ambiguous or a wrong one.
         """
-        if not self.digests:
+        if not self.all:
             return None
         given = {*_bearer(headers), *values_of(headers, b"x-api-key")}
         if not given:
@@ -148,19 +151,29 @@ class ApiKeys:
                 "invalid_api_key",
                 "No API key was sent; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
             )
-        name = self._find(given.pop()) if len(given) == 1 else None
-        if name is None:
+        key = self._find(given.pop()) if len(given) == 1 else None
+        if key is None:
             raise HttpError("invalid_api_key", "The API key is not one of this server's.")
-        return name
+        return key
 
-    def _find(self, key: bytes) -> str | None:
+    def _find(self, given: bytes) -> ApiKey | None:
         """Compare every digest, so that the time reveals nothing about them."""
-        digest = _digest(key)
+        digest = _digest(given)
         found = None
-        for name, known in self.digests:
-            if hmac.compare_digest(digest, known):
-                found = name
+        for key in self.all:
+            if hmac.compare_digest(digest, key.digest):
+                found = key
         return found
+
+
+def require_admin(key: ApiKey | None) -> None:
+    """Raise HttpError unless a key administers the server; without keys everybody does."""
+    if key is not None and not key.is_admin:
+        raise HttpError(
+            "forbidden",
+            f"The key {key.name} may not administer this server; `admin = true` in its table of "
+            "the keys file lets it.",
+        )
 
 
 def _read_table(table: object, place: str) -> tuple[bytes, bool]:
@@ -170,8 +183,7 @@ def _read_table(table: object, place: str) -> tuple[bytes, bool]:
     given = {name.replace("-", "_"): value for name, value in table.items()}
     key, digest = given.pop("key", None), given.pop("sha256", None)
     if isinstance(key, str) and digest is None:
-        (found,) = ApiKeys.from_plain([key]).digests
-        hashed = found[1]
+        hashed = _digest_of_plain(key)
     elif key is None and isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest):
         hashed = bytes.fromhex(digest)
     else:
@@ -191,6 +203,15 @@ def _stamp(path: Path) -> object:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _digest_of_plain(key: str) -> bytes:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise InvalidRequestError(
+            "An API key is one or more printable ASCII characters without spaces.",
+            param="api_key",
+        )
+    return _digest(key.encode())
 
 
 def _digest(key: bytes) -> bytes:

@@ -142,6 +142,13 @@ class ResponseStore:
         except StoreError as error:
             log.warning("no responses are stored until %s can be used: %s", path, error)
 
+    def rename_owners(self, owner_now: Callable[[str], str]) -> None:
+        """Give each owner that an earlier version stored the name that it has now."""
+        with _reported(), self._file.transaction() as db:
+            for (owner,) in db.execute("SELECT DISTINCT owner FROM responses").fetchall():
+                if (now := owner_now(owner)) != owner:
+                    db.execute("UPDATE responses SET owner = ? WHERE owner = ?", (now, owner))
+
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Keep a response, and drop responses that are too old or too many."""
         now_s = self._clock()

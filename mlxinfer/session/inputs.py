@@ -90,7 +90,7 @@ class Input(ABC):
         constraint: the form as a ready specification; it replaces response_format.
         adapter: name of a loaded adapter; None: the model itself.
         cache_salt: inputs with different salts share no cached prefix.
-        owner: sender of the input, such as the name of an API key.
+        owner: sender of the input, such as the owner of an API key.
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.

@@ -31,7 +31,7 @@ class Client:
     """Who saves and loads.
 
     Attributes:
-        owner: name of the API key; None: the server has none.
+        owner: of the API key; None: the server has none.
         salt: of the owner's requests in the prefix cache.
         num_owners: among whom the disk cache is shared.
     """

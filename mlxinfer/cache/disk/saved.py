@@ -13,8 +13,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError
+from ...files import write_whole
 from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
 from .tier import DiskTier
 
@@ -86,7 +87,7 @@ class SavedSession:
 
     Attributes:
         name: letters, digits, '.', '_' and '-'.
-        owner: name of the API key that saved it; None: the server had none.
+        owner: of the API key that saved it; None: the server had none.
         model: by its name on the server.
         created_s: seconds since 1970.
         num_bytes: of the entries.
@@ -134,11 +135,27 @@ class SavedSessions:
 
     def all_of(self, owner: str | None) -> list[SavedSession]:
         """The sessions of an owner, by name; those that cannot be read are left out."""
-        found: list[SavedSession] = []
+        found = [session for _, session in self._readable() if session.owner == owner]
+        return sorted(found, key=lambda session: session.name)
+
+    def rename_owners(self, owner_now: Callable[[str], str]) -> None:
+        """Give each owner that an earlier version stored the name that it has now."""
+        for place, session in list(self._readable()):
+            if session.owner is None:
+                continue
+            named = replace(session, owner=owner_now(session.owner))
+            with contextlib.suppress(OSError):  # it stays as it is
+                if named != session:
+                    write_whole(place / "session.kv", b"".join(encode(named.head())))
+                new = self._place(named.name, named.owner)
+                if not new.exists():
+                    place.rename(new)
+
+    def _readable(self) -> Iterator[tuple[Path, SavedSession]]:
+        """Each session that can be read, with its folder."""
         for place in self.folder.glob("[!.]" * 32):
             with contextlib.suppress(DamagedSessionError, OSError):
-                found.append(_session_in(place))
-        return sorted((s for s in found if s.owner == owner), key=lambda session: session.name)
+                yield place, _session_in(place)
 
     def find(self, name: str, owner: str | None) -> SavedSession | None:
         """The session of this name; None: the owner has none. Raises DamagedSessionError."""

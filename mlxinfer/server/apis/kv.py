@@ -65,7 +65,7 @@ async def compute(call: Call, body: ComputeRequest) -> Plain:
         prompt=body.token_ids,
         params=SamplingParams(max_tokens=1, temperature=0),
         cache_salt=body.cache_salt,
-        owner=call.key,
+        owner=call.owner,
         from_peer=True,
     )
     answers = await call.in_worker(model.session.start, prompt)

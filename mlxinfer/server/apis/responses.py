@@ -510,8 +510,8 @@ async def input_items(call: Call) -> Plain:
 
 
 def _owner(call: Call) -> str:
-    """The name of the key that a request came with; "" without keys."""
-    return call.key or ""
+    """The owner of a request's responses; "" without keys."""
+    return call.owner or ""
 
 
 def _store_of(call: Call, param: str = "previous_response_id") -> ResponseStore:

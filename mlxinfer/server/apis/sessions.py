@@ -44,7 +44,7 @@ class SlotRequest(RequestBody, kw_only=True):
 
 async def list_sessions(call: Call) -> Plain:
     """The sessions that the key has saved."""
-    found = await call.in_worker(call.sessions.all_of, call.key)
+    found = await call.in_worker(call.sessions.all_of, call.owner)
     return {"object": "list", "data": [_card(each) for each in found]}
 
 
@@ -61,7 +61,7 @@ async def load_session(call: Call, body: LoadRequest) -> Plain:
 async def remove_session(call: Call) -> Plain:
     """Forget a session; its pages stay in the disk cache until others need the room."""
     name = call.path_params["id"]
-    if not await call.in_worker(call.sessions.remove, name, call.key):
+    if not await call.in_worker(call.sessions.remove, name, call.owner):
         raise _missing(name)
     return {"name": name, "object": "session", "deleted": True}
 
@@ -132,7 +132,7 @@ async def _load(call: Call, name: str, number: int) -> SavedSession:
 
 
 def _client(call: Call) -> Client:
-    return Client(call.key, call.namespace(), len(call.service.config.keys.digests))
+    return Client(call.owner, call.namespace(), len(call.service.config.keys))
 
 
 async def _model(call: Call, name: str | None) -> ServedModel:
@@ -143,7 +143,7 @@ async def _model(call: Call, name: str | None) -> ServedModel:
 
 
 async def _find(call: Call, name: str) -> SavedSession:
-    found = await call.in_worker(call.sessions.find, name, call.key)
+    found = await call.in_worker(call.sessions.find, name, call.owner)
     if found is None:
         raise _missing(name)
     return found

@@ -15,6 +15,7 @@ from ...mcp_tools import McpTools
 from ...pdf import can_read_pdf
 from ..call import Call
 from ..http import Plain, RequestBody, Route
+from ..keys import ApiKey
 from ..service import ServerState
 from ..workers import Workers
 from .library import RECIPES, Library, LibraryRoutes
@@ -69,19 +70,30 @@ class ConversationRoutes:
 
     def __init__(self, history: History) -> None:
         self._history = history
+        self._named: set[ApiKey] = set()  # keys whose owners the file knows
+
+    async def _owner(self, call: Call) -> str:
+        """The owner of the request's key; "" without keys."""
+        key = call.key
+        if key is None:
+            return ""
+        if key not in self._named:
+            await call.in_worker(self._history.name_owner, owner_of(key.digest), key.owner)
+            self._named.add(key)
+        return key.owner
 
     async def list(self, call: Call) -> Plain:
         """Stored conversations, the last changed first; `limit` and `before` page through them."""
         limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
         before_s = _number(call.query, "before", None)
         found = await call.in_worker(
-            self._history.conversations, _owner(call), limit=limit + 1, before_s=before_s
+            self._history.conversations, await self._owner(call), limit=limit + 1, before_s=before_s
         )
         return {"data": found[:limit], "more": len(found) > limit}
 
     async def show(self, call: Call) -> Plain:
         """A conversation with the messages of all its branches."""
-        owner, id = _owner(call), call.path_params["id"]
+        owner, id = await self._owner(call), call.path_params["id"]
         found = await call.in_worker(self._history.conversation, owner, id)
         return {
             **asdict(found),
@@ -92,12 +104,12 @@ class ConversationRoutes:
         """Make a conversation, or change its title, model, settings or branch."""
         fields = {name: getattr(body, name) for name in ("title", "model", "settings", "head")}
         return await call.in_worker(
-            self._history.save_conversation, _owner(call), body.id, **fields
+            self._history.save_conversation, await self._owner(call), body.id, **fields
         )
 
     async def save_message(self, call: Call, body: MessageFields) -> Conversation:
         """Store a message; a first question gives the conversation its title."""
-        owner = _owner(call)
+        owner = await self._owner(call)
         message = StoredMessage(
             **{name: getattr(body, name) for name in StoredMessage.__dataclass_fields__}
         )
@@ -107,13 +119,13 @@ class ConversationRoutes:
     async def delete(self, call: Call) -> Plain:
         """Delete a conversation."""
         id = call.path_params["id"]
-        await call.in_worker(self._history.delete, _owner(call), id)
+        await call.in_worker(self._history.delete, await self._owner(call), id)
         return {"id": id, "deleted": True}
 
     async def search(self, call: Call) -> Plain:
         """Messages with all words of the query `q`."""
         words = call.query.get("q", "")[:MAX_QUERY_CHARS]
-        matches = await call.in_worker(self._history.search, _owner(call), words)
+        matches = await call.in_worker(self._history.search, await self._owner(call), words)
         found = [
             {**asdict(each), "conversation": each.conversation.id, "title": each.conversation.title}
             for each in matches
@@ -144,12 +156,6 @@ def _number(query: dict[str, str], name: str, most: float | None) -> float | Non
     return value if most is None else min(value, most)
 
 
-def _owner(call: Call) -> str:
-    """The owner of the request's key; the call has its name."""
-    digests = dict(call.service.config.keys.digests)
-    return owner_of(None if call.key is None else digests[call.key])
-
-
 # -- /page/tools: of the MCP servers of the config file ------------------------------------------
 
 
@@ -171,7 +177,8 @@ class ToolRoutes:
         """The tools in OpenAI's form, and the names of those that are called without asking."""
         names = [tool["function"]["name"] for tool in self._tools.schemas]
         allowed = [name for name in names if self._tools.allows(name)]
-        return {"data": self._tools.schemas, "allowed": allowed, "failures": self._tools.failures}
+        failures = {**self._tools.failures, **self._tools.left_out}
+        return {"data": self._tools.schemas, "allowed": allowed, "failures": failures}
 
     async def call(self, call: Call, body: ToolCallFields) -> Plain:
         """The text that a tool gives."""
@@ -218,7 +225,7 @@ class PageRoutes:
 
     async def features(self, call: Call) -> dict[str, Any]:
         """The parts of the page that this server has."""
-        is_admin = call.service.config.keys.administers(call.key)
+        is_admin = call.key is None or call.key.is_admin
         return {
             "version": __version__,
             "machine": "Mac" if sys.platform == "darwin" else "machine",

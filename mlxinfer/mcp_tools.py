@@ -6,14 +6,16 @@ The servers stand in the config file. They run beside the chat as the user; the 
 
 import asyncio
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from .configfile import ToolServer
-from .errors import UnsupportedFieldError
+from .errors import InvalidRequestError, UnsupportedFieldError, shown
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -21,15 +23,19 @@ if TYPE_CHECKING:
 CONNECT_S = 30.0  # for one server to start and to list its tools
 CALL_S = 300.0  # for one call
 MAX_RESULT_CHARS = 100_000
+JOINT = "__"  # between a server's name and its tool's
+NAME = re.compile("[A-Za-z0-9_.:/-]{1,128}")
 
 
 class McpTools:
     """The tools of all servers, while this object is open.
 
     Attributes:
-        schemas: the tools as OpenAI's API has them. A name that two servers have begins with the
-            server's name and two underscores.
+        schemas: the tools as OpenAI's API has them. The name of a tool begins with its server's
+            name and two underscores if another server has it, too, or if it has two underscores
+            itself. So no tool has the name of another server's.
         failures: server -> why it has no tools, or has ended. A call starts it again.
+        left_out: server and tool in words -> why the tool cannot be offered.
 
     Raises:
         UnsupportedFieldError: the extra `mcp` is not installed.
@@ -44,6 +50,7 @@ class McpTools:
             ) from error
         self.schemas: list[dict[str, Any]] = []
         self.failures: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._servers = servers
         self._tools: dict[str, tuple[str, str]] = {}  # name -> server and its name there
         self._clients: dict[str, Client] = {}
@@ -138,17 +145,35 @@ class McpTools:
         return list((await self._clients[name].list_tools()).tools)
 
     def _offer(self, found: Mapping[str, list[Any]]) -> None:
-        names = [tool.name for tools in found.values() for tool in tools]
+        names = Counter(tool.name for tools in found.values() for tool in tools)
         for server, tools in found.items():
             for tool in tools:
-                shown = tool.name if names.count(tool.name) == 1 else f"{server}__{tool.name}"
-                self._tools[shown] = server, tool.name
-                function = {
-                    "name": shown,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                }
-                self.schemas.append({"type": "function", "function": function})
+                is_plain = names[tool.name] == 1 and JOINT not in tool.name
+                name = tool.name if is_plain else f"{server}{JOINT}{tool.name}"
+                try:
+                    self._offer_tool(server, tool, name)
+                except InvalidRequestError as error:
+                    self.left_out[f"{server}, {shown(tool.name)}"] = str(error)
+
+    def _offer_tool(self, server: str, tool: Any, name: str) -> None:
+        """Offer one tool under a name; raises InvalidRequestError where it cannot have it."""
+        from .text.tools.schema import Toolbox  # only where there are tools
+
+        if not NAME.fullmatch(name):
+            raise InvalidRequestError(
+                "Names have letters of ASCII, digits and any of _-.:/, 128 characters at most."
+            )
+        if name in self._tools:
+            raise InvalidRequestError(f"Another tool is called {name}.")
+        function = {
+            "name": name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
+        }
+        schema = {"type": "function", "function": function}
+        Toolbox.of([schema])
+        self._tools[name] = server, tool.name
+        self.schemas.append(schema)
 
     async def _call(self, server: str, name: str, arguments: dict[str, Any]) -> str:
         async with self._restarting:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -17,12 +19,14 @@ import pytest
 from cli.fake_llm import FakeLLM
 from rich.console import Console
 
-from mlxinfer.cli import chat
-from mlxinfer.cli._chat_session import ChatSession
-from mlxinfer.configfile import ToolServer, read_config_file
+from mlxinfer.cli import _configuration, chat
+from mlxinfer.cli._chat_session import COMMANDS, ChatSession
+from mlxinfer.cli._configuration import open_tools
+from mlxinfer.configfile import ConfigFile, ToolServer, read_config_file
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.outputs import Result, ToolCall
+from mlxinfer.text.tools.schema import Toolbox
 from tests.bench.processes import free_port
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))
@@ -64,6 +68,70 @@ def test_names_that_two_servers_have_begin_with_the_servers() -> None:
     assert "one__add" in names
     assert tools.call("two__add", '{"a": 1, "b": 1}') == "1 + 1 = 2"
     assert (tools.allows("one__add"), tools.allows("two__add")) == (True, False)
+    tools.close()
+
+
+def tool(name: Any, schema: Any = None) -> Any:
+    return SimpleNamespace(name=name, description="d", input_schema=schema or {"type": "object"})
+
+
+def connected(found: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> McpTools:
+    """The tools of servers that offer these."""
+
+    async def connect(_: McpTools, __: object, name: str, ___: object) -> list[Any]:
+        return found[name]
+
+    monkeypatch.setattr(McpTools, "_connect", connect)
+    return McpTools(dict.fromkeys(found, SERVER))
+
+
+BAD = ("", "a b", "a\x1b[2Jb", "run?\nyes", "x" * 5000, "r\u0435ad", "\u202ed")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_tool_has_the_name_of_another(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that offer each other's names, joined or not, twice, and names that are none."""
+    rng = random.Random(seed)
+    servers = ["files", "evil", "files__read", "x"]
+    parts = ["read", "read__text", "text", "files__read", "evil__read", "files__read__text", *BAD]
+    rng.shuffle(servers)
+    found = {server: [tool(rng.choice(parts)) for _ in range(6)] for server in servers}
+    found["x"].append(tool("odd", {"type": "string"}))
+    tools = connected(found, monkeypatch)
+    tools.close()
+    names = [schema["function"]["name"] for schema in tools.schemas]
+    assert len(Toolbox.of(tools.schemas)) == len(names) == len(set(names))
+    for name in names:
+        server, own = tools._tools[name]
+        assert own in [each.name for each in found[server]]
+        assert name in (own, f"{server}__{own}")
+        assert name.isascii()
+        assert name.isprintable()
+        plain = [other for other, given in found.items() for each in given if each.name == name]
+        assert name != own or plain == [server], "another server has this tool, too"
+    offered = set(tools._tools.values())
+    for server, given in found.items():
+        for each in given:
+            assert (server, each.name) in offered or f"{server}, {each.name!r}"[:70] in [
+                told[:70] for told in tools.left_out
+            ]
+    assert any(told.startswith("x, 'odd'") for told in tools.left_out)
+    assert all(told.isprintable() for told in tools.left_out)
+
+
+def test_a_tool_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(_configuration, "note", notes.append)
+    found = {"evil": [tool("good"), tool("a\x1b[2J")]}
+    monkeypatch.setattr(_configuration, "McpTools", lambda _: connected(found, monkeypatch))
+    tools = open_tools(ConfigFile(mcp={"evil": SERVER}))
+    assert tools is not None
+    assert "evil, 'a\\x1b[2J'" in notes[0]
+    session = ChatSession("fake", lambda _: FakeLLM(), tools=tools)
+    reply = COMMANDS["tools"][1](session, "").text
+    assert "good" in reply
+    assert "evil, 'a\\x1b[2J'" in reply
+    assert "\x1b" not in reply
     tools.close()
 
 

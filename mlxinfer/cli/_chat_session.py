@@ -12,7 +12,7 @@ from ..errors import InvalidRequestError, TemplateError
 from ..mcp_tools import McpTools
 from ..memory import human_bytes
 from ..outputs import Delta, Result, ToolCall
-from ._output import counted, table
+from ._output import counted, printable, table
 from ._pictures import check_sees, check_videos, picture_data, with_its_images
 from .history import ChatLog, as_call
 from .run import attached, thinking
@@ -411,8 +411,9 @@ def _tools(session: ChatSession, _: str) -> CommandReply:
     names = [tool["function"]["name"] for tool in session.tools.schemas]
     allows = session.tools.allows
     rows = [(name, "allowed" if allows(name) else "asks first") for name in names]
-    failed = [f"{server}: {why}" for server, why in session.tools.failures.items()]
-    return CommandReply("\n".join([table(rows), *failed]))
+    missing = {**session.tools.failures, **session.tools.left_out}
+    failed = [f"{name}: {why}" for name, why in missing.items()]
+    return CommandReply(printable("\n".join([table(rows), *failed])))
 
 
 def _quit(_: ChatSession, __: str) -> CommandReply:

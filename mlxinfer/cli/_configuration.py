@@ -28,7 +28,7 @@ from ._options import (
     RANK_NAMES,
     engine_arguments,
 )
-from ._output import note
+from ._output import note, printable
 
 if TYPE_CHECKING:
     from ..progress import Watch
@@ -328,5 +328,7 @@ def open_tools(config: ConfigFile) -> McpTools | None:
         return None
     tools = McpTools(config.mcp)
     for name, why in tools.failures.items():
-        note(f"MCP server {name} has no tools: {why}")
+        note(printable(f"MCP server {name} has no tools: {why}"))
+    for name, why in tools.left_out.items():
+        note(printable(f"This tool of an MCP server is left out: {name}. {why}"))
     return tools

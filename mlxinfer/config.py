@@ -100,6 +100,12 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         for name, url in [*(("peers", url) for url in self.urls), ("prefill_at", self.prefill_at)]:
+            if "@" in str(url):  # addresses are logged, listed, and seen by all who see processes
+                raise InvalidRequestError(
+                    f"{name} has an address with a user name or a password; leave them out. The "
+                    "key for a peer is MLXINFER_API_KEY of the environment.",
+                    param=name,
+                )
             if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", str(url)):
                 raise InvalidRequestError(
                     f"{name} is {shown(url)}; expected an address such as "

@@ -2,9 +2,12 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+import pytest
 
 from mlxinfer import LLM
+from mlxinfer.errors import InvalidRequestError
 from mlxinfer.session.options import EngineArguments, EngineOptions, help_of
 
 INTERNAL = ["room_bytes", "fixed_proposals", "gives_pages"]
@@ -26,3 +29,15 @@ def test_the_page_of_options_is_the_dataclass() -> None:
     ]
     page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+@pytest.mark.parametrize("user", ["bob:secret", "secret", "bob:se@cret", ":secret", "a b:secret"])
+@pytest.mark.parametrize("name", ["peers", "prefill_at"])
+def test_no_address_of_a_peer_has_a_password(name: str, user: str) -> None:
+    """It is refused before it is logged or listed, and the error does not repeat it."""
+    url = f"http://{user}@studio.local:8080"
+    options: dict[str, Any] = {name: [url] if name == "peers" else url}
+    with pytest.raises(InvalidRequestError) as refused:
+        EngineOptions(**options)
+    assert "cret" not in str(refused.value)
+    assert "MLXINFER_API_KEY" in str(refused.value)

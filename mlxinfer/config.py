@@ -135,8 +135,9 @@ class EngineConfig:
 
     page_size: int = 16  # tokens a page
     max_batch: int = 64  # sequences that may run at once
-    prefill_chunk: int = 256  # prompt tokens a step, over all sequences; a multiple of page_size
+    prefill_chunk: int = 256  # prompt tokens a step at most, of all sequences; whole pages
     prefill_slice_s: float | None = None  # such steps beside others take so long; None: fixed size
+    prefill_fixed: int | None = None  # that size, which a span may exceed; None: prefill_chunk
     max_context: int  # tokens of prompt and answer of one request
     kv_budget_bytes: int  # of pages and tails together
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds

@@ -168,6 +168,7 @@ class Loop:
             max_batch=self.cache.max_batch,
             prefill_chunk=config.prefill_chunk,
             prefill_slice_s=config.prefill_slice_s,
+            prefill_fixed=config.prefill_fixed,
             proposer=self._proposer,
             counters=self._counters,
             num_stages=self._num_stages if config.launch_ahead else 1,

@@ -33,19 +33,27 @@ class PrefillSizer:
         page_size: tokens a page.
         most: tokens of all prompts in one step; whole pages.
         slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
-            takes `most` tokens, half of that while others run.
+            takes `fixed` tokens, half of that while others run.
+        fixed: whole pages; None: `most`. A step takes more only for tokens that see each other.
         num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
             follow each other from one token of an answer to the next.
     """
 
     def __init__(
-        self, *, page_size: int, most: int, slice_s: float | None = None, num_stages: int = 1
+        self,
+        *,
+        page_size: int,
+        most: int,
+        slice_s: float | None = None,
+        fixed: int | None = None,
+        num_stages: int = 1,
     ) -> None:
         assert most % page_size == 0
         self._num_stages = num_stages
         self.most = most
         self._page_size = page_size
         self._slice_s = slice_s
+        self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
@@ -68,7 +76,7 @@ class PrefillSizer:
         if not prefilling:
             return []
         if self._slice_s is None:  # the budget is what the others wait for
-            room = min(self.most // 2 if num_running > 1 else self.most, self._limit)
+            room = min(self.fixed // 2 if num_running > 1 else self.fixed, self._limit)
             return prefill_shares(prefilling, max(room, page_size), page_size)
         if num_running == len(prefilling):
             self._size = self._next_size()

@@ -263,7 +263,7 @@ class Scheduler:
         kv_manager: gives pages to sequences.
         max_batch: sequences that may run at once.
         prefill_chunk: prompt tokens a step at most, all sequences together.
-        prefill_slice_s: see `PrefillSizer`.
+        prefill_slice_s, prefill_fixed: see `PrefillSizer`.
         proposer: of tokens to verify; None: a step computes one token of each answer.
         counters: of an earlier scheduler; the counts go on.
         num_stages: steps that may be in flight at once, each with other rows; 1: a step has all.
@@ -277,6 +277,7 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         prefill_slice_s: float | None = None,
+        prefill_fixed: int | None = None,
         proposer: Proposer | None = None,
         counters: EngineCounters | None = None,
         num_stages: int = 1,
@@ -289,6 +290,7 @@ class Scheduler:
             page_size=self.page_size,
             most=prefill_chunk,
             slice_s=prefill_slice_s,
+            fixed=prefill_fixed,
             num_stages=num_stages,
         )
         self.counters = counters or EngineCounters()
@@ -418,7 +420,7 @@ class Scheduler:
         if not all_decode:
             behind = [s for s in queues.running if s.num_left > 0 and not s.num_pending]
             prefilling = [s for s in behind if not s.decodes]
-        max_prefilling = self.prefill.most // self.page_size  # each gets a page at least
+        max_prefilling = self.prefill.fixed // self.page_size  # each gets a page at least
         preemptions = self.counters.preemptions
         while admitted := queues.admit(
             prefilling, max_prefilling, again=self.counters.preemptions == preemptions

@@ -119,8 +119,9 @@ class EngineOptions:
     ] = MAX_IMAGE_TOKENS
     prefill_chunk: Annotated[
         int | None,
-        "A fixed number of prompt tokens in each step. At 16 bits, answers are then the same "
-        "in each run. Default: steps are sized by time, up to 2,048 tokens.",
+        "A fixed number of prompt tokens in each step; only a picture whose tokens see each other "
+        "may take more. At 16 bits, answers are then the same in each run. Default: steps are "
+        "sized by time, up to 2,048 tokens.",
     ] = None
     prefill_slice: Annotated[
         int | None,
@@ -323,15 +324,19 @@ class EngineOptions:
                 )
         self._check_window(model.cache_specs)
         limit = model.config.max_context
-        chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
+        fixed, most = self.prefill_chunk, self._most_prefill(model.cache_specs, kv_bytes)
+        if fixed is not None:  # pictures are as large as without it
+            has_spans = model.tower and any(spec.sees_spans for spec in model.cache_specs)
+            most = max(fixed, most) if has_spans else fixed
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
         feature_bytes = min(kv_bytes // FEATURE_SHARE, MOST_FEATURES) if model.tower else 0
         page_size = lcm(PAGE_SIZE, *(spec.unit for spec in model.cache_specs))
         return EngineConfig(
             page_size=page_size,
             max_batch=self.max_batch,
-            prefill_chunk=-(-chunk // page_size) * page_size,
-            prefill_slice_s=slice_s if self.prefill_chunk is None else None,
+            prefill_chunk=-(-most // page_size) * page_size,
+            prefill_slice_s=slice_s if fixed is None else None,
+            prefill_fixed=None if fixed is None else -(-fixed // page_size) * page_size,
             max_context=min(self.max_context or limit, limit),
             kv_budget_bytes=kv_bytes - feature_bytes,
             feature_bytes=feature_bytes,

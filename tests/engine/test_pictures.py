@@ -378,11 +378,13 @@ def test_features_that_were_used_last_stay() -> None:
         harness.add("large", large[0], GREEDY, pictures=large[1])
 
 
-def test_a_span_is_cut_by_no_chunk_and_by_no_prefix() -> None:
+@pytest.mark.parametrize("fixed", [None, 8, 16, 48])
+def test_a_span_is_cut_by_no_chunk_and_by_no_prefix(fixed: int | None) -> None:
+    """A step grows for a span; else it has the tokens that were asked for."""
     model = seeing("qwen3-v4", spans=True)
     seen = picture(1, 5, 8, sees_itself=True)
     ids, pictures = placed(prompt(21), seen, prompt(30), picture(2, 2, 5, sees_itself=True))
-    harness = Harness(model, prefill_chunk=48)
+    harness = Harness(model, prefill_chunk=48, prefill_fixed=fixed, page_size=8)
     launch, chunks = harness.loop.runner.launch, []
 
     def watched(batch: Any, previous: Any) -> Any:
@@ -396,6 +398,7 @@ def test_a_span_is_cut_by_no_chunk_and_by_no_prefix() -> None:
     spans = [(21, 61), (91, 101)]
     for start, stop in chunks:
         assert not any(low < edge < high for edge in (start, stop) for low, high in spans)
+        assert stop - start <= (fixed or 48) or (start, stop) in spans
     harness.add("again", ids, GREEDY, pictures=pictures)  # its last token is in a span
     outcome = harness.drain()["again"]
     assert (outcome.cached_tokens, outcome.token_ids) == (91, plain.token_ids)
@@ -570,3 +573,9 @@ def test_steps_hold_a_picture_that_one_step_computes_whatever_memory_there_is() 
     options = EngineOptions(max_memory="1MB")
     assert options.config(blind, None, 1_000_000).prefill_chunk == 256
     assert options.config(sees, None, 1_000_000).prefill_chunk == 288
+    for num_bytes in (1_000_000, 1 << 30):
+        plain = options.config(sees, None, num_bytes)
+        for fixed in (16, 64, plain.prefill_chunk):  # how large a picture is depends on none
+            sized = EngineOptions(prefill_chunk=fixed).config(sees, None, num_bytes)
+            assert (sized.prefill_chunk, sized.prefill_fixed) == (plain.prefill_chunk, fixed)
+        assert EngineOptions(prefill_chunk=16).config(blind, None, num_bytes).prefill_chunk == 16

@@ -10,7 +10,7 @@ layers.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -273,6 +273,11 @@ class PageAllocator:
         return int(roomy[0] if len(roomy) else starts[(stops - starts).argmax()])
 
 
+Held = Callable[[int, int], int]
+"""(page number, how many of its first tokens) -> after how many of them one can go on; 0: none.
+
+Whoever has pages says so: a tree, a disk, a peer.
+"""
 Positions = NDArray[np.int32] | np.int64
 ENDLESS = 2**31  # more tokens than any sequence has
 
@@ -391,6 +396,28 @@ class PageGroup:
         first = self.first_page(num_tokens)
         return [*range(min(self.num_kept, first)), *range(first, num_tokens // self.page_size)]
 
+    def last_resumable(self, num_tokens: int, held: Held) -> int:
+        """The last position up to `num_tokens` that a sequence can go on from.
+
+        At position p it needs the pages of the sinks and those of p - W + 1 to p - 1. Inside of a
+        page it needs that page too, so that no page has gaps. Each page is looked for once: those
+        that all later tokens need in order, up to the first that is missing; others from the end.
+        """
+        size, position = self.page_size, num_tokens
+        num_pages = -(-position // size)
+        for number in range(min(self.num_kept, num_pages) if self.recycles else num_pages):
+            if not held(number, min(size, position - number * size)):
+                position = number * size
+                break
+        number = -(-position // size) - 1
+        first = self.first_page(position) if self.recycles else number + 1
+        while number >= first:
+            if not held(number, min(size, position - number * size)):
+                position = number * size  # further on in this page would need it, too
+                first = self.first_page(position)
+            number -= 1
+        return position
+
     def max_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` holds at once, at most."""
         return self.window.max_pages(num_tokens, self.prefill_chunk, self.page_size)
@@ -435,6 +462,14 @@ class StateGroup:
     def num_skippable(self, num_tokens: int) -> int:
         """Positions that no later token needs: all, since a state stands for them."""
         return num_tokens
+
+    def last_resumable(self, num_tokens: int, held: Held, page_size: int) -> int:
+        """The last position up to `num_tokens` that has a snapshot; 0: none has."""
+        for number in range((num_tokens - 1) // page_size, -1, -1):
+            start = number * page_size
+            if found := held(number, min(page_size, num_tokens - start)):
+                return start + found
+        return 0
 
     def allocate(self) -> int:
         """The number of a new snapshot."""

@@ -50,10 +50,7 @@ class KVManager:
         self._copies: dict[Sequence, Move] = {}  # of sequences that no step has yet
         self._transfers = Transfers(store, groups) if store and reuse else None
         self.tree = PrefixTree(
-            self.allocators,
-            windows=[group.window.size for group in groups],
-            num_kept=[group.num_kept for group in groups],
-            page_size=self.page_size,
+            groups,
             on_evict=self._transfers.note_evicted if self._transfers else None,
             states=states,
         )
@@ -78,8 +75,8 @@ class KVManager:
         if self._transfers is not None and not sequence.request.prompt_logits:
             self._transfers.fetch(
                 self.tree,
-                sequence.namespace,
                 sequence.key_ids,
+                self.probe(sequence),
                 lambda point: self._room(point, sequence, spare),
             )
         point = self._lookup(sequence, spare)
@@ -102,6 +99,18 @@ class KVManager:
             self._states.begin(sequence, slot, point)
         return True
 
+    def probe(
+        self, sequence: Sequence, *, limit: int | None = None, whole_pages: bool = False
+    ) -> RestorePoint:
+        """The longest prefix of a sequence that memory has, see `PrefixTree.probe`."""
+        return self.tree.probe(
+            sequence.namespace,
+            sequence.key_ids,
+            limit=limit,
+            whole_pages=whole_pages,
+            spans=() if sequence.pictures is None else sequence.pictures.spans,
+        )
+
     def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint | None:
         """Lock the longest prefix that leaves room for the rest of a sequence; None: none does.
 
@@ -109,9 +118,7 @@ class KVManager:
         not fit, its tokens are computed again.
         """
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
-        whole = () if sequence.pictures is None else sequence.pictures.spans
-        name, keys = sequence.namespace, sequence.key_ids
-        point = self.tree.probe(name, keys, limit=limit, alignment=self._alignment, whole=whole)
+        point = self.probe(sequence, limit=limit)
         while True:
             lease = self.tree.lock(point, priority=sequence.request.priority)
             if self._room(point, sequence, spare):
@@ -121,9 +128,7 @@ class KVManager:
             self.tree.unlock(lease)
             if not point.cut_tokens:
                 return None
-            point = self.tree.probe(
-                name, keys, limit=point.num_tokens, alignment=self.page_size, whole=whole
-            )
+            point = self.probe(sequence, limit=point.num_tokens, whole_pages=True)
 
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
         for group, shared in enumerate(point.tables()):
@@ -153,7 +158,7 @@ class KVManager:
             return 0
         common = _common_prefix(ids, known, stop)
         common -= common % size
-        if common <= self.tree.probe(sequence.namespace, ids).num_tokens:
+        if common <= self.probe(sequence).num_tokens:
             return 0
         if self._states is not None and not self._states.will_stop_at(other, common):
             return 0
@@ -330,7 +335,8 @@ class KVManager:
         assert self._transfers is not None
         self._remember(place, prompt)
         namespace, ids = prompt
-        self._transfers.fetch(self.tree, namespace, [*ids, 0], lambda _: True)  # 0: comes next
+        ids = [*ids, 0]  # comes next
+        self._transfers.fetch(self.tree, ids, self.tree.probe(namespace, ids), lambda _: True)
 
     def erase(self, place: Place) -> None:
         """Drop the pages of a slot's prompt that no other prompt shares. No work may wait."""

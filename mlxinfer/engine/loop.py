@@ -284,7 +284,7 @@ class Loop:
         if loaded is not None:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
         if self._peers is not None:
-            sequence.fetch = self._peers.begin(self.scheduler.kv_manager.tree, sequence)
+            sequence.fetch = self._peers.begin(self.scheduler.kv_manager, sequence)
         if sequence.fetch is not None:
             sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
 

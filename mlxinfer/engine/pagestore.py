@@ -23,7 +23,15 @@ from ..cache.disk import (
 )
 from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
-from ..cache.prefix import Node, PrefixTree, RestorePoint, Snapshot
+from ..cache.prefix import (
+    Node,
+    PrefixTree,
+    RestorePoint,
+    Rule,
+    Snapshot,
+    resume_point,
+    span_rule,
+)
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -114,6 +122,7 @@ class PageStore:
         self.tier = tier
         self.others = others
         self.groups = groups
+        self.states = states
         self.state_group = len(groups)  # its number among the groups of entries
         self.page_bytes = [group.page_bytes for group in groups]
         self.page_bytes += [states.num_bytes] if states is not None else []
@@ -353,17 +362,14 @@ class PageSearch:
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        always = self.always
-        num_pages = len(self.point.nodes)
-        while num_pages < self.stop and all(self.has(num_pages, g) for g in always):
-            num_pages += 1
-        sparse = [g for g in range(len(self.store.page_bytes)) if g not in always]
-        checked = -1
-        while num_pages != checked:
-            checked = num_pages
-            for group in sparse:
-                num_pages = self._lower(num_pages, group)
-        return num_pages
+        size, always = self.store.page_size, self.always
+        rules = [self._rule(group) for group in range(len(self.store.page_bytes))]
+        longest = self.stop * size
+        for group in always:
+            longest = rules[group](longest)
+        sparse = [rule for group, rule in enumerate(rules) if group not in always]
+        spans = [span_rule(*span) for span in self.point.spans]
+        return resume_point(longest, [*sparse, *spans], alignment=size) // size
 
     @property
     def always(self) -> list[int]:
@@ -406,13 +412,17 @@ class PageSearch:
             key = self._keys[number, group] = entry_keys(self._before[number], group, tokens)[1]
         return key
 
-    def _lower(self, num_pages: int, group: int) -> int:
-        while num_pages > len(self.point.nodes):
-            lacking = [n for n in self._needed(num_pages, group) if not self.has(n, group)]
-            if not lacking:
-                break
-            num_pages = lacking[-1]
-        return num_pages
+    def _rule(self, group: int) -> Rule:
+        """Where a group can go on, if it has the pages that are somewhere."""
+
+        def held(number: int, tokens: int) -> int:
+            return tokens if tokens == self.store.page_size and self.has(number, group) else 0
+
+        if group == self.store.state_group:
+            assert self.store.states is not None
+            states, size = self.store.states, self.store.page_size
+            return lambda point: states.last_resumable(point, held, size)
+        return lambda point: self.store.groups[group].last_resumable(point, held)
 
     def _needed(self, num_pages: int, group: int) -> Seq[int]:
         """Page numbers of a group that the token after `num_pages` needs; of a state, the last."""
@@ -514,19 +524,25 @@ class Transfers:
     def fetch(
         self,
         tree: PrefixTree,
-        namespace: Hashable,
         ids: list[int],
+        point: RestorePoint,
         has_room: Callable[[RestorePoint], bool],
     ) -> None:
-        """Put the pages of a prompt that only the disk has into the tree, if there is room."""
-        point = tree.probe(namespace, ids)
+        """Put the pages of a prompt that only the disk has into the tree, if there is room.
+
+        Args:
+            tree: as it was when `point` was found.
+            ids: of the prompt.
+            point: where the prompt could go on from memory alone.
+            has_room: whether it could begin there.
+        """
         lease = tree.hold_path(point)
         if has_room(point):
             found = self._store.find(ids, point)
             counts = [len(pages) for pages in found[: len(self._groups)]] if found else []
             pages = self._allocate(tree, counts) if found else None
             if found and pages:
-                self._insert(tree, (namespace, ids), found, pages)
+                self._insert(tree, (point.namespace, ids), found, pages)
         tree.unlock(lease)
 
     def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..cache.disk import DiskTier, Entry, decode, encode, entry_bytes
-from ..cache.prefix import PrefixTree
 from ..config import PeerOptions
 from ..errors import MlxinferError
 from .batch import Sequence
+from .kv_manager import KVManager
 from .pagestore import MIN_PAGES, PageSearch, PageStore, Rate
 
 if TYPE_CHECKING:
@@ -313,13 +313,13 @@ class PeerFetches:
         self._thread = threading.Thread(target=self._run, name="mlxinfer-peers", daemon=True)
         self._thread.start()
 
-    def begin(self, tree: PrefixTree, sequence: Sequence) -> "Future[None] | None":
+    def begin(self, kv_manager: KVManager, sequence: Sequence) -> "Future[None] | None":
         """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
         tier, ids, request = self._store.tier, list(sequence.key_ids), sequence.request
         stop = (len(ids) - 1) // self._store.page_size
         if tier is None or request.prompt_logits or request.from_peer or not self._asked_now():
             return None
-        point = tree.probe(sequence.namespace, ids)
+        point = kv_manager.probe(sequence)
         own_s = self._store.computing_s(len(ids) - point.num_tokens)
         if stop - len(point.nodes) < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
             return None

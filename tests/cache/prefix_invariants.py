@@ -1,6 +1,23 @@
 """What holds of a prefix tree at any time."""
 
+from collections.abc import Sequence
+
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import Node, PrefixTree
+
+
+def groups_of(
+    allocators: Sequence[PageAllocator],
+    windows: Sequence[int | None],
+    page_size: int,
+    num_kept: Sequence[int] | None = None,
+) -> list[PageGroup]:
+    """Groups of these windows; `num_kept` pages of each hold sinks."""
+    kept = num_kept or [0] * len(windows)
+    return [
+        PageGroup(AttentionWindow(window, sinks * page_size), allocator, page_size, page_size, 1)
+        for allocator, window, sinks in zip(allocators, windows, kept, strict=True)
+    ]
 
 
 def check(tree: PrefixTree) -> None:
@@ -12,7 +29,7 @@ def check(tree: PrefixTree) -> None:
     for group, loose in tree.loose.items():
         free = {n for n in nodes if n.pages[group] is not None and not n.holds[group]}
         assert loose.items() == free
-    for group in range(len(tree.windows)):
+    for group in range(len(tree.groups)):
         pages = [page for node in nodes if (page := node.pages[group]) is not None]
         assert len(pages) == len(set(pages)) <= tree._num_pages[group]
     snapshots = [snapshot for node in nodes for snapshot in node.snapshots.values()]
@@ -36,6 +53,6 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
         assert snapshot.node is node
         assert snapshot.offset == offset <= len(node.tokens)
     assert node.locks or node.children or not node.empty, "a node of nothing"
-    for group, window in enumerate(tree.windows):
-        assert node.pages[group] is not None or window is not None
+    for group in range(len(tree.groups)):
+        assert node.pages[group] is not None or group in tree.windowed
         assert node.holds[group] <= node.locks

@@ -1,11 +1,15 @@
 """The page allocator against a naive set, and page tables against arithmetic."""
 
+import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
+
+PAGE = 4
 
 
 def test_extends_a_run_while_it_can() -> None:
@@ -154,3 +158,33 @@ def test_what_a_table_remembers_is_what_it_holds(data: st.DataObject) -> None:
                 held = [*range(table.num_kept), *range(table.first, table.end // 4)]
                 if held:
                     table.replace(data.draw(st.sampled_from(held)), next(fresh))
+
+
+def can_go_on(group: PageGroup, held: list[bool], position: int) -> bool:
+    """By definition: the pages are there that the token at `position` sees, and its own."""
+    ranges = group.window.ranges(position, position)
+    seen = {n // PAGE for low, high in ranges for n in range(low, high)}
+    seen |= {*range(min(group.num_kept, -(-position // PAGE)))} if group.recycles else set()
+    seen |= {position // PAGE} if position % PAGE else set()
+    return all(held[number] for number in seen)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_group_resumes_at_the_last_position_whose_pages_are_there(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([None, 1, 3, 9, 16])
+    window = AttentionWindow(size, sinks=rng.choice([0, 1, 5]) if size else 0)
+    if size and not window.sinks and rng.random() < 0.5:
+        window = AttentionWindow(size, chunked=True)
+    group = PageGroup(window, PageAllocator(1), PAGE, PAGE, 1)
+    asked: list[int] = []
+    held = [rng.random() < rng.choice([0.5, 0.9]) for _ in range(10)]
+
+    def holds(number: int, tokens: int) -> int:
+        asked.append(number)
+        return tokens if held[number] else 0
+
+    longest = rng.randint(0, 10 * PAGE)
+    expected = max(n for n in range(longest + 1) if can_go_on(group, held, n))
+    assert group.last_resumable(longest, holds) == expected, seed
+    assert len(asked) <= 10 + group.num_kept, "each page is looked for once"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from cache.prefix_invariants import check
+from cache.prefix_invariants import check, groups_of
 
 from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
@@ -15,8 +15,7 @@ SIZE = 4
 
 def make_tree(*windows: int | None, num_pages: int = 200, **options: object) -> PrefixTree:
     allocators = [PageAllocator(num_pages, headroom=0) for _ in windows]
-    tree = PrefixTree(allocators, windows=windows, page_size=SIZE, **options)
-    tree.allocators = allocators
+    tree = PrefixTree(groups_of(allocators, windows, SIZE), **options)
     return tree
 
 

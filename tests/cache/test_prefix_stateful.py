@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
-from cache.prefix_invariants import check
+from cache.prefix_invariants import check, groups_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -130,10 +130,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.evicted: list[Node] = []
         self.num_hits = self.num_misses = self.num_evicted = 0
         self.tree = PrefixTree(
-            self.allocators,
-            windows=self.windows,
-            num_kept=self.kept,
-            page_size=SIZE,
+            groups_of(self.allocators, self.windows, SIZE, self.kept),
             clock=lambda: next(self.ticks),
             on_evict=self.note_evicted,
         )

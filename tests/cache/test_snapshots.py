@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from cache.prefix_invariants import check
+from cache.prefix_invariants import check, groups_of
 
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
 from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
@@ -23,9 +23,7 @@ class World:
         self.allocators = [PageAllocator(40) for _ in self.windows]
         self.states = StateGroup(100, self.rng.choice([0, 1, 3, 50]))
         self.tree = PrefixTree(
-            self.allocators,
-            windows=self.windows,
-            page_size=SIZE,
+            groups_of(self.allocators, self.windows, SIZE),
             on_evict=self._note,
             states=self.states,
         )
@@ -137,7 +135,7 @@ def test_a_prompt_resumes_only_where_a_snapshot_stands(seeds: range) -> None:
 
 def test_the_longest_unused_snapshot_goes_first() -> None:
     states, allocator = StateGroup(1, 2), PageAllocator(20)
-    tree = PrefixTree([allocator], windows=[None], page_size=SIZE, states=states)
+    tree = PrefixTree(groups_of([allocator], [None], SIZE), states=states)
     for first in (1, 2, 3):
         ids = [first] * SIZE
         tree.insert("", ids, [PageTable(SIZE, pages=allocator.allocate(1))])
@@ -150,7 +148,7 @@ def test_the_longest_unused_snapshot_goes_first() -> None:
 
 def test_a_longer_page_takes_over_the_snapshots_of_a_shorter_one() -> None:
     states, allocator = StateGroup(1, 9), PageAllocator(20)
-    tree = PrefixTree([allocator], windows=[None], page_size=SIZE, states=states)
+    tree = PrefixTree(groups_of([allocator], [None], SIZE), states=states)
     lease = tree.lock(tree.probe("", [0], limit=0))
     tree.add_partial(lease, [5, 6], [PageTable(SIZE, pages=allocator.allocate(1))], num_tokens=2)
     tree.unlock(lease)
@@ -170,7 +168,7 @@ def test_the_coordinator_finds_the_last_position_that_all_accept() -> None:
 
 def test_a_snapshot_behind_a_page_that_a_window_lost_goes_first() -> None:
     states, allocators = StateGroup(1, 2), [PageAllocator(20), PageAllocator(20)]
-    tree = PrefixTree(allocators, windows=[None, 5], page_size=SIZE, states=states)
+    tree = PrefixTree(groups_of(allocators, [None, 5], SIZE), states=states)
     for first in (1, 2):
         tables = [PageTable(SIZE, pages=a.allocate(2)) for a in allocators]
         tree.insert("", [first] * 2 * SIZE, tables)

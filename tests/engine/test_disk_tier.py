@@ -101,6 +101,21 @@ def test_a_restart_finds_cached_prefixes(case: str, tmp_path: Path) -> None:
     assert (num_computed, outcome.cached_tokens) == (110 - 80, 80)
 
 
+@pytest.mark.parametrize("case", ["deepseek_v4-v4", *CASES, "qwen3_next-v4"])
+def test_pages_in_memory_hide_none_on_the_disk(case: str, tmp_path: Path) -> None:
+    """The next turn brings the last pages of a window; the turn before needs earlier ones."""
+    shared, ten = prompt(90), SamplingParams(max_tokens=10, ignore_eos=True)
+    earlier = on_disk(tmp_path, case, num_pages=40)
+    said = answer(earlier, shared, ten)
+    again = answer(earlier, shared, ten).cached_tokens
+    earlier.loop.close()
+    later = on_disk(tmp_path, case, num_pages=40)
+    answer(later, [*shared, *said.token_ids, 9, 8, 7], ten)
+    outcome = answer(later, shared, ten)
+    assert outcome.token_ids == said.token_ids
+    assert outcome.cached_tokens >= again - again % PAGE >= 80
+
+
 def test_a_shutdown_in_the_middle_of_a_request_saves_what_it_computed(tmp_path: Path) -> None:
     earlier = on_disk(tmp_path)
     earlier.add("a", prompt(100), SamplingParams(max_tokens=60))

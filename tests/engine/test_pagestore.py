@@ -61,12 +61,11 @@ class Bench:
     def tree(self, num_pages: int) -> PrefixTree:
         """One that has so many pages of the prompt."""
         allocators = [PageAllocator(20), PageAllocator(20)]
-        tree = PrefixTree(
-            allocators,
-            windows=[window.size for window in self.windows],
-            num_kept=[window.kept_pages(PAGE) for window in self.windows],
-            page_size=PAGE,
-        )
+        groups = [
+            PageGroup(window, allocator, PAGE, PAGE, 1)
+            for window, allocator in zip(self.windows, allocators, strict=True)
+        ]
+        tree = PrefixTree(groups)
         tables = [PageTable(PAGE, pages=a.allocate(num_pages)) for a in allocators]
         tree.insert(None, IDS[: num_pages * PAGE], tables)
         return tree

@@ -146,7 +146,7 @@ def test_mutants_of_states_are_found(
     ("owner", "name", "broken"),
     [
         (PromptPictures, "uncut", lambda pictures, start, stop: stop),
-        (tree, "span_coverage", lambda start, stop: lambda point: point),
+        (tree, "span_rule", lambda start, stop: lambda point: point),
         (PictureFeatures, "release", lambda features, sequence: None),
     ],
 )

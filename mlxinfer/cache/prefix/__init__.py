@@ -1,6 +1,6 @@
 """The prefix cache: a tree of pages by the tokens that they hold. Pure Python."""
 
-from .node import Node, RestorePoint, Snapshot
+from .node import Node, RestorePoint, Rule, Snapshot, Spans, resume_point, span_rule
 from .store import Lease
 from .tree import PrefixTree
 
@@ -9,5 +9,9 @@ __all__ = [
     "Node",
     "PrefixTree",
     "RestorePoint",
+    "Rule",
     "Snapshot",
+    "Spans",
+    "resume_point",
+    "span_rule",
 ]

@@ -1,12 +1,11 @@
 """Pages of tokens in a prefix tree, and how much of a prompt they hold. Changes nothing but a node.
 
-Pages are the tree; everything else is coverage on it. A window covers the positions of the pages it
-still holds, a snapshot the one position that it was taken at. Each kind of coverage lowers a
-position to the last one before it where the group can resume; `resume_point` asks them in turn
-until all agree.
+Each group lowers a position to the last one up to it where it can resume (`last_resumable` in
+pages.py, whoever has the pages), and so does a span; `resume_point` asks them in turn until all
+agree.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +62,14 @@ class Node:
         """Raise the priority to that of a sequence that uses the page."""
         self.priority = max(self.priority, priority)
 
+    def held(self, group: int, tokens: int) -> int:
+        """`tokens` where it has the page of a group, else 0."""
+        return tokens if self.pages[group] is not None else 0
+
+    def last_snapshot(self, tokens: int) -> int:
+        """The most of its first `tokens` that a snapshot is after; 0: none is."""
+        return max([offset for offset in self.snapshots if offset <= tokens], default=0)
+
     @property
     def evictable(self) -> bool:
         """Whether the node may be evicted now."""
@@ -99,7 +106,7 @@ class Node:
         for key in self.order[max(at - 1, 0) : at + 1]:
             child = self.children[key]
             overlap = common_length(key, tokens)
-            snapshot = max([n for n in child.snapshots if n <= overlap], default=0)
+            snapshot = child.last_snapshot(overlap)
             if overlap and (overlap, None not in child.pages, snapshot) > worth:
                 best, worth = child, (overlap, None not in child.pages, snapshot)
         return best, worth[0]
@@ -178,7 +185,8 @@ def _digest(node: Node, root_key: bytes) -> bytes:
     return node.digest
 
 
-Coverage = Callable[[int], int]  # position -> the last one up to it where a group can resume
+Rule = Callable[[int], int]  # position -> the last one up to it where a group can resume
+Spans = Sequence[tuple[int, int]]  # [from, to) positions that are reused as a whole or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +204,7 @@ class RestorePoint:
     first: list[int]  # by group: number of the first page after the kept ones needed to go on
     num_kept: list[int]  # by group: pages at the front that are needed besides
     page_size: int
+    spans: Spans  # of the prompt
 
     @property
     def cut_pages(self) -> tuple[int | None, ...]:
@@ -216,76 +225,20 @@ class RestorePoint:
         ]
 
 
-def window_first(point: int, window: int | None, page_size: int) -> int:
-    """Number of the first page that the token at `point` sees, its sinks apart."""
-    return 0 if window is None else max(point - window + 1, 0) // page_size
-
-
-def resume_point(longest: int, coverages: Sequence[Coverage], alignment: int = 1) -> int:
+def resume_point(longest: int, rules: Sequence[Rule], alignment: int = 1) -> int:
     """The last position up to `longest` that all groups accept, a multiple of `alignment`."""
     point, checked = longest - longest % alignment, -1
     while point != checked:
         checked = point
-        for lower in coverages:
+        for lower in rules:
             point = lower(point)
             point -= point % alignment
     return point
 
 
-def window_coverage(
-    path: Sequence[Node], group: int, window: int, num_kept: int, page_size: int
-) -> Coverage:
-    """The positions where a window has everything that it sees. Linear in the path.
-
-    The token at position p of a group with window W sees p - W + 1 to p and the sinks. So resuming
-    at p needs the pages of p - W + 1 to p - 1 and those of the sinks. Inside of a page it always
-    needs that page too, so that no page has gaps.
-    """
-    sinks = len(path) * page_size
-    for number, node in enumerate(path[:num_kept]):
-        if node.pages[group] is None:
-            sinks = min(sinks, number * page_size)
-    starts = _run_starts(path, group)
-
-    def lower(point: int) -> int:
-        point = min(point, sinks)
-        while point > 0:
-            last = (point - 1) // page_size
-            if starts[last] * page_size <= max(point - window + 1, 0):
-                return point
-            point = last * page_size  # earlier in this page would take an even longer run
-        return 0
-
-    return lower
-
-
-def state_coverage(path: Sequence[Node]) -> Coverage:
-    """Positions with a snapshot, and the beginning."""
-    positions, start = [0], 0
-    for node in path:
-        positions += sorted(start + offset for offset in node.snapshots)
-        start += len(node.tokens)
-
-    def lower(point: int) -> int:
-        return positions[bisect_right(positions, point) - 1]
-
-    return lower
-
-
-def span_coverage(start: int, stop: int) -> Coverage:
+def span_rule(start: int, stop: int) -> Rule:
     """All positions except those inside of a span: its tokens are reused together or not at all."""
     return lambda point: start if start < point < stop else point
-
-
-def _run_starts(path: Sequence[Node], group: int) -> list[int]:
-    """For each page the first of the unbroken pages that it ends; one past it where it is None."""
-    starts = []
-    start = 0
-    for number, node in enumerate(path):
-        if node.pages[group] is None:
-            start = number + 1
-        starts.append(start)
-    return starts
 
 
 def _held(node: Node, group: int) -> int:

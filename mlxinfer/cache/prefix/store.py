@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..pages import PageAllocator, StateGroup
+from ..pages import PageGroup, StateGroup
 from .node import Node, RestorePoint, Snapshot, Tokens
 
 STRANDED = -sys.maxsize  # lower than any priority
@@ -91,45 +91,38 @@ class NodeStore:
     """Nodes, the leases on them, and the pages that belong to them.
 
     Args:
-        allocators: where the pages of each group come from and go back to.
-        windows: for each group how many positions a token sees (itself included), None for all.
-        page_size: tokens a page.
-        num_kept: for each group how many pages at the front its window never recycles (sinks).
+        groups: what layers keep in pages, and where these come from and go back to.
         clock: ever larger numbers, to order uses by.
         states: of the state layers; None: there are none.
     """
 
     def __init__(
         self,
-        allocators: Sequence[PageAllocator],
-        windows: Sequence[int | None],
-        page_size: int,
-        num_kept: Sequence[int],
+        groups: Sequence[PageGroup],
         clock: Callable[[], int],
         states: StateGroup | None = None,
     ) -> None:
-        assert len(allocators) == len(windows) > 0
-        assert page_size > 0
-        self.allocators = allocators
-        self.windows = windows
-        self.page_size = page_size
-        self.num_kept = num_kept
+        assert groups
+        self.groups = groups
+        self.allocators = [group.allocator for group in groups]
+        self.page_size = groups[0].page_size
+        self.num_kept = [group.num_kept for group in groups]
         self.clock = clock
         self.states = states
         self.snapshots: EvictionQueue[Snapshot] = EvictionQueue()  # those that no lease holds
-        self.windowed = [g for g, window in enumerate(windows) if window is not None]
+        self.windowed = [g for g, group in enumerate(groups) if group.recycles]
         self.roots: dict[Hashable, Node] = {}
         self._epoch = 0  # of leases: how often the tree was cleared
         self.num_nodes = 0
         self.num_unlocked = 0
-        self._num_pages = [0] * len(windows)
+        self._num_pages = [0] * len(groups)
         self.leaves: EvictionQueue[Node] = EvictionQueue()
         self.loose: dict[int, EvictionQueue[Node]] = {g: EvictionQueue() for g in self.windowed}
 
     def root(self, namespace: Hashable) -> Node:
         """The root of a namespace; made where there is none, and then to be locked at once."""
         if namespace not in self.roots:
-            self.roots[namespace] = Node(namespace, None, (), [None] * len(self.windows))
+            self.roots[namespace] = Node(namespace, None, (), [None] * len(self.groups))
         return self.roots[namespace]
 
     def num_pages(self, group: int) -> int:
@@ -294,9 +287,8 @@ class NodeStore:
 
         These snapshots are the first to be evicted.
         """
-        window = self.windows[group]
-        assert window is not None
-        for snapshot in node.snapshots.values() if window > 1 else ():
+        sees_others = self.groups[group].window.size != 1
+        for snapshot in node.snapshots.values() if sees_others else ():
             if not snapshot.holds:
                 self.snapshots.push(snapshot, (STRANDED, snapshot.tick))
 
@@ -322,7 +314,7 @@ class NodeStore:
         Partial leaves that it begins with make room for it, and leave it their snapshots.
         """
         assert parent.locks
-        assert all(pages[g] is not None for g, w in enumerate(self.windows) if w is None)
+        assert all(page is not None for g, page in enumerate(pages) if g not in self.windowed)
         node = Node(parent.namespace, parent, tokens, pages)
         for shorter in parent.shorter(tokens):
             if shorter.evictable:
@@ -400,7 +392,7 @@ class NodeStore:
         for node in nodes if groups is None else ():
             for snapshot in list(node.snapshots.values()):
                 self.drop_snapshot(snapshot)
-        for group in range(len(self.windows)) if groups is None else groups:
+        for group in range(len(self.groups)) if groups is None else groups:
             pages = [page for node in nodes if (page := node.pages[group]) is not None]
             for node in nodes:
                 node.pages[group] = None
@@ -418,8 +410,8 @@ class NodeStore:
             for loose in self.loose.values():
                 loose.discard(node)
             used = [
-                node.locks if window is None else node.holds[group]
-                for group, window in enumerate(self.windows)
+                node.holds[group] if group in self.windowed else node.locks
+                for group in range(len(self.groups))
             ]
             self.release([node], [group for group, users in enumerate(used) if not users])
             for snapshot in [s for s in node.snapshots.values() if not s.holds]:

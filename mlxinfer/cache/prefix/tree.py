@@ -9,17 +9,15 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from ..pages import PageAllocator, PageTable, StateGroup
+from ..pages import PageGroup, PageTable, StateGroup
 from .node import (
-    Coverage,
     Node,
     RestorePoint,
+    Rule,
     Snapshot,
+    Spans,
     resume_point,
-    span_coverage,
-    state_coverage,
-    window_coverage,
-    window_first,
+    span_rule,
 )
 from .store import Lease, NodeStore
 
@@ -31,8 +29,8 @@ class PrefixTree(NodeStore):
     """Prefix cache over the pages of all layer groups.
 
     Args:
-        allocators, windows, page_size, states: as of `NodeStore`.
-        num_kept, clock: likewise; by default no pages are kept, and uses are counted.
+        groups, states: as of `NodeStore`.
+        clock: likewise; by default uses are counted.
         on_evict: gets nodes that go as a whole, and snapshots that go alone, in which case there
             are no pages. The deepest of a path come first. Windowed pages that go alone are left
             out.
@@ -40,17 +38,15 @@ class PrefixTree(NodeStore):
 
     def __init__(
         self,
-        allocators: Sequence[PageAllocator],
+        groups: Sequence[PageGroup],
         *,
-        windows: Sequence[int | None],
-        page_size: int,
-        num_kept: Sequence[int] | None = None,
         clock: Callable[[], int] | None = None,
         on_evict: OnEvict | None = None,
         states: StateGroup | None = None,
     ) -> None:
-        kept, clock = num_kept or [0] * len(windows), clock or itertools.count(1).__next__
-        super().__init__(allocators, windows, page_size, kept, clock, states)
+        super().__init__(groups, clock or itertools.count(1).__next__, states)
+        whole_pages = any(group.whole_pages for group in groups)
+        self._alignment = self.page_size if whole_pages else 1  # of positions to go on from
         self.tokens_reused = 0  # of matches that were made use of
         self._on_evict = on_evict or (lambda node, pages, snapshots: None)
 
@@ -62,8 +58,8 @@ class PrefixTree(NodeStore):
         token_ids: Sequence[int],
         *,
         limit: int | None = None,
-        alignment: int = 1,
-        whole: Sequence[tuple[int, int]] = (),
+        whole_pages: bool = False,
+        spans: Spans = (),
     ) -> RestorePoint:
         """The longest reusable prefix of at most `limit` tokens. Locks, counts, changes nothing.
 
@@ -77,19 +73,18 @@ class PrefixTree(NodeStore):
             namespace: of the prompt; nothing is shared between two.
             token_ids: of the prompt, from position 0.
             limit: tokens.
-            alignment: of the number of tokens.
-            whole: [from, to) positions that are reused as a whole or not at all.
+            whole_pages: end at the end of a page, even if all groups could go on inside of one.
+            spans: of the prompt; none is cut.
         """
         highest = len(token_ids) - 1 if limit is None else min(limit, len(token_ids))
         boundary, size = max(highest, 0), self.page_size
         path, overlap = _walk(self.roots.get(namespace), token_ids, boundary, size)
         num_whole = len(path) - (overlap > 0)
         longest = num_whole * size + overlap
-        coverages = [*self._coverages(path), *[span_coverage(*span) for span in whole]]
-        point = resume_point(longest, coverages, alignment)
+        rules = [*self._rules(path), *[span_rule(*span) for span in spans]]
+        point = resume_point(longest, rules, size if whole_pages else self._alignment)
         number, inside = divmod(point, size)
         last = path[number] if inside else path[number - 1] if number else None
-        first = [window_first(point, window, size) for window in self.windows]
         return RestorePoint(
             namespace=namespace,
             num_tokens=point,
@@ -99,19 +94,28 @@ class PrefixTree(NodeStore):
             cut=path[number] if inside else None,
             cut_tokens=inside,
             snapshot=last.snapshots[inside or size] if self.states is not None and last else None,
-            first=[max(page, kept) for page, kept in zip(first, self.num_kept, strict=True)],
+            first=[max(group.first_page(point), group.num_kept) for group in self.groups],
             num_kept=list(self.num_kept),
             page_size=size,
+            spans=spans,
         )
 
-    def _coverages(self, path: Sequence[Node]) -> list[Coverage]:
+    def _rules(self, path: Sequence[Node]) -> list[Rule]:
         """Where each group can resume; groups that keep all pages resume anywhere."""
-        found = [
-            window_coverage(path, group, window, self.num_kept[group], self.page_size)
-            for group, window in enumerate(self.windows)
-            if window is not None
-        ]
-        return found if self.states is None else [*found, state_coverage(path)]
+
+        def lowers(group: int) -> Rule:
+            return lambda point: self.groups[group].last_resumable(
+                point, lambda number, tokens: path[number].held(group, tokens)
+            )
+
+        rules = [lowers(group) for group in self.windowed]
+        if (states := self.states) is not None:
+            rules.append(
+                lambda point: states.last_resumable(
+                    point, lambda number, tokens: path[number].last_snapshot(tokens), self.page_size
+                )
+            )
+        return rules
 
     def num_evictable(self, group: int) -> int:
         """Pages of a group that `evict` could free now."""

@@ -1,8 +1,9 @@
 """Untrusted work in a process that is killed when it takes too much time or memory.
 
-Grammars and chat templates come from strangers, and no thread can be interrupted from outside. So
-both are tried in a process of their own first. The parent's side is `KillableProcess`; the process
-runs a module that calls `serve`. Messages on stdin and stdout are JSON after their length (4 bytes,
+Grammars, chat templates, PDFs, pictures and videos come from strangers, and no thread can be
+interrupted from outside. So they are read in processes of their own. The parent's side is
+`KillableProcess`, or `KillablePool` for several; a process runs a module that calls `serve`. A
+message on stdin or stdout is JSON and bytes behind it, after both lengths (4 and 8 bytes,
 big-endian).
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import os
 import resource
 import select
@@ -21,15 +23,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from .errors import OverloadedError
 from .threads import run_apart
 
-HEADER = struct.Struct(">I")
+HEADER = struct.Struct(">IQ")
 MEMORY_POLL_S = 0.02
+POLL_S = 0.05  # between two looks at whether a caller has left
+MAX_WAITING = 256  # jobs that wait for one process; each of them ends, so that a wait ends as well
 KILLED_BY_MEMORY = 77  # exit status
 START_SECONDS = 30.0
 END_SECONDS = 5.0  # for a process after its streams are closed
@@ -49,26 +54,45 @@ class EndedError(Exception):
         self.is_to_blame = is_to_blame
 
 
+class Message(NamedTuple):
+    """A job, or the reply to one.
+
+    Attributes:
+        value: plain data.
+        data: what is large, or no text.
+    """
+
+    value: Any
+    data: bytes = b""
+
+
+def _stays() -> bool:
+    """Say that a caller has not left."""
+    return False
+
+
 class KillableProcess:
     """A process that does one job at a time; a killed one is replaced at the next job.
 
-    Safe to use from several threads, which wait for each other. A job runs on a thread of its own
-    to its end: a caller that Ctrl-C interrupts leaves no reply unread and no lock taken.
+    Safe to use from several threads, which wait for each other for as long as the jobs ahead take.
+    A job runs on a thread of its own to its end: a caller that Ctrl-C interrupts leaves no reply
+    unread and no lock taken.
 
     Args:
         module: the module to run; it calls `serve`.
         greeting: a job that does nothing, sent first: the time of the start is not the job's time.
-        max_seconds: limit of one job, and of the wait for other threads' jobs.
+        max_seconds: limit of one job.
         max_bytes: memory that the process may take.
 
     Attributes:
         num_started: processes started so far.
+        num_jobs: that run or wait.
     """
 
     def __init__(
         self,
         module: str,
-        greeting: dict[str, Any],
+        greeting: Any,
         *,
         max_seconds: float = 5.0,
         max_bytes: int = 1 << 30,
@@ -76,19 +100,25 @@ class KillableProcess:
         self.max_seconds = max_seconds
         self.max_bytes = max_bytes
         self.num_started = 0
-        self._module, self._greeting = module, greeting
-        self._turn = threading.Lock()
+        self.num_jobs = 0
+        self._module, self._greeting = module, Message(greeting)
+        self._turn, self._counting = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def ask(self, job: Any) -> Any:
+    def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
         """Return the reply to a job.
+
+        Args:
+            job: of the process.
+            abandoned: says whether the caller has left. The job then ends with its process.
 
         Raises:
             EndedError: the process ended twice from outside, or the job took too much.
-            OverloadedError: the jobs of other threads took all the time.
+            OverloadedError: too many jobs wait.
+            CancelledError: the caller has left.
         """
-        return run_apart(partial(self._ask, job), "mlxinfer-killable")
+        return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
 
     def close(self) -> None:
         """End the process; the next job starts another."""
@@ -98,25 +128,34 @@ class KillableProcess:
         with self._turn:
             self._stop()
 
-    def _ask(self, job: Any) -> Any:
+    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
         """Return the reply, of a second process if the first was ended from outside."""
-        if not self._turn.acquire(timeout=self.max_seconds):
-            raise OverloadedError("Others wait for the same check; try again.")
+        with self._counting:
+            if self.num_jobs > MAX_WAITING:
+                raise OverloadedError("Too many others wait for the same check; try again.")
+            self.num_jobs += 1
         try:
+            while not self._turn.acquire(timeout=POLL_S):
+                _raise_if(abandoned)
             try:
-                return self._reply(job)
+                return self._reply(job, abandoned)
             except EndedError as ended:
                 if ended.is_to_blame:
                     raise
-            return self._reply(job)
+                return self._reply(job, abandoned)
+            finally:
+                self._turn.release()
         finally:
-            self._turn.release()
+            with self._counting:
+                self.num_jobs -= 1
 
-    def _reply(self, job: Any) -> Any:
+    def _reply(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+        _raise_if(abandoned)
         try:
-            return _exchange(self._running(), job, self.max_seconds)
+            return _exchange(self._running(), job, self.max_seconds, abandoned)
         except EndedError:
             self._stop()
+            _raise_if(abandoned)
             raise
 
     def _running(self) -> "subprocess.Popen[bytes]":
@@ -132,13 +171,38 @@ class KillableProcess:
             self.num_started += 1
             self._finalizer = weakref.finalize(self, _end, self._process)
             with contextlib.suppress(EndedError):  # the job itself will show that
-                _exchange(self._process, self._greeting, START_SECONDS)
+                _exchange(self._process, self._greeting, START_SECONDS, _stays)
         return self._process
 
     def _stop(self) -> None:
         self._process = None
         if self._finalizer is not None:
             self._finalizer()
+
+
+class KillablePool:
+    """Several processes for jobs of one kind; a job goes to the one with the fewest.
+
+    Args:
+        processes: of one module.
+    """
+
+    def __init__(self, *processes: KillableProcess) -> None:
+        self._processes = processes
+
+    def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
+        """As `KillableProcess.ask`."""
+        return min(self._processes, key=lambda process: process.num_jobs).ask(job, abandoned)
+
+    def close(self) -> None:
+        """End the processes; the next job starts another."""
+        for process in self._processes:
+            process.close()
+
+
+def _raise_if(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise CancelledError
 
 
 async def ask_once(module: str, job: Any, *, max_seconds: float, max_bytes: int = 1 << 30) -> Any:
@@ -153,7 +217,6 @@ async def ask_once(module: str, job: Any, *, max_seconds: float, max_bytes: int 
     Raises:
         EndedError: the job took too much.
     """
-    data = json.dumps(job).encode()
     process = await asyncio.create_subprocess_exec(
         *_command(module, max_bytes),
         stdin=subprocess.PIPE,
@@ -163,16 +226,17 @@ async def ask_once(module: str, job: Any, *, max_seconds: float, max_bytes: int 
     )
     try:
         async with asyncio.timeout(max_seconds):
-            reply, _ = await process.communicate(HEADER.pack(len(data)) + data)
+            reply, _ = await process.communicate(packed(Message(job)))
     except TimeoutError:
         raise EndedError(is_to_blame=True) from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if len(reply) < HEADER.size:
+    received = receive(io.BytesIO(reply))
+    if received is None:
         raise EndedError(is_to_blame=True)
-    return json.loads(reply[HEADER.size :])
+    return received.value
 
 
 def _command(module: str, max_bytes: int) -> list[str]:
@@ -186,18 +250,26 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _exchange(process: "subprocess.Popen[bytes]", job: Any, seconds: float) -> Any:
+def _exchange(
+    process: "subprocess.Popen[bytes]",
+    job: Message,
+    seconds: float,
+    abandoned: Callable[[], bool],
+) -> Message:
     """Send a job and return its reply; raise EndedError where the process ended during the job."""
     assert process.stdin is not None
     assert process.stdout is not None
-    is_late = threading.Event()
+    is_late, is_done = threading.Event(), threading.Event()
 
-    def give_up() -> None:
-        is_late.set()
-        process.kill()
+    def watch() -> None:
+        deadline = time.monotonic() + seconds
+        while not is_done.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or abandoned():
+                is_late.set()
+                process.kill()
+                return
 
-    waiting = threading.Timer(seconds, give_up)
-    waiting.start()
+    threading.Thread(target=watch, name="mlxinfer-killable-watch", daemon=True).start()
     reply = None
     try:
         send(process.stdin, job)  # type: ignore[arg-type]
@@ -205,7 +277,7 @@ def _exchange(process: "subprocess.Popen[bytes]", job: Any, seconds: float) -> A
     except (OSError, ValueError):  # it died while it was written to, or halfway through
         pass
     finally:
-        waiting.cancel()
+        is_done.set()
     if reply is None:
         raise EndedError(is_to_blame=is_late.is_set() or not _was_ended(process))
     return reply
@@ -230,7 +302,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 # -- in the process -------------------------------------------------------------------------------
 
 
-def serve(answer: Callable[[Any], Any], *, idle_s: float | None = None) -> None:
+def serve(answer: Callable[[Message], Message], *, idle_s: float | None = None) -> None:
     """Answer jobs until the stream ends; the first argument of the program is `max_bytes`.
 
     With `idle_s` the process also ends when it has waited for so many seconds.
@@ -243,6 +315,13 @@ def serve(answer: Callable[[Any], Any], *, idle_s: float | None = None) -> None:
         if job is None:
             break
         send(sys.stdout.buffer, answer(job))
+
+
+def limit_cpu(seconds: float) -> None:
+    """End the process when it has used so much more CPU time, and also where its parent is gone."""
+    used = time.process_time()
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds), hard))
 
 
 def _watch_memory(max_bytes: int) -> None:
@@ -268,12 +347,17 @@ def _watch_memory(max_bytes: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: BinaryIO) -> Message | None:
     """Return the next message, None at the end of the stream."""
     header = _read(stream, HEADER.size)
     if len(header) < HEADER.size:
         return None
-    return json.loads(_read(stream, *HEADER.unpack(header)))
+    num_json, num_data = HEADER.unpack(header)
+    value = json.loads(_read(stream, num_json))
+    data = _read(stream, num_data)
+    if len(data) < num_data:
+        raise ValueError("The stream ended within a message.")
+    return Message(value, data)
 
 
 def _read(stream: BinaryIO, size: int) -> bytes:
@@ -285,8 +369,13 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def send(stream: BinaryIO, message: Any) -> None:
+def send(stream: BinaryIO, message: Message) -> None:
     """Write a message."""
-    data = json.dumps(message).encode()
-    stream.write(HEADER.pack(len(data)) + data)
+    stream.write(packed(message))
     stream.flush()
+
+
+def packed(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    text = json.dumps(message.value).encode()
+    return HEADER.pack(len(text), len(message.data)) + text + message.data

@@ -9,13 +9,12 @@ import asyncio
 import base64
 import binascii
 import io
-import resource
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from .errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
-from .killable import EndedError, ask_once, serve
+from .killable import EndedError, Message, ask_once, limit_cpu, serve
 
 MAX_BYTES = 32 << 20  # of a file
 MAX_PAGES = 1000  # of a file
@@ -144,5 +143,5 @@ def _text_of(data: bytes) -> str:
 
 if __name__ == "__main__":
     # where the server is killed, nobody else ends a file that takes for ever
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-    serve(answer)
+    limit_cpu(MAX_SECONDS)
+    serve(lambda job: Message(answer(job.value)))

@@ -20,7 +20,7 @@ LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "core": {"errors", "images"},  # of images the plain data of a picture, for type checkers
-    "images": {"errors"},
+    "images": {"errors", "killable"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
     "files": {"errors"},

@@ -6,11 +6,11 @@ never on the engine's.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
-from ..killable import EndedError, KillableProcess
+from ..killable import EndedError, KillableProcess, Message
 from .schema import at
 from .spec import GrammarSpec
 
@@ -35,7 +35,7 @@ class CheckProcess(KillableProcess):
     """The process in which grammars are tried out.
 
     Args:
-        max_seconds: limit of one grammar, and of the wait for other threads' grammars.
+        max_seconds: limit of one grammar.
         max_bytes: memory that the process may take.
     """
 
@@ -43,7 +43,11 @@ class CheckProcess(KillableProcess):
         super().__init__(PROGRAM, NOTHING, max_seconds=max_seconds, max_bytes=max_bytes)
 
     def check(
-        self, spec: GrammarSpec, special: Mapping[int, str] | None = None, vocab_size: int = 0
+        self,
+        spec: GrammarSpec,
+        special: Mapping[int, str] | None = None,
+        vocab_size: int = 0,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         """Return if a grammar can be compiled.
 
@@ -51,10 +55,12 @@ class CheckProcess(KillableProcess):
             spec: the grammar.
             special: {id: text} of the control tokens that it may name.
             vocab_size: upper end of the ids that it may name.
+            abandoned: says whether the caller has left.
 
         Raises:
+            CancelledError: the caller has left.
             InvalidRequestError: it cannot; with the place in the request.
-            OverloadedError: other grammars took all the time, or the process was killed.
+            OverloadedError: too many grammars wait, or the process was killed.
         """
         job = {
             "source": spec.source,
@@ -64,7 +70,7 @@ class CheckProcess(KillableProcess):
             "vocab_size": vocab_size,
         }
         try:
-            reply = self.ask(job)
+            reply = self.ask(Message(job), abandoned).value
         except EndedError as ended:
             raise self._error_of(ended, spec) from None
         if reply:
@@ -118,21 +124,29 @@ class GrammarCompiler:
         self._cache: dict[GrammarSpec, CompiledGrammar] = {}
         self._cache_lock = threading.Lock()
 
-    def start(self, spec: GrammarSpec) -> "TokenGrammar":
+    def start(
+        self, spec: GrammarSpec, abandoned: Callable[[], bool] = lambda: False
+    ) -> "TokenGrammar":
         """Return the state of a new answer under a grammar.
+
+        Args:
+            spec: the grammar.
+            abandoned: says whether the caller has left.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.
             UnsupportedModelError: the model's tokenizer has no end token.
             OverloadedError: too many grammars at once.
+            CancelledError: the caller has left.
         """
-        return self.compile(spec).start()
+        return self.compile(spec, abandoned).start()
 
-    def compile(self, spec: GrammarSpec) -> "CompiledGrammar":
+    def compile(
+        self, spec: GrammarSpec, abandoned: Callable[[], bool] = lambda: False
+    ) -> "CompiledGrammar":
         """Return the compiled grammar, from the cache if it is there.
 
-        Raises:
-            Those of start.
+        Args and errors: those of start.
         """
         with self._cache_lock:
             found = self._cache.pop(spec, None)
@@ -140,9 +154,9 @@ class GrammarCompiler:
                 self._cache[spec] = found
                 return found
         if spec.names_tokens:
-            self._checker.check(spec, self._special, self._vocab_size)
+            self._checker.check(spec, self._special, self._vocab_size, abandoned)
         else:
-            self._checker.check(spec)
+            self._checker.check(spec, abandoned=abandoned)
         from .compiled import CompiledGrammar  # imports llguidance: the first grammar pays for it
 
         compiled = CompiledGrammar(self.table(), spec)

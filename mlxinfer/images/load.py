@@ -89,15 +89,18 @@ def _errors_naming(place: str) -> Iterator[None]:
 def data_url(source: Any, *, place: str = "image") -> str:
     """The picture as a `data:` URL, to be sent: files as they are, all others as PNG.
 
-    Args and errors: those of `load_image`.
+    A file is not decoded: whoever gets it will. Args and errors: those of `open_image`.
     """
-    image = load_image(source, place=place)
-    data, kind = picture_file(source, place), ""
+    data = picture_file(source, place)
+    kind = "png"
     if data is None:
         file = io.BytesIO()
-        image.save(file, "PNG")
-        data, kind = file.getvalue(), "png"
-    kind = kind or str(_decoder(data, place).format).lower()
+        load_image(source, place=place).save(file, "PNG")
+        data = file.getvalue()
+    elif _is_heif(data):
+        kind = "heif"
+    else:
+        kind = str(open_image(data, place=place).format).lower()
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -191,9 +194,13 @@ def _decoder(data: bytes, place: str) -> "Image":
 
     if len(data) > MAX_FILE_BYTES:
         raise _too_heavy(len(data), place)
-    if data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS:
+    if _is_heif(data):
         return _open_heif(data, place)
     return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _is_heif(data: bytes) -> bool:
+    return data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS
 
 
 def _open_heif(data: bytes, place: str) -> "Image":

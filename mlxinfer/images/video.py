@@ -4,11 +4,9 @@ Which frames a model sees is said by its processor, so frames are read when it h
 imported when the first file comes.
 """
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -38,13 +36,11 @@ class Video:
     Attributes:
         num_frames: that it has.
         fps: frames in a second.
-        digest: 16 bytes, of the file or of the frames.
         read: gives the frames of these numbers, which only grow, in RGB. Raises PictureError.
     """
 
     num_frames: int
     fps: float
-    digest: bytes
     read: "Callable[[Sequence[int]], Iterator[Image]]" = field(repr=False)
 
 
@@ -53,7 +49,6 @@ def load_video(
     *,
     fps: float | None = None,
     place: str = "video",
-    abandoned: Callable[[], bool] = lambda: False,
 ) -> Video:
     """Open a video.
 
@@ -61,8 +56,6 @@ def load_video(
         source: a path, the bytes of a file, or a list of frames, each as of `load_image`.
         fps: frames in a second of a list; None: 2. A file says its own.
         place: the field that errors name.
-        abandoned: is called before each frame of a file that is decoded. If it is true, reading
-            ends with a CancelledError.
 
     Raises:
         PictureError: there is no such file, it is no video, PyAV is missing, or a frame is broken
@@ -76,13 +69,10 @@ def load_video(
         path = Path(source).expanduser()
         if not path.is_file():
             raise PictureError(f"There is no file {shown(str(source))}.", param=place)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "blake2b").digest()[:16]
-        return _of_file(lambda: str(path), digest, place, abandoned)
+        return _of_file(lambda: str(path), place)
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
-        digest = hashlib.blake2b(data).digest()[:16]
-        return _of_file(lambda: io.BytesIO(data), digest, place, abandoned)
+        return _of_file(lambda: io.BytesIO(data), place)
     raise PictureError(f"{place} is {shown(source)}; expected {_FILES}.", param=place)
 
 
@@ -92,7 +82,6 @@ def _of_frames(sources: Sequence[Any], fps: float, place: str) -> Video:
     if not sources:
         raise PictureError(f"{place} has no frames; give it at least one.", param=place)
     frames = [load_image(one, place=f"{place}[{i}]") for i, one in enumerate(sources)]
-    digest = hashlib.blake2b(repr((frames[0].size, fps)).encode(), digest_size=16)
     for number, frame in enumerate(frames):
         if frame.size != frames[0].size:
             raise PictureError(
@@ -100,15 +89,10 @@ def _of_frames(sources: Sequence[Any], fps: float, place: str) -> Video:
                 f"{frames[0].width} x {frames[0].height}; frames of a video have one size.",
                 param=place,
             )
-        digest.update(frame.tobytes())
-    return Video(
-        len(frames), float(fps), digest.digest(), lambda numbers: (frames[i] for i in numbers)
-    )
+    return Video(len(frames), float(fps), lambda numbers: (frames[i] for i in numbers))
 
 
-def _of_file(
-    opened: Callable[[], Any], digest: bytes, place: str, abandoned: Callable[[], bool]
-) -> Video:
+def _of_file(opened: Callable[[], Any], place: str) -> Video:
     """The video of a file; `opened` gives what PyAV opens."""
     av = _av(place)
     try:
@@ -131,14 +115,12 @@ def _of_file(
         raise PictureError(f"The video has more than {MAX_FRAMES:,} frames.", param=place)
 
     def read(numbers: Sequence[int]) -> "Iterator[Image]":
-        return _decoded(opened, numbers, place, abandoned)
+        return _decoded(opened, numbers, place)
 
-    return Video(count, float(rate), digest, read)
+    return Video(count, float(rate), read)
 
 
-def _decoded(
-    opened: Callable[[], Any], numbers: Sequence[int], place: str, abandoned: Callable[[], bool]
-) -> "Iterator[Image]":
+def _decoded(opened: Callable[[], Any], numbers: Sequence[int], place: str) -> "Iterator[Image]":
     """The frames of a file with these numbers, turned as the file says."""
     av, wanted, last = _av(place), list(numbers), None
     try:
@@ -148,8 +130,6 @@ def _decoded(
             # a frame may be larger than its file says
             stream.codec_context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
             for number, frame in enumerate(container.decode(stream)):
-                if abandoned():
-                    raise CancelledError
                 while wanted and wanted[0] == number:
                     image = frame.to_image().convert("RGB")
                     last = image.rotate(frame.rotation, expand=True) if frame.rotation else image

@@ -8,7 +8,15 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
@@ -50,6 +58,7 @@ from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .service import ServerState
 from .slots import ServedModel
+from .workers import Workers
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors
@@ -346,7 +355,9 @@ class Call:
             the error of an interrupt.
         """
         read = await self._fetched(model, read)
-        answers = await self.in_worker(lambda: model.session.start(*self._inputs(model, read)))
+        inputs = await self.in_worker(self._inputs, model, read)
+        work = self._workers_of(inputs).run(model.session.start, *inputs)
+        answers = await self._interruptible(work)
         self._raise_interrupt()
         self.begin(answers)
         return answers
@@ -366,13 +377,20 @@ class Call:
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
-        inputs = await self._fetched(model, lambda: [read()])
+        read_all = await self._fetched(model, lambda: [read()])
+        (given,) = await self.in_worker(self._inputs, model, read_all)
+        work = self._workers_of([given]).run(model.session.encode, given, bounded=False)
+        return (await self._interruptible(work)).ids
 
-        def ids() -> list[int]:
-            (given,) = self._inputs(model, inputs)
-            return model.session.encode(given, bounded=False).ids
-
-        return await self.in_worker(ids)
+    def _workers_of(self, inputs: Sequence[Input]) -> Workers:
+        """The threads that read inputs: those of plain texts wait for nothing else."""
+        if any(given.has_pictures for given in inputs):
+            return self.service.picture_workers
+        if self._body_bytes > LARGE_BODY:
+            return self.service.long_workers
+        if any(given.has_grammar for given in inputs):
+            return self.service.grammar_workers
+        return self.service.workers
 
     async def _fetched(self, model: ServedModel, read: Read) -> Read:
         """`read` with pictures in place of URLs, where the server fetches them for this model."""

@@ -111,6 +111,7 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
+PICTURE_WORKERS = 4  # threads that wait for pictures, and make prompts with them
 SESSION_WORKERS = 2  # threads that save, load and import sessions: gigabytes
 PAGE_WORKERS = 4  # threads that read pages of the prefix cache for peers
 ENDING_S = 2.0  # that interrupted calls get to say so
@@ -134,6 +135,8 @@ class ServerState:
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
+    picture_workers: Workers = field(default_factory=lambda: Workers(PICTURE_WORKERS))
+    grammar_workers: Workers = field(init=False)  # both wait for processes, and hold up no texts
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
     session_workers: Workers = field(default_factory=lambda: Workers(SESSION_WORKERS))
     page_workers: Workers = field(default_factory=lambda: Workers(PAGE_WORKERS))
@@ -147,6 +150,7 @@ class ServerState:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
+        self.grammar_workers = Workers(self.config.text_workers)
         self.fetchers = Workers(self.config.image_fetchers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
@@ -187,6 +191,8 @@ class ServerState:
         """End the threads and the models."""
         self.workers.close()
         self.long_workers.close()
+        self.picture_workers.close()
+        self.grammar_workers.close()
         self.fetchers.close()
         self.page_workers.close()
         self.session_workers.close()

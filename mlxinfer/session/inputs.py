@@ -8,6 +8,7 @@ the command line and the server build inputs. `Session.start` answers ChatInput 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -141,6 +142,16 @@ class Input(ABC):
         """
         return self
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether pictures or videos have to be decoded."""
+        return False
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether answers may be bound by a grammar that has to be compiled."""
+        return self.constraint is not None or self.response_format is not None
+
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
         return SamplingParams()
@@ -203,6 +214,18 @@ class ChatInput(Input):
                 "continue_final_message and add_generation_prompt exclude each other.",
                 param="continue_final_message",
             )
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a message holds something beside text."""
+        contents = [m.get("content") for m in self.messages if isinstance(m, Mapping)]
+        parts = chain.from_iterable(one for one in contents if isinstance(one, list | tuple))
+        return any(isinstance(part, Mapping) and "text" not in part for part in parts)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the form of answers or of calls is bound."""
+        return super(ChatInput, self).has_grammar or bool(self.tools)
 
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """The model's own values."""

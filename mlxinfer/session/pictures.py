@@ -3,12 +3,10 @@
 A conversation brings its pictures in every turn, so those that were made ready last are kept.
 """
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,25 +19,34 @@ from ..images import (
     Shown,
     VideoProcessor,
     image_processor,
-    load_image,
-    load_video,
-    open_image,
     video_processor,
 )
+from ..images.process import PICTURE_CPU_S, VIDEO_CPU_S, Budget, Source, prepare
 from ..text import ImagePart, Tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from .engine_factory import ModelInfo
 
 KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
-LARGE_PIXELS = 16_000_000
-_one_large = threading.Lock()  # decoding takes up to 20 bytes per pixel, from files of any size
+
+
+class PreparedKey(NamedTuple):
+    """What a picture that was made ready is found by.
+
+    Attributes:
+        cache_salt: of the request. Otherwise the time that a picture takes would tell one client
+            what others have shown.
+        digest: of the source.
+        max_tokens: as of the processor.
+    """
+
+    cache_salt: str | None
+    digest: bytes
+    max_tokens: int
 
 
 class PreparedPictures:
-    """The pictures and videos that were made ready last, by their pixels. For any thread.
+    """The pictures and videos that were made ready last, by their sources. For any thread.
 
     Args:
         max_bytes: of their patches.
@@ -47,19 +54,12 @@ class PreparedPictures:
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[bytes, int], Shown] = OrderedDict()  # last used last
+        self._kept: OrderedDict[PreparedKey, Shown] = OrderedDict()  # last used last
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def prepare(self, digest: bytes, max_tokens: int, make: Callable[[], Shown]) -> Shown:
-        """Return the kept result of `make`, or call it: that takes some tenths of a second.
-
-        Args:
-            digest: of the pixels.
-            max_tokens: as of the processor.
-            make: is called unless its result is kept.
-        """
-        key = digest, max_tokens
+    def prepare(self, key: PreparedKey, make: Callable[[], Shown]) -> Shown:
+        """Return the kept result of `make`, or call it: that takes some tenths of a second."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -74,13 +74,6 @@ class PreparedPictures:
                 _, oldest = self._kept.popitem(last=False)
                 self._num_bytes -= num_bytes(oldest)
         return made
-
-
-def pixel_digest(image: "Image") -> bytes:
-    """16 bytes of the pixels of a picture, and of its shape."""
-    pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
-    pixels.update(image.tobytes())
-    return pixels.digest()
 
 
 def num_bytes(shown: Shown) -> int:
@@ -196,6 +189,7 @@ class PictureReader:
         max_context: int | None,
         place: str,
         abandoned: Callable[[], bool],
+        cache_salt: str | None = None,
     ) -> SeenParts:
         """Load pictures and make them ready, one after another. Takes a while.
 
@@ -204,14 +198,15 @@ class PictureReader:
             max_context: tokens of prompt and answer; None: all that the model can read. If the
                 pictures so far exceed it, the rest is not loaded: each holds its patches.
             place: the field that an error about this names.
-            abandoned: says whether the caller has left. It is called before each picture, and
-                before each frame of a file.
+            abandoned: says whether the caller has left.
+            cache_salt: of the request.
 
         Raises:
             CancelledError: the caller has left.
             UnsupportedFieldError: the model does not see.
-            PictureError: a picture cannot be read.
+            PictureError: a picture cannot be read, or takes too much time or memory.
             PromptTooLongError: they cannot fit.
+            OverloadedError: too many pictures wait to be read.
         """
         processor, videos = self._processors
         if processor is None:
@@ -227,36 +222,23 @@ class PictureReader:
                 "pictures.",
                 param=moving[0].place,
             )
+        budget = Budget(VIDEO_CPU_S if moving else PICTURE_CPU_S, abandoned)
         found: list[Shown] = []
         num_tokens, most = 0, self._max_context if max_context is None else max_context
         for image in images:
             if abandoned():
                 raise CancelledError
-            found.append(self._shown(processor, videos, image, abandoned))
+            found.append(self._shown(image, budget, cache_salt))
             num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
             if num_tokens >= most:
                 raise PromptTooLongError(num_tokens, most, param=place, exact=False)
         spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
         return SeenParts(self._name, processor, videos if moving else None, found, spoken)
 
-    def _shown(
-        self,
-        processor: ImageProcessor,
-        videos: VideoProcessor | None,
-        part: ImagePart,
-        abandoned: Callable[[], bool],
-    ) -> Shown:
+    def _shown(self, part: ImagePart, budget: Budget, cache_salt: str | None) -> Shown:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens
-        if videos is not None and part.is_video:
-            video = load_video(part.source, fps=part.fps, place=part.place, abandoned=abandoned)
-            make = partial(videos.prepare, video, max_tokens=limit)
-            return self._prepared.prepare(video.digest, limit, make)
-        opened = open_image(part.source, place=part.place)
-        is_large = opened.width * opened.height > LARGE_PIXELS
-        with _one_large if is_large else nullcontext():
-            image = load_image(opened, place=part.place)
-            return self._prepared.prepare(
-                pixel_digest(image),
-                limit,
-                lambda: Shown((processor.prepare(image, max_tokens=limit),)),
-            )
+        processor = self._processors.videos if part.is_video else self._processors.images
+        assert processor is not None
+        source = Source.of(part.source, part.place, is_video=part.is_video, fps=part.fps)
+        make = partial(prepare, source, processor, max_tokens=limit, budget=budget)
+        return self._prepared.prepare(PreparedKey(cache_salt, source.digest(), limit), make)

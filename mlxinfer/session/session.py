@@ -159,7 +159,7 @@ class RequestBuilder:
         request.priority = int(given.pins)
         request.pictures = prompt.pictures
         request.prompt_logits = prompt.logits or prompt.logprobs is not None
-        grammar = None if spec is None else self.guidance.compiler.start(spec)
+        grammar = None if spec is None else self.guidance.compiler.start(spec, given.abandoned)
         request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
         return Answer(
             request,
@@ -186,7 +186,9 @@ class RequestBuilder:
         messages, images = read_messages(given.messages)
         seen = None
         if images:
-            seen = self.pictures.read(images, max_context, given.place, given.abandoned)
+            seen = self.pictures.read(
+                images, max_context, given.place, given.abandoned, given.cache_salt
+            )
         if "developer" not in source:
             messages = [_without_developer(message) for message in messages]
         check = None

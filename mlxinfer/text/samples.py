@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import TemplateError
-from ..killable import EndedError, KillableProcess, serve
+from ..killable import EndedError, KillableProcess, Message, serve
 from .probe import TemplateFacts, probe
 from .template import ChatTemplate, with_text_arguments
 
@@ -83,7 +83,7 @@ def _known_of(template: ChatTemplate) -> _Known:
     if found is None:
         job = {"sources": template.sources, "variables": template.variables}
         try:
-            reply = _process.ask(job)
+            reply = _process.ask(Message(job)).value
             found = reply["samples"], TemplateFacts.from_json(reply["facts"])
         except EndedError:
             found = (
@@ -146,4 +146,4 @@ def _rendered(
 
 
 if __name__ == "__main__":
-    serve(lambda job: learnt(ChatTemplate(**job)), idle_s=5.0)
+    serve(lambda job: Message(learnt(ChatTemplate(**job.value))), idle_s=5.0)

@@ -3,12 +3,16 @@
 import json
 import os
 import signal
+import sys
 import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from grammar.grammar_tools import PADDING, allowed, compiler_of, matches, tokenizer_of
 
+from mlxinfer import killable
 from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedModelError
 from mlxinfer.grammar import GrammarCompiler, check_process, compiled, compiler
 from mlxinfer.grammar.compiled import CompiledGrammar
@@ -171,13 +175,38 @@ def test_a_large_grammar_is_killed_and_the_next_one_compiles() -> None:
     checker.close()
 
 
-def test_a_long_wait_for_the_checker_raises_overloaded() -> None:
-    checker = CheckProcess()
-    checker.check(json_object())
-    checker.max_seconds = 0.05
-    with checker._turn, pytest.raises(OverloadedError):
-        checker.check(json_object())
+def test_grammars_wait_for_as_long_as_the_process_takes_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slow start, as on a cold disk, takes longer than a grammar may."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    checker = CheckProcess(max_seconds=1.0)
+    with ThreadPoolExecutor(3) as threads:
+        checks = [threads.submit(checker.check, choice([f"yes{i}", "no"])) for i in range(3)]
+        for check in checks:
+            check.result()
+    assert (checker.num_started, checker.num_jobs) == (1, 0)
     checker.close()
+
+
+def test_a_wait_for_the_checker_ends_with_its_caller_or_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker, has_left = CheckProcess(), threading.Event()
+    with checker._turn, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(killable, "MAX_WAITING", 0)
+        check = threads.submit(checker.check, json_object(), abandoned=has_left.is_set)
+        while not checker.num_jobs:
+            time.sleep(0.01)
+        with pytest.raises(OverloadedError):
+            checker.check(json_object())
+        has_left.set()
+        with pytest.raises(CancelledError):
+            check.result(30)
+    assert checker.num_started == 0
 
 
 def test_a_process_that_died_is_replaced() -> None:

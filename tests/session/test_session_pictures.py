@@ -1,9 +1,8 @@
 """Pictures in conversations: what the template shows, where their tokens stand, what is refused."""
 
 import json
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from mlxinfer.errors import (
     TemplateError,
     UnsupportedFieldError,
 )
-from mlxinfer.images import Picture, Shown, Tile
-from mlxinfer.session import pictures as session_pictures
+from mlxinfer.images import Picture, Shown, Tile, process
+from mlxinfer.images.process import Source
+from mlxinfer.killable import Message
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput, with_images
-from mlxinfer.session.pictures import PictureReader, PreparedPictures, pixel_digest
+from mlxinfer.session.pictures import PictureReader, PreparedKey, PreparedPictures
 from mlxinfer.session.session import RequestBuilder
 from mlxinfer.text import Tokenizer
 
@@ -176,68 +176,65 @@ def test_images_of_a_call_stand_before_the_last_text_of_the_user() -> None:
             with_images(messages, images)
 
 
-class Counting:
-    """A processor that counts how often it makes a picture ready."""
-
-    def __init__(self) -> None:
-        self.limits: list[int] = []
-
-    def prepare(self, image: Image.Image, *, max_tokens: int) -> Picture:
-        self.limits.append(max_tokens)
-        patches = np.zeros((10, image.width), np.float32)
-        return Picture((Tile(patches, (1, 2, 5), 10),), (7,) * 10, 7, b"")
+def key_of(source: Any, limit: int = 50, cache_salt: str | None = None) -> PreparedKey:
+    return PreparedKey(cache_salt, Source.of(source, "image").digest(), limit)
 
 
 def test_pictures_of_earlier_turns_are_not_made_ready_again() -> None:
-    """By their pixels, however they come; the last ones, within a limit of bytes."""
-    processor: Any = Counting()
-    kept, blue = PreparedPictures(max_bytes=2 * 40 * 64), Image.new("RGB", (64, 32), "blue")
+    """By what they are, not by which object they came in; the last ones, within a limit."""
+    kept, made = PreparedPictures(max_bytes=2 * 40 * 64), []
 
-    def prepare(image: Image.Image, limit: int) -> Shown:
+    def prepare(key: PreparedKey) -> Shown:
         def make() -> Shown:
-            return Shown((processor.prepare(image, max_tokens=limit),))
+            made.append(key)
+            patches = np.zeros((10, 64), np.float32)
+            return Shown((Picture((Tile(patches, (1, 2, 5), 10),), (7,) * 10, 7, b""),))
 
-        return kept.prepare(pixel_digest(image), limit, make)
+        return kept.prepare(key, make)
 
-    first = prepare(RED, 50)
-    assert prepare(RED.copy(), 50) is first
-    assert prepare(RED, 20) is not first
-    assert processor.limits == [50, 20]
-    prepare(RED, 50)  # used last, so that the other one goes
-    prepare(blue, 50)
-    assert prepare(RED, 50) is first
-    prepare(RED, 20)
-    assert processor.limits == [50, 20, 50, 20]
-    turned = Image.new("RGB", (32, 64), "red")
-    assert prepare(turned, 50) is not first, "as many pixels, of another shape"
-    wide = Image.new("RGB", (9999, 1), "red")
-    assert prepare(wide, 50) is not prepare(wide, 50)
+    red, blue = key_of(RED), key_of(Image.new("RGB", (64, 32), "blue"))
+    first = prepare(red)
+    assert prepare(key_of(RED.copy())) is first
+    assert prepare(key_of(np.asarray(RED))) is first
+    prepare(key_of(RED, 20))
+    prepare(red)  # used last, so that the other one goes
+    prepare(blue)
+    assert prepare(red) is first
+    prepare(key_of(RED, 20))
+    assert made == [red, key_of(RED, 20), blue, key_of(RED, 20)]
+    turned = key_of(Image.new("RGB", (32, 64), "red"))
+    assert turned != red, "as many pixels, of another shape"
+
+
+def test_what_one_key_has_shown_is_made_ready_for_another_again(qwen: RequestBuilder) -> None:
+    """Its time would tell that somebody has shown the picture."""
+    digests = set()
+    for cache_salt in ("a", "b", "a", None):
+        given = ChatInput(messages=chat(image(RED)).messages, cache_salt=cache_salt)
+        digests.update({one.picture.digest for one in qwen.conversation(given, None).pictures})
+    assert len(digests) == 1
+    assert [key.cache_salt for key in qwen.pictures._prepared._kept] == ["b", "a", None]
 
 
 def test_large_pictures_are_decoded_one_at_a_time(
     qwen: RequestBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small files may hold them, and each takes up to 20 bytes per pixel."""
-    monkeypatch.setattr(session_pictures, "LARGE_PIXELS", 20 * 20)
-    inside, most, decoded = 0, dict.fromkeys((16, 32), 0), session_pictures.load_image
+    large, asked = Image.new("RGB", (4001, 4000)), []
+    ask = process._pool.ask
 
-    def slowly(source: Image.Image, *, place: str) -> Image.Image:
-        nonlocal inside
-        inside += 1
-        time.sleep(0.05)
-        most[source.width] = max(most[source.width], inside)
-        inside -= 1
-        return decoded(source, place=place)
+    def watched(job: Message, abandoned: Any) -> Message:
+        if job.value["is_alone"]:
+            assert process._one_large.locked()
+        asked.append(job.value["is_alone"])
+        return ask(job, abandoned)
 
-    monkeypatch.setattr(session_pictures, "load_image", slowly)
-    for side in most:
-        part = {"type": "image", "image": Image.new("RGB", (side, side))}
-        threads = [
-            threading.Thread(target=qwen.conversation, args=(chat(part), None)) for _ in "abc"
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert most[32] == 1
-    assert most[16] > 1
+    monkeypatch.setattr(process._pool, "ask", watched)
+    qwen.conversation(chat(image(large)), None)
+    assert asked == [False, True]
+    qwen.conversation(chat(image(RED)), None)
+    assert asked == [False, True, False]
+    with process._one_large:
+        left = ChatInput(messages=chat(image(large.rotate(1))).messages, abandoned=lambda: True)
+        with pytest.raises(CancelledError):
+            qwen.conversation(left, None)

@@ -5,6 +5,7 @@ import binascii
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +14,7 @@ from ...pdf import BEGINNING
 from ..call import Call
 
 PDF = "application/pdf"
-_DATA_URL = re.compile(r"data:([^;,]*)(?:;[^;,]*)*?(;base64)?,(.*)", re.DOTALL)
+MAX_HEAD = 1000  # characters of a data: URL in front of its data
 _PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
 
 
@@ -74,13 +75,36 @@ async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
             part.replace(text)
 
 
+class _DataUrl(NamedTuple):
+    """A `data:` URL in its parts.
+
+    Attributes:
+        kind: the media type; "": none is stated.
+        is_base64: the content is base64, and otherwise the text itself.
+    """
+
+    kind: str
+    is_base64: bool
+    content: str
+
+    @classmethod
+    def parse(cls, data: str) -> "_DataUrl | None":
+        """Return the parts; None: this is no `data:` URL."""
+        if not data.startswith("data:"):
+            return None
+        comma = data.find(",", 0, MAX_HEAD)
+        if comma < 0:
+            return None
+        kind, *others = data[len("data:") : comma].split(";")
+        return cls(kind.lower(), others[-1:] == ["base64"], data[comma + 1 :])
+
+
 def pdf_data(data: str) -> str | None:
     """The base64 of a PDF that a request holds as a data URL or in base64; None: it is no PDF."""
-    found = _DATA_URL.fullmatch(data) if data.startswith("data:") else None
+    found = _DataUrl.parse(data)
     if found is None:
         return data if data.startswith(BEGINNING) else None
-    is_pdf = found[1].lower() == PDF and found[2] is not None
-    return found[3] if is_pdf else None
+    return found.content if found.kind == PDF and found.is_base64 else None
 
 
 def text_of_file(data: str, path: str) -> str:
@@ -90,22 +114,19 @@ def text_of_file(data: str, path: str) -> str:
         UnsupportedFieldError: it is no text file.
         InvalidRequestError: it is no base64, or no UTF-8.
     """
-    found = _DATA_URL.fullmatch(data)
-    kind, encoded, content = ("text/plain", True, data)
-    if found is not None:
-        kind, encoded, content = found[1] or "text/plain", found[2] is not None, found[3]
-    check_text_type(kind, path)
-    if not encoded:
-        return content
+    found = _DataUrl.parse(data) or _DataUrl("", is_base64=True, content=data)
+    check_text_type(found.kind or "text/plain", path)
+    if not found.is_base64:
+        return found.content
     try:
-        return base64.b64decode(content, validate=True).decode()
+        return base64.b64decode(found.content, validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError):
         raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
 
 
 def check_text_type(kind: str, path: str) -> None:
     """Raise UnsupportedFieldError for a media type that is no text."""
-    if not _PLAIN.fullmatch(kind.lower()):
+    if len(kind) > MAX_HEAD or not _PLAIN.fullmatch(kind.lower()):
         raise UnsupportedFieldError.of(
             path,
             f"is a file of type {kind[:50]!r}; text files (such as text/plain) and PDFs are read.",

@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
+RESERVE_BYTES = 512 << 10  # that let a full disk delete
+T = TypeVar("T")
 BUSY_S = 10.0  # that another process may hold the file
 DAMAGED = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB))
 log = logging.getLogger("mlxinfer")
@@ -78,6 +81,43 @@ class Database:
                     db.execute("ROLLBACK")
                 raise
 
+    def freeing(self, delete: Callable[[], T]) -> T:
+        """Call what deletes, on a full disk once more with the reserve: deleting writes, too.
+
+        Raises:
+            OSError, sqlite3.Error: as `delete`.
+        """
+        try:
+            return delete()
+        except sqlite3.OperationalError as error:
+            if self._reserve is None or error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            with suppress(sqlite3.Error), self.use() as db:
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._reserve.unlink(missing_ok=True)
+            try:
+                return delete()
+            finally:
+                with suppress(sqlite3.Error), self.use() as db:
+                    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._keep_reserve()
+
+    @property
+    def _reserve(self) -> Path | None:
+        return None if self.path is None else self.path.with_name(f"{self.path.name}-reserve")
+
+    def _keep_reserve(self) -> None:
+        """Fill the reserve, if there is room."""
+        if self._reserve is None:
+            return
+        try:
+            if not self._reserve.exists():
+                with open(self._reserve, "xb", opener=_private) as file:
+                    file.write(bytes(RESERVE_BYTES))
+        except OSError:  # a full disk: as much as there is would not be enough
+            with suppress(OSError):
+                self._reserve.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the file; later uses raise sqlite3.ProgrammingError."""
         with self._lock:
@@ -107,6 +147,7 @@ class Database:
         except BaseException:  # interrupted as well as failed
             db.close()
             raise
+        self._keep_reserve()
         return db
 
     def _set_aside(self, error: sqlite3.DatabaseError) -> None:
@@ -120,6 +161,10 @@ class Database:
         log.error(
             "%s is damaged (%s); it is kept as %s, and a new one begins", self.path, error, kept
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

@@ -23,6 +23,7 @@
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
     │   └── GrammarFailedError         400  grammar_failed         its own grammar cannot go on
     ├── HistoryError               503  history_error          the file of conversations
+    ├── StorageFullError           507  storage_full           of a disk, or of one key
     ├── ConversationNotFoundError  404  not_found              no such conversation
     ├── ServiceError                   500  service_error          launchd refused, or is not here
     └── BackendMissingError            500  backend_missing
@@ -31,10 +32,13 @@ Each class knows the HTTP `status` and the machine-readable `code` that a server
 Messages say what came, what was expected and what to do.
 """
 
+import errno
 import math
 import re
 import sys
 from typing import Self
+
+SQLITE_FULL = 13  # as `sqlite3` has it, whose import takes longer than this module's
 
 
 class MlxinferError(Exception):
@@ -184,6 +188,22 @@ class HistoryError(MlxinferError):
 
     status = 503
     code = "history_error"
+
+
+class StorageFullError(MlxinferError):
+    """There is no room on the disk for what the request is to leave there; nothing was stored."""
+
+    status = 507
+    code = "storage_full"
+
+    @classmethod
+    def cause(cls, error: BaseException) -> Self | None:
+        """The error where another one says that a disk is full; None: it does not."""
+        number = getattr(error, "errno", None) if isinstance(error, OSError) else None
+        code = getattr(error, "sqlite_errorcode", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or code == SQLITE_FULL:
+            return cls("The disk is full; nothing was stored. Make room there.")
+        return None
 
 
 class ConversationNotFoundError(MlxinferError):

@@ -23,12 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from .database import Database
-from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError
+from .errors import (
+    ConversationNotFoundError,
+    HistoryError,
+    InvalidRequestError,
+    StorageFullError,
+)
 
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TITLE_CHARS = 200
 MAX_PICTURE_BYTES = 256 << 20  # of all pictures of an owner, as text of data URLs
+MAX_TEXT_BYTES = 512 << 20  # of all messages of an owner, without pictures
+MAX_SETTINGS_BYTES = 1 << 20  # of a conversation
 EXCERPT_CHARS = 60  # before the word that was found; twice as many follow
 TRIGRAM = 3  # characters: the index finds no shorter words
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
@@ -78,6 +85,24 @@ _NAMES = """CREATE TABLE IF NOT EXISTS named (
     of_key TEXT PRIMARY KEY, owner TEXT NOT NULL
 ) STRICT"""
 _PICTURES_OF = "CREATE INDEX IF NOT EXISTS pictures_of ON pictures (message)"
+# How much text an owner has is not read off the messages: that would read all of them.
+_SIZE_OF = "length(CAST(new.content || new.reasoning || new.details AS BLOB))"
+_SIZES = (
+    """CREATE TABLE sizes (
+        message INTEGER PRIMARY KEY REFERENCES messages (number) ON DELETE CASCADE,
+        conversation TEXT NOT NULL, num_bytes INTEGER NOT NULL
+    ) STRICT""",
+    "CREATE INDEX sizes_of ON sizes (conversation)",
+    f"INSERT INTO sizes SELECT number, conversation, {_SIZE_OF} FROM messages AS new",
+    f"""CREATE TRIGGER sized AFTER INSERT ON messages BEGIN
+        INSERT INTO sizes VALUES (new.number, new.conversation, {_SIZE_OF});
+    END;""",
+    f"""CREATE TRIGGER resized AFTER UPDATE ON messages BEGIN
+        UPDATE sizes SET num_bytes = {_SIZE_OF} WHERE message = new.number;
+    END;""",
+)
+_TEXT_BYTES = """SELECT coalesce(sum(s.num_bytes), 0) FROM conversations c
+    JOIN sizes s ON s.conversation = c.id WHERE c.owner = ?"""
 _FORGET = """WITH sums AS (
     SELECT p.number, sum(p.num_bytes) OVER (ORDER BY p.number DESC) AS so_far FROM pictures p
     JOIN messages m ON m.number = p.message JOIN conversations c ON c.id = m.conversation
@@ -211,6 +236,7 @@ class History:
 
     Raises:
         HistoryError: the file cannot be opened, is no history, or was written by a newer version.
+        StorageFullError: the disk has no room for a new file.
     """
 
     def __init__(self, path: Path, *, keeps_on: bool = False) -> None:
@@ -219,7 +245,7 @@ class History:
         try:
             with _reported(), self._file.use():
                 pass
-        except HistoryError as error:
+        except (HistoryError, StorageFullError) as error:
             if not keeps_on:
                 self._file.close()
                 raise
@@ -302,7 +328,9 @@ class History:
         """Make a conversation, or change what is given of it.
 
         Raises:
-            InvalidRequestError: the id is malformed or taken, or `head` is no message of it.
+            InvalidRequestError: the id is malformed or taken, `head` is no message of it, or the
+                settings are too large.
+            StorageFullError: the disk is full.
         """
         now_s = time.time()
         values = {
@@ -312,6 +340,8 @@ class History:
             "head": head,
         }
         given = {name: value for name, value in values.items() if value is not None}
+        if len(given.get("settings", "")) > MAX_SETTINGS_BYTES:
+            raise InvalidRequestError.of("settings", f"has more than {MAX_SETTINGS_BYTES:,} bytes.")
         with self._transaction() as db:
             self._claim(db, owner, id, now_s)
             if head is not None:
@@ -329,6 +359,7 @@ class History:
         Raises:
             InvalidRequestError: an id is malformed or taken, the parent is not in the
                 conversation, there is no such role, or a picture has no name or no URL.
+            StorageFullError: the disk is full, or the owner has more text than MAX_TEXT_BYTES.
         """
         if message.role not in ROLES:
             raise InvalidRequestError(
@@ -353,6 +384,7 @@ class History:
                 ),
             )
             _check_member(db, id, message.id, "id")
+            _check_size(db, owner)
             if urls:
                 _keep_pictures(db, owner, message.id, urls)
             names = ", ".join(each["name"] for each in _pictures_of(details))
@@ -370,8 +402,13 @@ class History:
             ConversationNotFoundError: the owner has none of this id.
         """
         self.conversation(owner, id)
-        with self._transaction() as db:
-            db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+
+        def gone() -> None:
+            with self._file.transaction() as db:
+                db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+
+        with _reported():
+            self._file.freeing(gone)
         self._read("PRAGMA wal_checkpoint(TRUNCATE)", ())
 
     def search(self, owner: str, words: str, *, limit: int = 50) -> list[Match]:
@@ -464,6 +501,15 @@ def _keep_pictures(db: sqlite3.Connection, owner: str, message: str, urls: dict[
     db.execute(_FORGET, (owner, MAX_PICTURE_BYTES))
 
 
+def _check_size(db: sqlite3.Connection, owner: str) -> None:
+    (num_bytes,) = db.execute(_TEXT_BYTES, (owner,)).fetchone()
+    if num_bytes > MAX_TEXT_BYTES:
+        raise StorageFullError(
+            f"The conversations of this key would have more than {MAX_TEXT_BYTES:,} bytes; delete "
+            "some."
+        )
+
+
 def _check_member(db: sqlite3.Connection, id: str, message: str, param: str) -> None:
     row = db.execute(
         "SELECT 1 FROM messages WHERE id = ? AND conversation = ?", (message, id)
@@ -491,6 +537,9 @@ def _prepare(db: sqlite3.Connection) -> None:
         db.execute(_PICTURES)
         db.execute(_NAMES)
         db.execute(_PICTURES_OF)
+        if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'sizes'").fetchone():
+            for statement in _SIZES:
+                db.execute(statement)
     db.execute("COMMIT")
     if version > _VERSION:
         raise HistoryError("The history was written by a newer mlxinfer; update this one.")
@@ -511,10 +560,11 @@ def _reported() -> Iterator[None]:
     """Errors of SQLite and of the file system as a HistoryError."""
     try:
         yield
-    except sqlite3.Error as error:
-        raise HistoryError(f"The history cannot be used: {error}.") from error
-    except OSError as error:
-        raise HistoryError(f"The history cannot be used: {error.strerror or error}.") from error
+    except (sqlite3.Error, OSError) as error:
+        if (full := StorageFullError.cause(error)) is not None:
+            raise full from error
+        said = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise HistoryError(f"The history cannot be used: {said}.") from error
 
 
 def _check_id(id: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..errors import HistoryError, InvalidRequestError, MlxinferError
+from ..errors import HistoryError, InvalidRequestError, MlxinferError, StorageFullError
 from ..history import (
     Conversation,
     History,
@@ -165,7 +165,7 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
         return None
     try:
         history = open_history()
-    except HistoryError as error:
+    except (HistoryError, StorageFullError) as error:
         if continued is not None:
             raise
         note(f"not kept: {error}")
@@ -292,7 +292,7 @@ class ChatLog:
                     self._history.save_conversation(
                         self._owner, self._id, model=model, settings=settings
                     )
-            except HistoryError as error:
+            except (HistoryError, StorageFullError) as error:
                 note(f"no longer kept: {error}")
                 self._keep = False
         self._branch.append(message)

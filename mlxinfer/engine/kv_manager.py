@@ -17,7 +17,7 @@ from .pagestore import PageStore, Transfers
 
 Place = tuple[str | None, int]
 """The owner of a request, and its slot: a number of the client's choice."""
-MAX_PLACES = 64  # with a prompt that is remembered
+MAX_PLACES = 64  # of an owner, with a prompt that is remembered
 ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 
 
@@ -315,8 +315,9 @@ class KVManager:
     def _remember(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
         self._prompts.pop(place, None)
         self._prompts[place] = prompt
-        if len(self._prompts) > MAX_PLACES:
-            del self._prompts[next(iter(self._prompts))]
+        own = [other for other in self._prompts if other[0] == place[0]]
+        if len(own) > MAX_PLACES:
+            del self._prompts[own[0]]
 
     def prompt_of(self, place: Place) -> tuple[Namespace | None, list[int]]:
         """Namespace and ids, as far as computed, of the last request of a slot that ended.

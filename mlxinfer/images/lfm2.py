@@ -1,9 +1,10 @@
 """Pictures of LFM2-VL and LFM2.5-VL: whole, or as tiles with a small view of the whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from ..errors import CheckpointError
 from .picture import Picture, Tile
 from .pixels import ColourScale, Levels, colours_last, cut, resized
 from .processor import ImageProcessor
@@ -12,6 +13,8 @@ from .settings import BILINEAR, HALF, VisionSettings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MAX_SIDE = 64  # tiles in a row whose tokens are looked up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class Lfm2Processor(ImageProcessor):
         has_view: a view of the whole picture follows its tiles.
         has_marks: the tokens below stand around and before features.
         begin_id, end_id, view_id: the tokens around the picture, and before the view.
-        tile_id: the token before the tile in a row and a column, both from 1.
+        tile_ids: (row, column), both from 1 -> the token before the tile there.
     """
 
     patch: int
@@ -44,7 +47,7 @@ class Lfm2Processor(ImageProcessor):
     begin_id: int
     end_id: int
     view_id: int
-    tile_id: Callable[[int, int], int] = field(repr=False)
+    tile_ids: Mapping[tuple[int, int], int] = field(repr=False)
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
@@ -52,13 +55,20 @@ class Lfm2Processor(ImageProcessor):
         mean, std = settings.normalisation(HALF)
         feature = settings.token("image_token_id", "image_token_index", text="<image>")
         splits = settings.switch("do_image_splitting", True)
+        most = settings.number("max_tiles", 10) if splits else 1
+        sides = range(1, min(most, MAX_SIDE) + 1)
+        places = [(row, column) for row in sides for column in sides if row * column <= most]
+        tile_ids = {
+            (row, column): settings.found_token(text=f"<|img_row_{row}_col_{column}|>")
+            for row, column in places
+        }
         return cls(
             placeholder_id=feature,
             feature_id=feature,
             begin_id=settings.token(text="<|image_start|>"),
             end_id=settings.token(text="<|image_end|>"),
             view_id=settings.token(text="<|img_thumbnail|>"),
-            tile_id=lambda row, column: settings.token(text=f"<|img_row_{row}_col_{column}|>"),
+            tile_ids={place: token for place, token in tile_ids.items() if token is not None},
             resample=settings.resample(BILINEAR),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.number("encoder_patch_size", settings.tower_number("patch_size", 16)),
@@ -67,7 +77,7 @@ class Lfm2Processor(ImageProcessor):
             min_features=settings.number("min_image_tokens", 64),
             max_features=settings.number("max_image_tokens", 256),
             min_tiles=settings.number("min_tiles", 2),
-            max_tiles=settings.number("max_tiles", 10) if splits else 1,
+            max_tiles=most,
             tolerance=settings.real("max_pixels_tolerance", 2.0),
             has_view=settings.switch("use_thumbnail", True),
             has_marks=settings.processor_switch("use_image_special_tokens", True),
@@ -122,7 +132,13 @@ class Lfm2Processor(ImageProcessor):
 
     def _mark(self, number: int, grid: TileGrid) -> int:
         row, column = divmod(number, grid.columns)
-        return self.tile_id(row + 1, column + 1)
+        found = self.tile_ids.get((row + 1, column + 1))
+        if found is None:
+            raise CheckpointError(
+                f"The tokenizer has no token <|img_row_{row + 1}_col_{column + 1}|>, which marks a "
+                "part of a picture."
+            )
+        return found
 
     def _picture(self, parts: Sequence[tuple[int | None, Tile]]) -> Picture:
         """The picture of tiles and the token before each, if there is one."""

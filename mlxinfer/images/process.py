@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import PictureError
+from ..errors import MlxinferError, PictureError
 from ..killable import POLL_S, EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
 from .load import load_image, open_image, picture_file
 from .picture import Picture, Shown, Tile
@@ -226,8 +226,8 @@ def answer(message: Message) -> Message:
     limit_cpu(job.seconds)
     try:
         shown = _made_ready(job, is_alone=message.value["is_alone"])
-    except PictureError as error:
-        return Message({"error": str(error), "param": error.param})
+    except MlxinferError as error:
+        return Message({"error": str(error), "param": error.param or place})
     except MemoryError:
         raise
     except Exception as error:  # decoders of foreign data may raise anything

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ..core import TokenEvent
-from ..errors import InvalidRequestError, MlxinferError
+from ..errors import InvalidRequestError, MlxinferError, StorageFullError
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import Input
@@ -291,7 +291,9 @@ class Call:
         """The error that the client is shown. The log has all of it."""
         self.log.update(logged(error))
         shown = public(error)
-        if shown is not error:
+        if isinstance(shown, StorageFullError):
+            log.warning("%s", shown, extra={"request_id": self.request_id})
+        elif shown is not error:
             log.error("request failed", exc_info=error, extra={"request_id": self.request_id})
         return shown
 

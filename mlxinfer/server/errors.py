@@ -12,6 +12,7 @@ from ..errors import MlxinferError, OverloadedError
 
 STATUSES = {
     "invalid_api_key": 401,  # no key, more than one, or a wrong one
+    "consent_required": 403,  # a tool of an MCP server that is not allowed to run without asking
     "forbidden": 403,  # a foreign Host or Origin, or a key that may not administer the server
     "not_found": 404,  # nothing is served at this path, or a response is not stored
     "previous_response_not_found": 404,  # the response that a request follows is not stored
@@ -22,7 +23,6 @@ STATUSES = {
     "unsupported_media_type": 415,  # the body is not declared as JSON
     "headers_too_large": 431,  # too many header lines, or too long ones
     "deadline_exceeded": 504,  # the request reached its time limit
-    "storage_full": 507,  # no room on the disk for what the request is to leave there
 }
 
 

@@ -5,11 +5,9 @@ named pings break clients that parse every event.
 """
 
 import asyncio
-import errno
 import inspect
 import math
 import re
-import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -22,6 +20,7 @@ from ..errors import (
     InvalidRequestError,
     MlxinferError,
     OverloadedError,
+    StorageFullError,
     UnsupportedFieldError,
 )
 from .config import ServerConfig
@@ -353,17 +352,7 @@ def public(error: Exception) -> MlxinferError:
     """The error that a client is shown. Details of the server's own faults are hidden."""
     if isinstance(error, MlxinferError) and error.status != 500:
         return error
-    if _is_of_full_disk(error):
-        return HttpError(
-            "storage_full", "The server's disk is full; nothing was stored. Make room there."
-        )
-    return MlxinferError(HIDDEN)
-
-
-def _is_of_full_disk(error: Exception) -> bool:
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StorageFullError.cause(error) or MlxinferError(HIDDEN)
 
 
 def logged(error: Exception) -> dict[str, object]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..database import Database
+from ..errors import StorageFullError
 from .errors import StoreError
 from .http import KEEP_ALIVE
 
@@ -123,6 +124,7 @@ class ResponseStore:
 
     Raises (all methods):
         StoreError: the file cannot be used.
+        StorageFullError: the disk is full.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class ResponseStore:
         try:
             with _reported(), self._file.use():
                 pass
-        except StoreError as error:
+        except (StoreError, StorageFullError) as error:
             log.warning("no responses are stored until %s can be used: %s", path, error)
 
     def rename_owners(self, owner_now: Callable[[str], str]) -> None:
@@ -208,9 +210,14 @@ class ResponseStore:
 
     def delete(self, owner: str, id: str) -> bool:
         """Forget a response; False if it is not there."""
-        with _reported(), self._file.transaction() as db:
-            gone = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
-            return gone.rowcount > 0
+
+        def gone() -> bool:
+            with self._file.transaction() as db:
+                statement = "DELETE FROM responses WHERE id = ? AND owner = ?"
+                return db.execute(statement, (id, owner)).rowcount > 0
+
+        with _reported():
+            return self._file.freeing(gone)
 
     def close(self) -> None:
         """Close the file."""
@@ -228,7 +235,8 @@ def _reported() -> Iterator[None]:
     """Errors of SQLite and of the file system as a StoreError."""
     try:
         yield
-    except sqlite3.Error as error:
-        raise StoreError(f"Stored responses cannot be used now: {error}.") from error
-    except OSError as error:  # its text has the path
-        raise StoreError(f"Stored responses cannot be used now: {error.strerror}.") from error
+    except (sqlite3.Error, OSError) as error:
+        if (full := StorageFullError.cause(error)) is not None:
+            raise full from error
+        said = error.strerror if isinstance(error, OSError) else error  # without the path
+        raise StoreError(f"Stored responses cannot be used now: {said}.") from error

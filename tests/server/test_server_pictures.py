@@ -150,8 +150,8 @@ def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
         wait_until(lambda: read)
     wait_until(lambda: not seeing.service.calls)
     go_on.set()
-    seeing.service.workers._pool.shutdown()  # waits for what runs
-    seeing.service.workers = Workers(1)
+    seeing.service.picture_workers._pool.shutdown()  # waits for what runs
+    seeing.service.picture_workers = Workers(1)
     assert len(read) == 1
 
 

@@ -285,8 +285,10 @@ function offer(found) {
 // Whether a call is of a tool of an MCP server: then the server can run it.
 export const canRun = (call) => tools.value.data.some((tool) => tool.function.name === call.name);
 
-export async function runCall({ id, name, arguments: given }, abort) {
-  const { text } = await request("/page/tools", { body: { name, arguments: given || "{}" }, signal: abort });
+// `consent`: somebody has pressed the button of this call.
+export async function runCall({ id, name, arguments: given }, { abort, consent = false } = {}) {
+  const body = { name, arguments: given || "{}", consent };
+  const { text } = await request("/page/tools", { body, signal: abort });
   return { id, text };
 }
 
@@ -299,7 +301,7 @@ async function runAllowed(message, rounds) {
   const abort = begin(id, message);
   let results;
   try {
-    results = await Promise.all(calls.map((call) => runCall(call, abort)));
+    results = await Promise.all(calls.map((call) => runCall(call, { abort })));
   } catch (error) {
     if (error.name !== "AbortError") fail(error);
     return;

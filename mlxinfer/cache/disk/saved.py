@@ -7,12 +7,12 @@ session is these files one after another, `session.kv` first.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -22,14 +22,13 @@ from typing import Annotated, BinaryIO
 import msgspec
 from msgspec import Meta
 
-from ...errors import InvalidRequestError, OverloadedError
+from ...errors import InvalidRequestError, OverloadedError, StorageFullError
 from ...files import write_whole
 from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
 from .tier import DiskTier
 
 MAX_HEAD_BYTES = 16 << 20  # of a session without its entries: two million tokens
 COPY_BYTES = 1 << 20
-FORGOTTEN_S = 3600.0  # after which a folder that was not finished is removed
 RETRY_S = 10.0
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # files may hold anything
 Seconds = Annotated[int, Meta(ge=0, lt=1 << 36)]
@@ -128,10 +127,9 @@ class SavedSessions:
     def __init__(self, root: Path) -> None:
         self.folder = root / "sessions"
         self._lock = threading.Lock()  # while one session takes the place of another
-        for place in self.folder.glob("*.*"):  # of a process that was killed while it saved
+        for place in sorted(self.folder.glob("*.*"), key=_written_s, reverse=True):
             with contextlib.suppress(OSError):
-                if place.stat().st_mtime < time.time() - FORGOTTEN_S:
-                    shutil.rmtree(place)
+                _end_save(place)
 
     def all_of(self, owner: str | None) -> list[SavedSession]:
         """The sessions of an owner, by name; those that cannot be read are left out."""
@@ -174,12 +172,15 @@ class SavedSessions:
 
         Raises:
             OverloadedError: an entry is not there any more.
+            StorageFullError: the disk is full.
             InvalidRequestError: the file system has no hard links.
         """
         place = self._place(session.name, session.owner)
         new, old = (place.with_name(f"{place.name}.{secrets.token_hex(8)}") for _ in range(2))
         new.mkdir(parents=True, mode=0o700)
+        saving = os.open(new, os.O_RDONLY)
         try:
+            fcntl.flock(saving, fcntl.LOCK_EX)
             for key in keys:
                 os.link(tier.path(key), new / _name(key))
             with open(new / "session.kv", "wb") as file:
@@ -196,11 +197,14 @@ class SavedSessions:
                 retry_after_s=RETRY_S,
             ) from None
         except OSError as error:
+            if (full := StorageFullError.cause(error)) is not None:
+                raise full from None
             raise InvalidRequestError(
-                f"The session cannot be saved in {self.folder}: {error.strerror}. Sessions need a "
-                "file system with hard links, and room."
+                f"The session cannot be saved: {error.strerror}. Sessions need a file system with "
+                "hard links."
             ) from None
         finally:
+            os.close(saving)
             shutil.rmtree(new, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
@@ -285,6 +289,32 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
                 "saved. Export the session again."
             )
         yield entry
+
+
+def _end_save(place: Path) -> None:
+    """Finish what a process that was killed has left of a save, unless another process saves.
+
+    A session that is whole and has lost its name gets it back: the kill came between two renames.
+    """
+    named, folder = place.with_suffix(""), os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(DamagedSessionError, OSError):
+            if not named.exists():
+                _session_in(place)  # written last
+                place.rename(named)
+                return
+        shutil.rmtree(place)
+    finally:
+        os.close(folder)
+
+
+def _written_s(place: Path) -> float:
+    """When a folder got its last entry; 0: it is gone."""
+    try:
+        return place.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _damaged(name: str) -> DamagedSessionError:

@@ -18,6 +18,7 @@ from ...errors import (
     MlxinferError,
     OverloadedError,
     PromptTooLongError,
+    StorageFullError,
     UnsupportedFieldError,
 )
 from ...session.answers import Answers, AnswerStep
@@ -399,8 +400,8 @@ class ResponseWriter:
         )
         try:
             await self.call.in_worker(store.put, _owner(self.call), stored)
-        except (StoreError, OverloadedError) as error:  # the answer is not lost
-            log.error("response not stored", exc_info=error)
+        except (StoreError, StorageFullError, OverloadedError) as error:  # the answer is not lost
+            log.warning("response not stored: %s", error)
             response["store"] = False
 
     def _failed(self, error: Exception) -> bytes:

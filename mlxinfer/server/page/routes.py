@@ -9,11 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from ... import __version__
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, shown
 from ...history import Conversation, History, StoredMessage, owner_of
 from ...mcp_tools import McpTools
 from ...pdf import can_read_pdf
 from ..call import Call
+from ..errors import HttpError
 from ..http import Plain, RequestBody, Route
 from ..keys import ApiKey
 from ..service import ServerState
@@ -160,10 +161,14 @@ def _number(query: dict[str, str], name: str, most: float | None) -> float | Non
 
 
 class ToolCallFields(RequestBody, kw_only=True):
-    """A call of a tool; `arguments` is the text of a JSON object."""
+    """A call of a tool; `arguments` is the text of a JSON object.
+
+    `consent`: a person has seen this call and agreed to it.
+    """
 
     name: str
     arguments: str = "{}"
+    consent: bool = False
 
 
 class ToolRoutes:
@@ -181,7 +186,18 @@ class ToolRoutes:
         return {"data": self._tools.schemas, "allowed": allowed, "failures": failures}
 
     async def call(self, call: Call, body: ToolCallFields) -> Plain:
-        """The text that a tool gives."""
+        """The text that a tool gives.
+
+        Raises:
+            HttpError: the config file does not allow the tool, and nobody has agreed to the call.
+        """
+        if not (body.consent or self._tools.allows(body.name)):
+            raise HttpError(
+                "consent_required",
+                f"{shown(body.name)} is not among the tools that run without asking; show the call "
+                "to a person, and send consent: true where they agree.",
+                param="consent",
+            )
         return {"text": await self._workers.run(self._tools.call, body.name, body.arguments)}
 
     def routes(self) -> tuple[Route, ...]:

@@ -1,0 +1,45 @@
+"""Files that are small and take a decoder long, or much memory."""
+
+import struct
+import zlib
+
+
+def jpeg_of_many_scans(side: int, scans: int) -> bytes:
+    """A grey progressive JPEG whose refining scans are runs of empty blocks."""
+    blocks = ((side + 7) // 8) ** 2
+    pieces = [
+        b"\xff\xd8",
+        _segment(0xDB, b"\0" + bytes([1] * 64)),
+        _segment(0xC2, struct.pack(">BHHB", 8, side, side, 1) + bytes([1, 0x11, 0])),
+        _segment(0xC4, bytes([0x00, 1] + [0] * 15 + [0])),
+        _segment(0xC4, bytes([0x10, 1] + [0] * 15 + [0xE0])),
+    ]
+    runs, left = "", blocks
+    while left > 0:
+        run = max(min(left, (1 << 15) - 1), 1 << 14)
+        runs += "0" + format(run - (1 << 14), "014b")
+        left -= run
+    pieces += [_scan(0, 0, 0, "0" * blocks), _scan(1, 63, 0x01, runs)]
+    return b"".join([*pieces, _scan(1, 63, 0x10, runs) * scans, b"\xff\xd9"])
+
+
+def _segment(kind: int, data: bytes) -> bytes:
+    return bytes([255, kind]) + struct.pack(">H", len(data) + 2) + data
+
+
+def _scan(first: int, last: int, approximation: int, bits: str) -> bytes:
+    bits += "1" * (-len(bits) % 8)
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    return _segment(0xDA, bytes([1, 1, 0, first, last, approximation])) + data
+
+
+def png_of_one_bit(width: int, height: int) -> bytes:
+    """A white PNG of one bit a pixel: a hundred thousandth of its pixels' size."""
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\xff" * ((width + 7) // 8)) * height, 9)
+    chunks = [(b"IHDR", head), (b"IDAT", rows), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

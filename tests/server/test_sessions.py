@@ -1,5 +1,6 @@
 """Named sessions: saved, loaded after a restart, carried to another server; llama.cpp's slots."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -213,16 +214,35 @@ def test_what_a_crash_or_a_bad_disk_left_is_removed(tmp_path: Path) -> None:
         (head,) = (tmp_path / "sessions").glob("*/session.kv")
         unfinished = tmp_path / "sessions" / f"{head.parent.name}.0123"
         shutil.copytree(head.parent, unfinished)
+        saving = os.open(unfinished, os.O_RDONLY)
+        fcntl.flock(saving, fcntl.LOCK_EX)  # as another process does while it saves
         head.write_bytes(b"x")
         assert server.get("/v1/sessions").json()["data"] == []
         assert "damaged" in error_of(server.get("/v1/sessions/notes/file"), 400)
         assert server.client.delete("/v1/sessions/notes").status_code == 200
         assert not head.exists()
         NamedSessions(tmp_path, 1 << 30)
-        assert unfinished.exists(), "another process may be about to finish it"
-        os.utime(unfinished, (0, 0))
+        assert unfinished.exists(), "another process is about to finish it"
+        os.close(saving)
+        (unfinished / "session.kv").unlink()
         NamedSessions(tmp_path, 1 << 30)
         assert not unfinished.exists()
+
+
+def test_a_session_between_its_two_names_is_not_lost(tmp_path: Path) -> None:
+    """A new session takes the place of an old one in two renames; a kill may come between them."""
+    with serving(tmp_path) as server:
+        ask(server)
+        server.post("/v1/sessions", {"name": "notes"})
+        (place,) = (tmp_path / "sessions").iterdir()
+        place.rename(place.with_name(f"{place.name}.0123"))
+        assert server.get("/v1/sessions").json()["data"] == []
+        server.service.sessions = NamedSessions(tmp_path, 1 << 30)
+        assert [each["name"] for each in server.get("/v1/sessions").json()["data"]] == ["notes"]
+        shutil.copytree(place, place.with_name(f"{place.name}.0123"))
+        assert server.client.delete("/v1/sessions/notes").status_code == 200
+        NamedSessions(tmp_path, 1 << 30)
+        assert not list((tmp_path / "sessions").iterdir()), "what was removed does not come back"
 
 
 def test_without_a_disk_cache_nothing_is_saved() -> None:

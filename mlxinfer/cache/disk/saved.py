@@ -229,6 +229,9 @@ class SavedSessions:
         """
         place = self._place(name, owner)
         there = place.is_dir()
+        for left in self.folder.glob(f"{place.name}.*"):  # else it would get the name later
+            with contextlib.suppress(OSError):
+                _end_save(left, restores=False)
         shutil.rmtree(place, ignore_errors=True)
         return there
 
@@ -291,16 +294,16 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
         yield entry
 
 
-def _end_save(place: Path) -> None:
-    """Finish what a process that was killed has left of a save, unless another process saves.
+def _end_save(place: Path, *, restores: bool = True) -> None:
+    """Remove what a process that was killed has left of a save, unless a process still saves.
 
-    A session that is whole and has lost its name gets it back: the kill came between two renames.
+    With `restores` a whole session without its name gets it: the kill came between two renames.
     """
     named, folder = place.with_suffix(""), os.open(place, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(DamagedSessionError, OSError):
-            if not named.exists():
+            if restores and not named.exists():
                 _session_in(place)  # written last
                 place.rename(named)
                 return

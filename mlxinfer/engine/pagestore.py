@@ -16,8 +16,7 @@ from ..cache.disk import (
     DiskTier,
     Entry,
     NoFiles,
-    chain_keys,
-    entry_keys,
+    group_key,
     namespace_key,
     page_key,
 )
@@ -178,13 +177,17 @@ class PageStore:
         transfers = [PageTransfer(group, number, entries[group]) for group, number in held]
         return [each for each in transfers if not self.tier.stores(each.entry.key)]
 
+    def key_of(self, node: Node) -> bytes:
+        """The key of a page in memory, hashed once."""
+        return node.chain_keys(self.root_key(node.namespace), page_key)[1]
+
     def entries_of(self, node: Node) -> list[Entry]:
         """By group, the entry of a page, without its payload; none of a partial page."""
         if len(node.tokens) < self.page_size:
             return []
-        before, _ = node.chain_keys(self.root_key(node.namespace), page_key)
-        keys = [entry_keys(before, group, node.tokens) for group in range(len(self.page_bytes))]
-        return [Entry(key, parent, node.tokens) for parent, key in keys]
+        parent, key = node.chain_keys(self.root_key(node.namespace), page_key)
+        groups = range(len(self.page_bytes))
+        return [Entry(group_key(key, group), parent, node.tokens) for group in groups]
 
     def lacking(self, nodes: Iterable[Node]) -> list[PageTransfer]:
         """The entries of nodes that the disk lacks."""
@@ -357,8 +360,7 @@ class PageSearch:
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
     read: dict[tuple[int, int], Entry] = field(default_factory=dict)
     offered: Collection[bytes] = ()
-    _keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _before: list[bytes] = field(default_factory=list)  # [n]: the chain's key before page n
+    _keys: list[bytes] = field(default_factory=list)  # [n]: of the page before page n
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
@@ -400,17 +402,13 @@ class PageSearch:
         return found
 
     def key(self, number: int, group: int) -> bytes:
-        """The name of a page's entry."""
-        if not self._before:
-            known = self.token_ids[: self.stop * self.store.page_size]
-            root = self.store.root_key(self.point.namespace)
-            self._before = [root, *chain_keys(root, known, self.store.page_size)]
-        key = self._keys.get((number, group))
-        if key is None:
-            size = self.store.page_size
-            tokens = self.token_ids[number * size : (number + 1) * size]
-            key = self._keys[number, group] = entry_keys(self._before[number], group, tokens)[1]
-        return key
+        """The key of a page's entry. Each page is hashed once, up to the last one asked for."""
+        keys, size = self._keys, self.store.page_size
+        if not keys:
+            keys.append(self.store.root_key(self.point.namespace))
+        for n in range(len(keys) - 1, number + 1):
+            keys.append(page_key(keys[n], self.token_ids[n * size : (n + 1) * size]))
+        return group_key(keys[number + 1], group)
 
     def _rule(self, group: int) -> Rule:
         """Where a group can go on, if it has the pages that are somewhere."""
@@ -464,7 +462,6 @@ class Transfers:
         self._loads: dict[
             tuple[int, int], PageTransfer
         ] = {}  # (group, page id) -> what is to go there
-        self._entries: dict[Node, list[Entry]] = {}  # of the tree's nodes at the last look
 
     def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
         """Pages to be read out before the next step, and then those to be filled."""
@@ -500,16 +497,14 @@ class Transfers:
     def held(self, tree: PrefixTree, keys: Collection[bytes]) -> list[PageTransfer]:
         """Where the pages with these keys are in memory, of those that are.
 
-        Costs a look at each node of the tree, and hashes of those that came since the last call.
+        Costs a look at each node of the tree, and hashes of those that were never named.
         """
-        known = self._entries
-        self._entries = {
-            node: known.get(node) or self._store.entries_of(node) for node in tree.nodes()
-        }
+        page_keys = {group_key(key, 0) for key in keys}
         return [
             PageTransfer(group, page, entry)
-            for node, entries in self._entries.items()
-            for group, entry in enumerate(entries)
+            for node in tree.nodes()
+            if self._store.key_of(node) in page_keys
+            for group, entry in enumerate(self._store.entries_of(node))
             if entry.key in keys and (page := self._page_of(node, group)) is not None
         ]
 

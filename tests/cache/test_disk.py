@@ -15,17 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import (
+    NOTHING_STORED,
     DiskTier,
     Entry,
     Files,
     NoFiles,
     chain_keys,
+    group_key,
     namespace_key,
     page_key,
 )
-from mlxinfer.cache.disk.entry import decode, encode
+from mlxinfer.cache.disk.entry import VERSION, decode, encode
 
 MODEL = namespace_key("model", "bf16")
+FOLDER = f"{MODEL.hex()}.{VERSION}"
 MEGABYTE = 2**20
 
 
@@ -86,6 +89,34 @@ def test_a_key_stands_for_all_that_came_before() -> None:
     assert len({namespace_key("ab", "c"), namespace_key("a", "bc"), namespace_key("abc")}) == 3
 
 
+def test_a_page_is_one_name_for_all_groups() -> None:
+    page = page_key(MODEL, [1, 2])
+    keys = [group_key(page, group) for group in range(3)]
+    assert len(set(keys)) == 3
+    assert keys[0] == page
+    for key in keys:
+        entry = Entry(key, MODEL, (1, 2), memoryview(b"x"))
+        assert decode(b"".join(encode(entry)), key) == entry
+        assert decode(b"".join(encode(entry)), group_key(page, 9)) is None
+
+
+def test_a_folder_of_another_version_is_emptied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = [tmp_path / MODEL.hex(), tmp_path / f"{MODEL.hex()}.{VERSION - 1}"]
+    for folder in older:
+        folder.mkdir()
+        (folder / f"{page_key(MODEL, [1]).hex()}.kv").write_bytes(b"old")
+        (folder / "notes.txt").write_text("of somebody else")
+    with caplog.at_level("INFO", "mlxinfer.cache"):
+        tier = DiskTier(str(tmp_path), MODEL, max_bytes=1 << 20)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"2 pages of another version are removed from {tmp_path}"
+    ]
+    assert [[file.name for file in folder.iterdir()] for folder in older] == [["notes.txt"]] * 2
+    assert tier.stats() == NOTHING_STORED
+
+
 # -- storing ------------------------------------------------------------------------------------
 
 
@@ -118,7 +149,7 @@ def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path, oldest: int) -> N
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
     keys = [put(tier, [token], b"") for token in range(4)]
     tier.close()
-    path = tmp_path / MODEL.hex() / f"{keys[oldest].hex()}.kv"
+    path = tmp_path / FOLDER / f"{keys[oldest].hex()}.kv"
     os.utime(path, ns=(0, 10**18))
     reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
     put(reopened, [9], b"")
@@ -161,14 +192,14 @@ def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None
     put(tier, [1], b"x")
     tier.flush()
     assert [path.stat().st_mode & 0o777 for path in files_in(tmp_path)] == [0o600]
-    assert (tmp_path / MODEL.hex()).stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
 
 
 # -- damage -------------------------------------------------------------------------------------
 
 
 def test_only_own_leftovers_are_removed(tmp_path: Path) -> None:
-    folder = tmp_path / MODEL.hex()
+    folder = tmp_path / FOLDER
     folder.mkdir()
     (folder / f"{MODEL.hex()}.0123abcd.tmp").write_bytes(b"half")
     (folder / "notes.tmp").write_bytes(b"of another program")
@@ -235,7 +266,7 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
 
 
 def test_what_cannot_be_removed_does_not_block_others(tmp_path: Path) -> None:
-    stuck = tmp_path / MODEL.hex() / f"{page_key(MODEL, [0]).hex()}.kv"
+    stuck = tmp_path / FOLDER / f"{page_key(MODEL, [0]).hex()}.kv"
     (stuck / "inner").mkdir(parents=True)  # as another user's file would be
     os.utime(stuck, (1, 1))
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=stuck.stat().st_size + 1000)

@@ -190,7 +190,7 @@ class DiskMachine(RuleBasedStateMachine):
         )
 
     def path(self, number: int) -> str:
-        return f"{ROOT}/{MODEL.hex()}/{ENTRIES[number].key.hex()}.kv"
+        return self.store.path(ENTRIES[number].key)
 
     def check_get(self, store: DiskTier, number: int) -> bool:
         entry = store.get(ENTRIES[number].key)

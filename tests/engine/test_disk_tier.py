@@ -11,7 +11,7 @@ import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 
-from mlxinfer.cache.disk import chain_keys, entry_keys
+from mlxinfer.cache.disk import chain_keys, group_key
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.kernels import Kernels, choose_none
@@ -222,8 +222,8 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
         harness.loop.close()
         if len(cached) == 1:
             [folder] = tmp_path.iterdir()
-            before = chain_keys(bytes.fromhex(folder.name), prompt(100), PAGE)[2]
-            _, key = entry_keys(before, 0, prompt(100)[3 * PAGE : 4 * PAGE])
+            namespace = bytes.fromhex(folder.name.split(".")[0])
+            key = group_key(chain_keys(namespace, prompt(100), PAGE)[3], 0)
             flip(folder / f"{key.hex()}.kv")
     assert cached == [0, 48, 96]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxinfer.cache.disk import DiskTier, Entry, namespace_key
+from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.cache.prefix import PrefixTree
@@ -188,6 +188,24 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
     bench.store.save(spills, read)
     assert asked == [2, 2]
     bench.store.close()
+
+
+def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[list[int]] = []
+
+    def counted(parent: bytes, token_ids: list[int]) -> bytes:
+        hashed.append(token_ids)
+        return page_key(parent, token_ids)
+
+    monkeypatch.setattr(pagestore, "page_key", counted)
+    bench.find()
+    assert hashed == [IDS[n : n + PAGE] for n in range(0, 40, PAGE)]
+    hashed.clear()
+    other = [7, *IDS[1:]] * 1000
+    assert bench.store.find(other, bench.tree(0).probe(None, other)) is None
+    assert hashed == [other[:PAGE]], "of 10,250 pages"
 
 
 def test_reading_must_be_quicker_than_computing(bench: Bench) -> None:

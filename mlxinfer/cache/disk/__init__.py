@@ -8,7 +8,7 @@ from .entry import (
     decode,
     encode,
     entry_bytes,
-    entry_keys,
+    group_key,
     namespace_key,
     page_key,
 )
@@ -24,7 +24,7 @@ __all__ = [
     "decode",
     "encode",
     "entry_bytes",
-    "entry_keys",
+    "group_key",
     "namespace_key",
     "page_key",
 ]

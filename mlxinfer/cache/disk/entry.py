@@ -5,9 +5,10 @@ An entry is its header, key ids, payload and checksum, all little-endian:
     magic 8s | version u32 | tokens u32 | payload bytes u64 | key 20s | parent key 20s
     key ids u64 each | payload | BLAKE2b-128 of everything before it
 
-A key is BLAKE2b-160 of the parent's key and the page's ids, so it stands for the whole prefix, and
-a prompt's entries are found without an index. Key ids are token ids, and for other inputs, such as
-pictures, larger ids that stand for them.
+A page's key is BLAKE2b-152 of the key of the page before it and its ids, and a byte 0. So it stands
+for the whole prefix, and a prompt's entries are found without an index: each page is hashed once.
+The entry of layer group g has g in place of the 0. Key ids are token ids, and for other inputs,
+such as pictures, larger ids that stand for them.
 """
 
 import os
@@ -18,7 +19,7 @@ from hashlib import blake2b
 from typing import BinaryIO
 
 KEY_BYTES = 20
-VERSION = 2
+VERSION = 3  # of entries and their keys; folders of other versions are emptied
 ID_BYTES = 8
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")
@@ -36,6 +37,11 @@ class Entry:
     payload: memoryview = NO_BYTES  # (payload bytes,) read-only
 
     @property
+    def is_named(self) -> bool:
+        """Whether the key follows from parent and ids."""
+        return group_key(page_key(self.parent, self.token_ids), self.key[-1]) == self.key
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the entry's file."""
         return entry_bytes(len(self.token_ids), self.payload.nbytes)
@@ -49,12 +55,13 @@ def entry_bytes(num_tokens: int, payload_bytes: int) -> int:
 def namespace_key(*parts: str) -> bytes:
     """The key of a namespace: a model's content id, a KV format, an adapter, in a fixed order."""
     texts = [part.encode() for part in parts]
-    return _hash(b"".join(len(text).to_bytes(4, "little") + text for text in texts), "namespace")
+    data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return _hash(data, f"namespace{VERSION}", KEY_BYTES)
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a page: of its tokens and all that came before."""
-    return _hash(parent + _pack(token_ids), "page")
+    return _hash(parent + _pack(token_ids), "page", KEY_BYTES - 1) + b"\0"
 
 
 def chain_keys(namespace: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
@@ -66,10 +73,9 @@ def chain_keys(namespace: bytes, token_ids: Sequence[int], page_size: int) -> li
     return keys
 
 
-def entry_keys(before: bytes, group: int, tokens: Sequence[int]) -> tuple[bytes, bytes]:
-    """(parent, own key) of a layer group's entry of a page; `before`: the chain's key before it."""
-    parent = page_key(before, (group,))
-    return parent, page_key(parent, tokens)
+def group_key(page: bytes, group: int) -> bytes:
+    """The key of a layer group's entry of the page with this key. Groups are below 256."""
+    return page[:-1] + bytes([group])
 
 
 def encode(entry: Entry) -> list[bytes | memoryview]:
@@ -91,9 +97,8 @@ def decode(data: bytes, key: bytes | None = None) -> Entry | None:
     if (magic, version) != (_MAGIC, VERSION) or len(body) != start + num_bytes:
         return None
     token_ids = struct.unpack_from(f"<{num_tokens}Q", body, _HEADER.size)
-    if page_key(parent, token_ids) != own_key or key not in (own_key, None):
-        return None
-    return Entry(own_key, parent, token_ids, body[start:])
+    entry = Entry(own_key, parent, token_ids, body[start:])
+    return entry if entry.is_named and key in (own_key, None) else None
 
 
 def read_entry(file: BinaryIO, max_bytes: int) -> Entry | None:
@@ -115,8 +120,8 @@ def _pack(token_ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(token_ids)}Q", *token_ids)
 
 
-def _hash(data: bytes, purpose: str) -> bytes:
-    return blake2b(data, digest_size=KEY_BYTES, person=purpose.encode()).digest()
+def _hash(data: bytes, purpose: str, num_bytes: int) -> bytes:
+    return blake2b(data, digest_size=num_bytes, person=purpose.encode()).digest()
 
 
 def _checksum(parts: Sequence[bytes | memoryview]) -> bytes:

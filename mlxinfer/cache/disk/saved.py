@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError, StorageFullError
 from ...files import write_whole
-from .entry import Entry, chain_keys, decode, encode, entry_keys, page_key, read_entry
+from .entry import Entry, chain_keys, decode, encode, group_key, page_key, read_entry
 from .tier import DiskTier
 
 MAX_HEAD_BYTES = 16 << 20  # of a session without its entries: two million tokens
@@ -72,8 +72,8 @@ class SavedPrompt:
 
     def keys(self, root: bytes) -> list[tuple[bytes, bytes]]:
         """(parent, own key) of each entry where keys follow from `root`."""
-        before = [root, *chain_keys(root, self.token_ids, self.page_size)]
-        return [entry_keys(before[n], group, self.page(n)) for n, group in self.places]
+        keys = [root, *chain_keys(root, self.token_ids, self.page_size)]
+        return [(keys[n], group_key(keys[n + 1], group)) for n, group in self.places]
 
     def page(self, number: int) -> tuple[int, ...]:
         """The ids of a page."""

@@ -3,13 +3,14 @@
 Bytes in, bytes out; knows no mlx. The files are a cache. A full or broken disk, a killed process or
 a flipped bit costs a miss, and never gives a wrong payload or an exception.
 
-`root/<namespace>/<key>.kv`, one page each. A file appears under its name complete or not at all: it
-is written under another name, synced and renamed. Names carry the key, so several processes may
-share a root. The worst that happens is that two write the same file, or that one misses a file that
-another removed.
+`root/<namespace>.<version>/<key>.kv`, one page each. A file appears under its name complete or not
+at all: it is written under another name, synced and renamed. Names carry the key, so several
+processes may share a root. The worst that happens is that two write the same file, or that one
+misses a file that another removed.
 """
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -18,12 +19,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from .entry import KEY_BYTES, Entry, Files, decode, encode, page_key
+from .entry import KEY_BYTES, VERSION, Entry, Files, decode, encode
 
 _HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
-_FOLDER = re.compile(_HEX)
+_FOLDER = re.compile(rf"{_HEX}\.{VERSION}")
+_OTHER_FOLDER = re.compile(rf"{_HEX}(\.[0-9]+)?")
 _ENTRY = re.compile(rf"{_HEX}\.kv")
 _TEMP = re.compile(rf"{_HEX}\.[0-9a-f]+\.tmp")
+log = logging.getLogger("mlxinfer.cache")
 WRITES_PER_SCAN = 64  # how often to look for what other processes wrote
 
 
@@ -72,7 +75,7 @@ class DiskTier:
         assert len(namespace) == KEY_BYTES
         self.root = root
         self.namespace = namespace
-        self.folder = os.path.join(root, namespace.hex())
+        self.folder = os.path.join(root, f"{namespace.hex()}.{VERSION}")
         self.max_bytes = max_bytes
         self._files = files or Files()
         self._clock_ns = clock_ns
@@ -93,6 +96,7 @@ class DiskTier:
         self._changed = threading.Condition()  # of all from `_pending` on
         with self._errors_counted():
             self._files.make_folder(self.folder)
+        self._empty_others()
         self._scan(remove_temps=True)
 
     # -- reading --------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ class DiskTier:
         Returns:
             False: dropped, for too much waits already, or the tier was closed.
         """
-        assert entry.key == page_key(entry.parent, entry.token_ids)
+        assert entry.is_named
         if self.stores(entry.key):
             return True
         with self._changed:
@@ -400,9 +404,23 @@ class DiskTier:
             self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))
             self._num_bytes = sum(self._sizes.values())
 
-    def _folders(self) -> list[str]:
+    def _empty_others(self) -> None:
+        """Remove the entries of other versions: their keys follow another rule."""
+        num_removed = 0
+        for folder in self._folders(_OTHER_FOLDER):
+            if _FOLDER.fullmatch(os.path.basename(folder)):
+                continue
+            for name in self._names(folder):
+                if _ENTRY.fullmatch(name) or _TEMP.fullmatch(name):
+                    with self._errors_counted(missing_is_fine=True):
+                        self._files.remove(os.path.join(folder, name))
+                        num_removed += 1
+        if num_removed:
+            log.info("%d pages of another version are removed from %s", num_removed, self.root)
+
+    def _folders(self, form: re.Pattern[str] = _FOLDER) -> list[str]:
         names = self._names(self.root)
-        return [os.path.join(self.root, name) for name in names if _FOLDER.fullmatch(name)]
+        return [os.path.join(self.root, name) for name in names if form.fullmatch(name)]
 
     def _names(self, folder: str) -> list[str]:
         names: list[str] = []

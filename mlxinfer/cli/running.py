@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -176,47 +177,81 @@ def unload(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
     click.echo(f"{reply['name']} is {reply['state']}")
 
 
-# -- coding agents: (URL, model, key) -> arguments and variables by which each finds the server ---
+# -- coding agents: arguments and variables by which each finds the server -----------------------
 
 Started = tuple[list[str], dict[str, str]]
 
 
-def claude(url: str, model: str, key: str) -> Started:
-    """Claude Code, over Anthropic's API."""
-    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
-    address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
-    return ["claude"], {**address, **dict.fromkeys(models, model)}
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A model of a running server, as a coding agent needs to know it.
+
+    Attributes:
+        url: of the server.
+        model: its name.
+        key: for the server.
+        max_context: tokens of prompt and answer; None: the server has not loaded the model yet.
+    """
+
+    url: str
+    model: str
+    key: str
+    max_context: int | None
 
 
-def codex(url: str, model: str, key: str) -> Started:
+def claude(to: Endpoint) -> Started:
+    """Claude Code, over Anthropic's API; every tier of its models is this one.
+
+    Its attribution line would differ in each session, at the head of the prompt. It compacts a
+    conversation before the window is full, but takes no window below 100,000 tokens.
+    """
+    tiers = [f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("FABLE", "OPUS", "SONNET", "HAIKU")]
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", *tiers)
+    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key}
+    variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
+    if to.max_context is not None:
+        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(to.max_context)
+    return ["claude"], {**variables, **dict.fromkeys(models, to.model)}
+
+
+def codex(to: Endpoint) -> Started:
     """Codex, over OpenAI's Responses API; -c sets what its config file would."""
+    url, model, key = to.url, to.model, to.key
     provider = {"name": "mlxinfer", "base_url": f"{url}/v1", "wire_api": "responses"}
     provider["env_key"] = API_KEY
     settings = [f"model_providers.mlxinfer.{k}={json.dumps(v)}" for k, v in provider.items()]
     settings = ['model_provider="mlxinfer"', *settings]
+    if to.max_context is not None:
+        settings.append(f"model_context_window={to.max_context}")
     flags = [part for setting in settings for part in ("-c", setting)]
     return ["codex", *flags, "--model", model], {API_KEY: key}
 
 
-def opencode(url: str, model: str, key: str) -> Started:
+def opencode(to: Endpoint) -> Started:
     """OpenCode, over OpenAI's chat completions; its config is given by a variable."""
+    url, model, key = to.url, to.model, to.key
+    described: dict[str, Any] = {"name": model}
+    if to.max_context is not None:
+        answer = min(to.max_context // 4, OPENCODE_ANSWER)
+        described["limit"] = {"context": to.max_context, "output": answer}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxinfer",
         "options": {"baseURL": f"{url}/v1", "apiKey": key},
-        "models": {model: {"name": model}},
+        "models": {model: described},
     }
     config = {"provider": {"mlxinfer": provider}, "model": f"mlxinfer/{model}"}
     return ["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
-def aider(url: str, model: str, key: str) -> Started:
+def aider(to: Endpoint) -> Started:
     """Aider, over OpenAI's chat completions."""
-    variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
-    return ["aider", "--model", f"openai/{model}"], variables
+    variables = {"OPENAI_API_BASE": f"{to.url}/v1", "OPENAI_API_KEY": to.key}
+    return ["aider", "--model", f"openai/{to.model}"], variables
 
 
-TOOLS: dict[str, tuple[Callable[[str, str, str], Started], str]] = {
+OPENCODE_ANSWER = 32_000  # tokens that OpenCode asks for at most
+TOOLS: dict[str, tuple[Callable[[Endpoint], Started], str]] = {
     "claude": (claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (codex, "npm install -g @openai/codex"),
     "opencode": (opencode, "npm install -g opencode-ai"),
@@ -237,13 +272,16 @@ def launch(
 
     ARGUMENTS go to the tool; put -- before those that begin with a dash.
     """
-    names = [each["id"] for each in ask(url, "/v1/models")["data"]]
+    contexts = {each["id"]: each.get("max_model_len") for each in ask(url, "/v1/models")["data"]}
+    names = list(contexts)
     if not names or (model is not None and model not in names):
         raise click.UsageError(
             f"The server has no such model; it has {', '.join(names) or 'none'}."
         )
     make, install = TOOLS[tool]
-    words, variables = make(base_of(url), model or names[0], os.environ.get(API_KEY) or "local")
+    chosen = model or names[0]
+    key = os.environ.get(API_KEY) or "local"
+    words, variables = make(Endpoint(base_of(url), chosen, key, contexts[chosen]))
     words += arguments
     if only_print:
         for name, value in variables.items():

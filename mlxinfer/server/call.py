@@ -30,7 +30,6 @@ from ..session.inputs import Input
 from ..session.saved import NamedSessions
 from .errors import HttpError, ShuttingDownError
 from .http import (
-    KEEP_ALIVE,
     NO_STORE,
     Body,
     ClientGoneError,
@@ -113,6 +112,7 @@ class Call:
         self.key: ApiKey | None = None
         self.path_params: dict[str, str] = {}
         self.log: dict[str, Any] = {}
+        self.skipped: list[str] = []  # parts of the request that are left out: place and kind
         self.status: int | None = None
         shown_id = self.request_id.encode()
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
@@ -416,12 +416,12 @@ class Call:
     def _inputs(self, model: ServedModel, read: Read) -> list[Input]:
         """The inputs for the model; raises PictureError if URLs are left in them.
 
-        A model of text refuses pictures by itself.
+        Pictures of earlier turns are left out for a model of text, which refuses a new one itself.
         """
         sees = "vision" in model.session.capabilities
         return [
             replace(
-                each.fetched(refuse_urls) if sees else each,
+                each.fetched(refuse_urls) if sees else self._without_pictures(each),
                 owner=self.owner,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
@@ -430,6 +430,11 @@ class Call:
             )
             for each in read()
         ]
+
+    def _without_pictures(self, given: Input) -> Input:
+        given, places = given.without_earlier_pictures()
+        self.skipped += [place for place in places if place not in self.skipped]
+        return given
 
     async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
         """The tokens that a model read, and its vectors or scores.
@@ -479,14 +484,21 @@ class Call:
         self,
         answers: Answers,
         write: Callable[[AnswerStep], Iterable[bytes]],
-        keep_alive: bytes = KEEP_ALIVE,
+        idle: Callable[[], bytes],
     ) -> AsyncIterator[bytes]:
-        """The frames of a stream as the answers' steps arrive; `keep_alive` after a silence."""
+        """The frames of a stream as the answers' steps arrive.
+
+        Args:
+            answers: are read to their end.
+            write: the frames of a step.
+            idle: the frame after a silence: an event of the API. Codex ends a stream that sends
+                only comments for some minutes, and clients of Ollama's API know no comments.
+        """
         self.log["stream"] = True
         async for steps in answers:
             frames = [frame for step in steps for frame in write(step)]
             if frames or not steps:
-                yield b"".join(frames) or keep_alive
+                yield b"".join(frames) or idle()
 
     def namespace(self, salt: str | None = None) -> str | None:
         """The namespace of the prefix cache: no key finds the prompts of another key.

@@ -21,7 +21,8 @@ from .protocol import CONNECTIONS
 
 JSON = b"application/json"
 BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"referer"))  # headers that they send
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
+# Docker gives the last name to this machine, for containers; `.internal` is in no public DNS.
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "host.docker.internal")
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _HOST = re.compile(rf"({HOST_NAME})(?::\d{{1,5}})?")
 
@@ -135,11 +136,15 @@ def _is_ours(name: str, config: ServerConfig) -> bool:
         return True
     if name in (*map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)):
         return True
+    own = socket.gethostname().lower()
+    if name in (own, f"{own.removesuffix('.local')}.local"):
+        return True
     if config.loopback:
         return False
-    own = socket.gethostname().lower()
-    if name in (own, f"{own.removesuffix('.local')}.local") or _is_address(name):
-        return True  # an address cannot be rebound
+    # An address cannot be rebound. A Mac may have several names in its own network; whoever can
+    # make one up there can reach the server without it.
+    if name.endswith(".local") or _is_address(name):
+        return True
     return bool(config.keys) and not config.allowed_hosts  # a page cannot know a key
 
 

@@ -1,7 +1,6 @@
 """Routes, bodies of requests within limits, and replies: JSON, event streams, errors of an API.
 
-No frame of a stream carries an `id:`, and silence is broken by comments: empty data frames and
-named pings break clients that parse every event.
+No frame of a stream carries an `id:`. Silence in a stream is broken by an event of its API.
 """
 
 import asyncio

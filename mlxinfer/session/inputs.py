@@ -152,6 +152,10 @@ class Input(ABC):
         """Whether answers may be bound by a grammar that has to be compiled."""
         return self.constraint is not None or self.response_format is not None
 
+    def without_earlier_pictures(self) -> tuple[Self, list[str]]:
+        """The input for a model that reads text only, and the places of what was left out."""
+        return self, []
+
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
         return SamplingParams()
@@ -234,6 +238,22 @@ class ChatInput(Input):
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
         """The conversation with the data of pictures in place of their URLs."""
         return replace(self, messages=[_fetched(message, fetch) for message in self.messages])
+
+    def without_earlier_pictures(self) -> tuple[Self, list[str]]:
+        """The conversation for a model that reads text only, and the places of what was left out.
+
+        A short text stands for each picture and video of earlier turns, and for those that a tool
+        returned: nobody chose to show them to this model. Those of the last message stay.
+        """
+        places: list[str] = []
+        last = len(self.messages) - 1
+        messages = [
+            message
+            if number == last and message.get("role") == "user"
+            else _without_pictures(message, f"{self.place}[{number}]", places)
+            for number, message in enumerate(self.messages)
+        ]
+        return (replace(self, messages=messages), places) if places else (self, places)
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         """Let `reader` read a conversation."""
@@ -426,6 +446,22 @@ def check_list(name: str, given: object) -> None:
 
 def _as_list(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
+
+
+def _without_pictures(message: Message, path: str, places: list[str]) -> Message:
+    """The message with a text in place of each picture and video; `places` gets theirs."""
+    content = message.get("content")
+    if not isinstance(content, list) or all(part.get("type") == "text" for part in content):
+        return message
+    parts = []
+    for number, part in enumerate(content):
+        if part.get("type") == "text":
+            parts.append(part["text"])
+            continue
+        kind = "video" if part.get("type") == "video" else "picture"
+        places.append(f"{part.get('place') or f'{path}.content[{number}]'} {kind}")
+        parts.append(f"[A {kind} was here. This model reads text only.]")
+    return {**message, "content": "\n".join(parts)}
 
 
 def _fetched(message: Message, fetch: Callable[[str, str], bytes]) -> Message:

@@ -260,8 +260,8 @@ class RequestBuilder:
     def _check_text(self, *texts: str, max_context: int, place: str) -> None:
         """Raise PromptTooLongError for texts that are far too long, before all is encoded."""
         encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=True)
-        if exceeds_tokens(encode, texts, max_context):
-            raise PromptTooLongError(max_context, max_context, param=place, exact=False)
+        if num_tokens := exceeds_tokens(encode, texts, max_context):
+            raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
 
     def _encode_chat(
         self,

@@ -38,6 +38,7 @@ NOT_TEXT = "The text is not valid Unicode: it holds half of a surrogate pair, or
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|call|>")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 USUAL_CHARS = 8  # per token; shorter texts are encoded at once
+EXACT_CHARS = 1_000_000  # shorter texts, too: clients compact by the true length of a prompt
 PIECE_CHARS = 32_768
 SLACK = 2  # a text has a few more tokens for every cut
 INCOMPLETE = "\ufffd"  # as `decode` writes bytes that are no character, or not yet
@@ -411,26 +412,26 @@ def check_text(text: object) -> None:
 
 def exceeds_tokens(
     encode: Callable[[str], Sequence[int]], texts: Sequence[str], num_tokens: int
-) -> bool:
-    """Whether `texts` together are certain to have more than `num_tokens` tokens.
+) -> int:
+    """A lower bound of the tokens of `texts`, where they are certain to be more than `num_tokens`.
 
-    Encoding takes seconds per million characters, and cannot be interrupted. This encodes pieces
-    until they have twice `num_tokens` tokens. True is certain. False promises nothing: only
-    encoding all texts tells.
+    0 promises nothing: only encoding all texts tells. That takes a second per million characters,
+    and cannot be interrupted. So texts of more than `EXACT_CHARS` are encoded in pieces, until
+    these have twice `num_tokens` tokens; shorter ones are left to be counted exactly.
 
     Args:
         encode: turns one text into ids.
         texts: of one prompt.
         num_tokens: usually the context length.
     """
-    if sum(map(len, texts)) <= USUAL_CHARS * num_tokens:
-        return False
+    if sum(map(len, texts)) <= max(USUAL_CHARS * num_tokens, EXACT_CHARS):
+        return 0
     count = 0
     for piece in _pieces(texts):
         count += len(encode(piece))
         if count > SLACK * num_tokens:
-            return True
-    return False
+            return count // SLACK  # a text has a few more tokens for every cut
+    return 0
 
 
 def _pieces(texts: Iterable[str]) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -182,7 +183,7 @@ def test_a_model_that_cannot_be_loaded_says_when_it_is_tried_again() -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*_: Any, **__: Any) -> Any:
-        return {"data": [{"id": "chat"}, {"id": "small"}]}
+        return {"data": [{"id": "chat", "max_model_len": 4096}, {"id": "small"}]}
 
     monkeypatch.setattr(running, "ask", ask)
     monkeypatch.setattr(running, "default_url", lambda: "http://127.0.0.1:8080")
@@ -223,3 +224,26 @@ def test_launch_says_what_is_missing(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "aider is not installed: pip install aider-chat" in outcome("launch", "aider").err
     assert "it has chat, small" in outcome("launch", "aider", "-m", "none").err
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ("claude", "CLAUDE_CODE_AUTO_COMPACT_WINDOW=4096"),
+        ("codex", "model_context_window=4096"),
+        ("opencode", '"limit": {"context": 4096, "output": 1024}'),
+    ],
+)
+def test_launch_tells_agents_how_long_a_prompt_may_be(
+    tool: str, said: str, served: None, outcome: Any
+) -> None:
+    assert said in outcome("launch", tool, "-m", "chat", "--print").out
+    unknown = outcome("launch", tool, "-m", "small", "--print").out  # it was never loaded
+    assert not re.search("WINDOW|_window|limit", unknown)
+
+
+def test_each_tier_of_claude_code_is_a_model_of_the_server(served: None, outcome: Any) -> None:
+    printed = outcome("launch", "claude", "-m", "small", "--print").out
+    tiers = re.findall(r"ANTHROPIC_DEFAULT_(\w+)_MODEL=small$", printed, re.MULTILINE)
+    assert sorted(tiers) == ["FABLE", "HAIKU", "OPUS", "SONNET"]
+    assert "export CLAUDE_CODE_ATTRIBUTION_HEADER=0" in printed

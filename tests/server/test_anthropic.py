@@ -363,3 +363,88 @@ def test_without_a_key_the_error_is_theirs_too() -> None:
         assert "type" not in server.get("/v1/models").json()
         with anthropic_client(server).with_options(api_key="sk-test-1") as models_client:
             assert models_client.models.retrieve("demo").id == "demo"
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1.250.{0}; cc_entrypoint=cli; cch={0};"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_line_that_claude_code_changes_is_no_part_of_the_prompt(
+    scripted: ScriptedServer, whole: bool
+) -> None:
+    """And nothing else is left out: a line further down that begins so stays."""
+    prompts = []
+    for mark in ("a1b2c", "9f0e1"):
+        line, rules = BILLED.format(mark), "Rules.\n" + BILLED.format("x")
+        parts = [{"type": "text", "text": text} for text in (line, rules)]
+        body = {
+            "messages": HELLO,
+            "max_tokens": 5,
+            "system": f"{line}\n{rules}" if whole else parts,
+        }
+        with scripted.says("x"):
+            assert scripted.post("/v1/messages", body).status_code == 200
+            prompts.append(scripted.prompt)
+    assert prompts[0] == prompts[1]
+    assert "Rules.\n" + BILLED.format("x") in prompts[0]
+    assert "cch=a1b2c" not in prompts[0]
+
+
+PIXEL = (  # a PNG of one
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
+    "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+PICTURE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": PIXEL},
+}
+
+
+def test_pictures_of_earlier_turns_do_not_end_a_conversation(scripted: ScriptedServer) -> None:
+    """A model that reads text is told of them; one in the newest message is an error."""
+    call = {"type": "tool_use", "id": "t1", "name": "Read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [PICTURE]}
+    answered = [
+        {"role": "user", "content": [{"type": "text", "text": "Look."}, PICTURE]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    ended = [*answered, {"role": "assistant", "content": "I see."}, *HELLO]
+    for messages in (answered, ended):
+        with scripted.says("x"):
+            answer = scripted.post("/v1/messages", {"messages": messages, "max_tokens": 5})
+            assert answer.status_code == 200, answer.text
+            assert scripted.prompt.count("[A picture was here. This model reads text only.]") == 2
+        assert answer.headers["x-mlxinfer-skipped"] == (
+            "messages[0].content[1].source.data picture, "
+            "messages[2].content[0].content[0].source.data picture"
+        )
+    newest = {"messages": [*HELLO, answered[1], answered[0]], "max_tokens": 5}
+    assert scripted.post("/v1/messages", newest).status_code == 400
+
+
+def test_what_only_other_servers_know_is_left_out_and_named(scripted: ScriptedServer) -> None:
+    thought = {"type": "redacted_thinking", "data": "x"}
+    answer = {"role": "assistant", "content": [thought, {"type": "text", "text": "Found."}]}
+    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+    body = {
+        "messages": [*HELLO, answer, *HELLO],
+        "max_tokens": 5,
+        "tools": [later],
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    }
+    with scripted.says("x"):
+        answered = scripted.post("/v1/messages", body)
+        assert answered.status_code == 200, answered.text
+        assert "Found." in scripted.prompt
+        assert "later" in scripted.prompt
+    assert answered.headers["x-mlxinfer-skipped"] == (
+        "tools[0] defer_loading, context_management edits, messages[1].content[0] redacted_thinking"
+    )
+
+
+def test_a_prompt_that_is_too_long_says_how_long_it_is(live: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 20_000}], "max_tokens": 5}
+    counted = live.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    said = live.post("/v1/messages", body).json()["error"]["message"]
+    assert said == f"prompt is too long: {counted} tokens > 2047 maximum"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from raw_http import connect, exchange, post, read_answer, status_of
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server import run
 from mlxinfer.server.config import ServerConfig
+from mlxinfer.server.errors import HttpError
+from mlxinfer.server.guard import check_host
 from mlxinfer.server.keys import ApiKeys
 
 KEY = "sk-secret"
@@ -49,6 +52,33 @@ def test_others_than_this_machine_need_a_key() -> None:
         assert ServerConfig(host=host, keys=ApiKeys.from_plain(["k"])).host == host
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
         assert ServerConfig(host=host).loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "reached", "refused"),
+    [
+        (
+            "127.0.0.1",
+            ["host.docker.internal"],
+            ["studio.local", "docker.internal", "evil.example"],
+        ),
+        (
+            "0.0.0.0",
+            ["host.docker.internal", "studio.local"],
+            ["studio.local.evil.example", "local"],
+        ),
+    ],
+)
+def test_names_by_which_this_machine_is_reached_are_its_own(
+    host: str, reached: list[str], refused: list[str]
+) -> None:
+    """The names of public DNS, which a page can point anywhere, are not."""
+    config = ServerConfig(host=host, insecure=True)
+    for name in [*reached, socket.gethostname()]:
+        check_host({"headers": [(b"host", f"{name}:8080".encode())]}, config)
+    for name in refused:
+        with pytest.raises(HttpError):
+            check_host({"headers": [(b"host", f"{name}:8080".encode())]}, config)
 
 
 def test_several_addresses_share_a_port() -> None:

@@ -98,12 +98,30 @@ def test_a_full_queue_says_when_to_come_back(tight: LiveServer) -> None:
     tight.check_idle()
 
 
-def test_silence_is_broken_by_comments(tight: LiveServer) -> None:
-    """Two long requests take the whole batch; the third one waits, and hears of it."""
+SILENT: dict[str, tuple[dict[str, Any], str]] = {  # path -> a request, and part of what it hears
+    CHAT: (chat(), '"delta":{}'),
+    COMPLETIONS: ({"prompt": "A", "max_tokens": 2}, '"text":""'),
+    "/v1/messages": (chat(), '"type":"ping"'),
+    "/v1/responses": ({"input": "A"}, "event: response.in_progress"),
+    "/api/chat": ({**chat(), "model": "demo"}, '"content":""'),
+    "/api/generate": ({"prompt": "A", "model": "demo"}, '"response":""'),
+    "/completion": ({"prompt": "A", "n_predict": 2}, '"content":""'),
+}
+
+
+@pytest.mark.parametrize("path", SILENT)
+def test_silence_is_broken_by_an_event_of_the_api(tight: LiveServer, path: str) -> None:
+    """Two long requests take the whole batch; the third one waits, and hears of it twice.
+
+    Clients count neither comments nor, on lines of JSON, nothing at all as a sign of life.
+    """
+    body, heard = SILENT[path]
     with tight.stream(CHAT, long_chat(n=2)):
         wait_until(lambda: tight.stats()["running"] == 2)
-        with tight.stream(CHAT, chat()) as waiting:
-            assert ": keep-alive" in waiting.iter_lines()
+        with tight.stream(path, body) as waiting:
+            said = (line for line in waiting.iter_lines() if heard in line)
+            assert next(said)
+            assert next(said)
     tight.check_idle()
 
 

@@ -429,3 +429,20 @@ def test_what_cannot_be_is_refused(scripted: ScriptedServer) -> None:
         answer = scripted.post("/v1/responses", {"input": "x", **fields})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
+
+
+def test_items_that_only_another_server_can_read_are_left_out(scripted: ScriptedServer) -> None:
+    """Also of types that are unknown here, where they are no part of the newest turn."""
+    said = {"role": "user", "content": "Hi"}
+    foreign = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo_x-Yz1=="},
+        {"type": "compaction", "id": "c", "encrypted_content": "gAAA"},
+        {"type": "invented_item", "data": {"deep": [1]}},
+    ]
+    with scripted.says("Hello"):
+        answer = scripted.post("/v1/responses", {"input": [said, *foreign, said]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-mlxinfer-skipped"] == (
+        "input[1] reasoning, input[2] compaction, input[3] invented_item"
+    )
+    assert scripted.post("/v1/responses", {"input": [said, foreign[2]]}).status_code == 400

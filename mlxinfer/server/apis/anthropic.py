@@ -56,6 +56,8 @@ from .tools import (
 )
 
 PING = named("ping", {"type": "ping"})
+# Claude Code's first line: it differs with each version and session, and says nothing to a model.
+BILLING = "x-anthropic-billing-header:"
 
 
 # -- the request --------------------------------------------------------------------------------
@@ -151,11 +153,6 @@ class CountRequest(SamplerFields, kw_only=True):
     output_config: OutputConfig | None = None
     context_management: Any = None
 
-    def resolve(self) -> None:
-        """Raise UnsupportedFieldError for a context that is to be cleared."""
-        if not _keeps_all(self.context_management):
-            refuse("context_management", self.context_management, ({},))
-
 
 class MessagesRequest(CountRequest, kw_only=True):
     """A conversation to be answered."""
@@ -183,7 +180,6 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def resolve(self) -> None:
         """Raise InvalidRequestError for a budget of thinking that leaves the answer nothing."""
-        super().resolve()
         if self.thinking is not None and self.thinking.type == "enabled":
             budget = self.thinking.budget_tokens
             if budget is not None and budget >= self.max_tokens:  # some clients send none
@@ -196,8 +192,9 @@ class MessagesRequest(CountRequest, kw_only=True):
 def _keeps_all(management: Any) -> bool:
     """Whether a context_management asks for what happens anyway: nothing is cleared."""
     edits = management.get("edits", []) if isinstance(management, dict) else None
-    return isinstance(edits, list) and all(
-        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    return management is None or (
+        isinstance(edits, list)
+        and all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
     )
 
 
@@ -218,6 +215,8 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
     choice = body.tool_choice
     tools = openai_tools(body.tools, skipped)
     check_tools(tools)
+    if not _keeps_all(body.context_management):
+        skip(skipped, "context_management", "edits")
     return ChatInput(
         messages=conversation(body, skipped),
         tools=tools,
@@ -263,8 +262,9 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     if not body.messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
     found: list[Plain] = []
-    if body.system:
-        found.append({"role": "system", "content": _text(body.system, "system")})
+    system = _without_billing(_text(body.system, "system")) if body.system else ""
+    if system:
+        found.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         for plain in _turn(message, f"messages[{number}]", skipped):
             if found and _together(found[-1], plain):
@@ -272,6 +272,12 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
             else:
                 found.append(plain)
     return found
+
+
+def _without_billing(system: str) -> str:
+    """The system prompt without Claude Code's first line, so that its prefix stays the same."""
+    first, _, rest = system.partition("\n")
+    return rest.lstrip("\n") if first.startswith(BILLING) else system
 
 
 def _together(one: Plain, two: Plain) -> bool:
@@ -313,7 +319,8 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> l
             continue
         if tool.name is None:
             raise InvalidRequestError.of(f"{where}.name", "is missing, and is required.")
-        refuse(f"{where}.defer_loading", tool.defer_loading, (False,))
+        if tool.defer_loading:  # it is told at once: nothing here searches for tools
+            skip(skipped, where, "defer_loading")
         refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
         function: Plain = {"name": tool.name, **DEFINED.get(tool.type or "", {})}
         function.setdefault("parameters", tool.input_schema or {})
@@ -359,8 +366,6 @@ def _earlier_answer(content: str | list[ContentBlock], path: str, skipped: list[
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[ContentBlock]] = {"text": [], "thinking": [], "tool_use": []}
     for number, block in enumerate(content):
-        if block.type == "redacted_thinking":  # encrypted by another server
-            continue
         if block.type in HOSTED_BLOCKS:
             skip(skipped, f"{path}[{number}]", block.type)
             continue
@@ -551,7 +556,7 @@ class MessageWriter:
         """Yield the events of the message: its start, its blocks, its end."""
         begun = self._message([], usage_of(len(self._answer.request.prompt_ids)))
         yield named("message_start", {"type": "message_start", "message": begun}) + PING
-        async for frames in self._call.frames(self._answers, self.step_frames, PING):
+        async for frames in self._call.frames(self._answers, self.step_frames, lambda: PING):
             yield frames
         last = {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
         stop = named("message_stop", {"type": "message_stop"})
@@ -702,6 +707,7 @@ _RUN_BY = ("code_execution", "bash_code_execution", "text_editor_code_execution"
 HOSTED_BLOCKS = frozenset(  # in earlier answers of Anthropic's own models
     (
         *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload"),
+        *("redacted_thinking", "compaction", "fallback"),  # only its own servers can read them
         *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "tool_search", *_RUN_BY)),
     )
 )

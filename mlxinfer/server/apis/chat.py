@@ -462,11 +462,14 @@ class ChatWriter:
         count = len(self.answers.answers)
         role = {"role": "assistant", "content": ""}
         yield b"".join(self._frame(_choice(i, delta=role)) for i in range(count))
-        async for frames in self.call.frames(self.answers, self.step_frames):
+        async for frames in self.call.frames(self.answers, self.step_frames, self._idle):
             yield frames
         if self.body.wants_usage:
             yield data(self._object(CHUNK, [], usage=usage_of(self.answers)))
         yield DONE
+
+    def _idle(self) -> bytes:
+        return self._frame(_choice(0, delta={}))
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""

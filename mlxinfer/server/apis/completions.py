@@ -186,12 +186,15 @@ class CompletionWriter:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the pieces, the token counts if they were asked for, and [DONE]."""
-        async for frames in self._call.frames(self._answers, self.step_frames):
+        async for frames in self._call.frames(self._answers, self.step_frames, self._idle):
             yield frames
         counts = self._usage()
         if self._body.wants_usage:
             yield data(self._completion([], usage=counts))
         yield DONE
+
+    def _idle(self) -> bytes:
+        return data(self._completion([_choice("", 0)]))
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: how far its prompt is, or the pieces of its choice."""
@@ -325,7 +328,8 @@ async def _answer(call: Call, body: LlamaRequest, limit: int, text: Plain) -> Pl
             yield data(piece)
 
     if body.stream:
-        return Events(call.frames(answers, write))
+        idle = data({"content": "", "stop": False})
+        return Events(call.frames(answers, write, lambda: idle))
     (result,) = await answers.aresults()
     return _end(answers, "" if body.max_tokens == 0 else result.text, model.name)
 

@@ -24,10 +24,18 @@ from ..slots import ModelSlot, ServedModel
 from ..workers import apart
 from .chat import Effort
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
-from .tools import base64_part, begun_object, check_tools, content_of, function_call, text_part
+from .tools import (
+    base64_part,
+    begun_object,
+    check_tools,
+    content_of,
+    function_call,
+    report_skipped,
+    text_part,
+)
 from .usage import logprob_of, logprobs_of
 
-API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
+API_VERSION = "0.13.4"  # of Ollama: these paths follow its API; clients check for the oldest
 LATEST = ":latest"  # a tag that clients add to names without one
 MAX_INPUTS = 2048
 NDJSON = b"application/x-ndjson"
@@ -228,9 +236,10 @@ async def _answer(
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
     answers = await call.start(model, lambda: [read(model)])
+    report_skipped(call, [])
     writer = SaidWriter(call, body.model, model, answers, load_s, chats)
     if body.stream is not False:
-        return Events(call.frames(answers, writer.lines, b""), media_type=NDJSON)
+        return Events(call.frames(answers, writer.lines, writer.idle), media_type=NDJSON)
     (result,) = await answers.aresults()
     return writer.whole(result)
 
@@ -270,6 +279,10 @@ class SaidWriter:
             yield _line({**said, "logprobs": scored} if scored else said)
         if result is not None:
             yield _line({**self._said("", "", []), **self._ending(result)})
+
+    def idle(self) -> bytes:
+        """A line without text, after a silence."""
+        return _line(self._said("", "", []))
 
     def _complete_calls(self, delta: Delta) -> list[ToolCall]:
         """The calls that end with this delta: clients expect each in one piece."""
@@ -408,10 +421,12 @@ async def tags(call: Call) -> Plain:
 async def running(call: Call) -> Plain:
     """The models that are loaded (Ollama's API)."""
     models = call.service.models
+    stats = await call.service.engine_stats.all(models)
     found = []
     for slot in models.slots():
         if not slot.loaded:
             continue
+        used = slot.weights_bytes + stats.get(slot.entry.name, {}).get("kv_bytes_allocated", 0)
         left_s = slot.ttl_left_s
         expires = datetime.fromtimestamp(call.created_s + (left_s or 0), UTC)
         if left_s is None:  # it stays
@@ -419,7 +434,8 @@ async def running(call: Call) -> Plain:
         found.append(
             {
                 **_tag(slot),
-                "size_vram": slot.held_bytes,  # weights and KV cache
+                "size": used,  # weights, and pages of the KV cache so far
+                "size_vram": used,  # unified memory
                 "expires_at": _written(expires),
                 "context_length": slot.max_context or 0,
             }

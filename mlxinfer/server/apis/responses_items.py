@@ -34,6 +34,7 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
+KNOWN_ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", *OUTPUTS)
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -94,7 +95,8 @@ def conversation(
     found: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate([*before, *items], start=-len(before)):
         place = "previous_response_id" if number < 0 else f"input[{number}]"
-        if item.type in HOSTED_ITEMS:
+        newest = number == len(items) - 1
+        if item.type in HOSTED_ITEMS or _is_foreign(item, newest=newest):
             skip(skipped, place, item.type)
         else:
             _add(found, item, place)
@@ -103,6 +105,25 @@ def conversation(
     for message in found:
         message.setdefault("content", "")
     return found
+
+
+def _is_foreign(item: InputItem, *, newest: bool) -> bool:
+    """Whether only another server can read an item: it encrypted it, or has invented its type.
+
+    An unknown item that was sent just now is an error, and one of earlier turns is left out, since
+    no client could go on with its conversation otherwise.
+    """
+    if item.type == "reasoning":
+        return not item.content and not item.summary and _unwrapped(item.encrypted_content) is None
+    return item.type == "compaction" or (not newest and item.type not in KNOWN_ITEMS)
+
+
+def _unwrapped(encrypted: str | None) -> str | None:
+    """The reasoning in our own `encrypted_content`, "" if there is none; None: another server's."""
+    try:
+        return base64.b64decode(encrypted or "", validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        return None
 
 
 def _add(found: list[Plain], item: InputItem, path: str) -> None:
@@ -164,14 +185,8 @@ def _thoughts(item: InputItem, path: str) -> str:
     """The reasoning of an earlier answer, as text or in our `encrypted_content`."""
     if item.content:
         return _text(item.content, f"{path}.content")
-    if item.encrypted_content is None:
-        return _text(item.summary or "", f"{path}.summary")
-    try:
-        return base64.b64decode(item.encrypted_content, validate=True).decode()
-    except (binascii.Error, UnicodeError, ValueError):
-        raise InvalidRequestError(
-            f"{path}.encrypted_content is not of this server; leave the item out.", param=path
-        ) from None
+    own = _unwrapped(item.encrypted_content)
+    return own or _text(item.summary or "", f"{path}.summary")
 
 
 def _text(content: str | list[InputPart], path: str) -> str:

@@ -96,7 +96,13 @@ def skip(skipped: list[str], place: str, kind: object) -> None:
 
 
 def report_skipped(call: Call, skipped: list[str]) -> None:
-    """Name what is left out in the log and in a header of the reply, if there is anything."""
+    """Name what is left out in the log and in a header of the reply, if there is anything.
+
+    Args:
+        call: it has the earlier pictures that its model does not see.
+        skipped: tools, items and blocks of the body.
+    """
+    skipped = [*skipped, *call.skipped]
     if not skipped:
         return
     call.log["skipped"] = ", ".join(skipped)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer
-from ..text.reasoning import HARMONY_ENDS, MAX_LEADING_SPACE, channel_of
+from ..text.reasoning import MAX_LEADING_SPACE, channel_of
 
 WORD_BITS = 32  # of a mask
 ALL = np.uint32(0xFFFFFFFF)
@@ -45,10 +45,10 @@ class BudgetRule:
     @classmethod
     def of(cls, tokenizer: Tokenizer, format: ReasoningFormat) -> "BudgetRule":
         """Return the rule of a model."""
-        mark = HARMONY_ENDS[0] if format.harmony else format.end
+        mark = format.channels.ends[0] if format.harmony else format.end
         closing = tokenizer.encode(mark, add_special_tokens=False, parse_special=True)
         reopening = None
-        if format.harmony:
+        if format.harmony and "analysis" in format.channels.thought:
             reopening = tokenizer.encode("analysis", add_special_tokens=False)[0]
         return cls(tokenizer, format, tuple(closing), reopening)
 
@@ -192,7 +192,7 @@ class ReasoningBudget:
 
     def _follow_channels(self) -> None:
         """Follow channels: each message of the channel `analysis` is reasoning."""
-        if any(self._text.endswith(mark) for mark in HARMONY_ENDS):
+        if any(self._text.endswith(mark) for mark in self._rule.format.channels.ends):
             self._close()
         elif self._phase is _Phase.BEFORE and self._text.endswith("<|message|>"):
             header = self._text.removesuffix("<|message|>")

@@ -34,6 +34,7 @@ class TextReader:
         self._at = 0
         self._closed = False
         self._taken: list[str] = []
+        self.num_taken = 0  # characters read so far
         self._cut_mark = -1  # where the end of the text cuts off a mark that was looked for
 
     @classmethod
@@ -86,6 +87,7 @@ class TextReader:
         taken = self._text[self._at : self._at + count]
         assert len(taken) == count
         self._at += count
+        self.num_taken += count
         self._taken.append(taken)
         return taken
 

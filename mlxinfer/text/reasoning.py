@@ -8,7 +8,8 @@ stream and grammars start from that state.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import tokenizers
@@ -24,6 +25,7 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 _ASSISTANT = "<|start|>assistant"
 _NO_MARK = re.compile("[^<]+")
+_RECIPIENT = re.compile(r"\sto=([^\s<]*)")
 
 
 class Splitter(ABC):
@@ -33,6 +35,7 @@ class Splitter(ABC):
         self._reader = TextReader()
         self._thought: list[str] = []  # found since the last push
         self._shown: list[str] = []
+        self.is_thinking = False  # the text so far ends within a thought
         self._steps = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
@@ -71,6 +74,10 @@ class TagSplitter(Splitter):
             with the first of them, both are dropped, with the white space beside them.
         opened: the prompt ends after the start tag.
         continued: the prompt ends within the reasoning, so a space after it is part of it.
+        wrapped: the prompt ends after the first tag of `answer`.
+        implied: the start tag may be missing. Then the text up to the end tag is reasoning, so no
+            text is certain before that tag has come, or the answer has ended.
+        final: after this text nothing belongs to the answer; "": there is no such text.
     """
 
     def __init__(
@@ -81,10 +88,15 @@ class TagSplitter(Splitter):
         *,
         opened: bool = False,
         continued: bool = False,
+        wrapped: bool = False,
+        implied: bool = False,
+        final: str = "",
     ) -> None:
         super().__init__()
         self._start, self._end, self._answer = start, end, answer
-        self._opened, self._continued = opened, continued
+        self._opened, self._continued, self._wrapped = opened, continued, wrapped
+        self._implied, self._final = implied, final
+        self.is_thinking = opened
         self._space = ""  # before the answer, as long as a tag may follow
 
     def _read(self) -> Parse[None]:
@@ -95,14 +107,36 @@ class TagSplitter(Splitter):
             if begins or not self._continued:
                 space = ""
                 yield from reader.space()
+            self.is_thinking = True
             yield from self._between(self._end, self._thought, space)
-        if begin and (yield from self._begins(begin)):
+        elif self._implied:
+            yield from self._unmarked()
+        if self._wrapped or (begin and (yield from self._begins(begin))):
             yield from reader.space()
             is_wrapped = yield from self._between(end, self._shown)
-            if is_wrapped and (yield from reader.more()):
+            is_last = bool(self._final) and (yield from reader.ahead((self._final,))) is not None
+            if is_wrapped and not is_last and (yield from reader.more()):
                 self._shown.append("\n")
         self._shown.append(self._space)
+        if self._final:
+            with suppress(Malformed):
+                yield from reader.pass_until((self._final,), self._shown.append)
+                yield from reader.rest(lambda _: None)
         yield from reader.rest(self._shown.append)
+
+    def _unmarked(self) -> Parse[None]:
+        """Read a thought without its start tag; without an end tag, the text is the answer."""
+        held = [self._space]
+        self._space = ""
+        try:
+            yield from self._reader.pass_until((self._end,), held.append)
+        except Malformed:
+            yield from self._reader.rest(held.append)
+            self._shown += held
+            return
+        self._thought.append("".join(held).strip())
+        self._reader.take(len(self._end))
+        yield from self._reader.space()
 
     def _begins(self, tag: str) -> Parse[bool]:
         """Read a tag with white space before it, if it comes next."""
@@ -138,9 +172,48 @@ class TagSplitter(Splitter):
         except Malformed:  # the answer ended before the tag
             yield from self._reader.rest(add)
             return is_text
+        self.is_thinking = False
         self._reader.take(len(end))
         yield from self._reader.space()
         return is_text
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """How a model marks messages within its answer, each with a header that says what it is.
+
+    Attributes:
+        marks: texts in and around headers.
+        ends: texts after a message; the first of them ends a thought.
+        thought: header of a thought, up to its text.
+        preamble: header of a text before a call.
+        final: header of the answer.
+        shows_headers: tool-call parsers need the header of a call.
+    """
+
+    marks: tuple[str, ...]
+    ends: tuple[str, ...]
+    thought: str
+    preamble: str
+    final: str
+    shows_headers: bool = True
+
+
+GPT_OSS = Channels(
+    HARMONY,
+    HARMONY_ENDS,
+    "<|channel|>analysis<|message|>",
+    "<|channel|>commentary<|message|>",
+    "<|channel|>final<|message|>",
+)
+MUSE = Channels(  # the headers name who is spoken to: self, user, or a tool
+    ("<|start|>", "<|message|>"),
+    ("<|eom|>", "<|eot|>"),
+    " to=self<|message|>",
+    " to=user<|message|>",
+    " to=user<|message|>",
+    shows_headers=False,
+)
 
 
 class HarmonySplitter(Splitter):
@@ -148,11 +221,13 @@ class HarmonySplitter(Splitter):
 
     A message to a tool stays in the text with its header and marks, so that a tool-call parser
     finds it. It begins with <|start|>, even if the prompt had that mark. Text without any channel
-    is the answer. Source: the harmony response format of gpt-oss.
+    is the answer. Source: the harmony response format of gpt-oss. Muse's headers name recipients
+    instead of channels.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channels: Channels = GPT_OSS) -> None:
         super().__init__()
+        self._channels = channels
         self._header: list[str] | None = []  # between messages: what stands before <|message|>
         self._seen_mark = False
         self._is_header = False  # after a mark, or where the text begins with a recipient
@@ -161,7 +236,7 @@ class HarmonySplitter(Splitter):
     def _read(self) -> Parse[None]:
         reader = self._reader
         while (yield from reader.more()):
-            mark = yield from reader.accept(*HARMONY, *HARMONY_ENDS)
+            mark = yield from reader.accept(*self._channels.marks, *self._channels.ends)
             if mark is not None:
                 said = self._mark(mark)
             else:
@@ -188,10 +263,10 @@ class HarmonySplitter(Splitter):
     def _mark(self, mark: str) -> str:
         """Enter the next part of the message; return the text that the mark adds to the output."""
         self._seen_mark = self._is_header = True
-        if mark in HARMONY_ENDS:
-            closing = mark if self._header is None and self._channel == "tool" else ""
+        if mark in self._channels.ends:
+            is_call = self._header is None and self._channel == "tool"
             self._header = []
-            return closing
+            return mark if is_call and self._channels.shows_headers else ""
         if mark == "<|message|>":
             return self._begin_body("".join(self._header or []))
         if mark == "<|start|>" or self._header is None:
@@ -203,13 +278,15 @@ class HarmonySplitter(Splitter):
     def _begin_body(self, header: str) -> str:
         self._header = None
         self._channel = channel_of(header)
-        return f"<|start|>{header}<|message|>" if self._channel == "tool" else ""
+        is_shown = self._channel == "tool" and self._channels.shows_headers
+        return f"<|start|>{header}<|message|>" if is_shown else ""
 
 
 def channel_of(header: str) -> str:
     """Return "analysis", "tool" or "final" for a message with this header."""
-    if " to=" in f" {header}":
-        return "tool"
+    recipient = _RECIPIENT.search(f" {header}")
+    if recipient is not None:
+        return {"self": "analysis", "user": "final"}.get(recipient[1], "tool")
     _, _, channel = header.partition("<|channel|>")
     return "analysis" if channel.split()[:1] == ["analysis"] else "final"
 
@@ -218,20 +295,24 @@ def channel_of(header: str) -> str:
 class ReasoningFormat:
     """How a model marks its reasoning: between two tags, or by channels (`harmony`).
 
-    With `answer`, the answer after the reasoning stands between two tags of its own.
+    With `answer`, the answer after the reasoning stands between two tags of its own. `implied` and
+    `final`: see TagSplitter. `channels` say how messages are marked, with `harmony`.
     """
 
     start: str = "<think>"
     end: str = "</think>"
     harmony: bool = False
     answer: tuple[str, str] = ("", "")
+    implied: bool = False
+    final: str = ""
+    channels: Channels = GPT_OSS
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that this format looks for, whether they are special tokens or not."""
         if self.harmony:
-            return (*HARMONY, *HARMONY_ENDS)
-        return (self.start, self.end, *filter(None, self.answer))
+            return (*self.channels.marks, *self.channels.ends)
+        return (self.start, self.end, *filter(None, (*self.answer, self.final)))
 
     def splitter(self, prefix: str = "") -> Splitter:
         """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
@@ -239,9 +320,16 @@ class ReasoningFormat:
             opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
             continued = opened and bool(thought.strip())
             return TagSplitter(
-                self.start, self.end, self.answer, opened=opened, continued=continued
+                self.start,
+                self.end,
+                self.answer,
+                opened=opened,
+                continued=continued,
+                wrapped=bool(prefix) and prefix == self.answer[0],
+                implied=self.implied and not prefix,
+                final=self.final,
             )
-        harmony = HarmonySplitter()
+        harmony = HarmonySplitter(self.channels)
         if prefix.startswith(_ASSISTANT):
             harmony.push(prefix.removeprefix(_ASSISTANT))
         return harmony
@@ -255,7 +343,10 @@ class ReasoningFormat:
 
     def is_closed(self, prefix: str) -> bool:
         """Whether the prompt holds the reasoning of this answer whole, such as an empty one."""
-        return not self.harmony and self.start in prefix and self.end in prefix
+        if self.harmony:
+            return False
+        is_whole = self.start in prefix and self.end in prefix
+        return is_whole or (bool(prefix) and prefix == self.answer[0])
 
     def is_over(self, prefix: str) -> bool:
         """Whether it is past its reasoning, because the prompt names another channel."""
@@ -273,15 +364,15 @@ def answer_prefix(
     if reasoning is None:
         return ""
     if reasoning.harmony:
-        return _header(tokenizer, prompt_ids)
+        return _header(tokenizer, reasoning.channels, prompt_ids)
     return _thought(tokenizer, reasoning, prompt_ids)
 
 
-def _header(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _header(tokenizer: Tokenizer, channels: Channels, ids: Sequence[int]) -> str:
     """Return the header of the last message with its tokens, "" where that message has ended."""
     start = _last(ids, tokenizer.piece_to_id("<|start|>"))
     message = ids[start:] if start >= 0 else ()
-    if any(tokenizer.piece_to_id(mark) in message for mark in HARMONY_ENDS):
+    if any(tokenizer.piece_to_id(mark) in message for mark in channels.ends):
         return ""
     body = tokenizer.piece_to_id("<|message|>")
     size = message.index(body) + 1 if body in message else len(message)
@@ -298,8 +389,9 @@ def _thought(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int
     start = _last(ids, _added_id(tokenizer, reasoning.start))
     if start > turn:
         return tokenizer.decode(ids[start:], skip_special_tokens=False)
-    text = tokenizer.decode(ids[-_TAIL:], skip_special_tokens=False)
-    return reasoning.start if text.rstrip().endswith(reasoning.start) else ""
+    text = tokenizer.decode(ids[-_TAIL:], skip_special_tokens=False).rstrip()
+    begins = (reasoning.start, reasoning.answer[0])
+    return next((begin for begin in begins if begin and text.endswith(begin)), "")
 
 
 def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequence[int]) -> int:
@@ -348,14 +440,23 @@ TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
     ("<longcat_think>", "</longcat_think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>thought", "<channel|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
 _ANSWERS = (  # around the answer after a thought: Granite 3.3 and ERNIE 4.5, Hunyuan
     ("<response>", "</response>"),
     ("<answer>", "</answer>"),
+)
+_FRAMES = {"<|open|>", "<|close|>", "<|sep|>"}  # Kimi K3
+KIMI_K3 = ReasoningFormat(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    final="<|close|>message<|sep|>",
 )
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
@@ -367,22 +468,35 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
     If no known mark is found, a conversation with a thought is rendered. The marks are the texts
     before and after the thought.
     """
+    sources = "\0".join(tokenizer.template.sources.values()) if tokenizer.template else ""
+    added = {token.content: token for token in tokenizer.added_tokens.values()}
     if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
         return ReasoningFormat("", "", harmony=True)
-    sources = tokenizer.template.sources.values() if tokenizer.template else ()
-    added = {token.content for token in tokenizer.added_tokens.values()}
-    for start, end in TAGS:
-        in_tokens = end in added and any(start.startswith(token) for token in added)
-        in_template = any(start in source and end in source for source in sources)
-        if in_tokens or in_template:
-            return ReasoningFormat(start, end, answer=_answer_marks(added, "".join(sources)))
+    if " to=self" in sources and all(mark in sources for mark in (*MUSE.marks, *MUSE.ends)):
+        return ReasoningFormat("", "", harmony=True, channels=MUSE)
+    if added.keys() >= _FRAMES or all(mark in sources for mark in _FRAMES):
+        return KIMI_K3
+    in_template = [tags for tags in TAGS if all(tag in sources for tag in tags)]
+    in_tokens = [(a, b) for a, b in TAGS if b in added and any(a.startswith(t) for t in added)]
+    for start, end in [*in_template, *in_tokens]:
+        is_plain = end not in added or not added[end].special
+        template = tokenizer.template
+        implied = is_plain and template is not None and writes_thoughts(template, end)
+        answer = _answer_marks(added.keys(), sources)
+        return ReasoningFormat(start, end, answer=answer, implied=implied)
     return None if tokenizer.template is None else written_marks(tokenizer.template)
 
 
-def _answer_marks(added: set[str], sources: str) -> tuple[str, str]:
+def writes_thoughts(template: ChatTemplate, end: str) -> bool:
+    """Whether a template writes a thought, with this mark after it, so that its model has them."""
+    text = samples_of(template)["thought"] or ""
+    return end in text.partition(THOUGHT)[2]
+
+
+def _answer_marks(added: Collection[str], sources: str) -> tuple[str, str]:
     """Return the marks around the answer that tokens or templates show, ("", "") for none."""
     for begin, end in _ANSWERS:
-        if {begin, end} <= added or (begin in sources and end in sources):
+        if (begin in added and end in added) or (begin in sources and end in sources):
             return begin, end
     return "", ""
 

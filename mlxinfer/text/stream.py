@@ -74,7 +74,8 @@ class TextStream:
         stop: strings that end the answer. They are looked for in the visible text only, and not
             across a tool call.
         reasoning: how the model marks its reasoning; None: all text is visible.
-        tools: finds tool calls in the visible text; None: there are none. Reasoning has none.
+        tools: finds tool calls in the visible text; None: there are none. A call in the reasoning
+            counts only if the answer ends with it (`ThoughtCalls`).
         single_call: the first complete tool call ends the answer.
         min_tokens: a stop string that is completed before this many tokens does not count.
         prompt_ids: the prompt, which may have opened the reasoning.
@@ -106,6 +107,7 @@ class TextStream:
         self._splitter = None
         if reasoning:
             self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))
+        self._thoughts = ThoughtCalls(tools) if self._splitter and tools else None
         self._matcher = StopMatcher(stop) if stop else None
         self._tools = tools
         self._single_call = single_call
@@ -141,8 +143,13 @@ class TextStream:
         parts: list[Part] = []
         self._split(self._detokenizer.flush(), parts)
         if self._splitter and not self.stopped:
+            is_thinking = self._splitter.is_thinking
             reasoning, text = self._splitter.finish()
-            parts.append(ReasoningPart(reasoning))
+            if self._thoughts:
+                parts.append(ReasoningPart(self._thoughts.push(reasoning)))
+                parts += self._thoughts.finish(is_thinking=is_thinking)
+            else:
+                parts.append(ReasoningPart(reasoning))
             self._find_calls(text, parts)
         if self._tools and not self.stopped:
             self._show(self._tools.finish(), parts)
@@ -152,8 +159,17 @@ class TextStream:
 
     def _split(self, text: str, parts: list[Part]) -> None:
         if self._splitter:
-            reasoning, text = self._splitter.push(text)
-            parts.append(ReasoningPart(reasoning))
+            self._think(*self._splitter.push(text), parts)
+        else:
+            self._find_calls(text, parts)
+
+    def _think(self, reasoning: str, text: str, parts: list[Part]) -> None:
+        """Append reasoning, and the visible text after it."""
+        if self._thoughts:
+            reasoning = self._thoughts.push(reasoning)
+            if self._splitter is None or not self._splitter.is_thinking:
+                reasoning += self._thoughts.release()
+        parts.append(ReasoningPart(reasoning))
         self._find_calls(text, parts)
 
     def _find_calls(self, text: str, parts: list[Part]) -> None:
@@ -175,6 +191,52 @@ class TextStream:
             parts.append(part)
             if isinstance(part, ToolCallDelta) and part.status is CallStatus.DONE:
                 self.stopped = self._single_call
+
+
+class ThoughtCalls:
+    """Finds complete calls at the end of a thought that is never closed.
+
+    A thought may mention a call. So what looks like one is held back until other text follows it,
+    or the thought is closed: then it is a part of the thought. If the answer ends there, it is a
+    call.
+
+    Args:
+        tools: the parser of the visible text, of which others are made.
+    """
+
+    def __init__(self, tools: ToolParser) -> None:
+        self._tools = tools
+        self._parser = tools.another(lambda: "")
+        self._held = ""
+        self._num_released = 0  # characters
+
+    def push(self, text: str) -> str:
+        """Return the text that is certainly no call."""
+        self._held += text
+        self._parser.push(text)
+        size = max(self._parser.text_end - self._num_released, 0)
+        shown, self._held = self._held[:size], self._held[size:]
+        self._num_released += size
+        return shown
+
+    def release(self) -> str:
+        """Return what was held back, once the thought is closed."""
+        held, self._held = self._held, ""
+        self._num_released += len(held)
+        return held
+
+    def finish(self, *, is_thinking: bool) -> tuple[Part, ...]:
+        """Return the rest of the thought, as calls if it is nothing else and still open."""
+        held = self.release()
+        if not is_thinking or not held.strip():
+            return (ReasoningPart(held),)
+        parser = self._tools.another()
+        parts = merged([*parser.push(held), *parser.finish()])
+        ends = [part.status for part in parts if isinstance(part, ToolCallDelta)]
+        is_text = any(isinstance(part, TextPart) and part.text.strip() for part in parts)
+        is_broken = any(status in (CallStatus.CUT, CallStatus.BROKEN) for status in ends)
+        is_call = bool(ends) and not is_text and not is_broken
+        return parts if is_call else (ReasoningPart(held),)
 
 
 def _special_ids_in(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int]:

@@ -31,6 +31,7 @@ from .values import copy_literal, copy_value, read_string, read_value, within_qu
 NAME, ARGUMENT_OBJECT = "\0name\0", "\0arguments\0"  # within the text of a call, as ID
 _NAMES = ("name", "function", "tool_name")  # keys of the name that are read in any JSON object
 _ARGUMENTS = ("arguments", "parameters")
+_CDATA = ("<![CDATA[", "]]>")
 _NAME = compiled(r"[\w.:/-]+")
 _KEY = compiled(r"[\w.:/$@-]+")  # tools have more names than Python does
 _TYPE_WORDS = {  # the word for strings -> the words for the other JSON types
@@ -142,7 +143,7 @@ class _CallObject:
             raise Malformed("a call without a name")
         if not self._calls.is_open:
             self._calls.begin(self._name)
-            self._calls.arguments(self._held or "{}")
+            yield from copy_arguments(TextReader.of(self._held or "{}"), self._calls)
         self._calls.end()
 
     def _members(self) -> Parse[None]:
@@ -177,7 +178,7 @@ class _CallObject:
             raise Malformed("arguments twice")
         if first == "{" and self._name:
             self._calls.begin(self._name)
-            yield from copy_value(self._reader, self._calls.arguments)
+            yield from copy_arguments(self._reader, self._calls)
             return
         text = yield from read_value(self._reader)
         self._held = text if first == "{" else _unwrapped(text)
@@ -207,8 +208,14 @@ def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[No
     if (yield from reader.peek()) != "{":
         raise Malformed("the arguments are no object")
     calls.begin(name)
-    yield from copy_value(reader, calls.arguments)
+    yield from copy_arguments(reader, calls)
     calls.end()
+
+
+def copy_arguments(reader: TextReader, calls: CallWriter) -> Parse[None]:
+    """Read the arguments of the open call; quoted numbers become numbers where they have to be."""
+    convert = calls.tools.get(calls.name).conversion_of
+    yield from copy_value(reader, calls.arguments, convert=convert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +387,12 @@ class _ParameterWriter:
         if types == {"string"}:
             yield from self._stream(ends)
             return
-        text = yield from self._reader.until(*ends)
+        if (yield from self._reader.accept(_CDATA[0])):
+            text = yield from self._reader.until(_CDATA[1])
+            self._reader.take(len(_CDATA[1]))
+            yield from self._reader.space()
+        else:
+            text = yield from self._reader.until(*ends)
         if self._trim:
             text = text.removesuffix("\n")
         self._calls.arguments(json_of(text, types))
@@ -393,6 +405,14 @@ class _ParameterWriter:
     def _stream(self, ends: Sequence[str]) -> Parse[None]:
         stops = [*ends, *(f"\n{end}" for end in ends)] if self._trim else list(ends)
         self._calls.arguments('"')
+        if (yield from self._reader.accept(_CDATA[0])):  # around values with markup: MiniCPM5
+            yield from self._reader.pass_until(
+                (_CDATA[1],), lambda piece: self._calls.arguments(within_quotes(piece))
+            )
+            self._reader.take(len(_CDATA[1]))
+            yield from self._reader.space()
+            self._calls.arguments('"')
+            return
         stop = yield from self._reader.pass_until(
             stops, lambda piece: self._calls.arguments(within_quotes(piece))
         )

@@ -36,7 +36,7 @@ class CallWriter:
         self.name = ""
         self.is_open = False
         self._reader = reader
-        self._new_id = new_id
+        self.new_id = new_id
 
     def require_known(self, name: str) -> None:
         """Raise Malformed unless a declared tool has this name."""
@@ -49,7 +49,7 @@ class CallWriter:
         if not name:
             raise Malformed("a call without a name")
         self.name, self.is_open = name, True
-        self.parts.append(ToolCallDelta(index=self.count, id=self._new_id(), name=name))
+        self.parts.append(ToolCallDelta(index=self.count, id=self.new_id(), name=name))
 
     def arguments(self, text: str) -> None:
         """Add the next piece of the arguments' JSON text."""
@@ -159,6 +159,11 @@ class ToolParser:
         self._word = compiled(f"[^\\s{firsts}]+")
         self._steps = self._run()
         self._done = False
+        self.text_end = 0  # the number of characters up to the last text that is no call
+
+    def another(self, new_id: Callable[[], str] | None = None) -> "ToolParser":
+        """Return a new parser of the same calls, for a text that need not be one."""
+        return ToolParser(self._format, self._calls.tools, new_id=new_id or self._calls.new_id)
 
     def push(self, text: str) -> tuple[Part, ...]:
         """Return the parts that are certain now."""
@@ -217,4 +222,5 @@ class ToolParser:
 
     def _text(self, text: str) -> None:
         if text:
+            self.text_end = self._reader.num_taken
             self._calls.parts.append(TextPart(text))

@@ -17,6 +17,7 @@ from .cores import (
     NAME,
     NamedCore,
     ObjectCore,
+    ParameterCore,
     PythonCore,
     read_arguments,
 )
@@ -25,6 +26,7 @@ from .gemma import FUNCTION_GEMMA, GEMMA4
 from .infer import template_format, written_calls
 from .lark import Lark
 from .marks import COUNT
+from .nested import MINIMAX_M3
 from .schema import Toolbox
 from .template_format import CallSyntax, TemplateFormat
 
@@ -73,7 +75,37 @@ def _hermes(name: str) -> TemplateFormat:
     return TemplateFormat(syntax, ObjectCore(pattern, "name", "arguments"), name)
 
 
+class Muse(TemplateFormat):
+    """Muse Glimmer and Spark: each call in a message to its tool, whose header names it again.
+
+    The reasoning splitter drops the headers. Source: the chat template of Muse Glimmer.
+    """
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """Messages with one call each; the prompt has begun the first message."""
+        options = []
+        for tool in tools:
+            call = super().grammar(lark, Toolbox([tool]), parallel=False)
+            options.append(f"{lark.text(f' to={tool.name}<|message|>')} {call}")
+        between = "<|eom|><|start|>assistant"
+        return lark.repeated(lark.one_of(options), between, parallel=parallel)
+
+
 HARMONY = Harmony()
+MUSE = Muse(
+    CallSyntax(
+        ("<atem:function_calls>\n", "</atem:function_calls>"),
+        ('<atem:invoke name="', "</atem:invoke>\n"),
+    ),
+    ParameterCore(
+        '">\n',
+        '<atem:parameter name="',
+        ('">', ""),
+        "</atem:parameter>\n",
+        ("</atem:invoke>",),
+    ),
+    "muse",
+)
 KIMI = TemplateFormat(
     CallSyntax(
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -85,9 +117,30 @@ KIMI = TemplateFormat(
 LFM2 = TemplateFormat(
     CallSyntax(("<|tool_call_start|>[", "]<|tool_call_end|>"), ("", ""), ", "), PythonCore(), "lfm2"
 )
+KIMI_K3 = TemplateFormat(
+    CallSyntax(
+        ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        ('<|open|>call tool="', "<|close|>call<|sep|>"),
+    ),
+    ParameterCore(
+        f'" index="{COUNT}"<|sep|>',
+        '<|open|>argument key="',
+        ('" type="', '"<|sep|>'),
+        "<|close|>argument<|sep|>",
+        ("<|close|>",),
+        ("string", "number"),
+    ),
+    "kimi_k3",
+)
+GRANITE = TemplateFormat(
+    CallSyntax(("<|tool_call|>[", "]"), ("", ""), ", "),
+    ObjectCore(f'{{"name": "{NAME}", "arguments": {ARGUMENT_OBJECT}}}', "name", "arguments"),
+    "granite",
+)
 GENERIC = _hermes("generic")
 FORMATS: tuple[ToolFormat, ...] = (
-    HARMONY, GEMMA4, FUNCTION_GEMMA, KIMI, LFM2, _hermes("hermes")
+    HARMONY, GEMMA4, FUNCTION_GEMMA, KIMI, KIMI_K3, MINIMAX_M3, MUSE, LFM2, GRANITE,
+    _hermes("hermes"),
 )  # fmt: skip
 _BY_NAME = {each.name: each for each in (*FORMATS, GENERIC)}
 
@@ -122,16 +175,20 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
     template = tokenizer.template
     if template is None or not template.reads("tools"):
         return GENERIC
+    literals = "\n".join(template.sources.values())
     tokens = {token.content for token in tokenizer.added_tokens.values()}
     if {"<|channel|>", "<|message|>", "<|call|>"} <= tokens:
         return HARMONY
+    if {"<|open|>", "<|close|>", "<|sep|>"} <= tokens or "<|open|>" in literals:
+        return KIMI_K3
     written = written_calls(tokenizer)
     found = None if written is None else template_format(written)
     if found is not None:
         return found
-    if LFM2.begins[0] in tokens:
-        return LFM2
-    source = "\n".join(template.sources.values())
+    silent = [format for format in (LFM2, GRANITE) if format.begins[0] in tokens]
+    if silent:
+        return silent[0]
+    source = literals + (written.one if written else "")
     return next((f for f in FORMATS[1:] if f.begins[0] in source), GENERIC)
 
 

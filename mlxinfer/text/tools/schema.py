@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -202,6 +202,11 @@ class Tool:
             for chosen in product(*options.values())
         ]
 
+    def conversion_of(self, parameter: str) -> Callable[[str], str] | None:
+        """Return what makes the JSON of a string given for a parameter; None if it may be one."""
+        types = self.types_of(parameter)
+        return None if not types or "string" in types else lambda text: json_of(text, types)
+
     def types_of(self, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter may have; none where the schema has no type."""
         schema = self.properties.get(parameter, self._flat.others)
@@ -305,6 +310,9 @@ def json_of(text: str, types: frozenset[str]) -> str:
     if not types:
         return _any_json(text) or json.dumps(text, ensure_ascii=False)
     plain = text.strip()
+    if "string" not in types and plain[:1] == '"' == plain[-1:]:  # a number between quotes
+        quoted = _any_json(plain)
+        plain = json.loads(quoted).strip() if quoted else plain
     if "null" in types and plain.lower() in ("null", "none"):
         return "null"
     if "boolean" in types and plain.lower() in ("true", "false"):

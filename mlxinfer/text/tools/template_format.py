@@ -63,7 +63,10 @@ class TemplateFormat(ToolFormat):
         if not found:
             raise ValueError("nothing marks a call")
         self.begins = tuple(w for w in found if w not in ("{", "["))  # type: ignore[misc]
-        self.bare = tuple(w for w in found if w in ("{", "["))  # type: ignore[misc]
+        bare = {w for w in found if w in ("{", "[")}
+        if isinstance(core, ObjectCore):  # models that miss their own mark: Qwen2.5-Coder
+            bare.add("{")
+        self.bare = tuple(sorted(bare))  # type: ignore[misc]
         texts = [text for each in (*syntax.texts, *core.texts) for text in literals_of(each)]
         self.ends = tuple(dict.fromkeys(texts))  # type: ignore[misc]
 

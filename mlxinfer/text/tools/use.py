@@ -166,12 +166,13 @@ class AnswerGrammar:
         """
         assert self._use is not None
         lark, format = self._lark, self._use.format
-        if format.bare or not lark.is_token(format.begins[0]) or self._is_over:
+        if not format.begins or not lark.is_token(format.begins[0]) or self._is_over:
             return None
         before, calls = self._thought(), self._calls()
         text = lark.rule("/(?s:.+)/")
         if self._reasoning is not None and self._reasoning.harmony:
-            said = f"{lark.text('<|channel|>commentary<|message|>')} {lark.free_text('<|end|>')}"
+            channels = self._reasoning.channels
+            said = f"{lark.text(channels.preamble)} {lark.free_text(channels.ends[0])}"
             preamble = f"({said} {lark.text('<|start|>assistant')})?"
             return lark.grammar(f"{before} {preamble} ({calls} | {self._header()} ({text})?)")
         return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
@@ -201,8 +202,9 @@ class AnswerGrammar:
         if reasoning is None or self._is_over or reasoning.is_closed(self._prefix):
             return ""
         if reasoning.harmony:
-            head = lark.text("<|channel|>analysis<|message|>")
-            rest = f"{lark.free_text('<|end|>')} {lark.text('<|start|>assistant')}"
+            head = lark.text(reasoning.channels.thought)
+            end = reasoning.channels.ends[0]
+            rest = f"{lark.free_text(end)} {lark.text('<|start|>assistant')}"
         else:
             head = lark.text(reasoning.start)
             space = lark.rule(r"/\s*/")
@@ -213,4 +215,4 @@ class AnswerGrammar:
         """Return what matches the header of the answer after the reasoning."""
         if self._reasoning is None or not self._reasoning.harmony or self._is_over:
             return ""
-        return self._lark.text("<|channel|>final<|message|>")
+        return self._lark.text(self._reasoning.channels.final)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from ..reader import Malformed, Parse, TextReader
 
 Emit = Callable[[str], object]
+Convert = Callable[[str], Callable[[str], str] | None]
 
 MAX_DEPTH = 64
 MAX_KEY = 1024  # characters of a key or of a name
@@ -33,18 +34,32 @@ _ESCAPES = frozenset("\\'\"abfnrtvxuU01234567\n")  # Python keeps the backslash 
 _CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON spells them
 
 
-def copy_value(reader: TextReader, emit: Emit, depth: int = 0) -> Parse[str]:
-    """Read a value and pass its text on; return its type: object, array, string, number, ..."""
+def copy_value(
+    reader: TextReader, emit: Emit, depth: int = 0, convert: "Convert | None" = None
+) -> Parse[str]:
+    """Read a value and pass its text on; return its type: object, array, string, number, ...
+
+    `convert(key)` gives what makes the JSON of a string that is the member `key` of the value,
+    None where the string stays as it is.
+    """
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
 
     def member() -> Parse[None]:
-        yield from copy_string(reader, emit)
+        key: list[str] = []
+        yield from copy_string(reader, key.append)
+        emit("".join(key))
         yield from reader.space()
         yield from reader.expect(":")
         emit(": ")
         yield from reader.space()
-        yield from copy_value(reader, emit, depth + 1)
+        change = convert(json.loads("".join(key))) if convert else None
+        if change is None or (yield from reader.peek()) != '"':
+            yield from copy_value(reader, emit, depth + 1)
+        else:
+            text: list[str] = []
+            yield from copy_string(reader, text.append)
+            emit(change(json.loads("".join(text))))
 
     first = yield from reader.peek()
     if first == "{":

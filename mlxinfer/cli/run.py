@@ -332,11 +332,12 @@ def thinking(llm: Any, wanted: bool | None) -> dict[str, Any]:
     """
     if wanted is None:
         return {}
+    from ..text import facts_of
+
     template = llm.tokenizer.template
-    for name in ("enable_thinking", "thinking"):
-        if template is not None and template.reads(name):
-            return {"chat_template_kwargs": {name: wanted}}
+    if template is not None and "off" in facts_of(template).thinking.wishes:
+        return {"chat_template_kwargs": {"enable_thinking": wanted}}
     raise InvalidRequestError(
-        f"{llm.model_info.name} has no switch for thinking: its chat template reads neither "
-        "enable_thinking nor thinking."
+        f"{llm.model_info.name} has no switch for thinking: no variable of its chat template stops "
+        "it."
     )

@@ -26,7 +26,7 @@ from ..core import TokenEvent
 from ..errors import InvalidRequestError, MlxinferError, StorageFullError
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
-from ..session.inputs import Input
+from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
 from .errors import HttpError, ShuttingDownError
 from .http import (
@@ -67,6 +67,8 @@ T = TypeVar("T")
 Read = Callable[[], Iterable[Input]]  # translates a body; called in a worker thread
 
 TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which the answer is of no use to the client
+SKIPPED = b"x-mlxinfer-skipped"  # parts of a request that have no effect
+MAX_SHOWN = 16  # of them in the header
 ATTEMPTS = b"x-mlxinfer-attempts"  # requests that an answer took which is checked when complete
 LARGE_BODY = 256 << 10  # bytes
 CLIENT_GONE = 499  # the log's status of a request after its client disconnected
@@ -112,7 +114,7 @@ class Call:
         self.key: ApiKey | None = None
         self.path_params: dict[str, str] = {}
         self.log: dict[str, Any] = {}
-        self.skipped: list[str] = []  # parts of the request that are left out: place and kind
+        self.skipped: list[str] = []  # earlier pictures that are left out: place and kind
         self.status: int | None = None
         shown_id = self.request_id.encode()
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
@@ -361,8 +363,19 @@ class Call:
         work = self._workers_of(inputs).run(model.session.start, *inputs)
         answers = await self._interruptible(work)
         self._raise_interrupt()
+        self.report_skipped([*self.skipped, *answers.answers[0].prompt.unheard])
         self.begin(answers)
         return answers
+
+    def report_skipped(self, names: Sequence[str]) -> None:
+        """Name what has no effect in the log and in a header of the reply, if there is anything."""
+        if not names:
+            return
+        before = [self.log["skipped"]] if "skipped" in self.log else []
+        self.log["skipped"] = ", ".join([*before, *names])
+        more = len(names) - MAX_SHOWN
+        shown = [*names[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
+        self.headers.append((SKIPPED, ", ".join(shown).encode()))
 
     def begin(self, answers: Answers) -> None:
         """Let the answers wait for the engine, and count them from now on.
@@ -382,7 +395,9 @@ class Call:
         read_all = await self._fetched(model, lambda: [read()])
         (given,) = await self.in_worker(self._inputs, model, read_all)
         work = self._workers_of([given]).run(model.session.encode, given, bounded=False)
-        return (await self._interruptible(work)).ids
+        prompt: EncodedPrompt = await self._interruptible(work)
+        self.report_skipped([*self.skipped, *prompt.unheard])
+        return prompt.ids
 
     def _workers_of(self, inputs: Sequence[Input]) -> Workers:
         """The threads that read inputs: those of plain texts wait for nothing else."""

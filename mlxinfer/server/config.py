@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from ..errors import InvalidRequestError
 from .keys import ApiKeys
 
-TEMPLATE_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "thinking_budget"}
-)
 HOST_NAME = r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)"  # of a Host header in lower case, without its port
 # Origins of apps that are web pages inside, and of browser extensions, which have an id of each
 # installation. `scheme://*` stands for any host.
@@ -72,7 +69,6 @@ class ServerConfig:
     text_workers: int = 4  # threads that render templates and encode prompts
     long_text_workers: int = 2  # the same for large bodies, so that others do not wait for them
     image_fetchers: int = 8  # threads that fetch pictures, each those of one request
-    template_kwargs: frozenset[str] = TEMPLATE_KWARGS  # chat_template_kwargs that clients may set
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

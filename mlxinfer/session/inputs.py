@@ -64,6 +64,7 @@ class EncodedPrompt:
     logprobs: int | None = None  # most probable tokens named beside each scored token of the prompt
     end_ids: frozenset[int] = frozenset()  # tokens that end the answer, beside the model's own
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the ids, in their order
+    unheard: tuple[str, ...] = ()  # fields that have no effect on this model's chat template
 
 
 class InputReader(Protocol[T_co]):
@@ -184,15 +185,16 @@ class ChatInput(Input):
     Attributes:
         messages: dicts with "role" and "content", as chat templates read them. Parts of a content
             may be pictures, {"type": "image", "image": ...}, and videos, {"type": "video",
-            "frames": [...]}. The role "developer" becomes "system" where the template does not know
-            it.
+            "frames": [...]}. They are changed where the template would refuse them or lose a text
+            (`text/forms.py`).
         tools: the tools that the model may call, in OpenAI's form.
         tool_choice: "auto", "none", "required", or the tool that must be called.
         parallel_tool_calls: an answer may have several calls.
         template_variables: variables of the chat template, such as {"enable_thinking": False}.
-        ignores_unread: variables that the template never reads are ignored; otherwise refused.
+        ignores_unread: variables that clients send to any model are ignored where the template
+            never reads them; otherwise refused.
         reasoning_effort: how much the model shall reason, from "none" to "max", or whether at all
-            (True, False). Without effect where the template reads no such variable.
+            (True, False). Becomes what the template knows (`text/thinking.py`).
         continues: the answer continues the last message; a string names the field to continue.
         begins: the prompt ends with the header of a new answer; None: unless it continues.
     """
@@ -230,6 +232,13 @@ class ChatInput(Input):
     def has_grammar(self) -> bool:
         """Whether the form of answers or of calls is bound."""
         return super(ChatInput, self).has_grammar or bool(self.tools)
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """The most tokens of reasoning that the input asks for; None: no limit."""
+        own = None if self.params is None else self.params.max_reasoning_tokens
+        limit: int | None = self.sampling.get("max_reasoning_tokens", own)
+        return limit
 
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """The model's own values."""

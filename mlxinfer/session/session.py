@@ -7,7 +7,8 @@ tools and response formats into requests. The builder runs nothing.
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -15,23 +16,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import Grammar, Request, SamplingParams, check_token_ids
 from ..engine.peers import OwnPages
-from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
+from ..errors import (
+    InvalidRequestError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedFieldError,
+    shown,
+)
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..models import Watch
 from ..speculation.options import kind_of
 from ..text import (
+    CLIENT_NAMES,
     GENERIC,
     INCOMPLETE,
+    SWITCH_NAMES,
+    ChatTemplate,
     ReasoningFormat,
     TextStream,
     Tokenizer,
     ToolFormat,
     ToolUse,
+    WrittenCall,
     count_argument_values,
     detect_reasoning,
     detect_tools,
     encode_chat,
+    facts_of,
     fim_tokens,
     generic_messages,
     has_calls,
@@ -99,6 +111,9 @@ class RequestBuilder:
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
         self.reasoning = detect_reasoning(tokenizer)
+        if tokenizer.template is not None:
+            with suppress(TemplateError):  # conversations say why
+                facts_of(tokenizer.template)  # now, and not in the first request
         self._tool_format_name = tool_format
         self.guidance = Guidance(
             tokenizer, self.reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
@@ -182,15 +197,12 @@ class RequestBuilder:
         template = self.tokenizer.template
         use = self._tool_use(given)
         tools = None if use is None else use.shown
-        source = "" if template is None else template.source_for(tools)
         messages, images = read_messages(given.messages)
         seen = None
         if images:
             seen = self.pictures.read(
                 images, max_context, given.place, given.abandoned, given.cache_salt
             )
-        if "developer" not in source:
-            messages = [_without_developer(message) for message in messages]
         check = None
         if max_context is not None:
             # A template writes at least one token for each message.
@@ -198,18 +210,17 @@ class RequestBuilder:
             if least > max_context:
                 raise PromptTooLongError(max_context, max_context, param=given.place, exact=False)
             check = partial(self._check_text, max_context=max_context, place=given.place)
-        variables = {
-            **effort_variables(given.reasoning_effort, source),
-            **given.template_variables,
+        variables, unheard = self._variables(given, template)
+        variables |= {
             "add_generation_prompt": not given.continues if given.begins is None else given.begins,
             "continue_final_message": given.continues,
         }
         respell = str if seen is None else seen.respell
         ids = self._encode_chat(messages, check, tools, variables, respell)
         ids, placed = (ids, ()) if seen is None else seen.place(ids)
-        if not given.ignores_unread:
-            self._check_variables(given.template_variables)
-        return EncodedPrompt(ids, use=use, continues=bool(given.continues), pictures=placed)
+        return EncodedPrompt(
+            ids, use=use, continues=bool(given.continues), pictures=placed, unheard=unheard
+        )
 
     def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:
         """The prompt of a text, of token ids, or of a text with a gap.
@@ -273,9 +284,15 @@ class RequestBuilder:
     ) -> list[int]:
         """The ids of a conversation. Tools become text where the template knows none."""
         template = self.tokenizer.template
-        if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
-            messages, tools = generic_messages(template, messages, tools), None
+        if template is not None:
+            if (tools or has_calls(messages)) and self.tool_format is GENERIC:
+                messages, tools = generic_messages(template, messages, tools), None
+            messages = facts_of(template).forms.apply(messages, self._written_calls)
         return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
+
+    def _written_calls(self, calls: Sequence[Message]) -> str:
+        """Calls as the model writes them."""
+        return self.tool_format.write([WrittenCall.of(call) for call in calls])
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
         """How the answers use tools; None: they use none."""
@@ -336,35 +353,38 @@ class RequestBuilder:
             self._breakers[text] = found
         return found
 
-    def _check_variables(self, names: Iterable[str]) -> None:
-        """Raise InvalidRequestError for a variable that the template never reads."""
-        template = self.tokenizer.template
-        assert template is not None  # it has rendered
-        for name in names:
-            if not template.reads(name):
+    def _variables(
+        self, given: ChatInput, template: ChatTemplate | None
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The variables of the template, and the names of those that have no effect.
+
+        Raises:
+            InvalidRequestError: a variable that the template never reads, or no request may set.
+        """
+        wanted, limit = dict(given.template_variables), given.reasoning_limit
+        if template is None or (not wanted and given.reasoning_effort is None and limit is None):
+            return {}, ()
+        facts = facts_of(template)
+        switch = next(
+            (v for n, v in wanted.items() if n in SWITCH_NAMES and v in (True, False)), None
+        )
+        effort = given.reasoning_effort
+        if effort is None and "reasoning_effort" not in facts.variables:
+            effort = wanted.get("reasoning_effort")
+        told, is_heard = facts.thinking.variables(effort, switch, limit)
+        unread = [name for name in wanted if name not in facts.variables]
+        heard = {name for name in (*SWITCH_NAMES, "reasoning_effort") if is_heard}
+        unheard = [name for name in unread if name not in heard]
+        for name in unheard:
+            if not given.ignores_unread or name not in CLIENT_NAMES:
                 raise InvalidRequestError(
                     f"This model's chat template reads no {name!r}; leave it out of "
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
-
-
-def effort_variables(effort: str | bool | None, source: str) -> dict[str, Any]:
-    """The variables that tell a template how much the model shall reason.
-
-    Args:
-        effort: from "none" to "max", or True and False; None: the template's own default.
-        source: the jinja source of the template.
-    """
-    if effort is None:
-        return {}
-    if isinstance(effort, str) and "reasoning_effort" in source:
-        return {"reasoning_effort": effort}
-    return {"enable_thinking": effort not in ("none", False)} if "enable_thinking" in source else {}
-
-
-def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
+        if not is_heard and given.reasoning_effort is not None:
+            unheard.append("reasoning_effort")
+        return told | {name: wanted[name] for name in wanted if name not in unread}, tuple(unheard)
 
 
 def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:

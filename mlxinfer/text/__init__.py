@@ -16,19 +16,23 @@ from .template import (
     joined,
     read_messages,
 )
+from .thinking import CLIENT_NAMES, SWITCH_NAMES, Thinking
 from .tokenizer import INCOMPLETE, Tokenizer
 from .tools import (
     GENERIC,
     ToolFormat,
     ToolUse,
+    WrittenCall,
     detect_tools,
     generic_messages,
     tool_format,
 )
 
 __all__ = [
+    "CLIENT_NAMES",
     "GENERIC",
     "INCOMPLETE",
+    "SWITCH_NAMES",
     "ChatTemplate",
     "Content",
     "FimTokens",
@@ -37,9 +41,11 @@ __all__ = [
     "StopMatcher",
     "TemplateFacts",
     "TextStream",
+    "Thinking",
     "Tokenizer",
     "ToolFormat",
     "ToolUse",
+    "WrittenCall",
     "around",
     "count_argument_values",
     "detect_reasoning",

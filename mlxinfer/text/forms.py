@@ -15,7 +15,7 @@ from typing import Any
 from .template import around, joined
 
 Message = dict[str, Any]
-Messages = Sequence[Message]
+Messages = Sequence[Mapping[str, Any]]
 # None: the template refuses; the second argument says whether tools are declared
 Render = Callable[[list[Message], bool], str | None]
 Change = dict[str, Any]  # fields of Forms
@@ -170,7 +170,7 @@ def _without_calls(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
-def _results_after(chat: Messages, place: int) -> dict[int, Message]:
+def _results_after(chat: Sequence[Message], place: int) -> dict[int, Message]:
     """Return {place: result} of the results that follow a message with calls."""
     results: dict[int, Message] = {}
     for i in range(place + 1, len(chat)):
@@ -216,14 +216,16 @@ def _with_ids(chat: list[Message], style: str) -> list[Message]:
 # -- probes ---------------------------------------------------------------------------------------
 
 
-def forms_of(render: Render, *, sees: bool) -> Forms:
+def forms_of(render: Render, *, sees: bool, developer: bool) -> Forms:
     """Find out which messages a template takes.
 
     Args:
         render: renders messages as they are; the second argument says whether tools are declared.
         sees: the template writes pictures.
+        developer: the template names the role developer. Others may write any role, and models
+            know only those that they were trained with.
     """
-    return _Probe(render).run(sees=sees)
+    return _Probe(render, developer=developer).run(sees=sees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +245,10 @@ class _Probe:
         forms: what was found out so far.
     """
 
-    def __init__(self, render: Render) -> None:
+    def __init__(self, render: Render, *, developer: bool) -> None:
         self._render = render
         self._solved: list[_Situation] = []
-        self.forms = Forms()
+        self.forms = Forms(developer=developer)
 
     def run(self, *, sees: bool) -> Forms:
         """Return the forms in which the template takes messages."""

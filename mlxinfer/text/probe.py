@@ -36,7 +36,8 @@ class TemplateFacts:
     """What a chat template takes.
 
     Attributes:
-        variables: names that it reads, its own among them. A request may set any of them.
+        variables: names that it reads, its own among them, but no functions and no special tokens.
+            A request may set any of them.
         thinking: what changes how the model thinks.
         forms: the forms of messages.
     """
@@ -82,10 +83,14 @@ def probe(template: ChatTemplate) -> TemplateFacts:
         found = _rendered(template, messages, tools=_TOOLS)
         return found or _rendered(template, with_text_arguments(messages), tools=_TOOLS)
 
-    sees = any(word in source for source in template.sources.values() for word in _IMAGE_WORDS)
-    return TemplateFacts(
-        frozenset(names), thinking_of(prompt, names, constants), forms_of(conversation, sees=sees)
+    names = names - template.given_names()
+    source = "".join(template.sources.values())
+    forms = forms_of(
+        conversation,
+        sees=any(word in source for word in _IMAGE_WORDS),
+        developer="developer" in source,
     )
+    return TemplateFacts(names, thinking_of(prompt, names, constants), forms)
 
 
 def _rendered(

@@ -291,6 +291,7 @@ class Hider(Protocol):
 
 
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
+_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -391,6 +392,10 @@ class ChatTemplate:
             names = (name for tree in trees for name in tree.find_all(nodes.Name))
             self._names = frozenset(name.name for name in names if name.ctx == "load")
         return self._names
+
+    def given_names(self) -> frozenset[str]:
+        """Return the names that every rendering has: functions, tokens, and what `render` takes."""
+        return frozenset((*self._environment.globals, *self.variables, *_ARGUMENTS))
 
     def constants(self) -> list[str]:
         """Return the string constants in the templates.

@@ -13,6 +13,7 @@ from typing import Any
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # from OpenAI's API and more
 SWITCH_NAMES = frozenset(("enable_thinking", "thinking"))  # by which clients switch any model
+CLIENT_NAMES = SWITCH_NAMES | {"reasoning_effort", "preserve_thinking", "thinking_budget"}
 OFF, ON = "off", "on"
 WORD = "turnstone"  # the message of the probe
 _UNKNOWN = "sandpiper"  # no template knows this value

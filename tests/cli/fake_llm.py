@@ -8,11 +8,10 @@ from typing import Any, Self
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.outputs import Delta, ReasoningPart, Result, TextPart, Timing
+from mlxinfer.text import ChatTemplate
 
 
 class FakeLLM:
-    switches = ("enable_thinking",)
-
     def __init__(self, folder: Path, *, template: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer_config.json").write_text(
@@ -22,7 +21,7 @@ class FakeLLM:
             name="fake", path=folder, vocab_size=100, summary="qwen3, 1 MB", sees=False
         )
         self.chat_params = SamplingParams(max_tokens=None)
-        self.tokenizer = SimpleNamespace(template=SimpleNamespace(reads=self.switches.__contains__))
+        self.tokenizer = SimpleNamespace(template=ChatTemplate("{{ enable_thinking }}"))
         self.options: list[dict[str, Any]] = []
         self.ends = FinishReason.STOP
         self.says = "Hello there."

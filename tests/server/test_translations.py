@@ -21,7 +21,6 @@ from mlxinfer.server.apis import (
     tools,
 )
 from mlxinfer.server.apis.responses_items import conversation
-from mlxinfer.server.config import TEMPLATE_KWARGS
 from mlxinfer.server.http import decode
 from mlxinfer.session.inputs import ChatInput, TextInput
 
@@ -35,7 +34,7 @@ MODEL: Any = SimpleNamespace(
 
 def read_chat(**fields: Any) -> ChatInput:
     body = decode(json.dumps({"messages": HELLO, **fields}).encode(), chat.ChatRequest)
-    return chat.read(body, MODEL, tools.DeclaredTools(), TEMPLATE_KWARGS)
+    return chat.read(body, MODEL, tools.DeclaredTools())
 
 
 def read_text(**fields: Any) -> TextInput:
@@ -252,8 +251,7 @@ def test_budgets_of_reasoning() -> None:
 def test_thinking_of_messages_is_a_variable_of_the_template() -> None:
     for kind, on in (("enabled", True), ("disabled", False)):
         assert read_messages(thinking={"type": kind}).template_variables == {"enable_thinking": on}
-    effort = read_messages(output_config={"effort": "low"}).template_variables
-    assert effort == {"reasoning_effort": "low"}
+    assert read_messages(output_config={"effort": "low"}).reasoning_effort == "low"
 
 
 PLAIN = base64.b64encode(b"a,b").decode()

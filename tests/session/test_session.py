@@ -83,12 +83,15 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other(session: Se
 def test_efforts_have_no_effect_where_the_template_reads_none(session: Session) -> None:
     plain = session.encode(ChatInput(messages=HELLO)).ids
     for effort in ("none", "high", True, False):
-        assert session.encode(ChatInput(messages=HELLO, reasoning_effort=effort)).ids == plain
-    unread = {"nothing": 1}
+        prompt = session.encode(ChatInput(messages=HELLO, reasoning_effort=effort))
+        assert (prompt.ids, prompt.unheard) == (plain, ("reasoning_effort",))
+    unread = {"enable_thinking": True, "preserve_thinking": True}
     given = ChatInput(messages=HELLO, template_variables=unread, ignores_unread=True)
-    assert session.encode(given).ids == plain
-    with pytest.raises(InvalidRequestError, match="reads no 'nothing'"):
-        session.encode(ChatInput(messages=HELLO, template_variables=unread))
+    prompt = session.encode(given)
+    assert (prompt.ids, prompt.unheard) == (plain, tuple(unread))
+    for name in ("nothing", "enable_thinking"):
+        with pytest.raises(InvalidRequestError, match=f"reads no '{name}'"):
+            session.encode(ChatInput(messages=HELLO, template_variables={name: True}))
 
 
 def test_a_constraint_holds_each_answer(session: Session) -> None:

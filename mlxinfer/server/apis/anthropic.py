@@ -49,7 +49,6 @@ from .tools import (
     not_text,
     part_text,
     read_content,
-    report_skipped,
     skip,
     text_part,
     url_part,
@@ -208,8 +207,6 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
     """
     effort = body.output_config.effort if body.output_config else None
     variables: Plain = {}
-    if effort is not None:
-        variables["reasoning_effort"] = effort
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     choice = body.tool_choice
@@ -224,6 +221,7 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         template_variables=variables,
         ignores_unread=True,
+        reasoning_effort=effort,
         continues=_continues_last(body.messages),
         cache_salt=body.cache_salt,
         id_slot=body.id_slot,
@@ -479,7 +477,7 @@ async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     await read_pdfs(call, _pdfs(body))
     skipped: list[str] = []
     answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
-    report_skipped(call, skipped)
+    call.report_skipped(skipped)
     writer = MessageWriter(call, body, model, answers)
     return Events(writer.frames()) if body.stream else await writer.whole()
 

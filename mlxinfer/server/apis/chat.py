@@ -39,7 +39,6 @@ from .tools import (
     part_text,
     read_chat_tools,
     read_content,
-    report_skipped,
     text_part,
     url_part,
     video_part,
@@ -243,18 +242,9 @@ class TemplateFields(Protocol):
     continue_final_message: bool | None
 
 
-def template_fields(fields: TemplateFields, allowed: frozenset[str]) -> dict[str, Any]:
-    """Fields of a ChatInput that say how the conversation is rendered.
-
-    Raises:
-        UnsupportedFieldError: a variable that clients may not set.
-    """
+def template_fields(fields: TemplateFields) -> dict[str, Any]:
+    """Fields of a ChatInput that say how the conversation is rendered."""
     kwargs = dict(fields.chat_template_kwargs or {})
-    for name in kwargs:
-        if name not in allowed:
-            raise UnsupportedFieldError.of(
-                "chat_template_kwargs", f"may hold {', '.join(sorted(allowed))}; not {name[:50]!r}."
-            )
     check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
     return {
         "template_variables": kwargs,
@@ -349,16 +339,13 @@ def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
     raise InvalidRequestError.of(f"{path}.{call.type}", "is missing, and is required.")
 
 
-def read(
-    body: ChatRequest, model: ServedModel, tools: DeclaredTools, allowed: frozenset[str]
-) -> ChatInput:
+def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInput:
     """The conversation of a request. Takes a while.
 
     Args:
         body: of the request.
         model: gives values that the request leaves out.
         tools: gets those of the body.
-        allowed: names that chat_template_kwargs may hold.
     """
     check_tools(body.tools, body.tool_choice)
     read_chat_tools(body.tools, tools)
@@ -383,7 +370,7 @@ def read(
         cache_salt=body.cache_salt,
         id_slot=body.id_slot,
         reports_prompt=body.wants_progress,
-        **template_fields(body, allowed),
+        **template_fields(body),
     )
 
 
@@ -394,9 +381,9 @@ async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
     await read_pdfs(call, pdfs_of(body.messages))
-    tools, allowed = DeclaredTools(), call.service.config.template_kwargs
-    answers = await call.start(model, lambda: [read(body, model, tools, allowed)])
-    report_skipped(call, tools.skipped)
+    tools = DeclaredTools()
+    answers = await call.start(model, lambda: [read(body, model, tools)])
+    call.report_skipped(tools.skipped)
     writer = ChatWriter(call, body, model, answers, tools.declared)
     if body.stream:
         return Events(writer.frames())
@@ -407,8 +394,7 @@ async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
     """Count the tokens of a conversation with its tools (llama.cpp's form)."""
     model = await call.model(body.model)
     await read_pdfs(call, pdfs_of(body.messages))
-    allowed = call.service.config.template_kwargs
-    ids = await call.encode(model, lambda: read(body, model, DeclaredTools(), allowed))
+    ids = await call.encode(model, lambda: read(body, model, DeclaredTools()))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

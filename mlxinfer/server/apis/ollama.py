@@ -30,7 +30,6 @@ from .tools import (
     check_tools,
     content_of,
     function_call,
-    report_skipped,
     text_part,
 )
 from .usage import logprob_of, logprobs_of
@@ -236,7 +235,6 @@ async def _answer(
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
     answers = await call.start(model, lambda: [read(model)])
-    report_skipped(call, [])
     writer = SaidWriter(call, body.model, model, answers, load_s, chats)
     if body.stream is not False:
         return Events(call.frames(answers, writer.lines, writer.idle), media_type=NDJSON)

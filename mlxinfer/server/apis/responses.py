@@ -43,7 +43,7 @@ from .chat import Effort
 from .documents import read_pdfs
 from .responses_items import InputItem, OutputItems, Status, conversation, pdfs_of
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, read_form, sampling_params
-from .tools import DeclaredTools, check_tools, read_tools, report_skipped
+from .tools import DeclaredTools, check_tools, read_tools
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -218,7 +218,7 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
-    report_skipped(call, tools.skipped)
+    call.report_skipped(tools.skipped)
     items = OutputItems(call.id, wrap=WRAPPED in (body.include or ()), declared=tools.declared)
     begun = _begun(call, body, model, answers.answers[0].request.params)
     return ResponseWriter(call, body, model, answers, items, begun)

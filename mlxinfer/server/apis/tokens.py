@@ -50,10 +50,10 @@ class DetokenizeRequest(RequestBody, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=1_000_000)]
 
 
-def read(body: TokenizeRequest, allowed: frozenset[str]) -> ChatInput:
+def read(body: TokenizeRequest) -> ChatInput:
     """The conversation of a request. Takes a while."""
     check_tools(body.tools)
-    fields = template_fields(body, allowed)
+    fields = template_fields(body)
     return ChatInput(messages=template_messages(body.messages or ()), tools=body.tools, **fields)
 
 
@@ -67,7 +67,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
         ids = await call.in_worker(encode, body.prompt or "")
     else:
         await read_pdfs(call, pdfs_of(body.messages))
-        ids = await call.encode(model, partial(read, body, call.service.config.template_kwargs))
+        ids = await call.encode(model, partial(read, body))
     found = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:
         return found

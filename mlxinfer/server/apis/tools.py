@@ -19,7 +19,6 @@ import msgspec
 from ...errors import InvalidRequestError, PictureError, UnsupportedFieldError, shown
 from ...images import from_base64, from_data_url
 from ...text import Content
-from ..call import Call
 from ..http import Plain
 from .sampling import check_json_size
 
@@ -27,8 +26,6 @@ P = TypeVar("P")
 Prompts = str | list[str | int | list[int]]  # one, several, one as token ids, or several of these
 URLS = ("http://", "https://")
 MAX_TOOLS = 512
-MAX_SHOWN = 16
-HEADER = b"x-mlxinfer-skipped"
 INPUT = "input"  # the one parameter of a custom tool
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _KIND = re.compile(r"[a-z0-9_]{1,40}")
@@ -93,22 +90,6 @@ def skip(skipped: list[str], place: str, kind: object) -> None:
     """Note that the item or hosted tool at `place` is left out; an odd `kind` is not repeated."""
     text = str(kind)
     skipped.append(f"{place} {text if _KIND.fullmatch(text) else 'unknown'}")
-
-
-def report_skipped(call: Call, skipped: list[str]) -> None:
-    """Name what is left out in the log and in a header of the reply, if there is anything.
-
-    Args:
-        call: it has the earlier pictures that its model does not see.
-        skipped: tools, items and blocks of the body.
-    """
-    skipped = [*skipped, *call.skipped]
-    if not skipped:
-        return
-    call.log["skipped"] = ", ".join(skipped)
-    more = len(skipped) - MAX_SHOWN
-    shown = [*skipped[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
-    call.headers.append((HEADER, ", ".join(shown).encode()))
 
 
 @dataclass(frozen=True, slots=True)

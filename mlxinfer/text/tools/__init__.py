@@ -5,7 +5,7 @@ only where that fails on a published template (`known.py`). A template without t
 that its messages ask for (`generic.py`).
 """
 
-from .format import ToolFormat, ToolParser
+from .format import ToolFormat, ToolParser, WrittenCall
 from .generic import generic_messages
 from .known import FORMATS, GENERIC, detect_tools, tool_format
 from .schema import Tool, Toolbox
@@ -19,6 +19,7 @@ __all__ = [
     "ToolParser",
     "ToolUse",
     "Toolbox",
+    "WrittenCall",
     "detect_tools",
     "generic_messages",
     "tool_format",

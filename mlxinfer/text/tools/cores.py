@@ -10,11 +10,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...errors import InvalidRequestError
 from ..reader import MAX_WORD, Malformed, Parse, TextReader, compiled
-from .format import CallWriter
+from .format import CallWriter, WrittenCall
 from .lark import Lark, value_rule
 from .marks import (
     exact_text,
@@ -75,6 +75,10 @@ class CallCore(ABC):
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches one call."""
 
+    @abstractmethod
+    def write(self, call: WrittenCall) -> str:
+        """Return a call of an earlier turn."""
+
 
 # -- JSON -----------------------------------------------------------------------------------------
 
@@ -102,6 +106,11 @@ class ObjectCore(CallCore):
             yield from reader.expect("{")
         keys = ((self.name_key, *_NAMES), (self.arguments_key, *_ARGUMENTS))
         yield from _CallObject(reader, calls, keys, bare=bare).read()
+
+    def write(self, call: WrittenCall) -> str:
+        """Return the object."""
+        name = json.dumps(call.name, ensure_ascii=False)[1:-1]
+        return self.pattern.replace(NAME, name).replace(ARGUMENT_OBJECT, call.text)
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches the object, with its members in the template's order."""
@@ -241,6 +250,10 @@ class NamedCore(CallCore):
         yield from expect_words(reader, words[first:])
         yield from read_arguments(reader, calls, _checked_name(found[1] if found else ""))
 
+    def write(self, call: WrittenCall) -> str:
+        """Return the name and the object."""
+        return f"{call.name}{self.after_name}{call.text}"
+
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches a name and the arguments of its tool."""
         options = [
@@ -319,6 +332,16 @@ class ParameterCore(CallCore):
         if (yield from reader.ahead(self.stops)) is None:
             raise Malformed(f"expected {' or '.join(self.stops)}")
         arguments.end()
+
+    def write(self, call: WrittenCall) -> str:
+        """Return the name and the parameters."""
+        return call.name + self.after_name + "".join(map(self._written, call.items.items()))
+
+    def _written(self, item: tuple[str, Any]) -> str:
+        key, value = item
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        word = self.type_words[0 if isinstance(value, str) else 1]
+        return f"{self.begin}{key}{self.middle[0]}{word}{self.middle[1]}{text}{self.end}"
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches parameters in the schema's order, required ones first."""
@@ -462,6 +485,10 @@ class PythonCore(CallCore):
         calls.arguments(f"{', ' if names else ''}{json.dumps(key, ensure_ascii=False)}: ")
         names.add(key)
         yield from copy_literal(reader, calls.arguments)
+
+    def write(self, call: WrittenCall) -> str:
+        """Return the call."""
+        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.items.items())})"
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches a call; its values are JSON, a near subset of Python."""

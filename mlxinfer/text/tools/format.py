@@ -4,11 +4,13 @@ A format knows where calls may begin and reads them (`ToolFormat.read`); it repo
 `CallWriter`. `ToolParser` finds the beginnings, and gives text back that turns out to be no call.
 """
 
+import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ...outputs import CallStatus, Part, TextPart, ToolCallDelta, merged
 from ..reader import Malformed, Parse, TextReader, compiled
@@ -78,6 +80,41 @@ class CallWriter:
         self.count += 1
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call of an earlier turn.
+
+    Attributes:
+        name: of the function.
+        arguments: an object; or a text, where the client has sent what is no JSON object.
+        id: as the client has sent it.
+    """
+
+    name: str
+    arguments: Any
+    id: str = ""
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> "WrittenCall":
+        """Return a call of a message, in OpenAI's form."""
+        function = call.get("function", call)
+        return cls(str(function.get("name")), function.get("arguments"), str(call.get("id") or ""))
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON; a text as it is."""
+        if isinstance(self.arguments, str):
+            return self.arguments or "{}"
+        return json.dumps(self.arguments or {}, ensure_ascii=False)
+
+    @property
+    def items(self) -> Mapping[str, Any]:
+        """The arguments by their names; a text is called "arguments"."""
+        if isinstance(self.arguments, Mapping):
+            return self.arguments
+        return {"arguments": self.arguments} if self.arguments else {}
+
+
 class ToolFormat(ABC):
     """How a family of models writes its calls.
 
@@ -111,6 +148,17 @@ class ToolFormat(ABC):
     @abstractmethod
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Return a rule that matches one call of these tools, or one and more if `parallel`."""
+
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        """Return calls of earlier turns as the model writes them.
+
+        Unless a format says otherwise, each is a JSON object between tags, as Hermes's models do.
+        """
+        return "\n".join(
+            f'<tool_call>\n{{"name": {json.dumps(call.name, ensure_ascii=False)}, '
+            f'"arguments": {call.text}}}\n</tool_call>'
+            for call in calls
+        )
 
     def new_id(self) -> str:
         """Return an id that no other call has."""

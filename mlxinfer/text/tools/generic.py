@@ -10,6 +10,8 @@ from typing import Any
 
 from ..samples import SYSTEM, samples_of
 from ..template import ChatTemplate, around, joined
+from .format import WrittenCall
+from .known import GENERIC
 
 Messages = list[dict[str, Any]]
 
@@ -65,17 +67,10 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, (list, tuple)) or not calls:
         return dict(message)
-    written = [_call(call.get("function", call)) for call in calls if isinstance(call, Mapping)]
+    written = [WrittenCall.of(call) for call in calls if isinstance(call, Mapping)]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    calls_text = "\n".join(written)
+    calls_text = GENERIC.write(written)
     return {**rest, "content": joined(content, calls_text) if content else calls_text}
-
-
-def _call(function: Mapping[str, Any]) -> str:
-    arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function.get("name"), ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {text or "{}"}}}\n</tool_call>'
 
 
 def _instructed(

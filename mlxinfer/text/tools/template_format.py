@@ -3,13 +3,14 @@
 import re
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..reader import Parse, TextReader
 from .cores import CallCore, ObjectCore
-from .format import CallWriter, ToolFormat
+from .format import CallWriter, ToolFormat, WrittenCall
 from .lark import Lark
-from .marks import exact_text, expect_text, first_word, literals_of, skip_text, words_of
+from .marks import COUNT, ID, exact_text, expect_text, first_word, literals_of, skip_text, words_of
 from .schema import Toolbox
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -114,6 +115,20 @@ class TemplateFormat(ToolFormat):
             return bool(found)
         following = yield from reader.peek()
         return bool(self.core.starts and re.match(self.core.starts, following))
+
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        """Return calls as the template writes them."""
+        (begin, end), (head, tail), groups = self.syntax.call, self.syntax.section, [calls]
+        if self.syntax.single:
+            groups = [[call] for call in calls]
+        written = [
+            [
+                f"{begin}{self.core.write(call)}{end}".replace(COUNT, str(i)).replace(ID, call.id)
+                for i, call in enumerate(group)
+            ]
+            for group in groups
+        ]
+        return "".join(f"{head}{self.syntax.between.join(each)}{tail}" for each in written)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Calls as the template writes them."""

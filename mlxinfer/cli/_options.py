@@ -139,7 +139,7 @@ SAMPLING: dict[str, tuple[type, str]] = {  # field of SamplingParams -> its type
 ENGINE_NAMES = (
     *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
     *("max_image_tokens", "adapter_memory", "expert_memory", "slow_experts"),
-    *("speculate", "draft", "max_draft", "acceptance"),
+    *("speculate", "draft", "max_draft", "acceptance", "chat_template"),
 )
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
@@ -157,6 +157,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "speculate": {"metavar": "|".join(METHODS)},
     "draft": {"metavar": "MODEL"},
     "acceptance": {"metavar": "|".join(ACCEPTANCES)},
+    "chat_template": {"metavar": "FILE"},
     "hostfile": {"type": click.Path(exists=True, dir_okay=False, path_type=Path)},
 }
 

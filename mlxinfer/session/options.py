@@ -55,6 +55,7 @@ class EngineArguments(TypedDict, total=False):
     prefill_slice: int | None
     dtype: str
     task: str
+    chat_template: str | Path | None
     num_pages: int | None
     adapter_memory: str | int | None
     expert_memory: str | int | None
@@ -133,6 +134,9 @@ class EngineOptions:
     task: Annotated[
         str, "Use of the model: generate, embed, score, or auto: as its files and name show."
     ] = "auto"
+    chat_template: Annotated[
+        str | Path | None, "File with a chat template, used instead of the model's own."
+    ] = None
     num_pages: Annotated[
         int | None, "Pages of the KV cache, instead of max_memory: for tests of tight memory."
     ] = None

@@ -64,6 +64,11 @@ class PoolingSession(LocalSession):
         require_mlx()
         from ..engine.engine import Engine  # imports mlx; where it is missing, require_mlx says why
 
+        if options.chat_template is not None:
+            raise InvalidRequestError(
+                f"{name} makes vectors or scores and renders no chat_template; leave it out.",
+                param="chat_template",
+            )
         tokenizer = Tokenizer.from_folder(folder)
         self.pooling = resolved(pooling, tokenizer, name)
         self.info: ModelInfo

@@ -373,9 +373,9 @@ class RequestBuilder:
             effort = wanted.get("reasoning_effort")
         told, is_heard = facts.thinking.variables(effort, switch, limit)
         unread = [name for name in wanted if name not in facts.variables]
-        heard = {name for name in (*SWITCH_NAMES, "reasoning_effort") if is_heard}
-        unheard = [name for name in unread if name not in heard]
-        for name in unheard:
+        wishes = (*SWITCH_NAMES, "reasoning_effort")
+        unheard = [n for n in wanted if (not is_heard if n in wishes else n in unread)]
+        for name in set(unheard).intersection(unread):
             if not given.ignores_unread or name not in CLIENT_NAMES:
                 raise InvalidRequestError(
                     f"This model's chat template reads no {name!r}; leave it out of "
@@ -438,7 +438,7 @@ class Session(LocalSession):
     ) -> None:
         self.chat_params: SamplingParams = chat_params(folder)
         self._keeps_prefixes = options.prefix_cache
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder, options.chat_template)
         if tool_format != "auto":
             find_tool_format(tool_format)  # a wrong name is found before weights are read
         draft = options.speculation.draft

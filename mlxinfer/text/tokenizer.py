@@ -239,14 +239,19 @@ class Tokenizer:
         self._resolve_ends(files)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Tokenizer":
+    def from_folder(cls, folder: Path, chat_template: str | Path | None = None) -> "Tokenizer":
         """Load a checkpoint's tokenizer and chat template.
 
+        Args:
+            folder: of the checkpoint.
+            chat_template: a file with the jinja source to use instead of the checkpoint's own.
+
         Raises:
+            InvalidRequestError: there is no such file.
             CheckpointError: a file is broken, truncated or hostile.
             UnsupportedModelError: there is no tokenizer.json, and transformers cannot make one.
         """
-        return cls(load_backend(folder), read_tokenizer_files(folder))
+        return cls(load_backend(folder), read_tokenizer_files(folder, chat_template))
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InvalidRequestError
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
@@ -35,10 +35,15 @@ class TokenizerFiles:
     templates: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) -> TokenizerFiles:
     """Read the files beside tokenizer.json; a missing file counts as empty.
 
+    Args:
+        folder: of the checkpoint.
+        chat_template: a file with the jinja source to use instead of the checkpoint's own.
+
     Raises:
+        InvalidRequestError: `chat_template` is no file.
         CheckpointError: a file is not JSON, not an object, too large, or not UTF-8.
     """
     config = read_json(folder / "tokenizer_config.json")
@@ -51,7 +56,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         added=_added_tokens(config, folder),
         eos_ids=_eos_ids(generation) or _eos_ids(model),
         bos_id=_bos_id({**model, **generation}),
-        templates=_templates(folder, config),
+        templates=_templates(folder, config) if chat_template is None else _given(chat_template),
     )
 
 
@@ -133,6 +138,17 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         return found
     legacy = read_json(folder / "chat_template.json").get("chat_template")
     return _as_templates(legacy) or _as_templates(config.get("chat_template"))
+
+
+def _given(chat_template: str | Path) -> dict[str, str]:
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        raise InvalidRequestError(
+            f"chat_template is {str(chat_template)!r}, and there is no such file; name one with a "
+            "jinja template.",
+            param="chat_template",
+        )
+    return {"default": read_text(path, MAX_TEMPLATE_BYTES)}
 
 
 def _as_templates(value: object) -> dict[str, str]:

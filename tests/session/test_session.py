@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxinfer import LLM, PromptTooLongError, RequestFailedError, SamplingParams
 from mlxinfer.engine.loop import Loop
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.grammar import spec
 from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.session import Session
@@ -170,3 +171,16 @@ def test_the_vocabulary_is_searched_once_for_each_breaker_however_many_tokens_fo
         assert sorted(searched) == sorted(breakers)
     with pytest.raises(InvalidRequestError, match="10000 strings; expected 256"):
         SamplingParams(dry_sequence_breakers=[str(number) for number in range(10_000)])
+
+
+def test_a_chat_template_of_the_user_replaces_the_models_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    with LLM("demo-draft", chat_template=file) as llm:
+        prompt = llm._session.encode(ChatInput(messages=HELLO))
+        assert llm.tokenizer.decode(prompt.ids) == "<user>Hello"
+    with pytest.raises(InvalidRequestError, match="no such file"):
+        LLM("demo-draft", chat_template=tmp_path / "none")
+    file.write_text("x" * (2 << 20))
+    with pytest.raises(CheckpointError, match=r"mine\.jinja has"):
+        LLM("demo-draft", chat_template=file)

@@ -1,0 +1,191 @@
+"""Talking through every published chat template: rendering, messages, levels, cost.
+
+Each property holds for all templates of two packages (`published.py`); exceptions have a name and
+a reason.
+"""
+
+import time
+from datetime import datetime
+
+import jinja2
+import pytest
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from published import FOR_TOOLS_ONLY, VARIABLES, sources, template
+
+from mlxinfer.errors import TemplateError
+from mlxinfer.text import ChatTemplate, WrittenCall
+from mlxinfer.text.probe import TemplateFacts, probe
+from mlxinfer.text.template import _to_json, with_text_arguments
+from mlxinfer.text.thinking import EFFORTS, OFF
+from mlxinfer.text.tools import GENERIC, generic_messages
+
+pytestmark = pytest.mark.ci
+MAX_PROBE_S = 0.05
+NOW = datetime(2025, 3, 9, 14, 5, 6)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A river.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    for name in ("river_of", "bridge_of")
+]
+
+
+def say(role, text):
+    return {"role": role, "content": text}
+
+
+def call(name, city, identity):
+    function = {"name": name, "arguments": {"city": city}}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def result(identity, name, text):
+    return {"role": "tool", "tool_call_id": identity, "name": name, "content": text}
+
+
+USER, ANSWER, AGAIN = say("user", "Amaranth"), say("assistant", "Begonia"), say("user", "Clover")
+SYSTEM, LATER, DEVELOPER = (
+    say("system", "Dahlia"), say("system", "Edelweiss"), say("developer", "Freesia")
+)  # fmt: skip
+ONE = [call("river_of", "Gentian", "call_0123456789abcdef")]
+TWO = [*ONE, call("bridge_of", "Hyacinth", "call_fedcba9876543210")]
+RESULTS = [
+    result(TWO[0]["id"], "river_of", "Iris"), result(TWO[1]["id"], "bridge_of", "Jasmine")
+]  # fmt: skip
+CONVERSATIONS = {  # no text may be lost; words in order, but for those of system messages
+    "plain": [USER],
+    "turns": [USER, ANSWER, AGAIN],
+    "system": [SYSTEM, USER, ANSWER, AGAIN],
+    "two systems": [SYSTEM, LATER, USER],
+    "later system": [SYSTEM, USER, ANSWER, LATER, AGAIN],
+    "system after user": [USER, ANSWER, LATER, AGAIN],
+    "developer": [DEVELOPER, USER],
+    "system and developer": [SYSTEM, DEVELOPER, USER, ANSWER, AGAIN],
+    "later developer": [SYSTEM, USER, ANSWER, DEVELOPER, AGAIN],
+    "users in a row": [USER, AGAIN],
+    "call": [USER, {**say("assistant", ""), "tool_calls": ONE}, RESULTS[0], ANSWER, AGAIN],
+    "call with text": [
+        USER, {**say("assistant", "Kalmia"), "tool_calls": ONE}, RESULTS[0], ANSWER, AGAIN
+    ],
+    "calls": [USER, {**say("assistant", ""), "tool_calls": TWO}, *RESULTS, ANSWER, AGAIN],
+    "calls with text": [
+        USER, {**say("assistant", "Kalmia"), "tool_calls": TWO}, *RESULTS, ANSWER, AGAIN
+    ],
+    "calls with a system": [
+        SYSTEM, USER, {**say("assistant", "Kalmia"), "tool_calls": TWO}, *RESULTS, ANSWER, AGAIN
+    ],
+}  # fmt: skip
+
+
+def words_of(messages, *, system):
+    texts = [m["content"] for m in messages if (m["role"] in ("system", "developer")) == system]
+    return [text for text in texts if text]
+
+
+def rendered(chosen: ChatTemplate, facts: TemplateFacts, messages, **kwargs) -> str:
+    tools = TOOLS if any(m.get("tool_calls") for m in messages) else None
+    if tools and not chosen.reads("tools"):
+        messages, tools = generic_messages(chosen, messages, tools), None
+    chat = facts.forms.apply(
+        messages, lambda calls: GENERIC.write([WrittenCall.of(each) for each in calls])
+    )
+    try:
+        return chosen.render(chat, tools=tools, **kwargs)
+    except TemplateError:
+        return chosen.render(with_text_arguments(chat), tools=tools, **kwargs)
+
+
+def test_no_text_of_a_message_is_lost():
+    lost = []
+    for name, source in sources().items():
+        chosen = template(source)
+        if name in FOR_TOOLS_ONLY:
+            continue
+        facts = probe(chosen)
+        for kind, messages in CONVERSATIONS.items():
+            try:
+                text = rendered(chosen, facts, messages)
+            except TemplateError as error:
+                lost.append(f"{name}, {kind}: {error}")
+                continue
+            places = [text.find(word) for word in words_of(messages, system=False)]
+            calls = [each for m in messages for each in m.get("tool_calls", ())]
+            cities = [each["function"]["arguments"]["city"] for each in calls]
+            if min(places) < 0 or (places != sorted(places) and "call" not in kind):
+                lost.append(f"{name}, {kind}: {places}")
+            lost += [
+                f"{name}, {kind}: {word}"
+                for word in (*words_of(messages, system=True), *cities)
+                if word not in text
+            ]
+    assert not lost, "\n".join(lost)
+
+
+def test_each_wish_changes_what_the_model_is_told():
+    wrong = []
+    for name, source in sources().items():
+        chosen = template(source)
+        facts = probe(chosen)
+
+        def prompt(*wish, chosen=chosen, facts=facts):
+            variables, is_heard = facts.thinking.variables(*wish)
+            return rendered(chosen, facts, [USER], **variables), is_heard
+
+        if name in FOR_TOOLS_ONLY:
+            continue
+        off, stops = prompt("none")
+        for wish in (*EFFORTS[1:], True):
+            on, starts = prompt(wish)
+            if stops and starts and on == off:
+                wrong.append(f"{name}: {wish} is as none")
+        assert prompt(None)[1]
+        assert prompt(False) == prompt("none")
+        assert prompt("high", False)[0] == off
+        assert stops == (OFF in facts.thinking.levels) or not facts.thinking.levels
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rendering_equals_that_of_transformers_settings():
+    """The environment is written down here once more, as transformers sets it up."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["strftime_now"] = NOW.strftime
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    count = 0
+    for source in sources().values():
+        if "generation %}" in source:  # a tag of transformers for training
+            continue
+        ours = ChatTemplate(source, variables=VARIABLES, now=lambda: NOW)
+        theirs = environment.from_string(source)
+        for messages in CONVERSATIONS.values():
+            given = {"messages": messages, "tools": None, "documents": None}
+            try:
+                wanted = theirs.render(**VARIABLES, **given, add_generation_prompt=True)
+            except Exception:  # a template raises anything
+                with pytest.raises(TemplateError):
+                    ours.render(messages)
+                continue
+            assert ours.render(messages) == wanted
+            count += 1
+    assert count > 500
+
+
+def test_probing_takes_less_than_50_ms():
+    for name, source in sources().items():
+        chosen = template(source)
+        probe(chosen)  # compiled
+        begun = time.process_time()
+        probe(chosen)
+        assert time.process_time() - begun < MAX_PROBE_S, name

@@ -4,6 +4,7 @@ Each property holds for all templates of two packages (`published.py`); exceptio
 a reason.
 """
 
+import re
 import time
 from datetime import datetime
 
@@ -165,7 +166,7 @@ def test_rendering_equals_that_of_transformers_settings():
     environment.globals["raise_exception"] = raise_exception
     count = 0
     for source in sources().values():
-        if "generation %}" in source:  # a tag of transformers for training
+        if re.search(r"{%-?\s*generation", source):  # a tag of transformers for training
             continue
         ours = ChatTemplate(source, variables=VARIABLES, now=lambda: NOW)
         theirs = environment.from_string(source)
@@ -186,6 +187,9 @@ def test_probing_takes_less_than_50_ms():
     for name, source in sources().items():
         chosen = template(source)
         probe(chosen)  # compiled
-        begun = time.process_time()
-        probe(chosen)
-        assert time.process_time() - begun < MAX_PROBE_S, name
+        seconds = []
+        for _ in range(3):  # CPU time, the least of three: other processes share the caches
+            begun = time.process_time()
+            probe(chosen)
+            seconds.append(time.process_time() - begun)
+        assert min(seconds) < MAX_PROBE_S, name

@@ -316,7 +316,7 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self._environment = _environment(now)
         self._compiled: dict[tuple[str, Hider | None], jinja2.Template] = {}
-        self._names: frozenset[str] | None = None
+        self._known_words: tuple[frozenset[str], list[str]] | None = None
 
     def render(
         self,
@@ -387,11 +387,7 @@ class ChatTemplate:
         Raises:
             TemplateError: a template is broken.
         """
-        if self._names is None:
-            trees = [self._parsed(source) for source in self.sources.values()]
-            names = (name for tree in trees for name in tree.find_all(nodes.Name))
-            self._names = frozenset(name.name for name in names if name.ctx == "load")
-        return self._names
+        return self._words()[0]
 
     def given_names(self) -> frozenset[str]:
         """Return the names that every rendering has: functions, tokens, and what `render` takes."""
@@ -403,9 +399,19 @@ class ChatTemplate:
         Raises:
             TemplateError: a template is broken.
         """
-        trees = [self._parsed(source) for source in self.sources.values()]
-        values = (const.value for tree in trees for const in tree.find_all(nodes.Const))
-        return list(dict.fromkeys(value for value in values if isinstance(value, str)))
+        return self._words()[1]
+
+    def _words(self) -> tuple[frozenset[str], list[str]]:
+        """Return names and constants, found once."""
+        if self._known_words is None:
+            trees = [self._parsed(source) for source in self.sources.values()]
+            names = (name for tree in trees for name in tree.find_all(nodes.Name))
+            values = (const.value for tree in trees for const in tree.find_all(nodes.Const))
+            self._known_words = (
+                frozenset(name.name for name in names if name.ctx == "load"),
+                list(dict.fromkeys(value for value in values if isinstance(value, str))),
+            )
+        return self._known_words
 
     def _template(self, source: str, hider: Hider | None) -> jinja2.Template:
         """Return the template of a source, compiled once."""

@@ -23,10 +23,10 @@ UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no e
 _BEYOND_REGULAR = re.compile(  # look-around, back-references, ends of words; classes of Java
     r"\(\?(?:[=!>]|<[=!])|\\[1-9bBc<>]|\\k<|\\p\{(?:Graph|Print)\}"
 )
-_PLAIN_PARTS = re.compile(rf"\\.|{CLASS}|\(\?[a-z]+\)", re.DOTALL)
+_PLAIN_PARTS = re.compile(rf"\\.|{CLASS}|\[.*|\(\?[a-z]+\)", re.DOTALL)  # `[.*`: never closed
 _INNER_ENDS = re.compile(  # ^ and $ within a text, or in a group that may be left out
     r"[^(|:]\^|[^(|:^]\((?:\?:)?\^|\((?:\?:)?\^[^()]*\)[?*+{]"
-    r"|\$\)*[^)|]|\$\|[^()]*\)[^)|]"
+    r"|\$\)*[^)|]|\$\|(?:[^()$]|\$(?!\|))*\)[^)|]"
 )
 _NESTED = re.compile(r"\)[*+{]")  # a repeated group
 MAX_NESTED = 100  # characters of a text that llguidance holds against such a pattern

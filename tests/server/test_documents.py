@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import threading
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -12,6 +13,8 @@ from live_server import CHAT, LiveServer, chat, wait_until
 from models.runs import every
 from scripted import ScriptedServer
 
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.apis.documents import pdf_data, text_of_file
 from mlxinfer.server.store import ResponseStore
 from tests.pdf_files import encrypted, pdf
 
@@ -155,3 +158,12 @@ def test_a_file_without_data_is_named(live: LiveServer) -> None:
     expect_refusal(live, RESPONSES, body, param="input[0].content[0].file_data")
     body = asked(CHAT, {"type": "file"})
     expect_refusal(live, CHAT, body, param="messages[0].content[0].file.file_data")
+
+
+@pytest.mark.parametrize("given", ["data:" + ";" * 30_000_000, "data:" + "a" * 30_000_000 + ","])
+def test_a_long_beginning_of_a_data_url_costs_nothing(given: str) -> None:
+    began = time.process_time()
+    assert pdf_data(given) is None
+    with pytest.raises(InvalidRequestError):
+        text_of_file(given, "file")
+    assert time.process_time() - began < 1

@@ -22,9 +22,11 @@ from models.tiny import write
 
 from mlxinfer.errors import PictureError
 from mlxinfer.images import Tile
+from mlxinfer.layers.norm import LayerNorm
 from mlxinfer.models import load
 from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.towers import parts
+from mlxinfer.models.towers.gemma4 import PixelNorm
 from mlxinfer.models.towers.loading import tower_family
 from mlxinfer.models.towers.parts import full_attention
 
@@ -136,6 +138,21 @@ def test_a_picture_beyond_the_table_of_places_is_refused(name, grid, tmp_path):
     tile = Tile(patches, (1, *grid), PICTURE_CASES[name].num_features(grid))
     with pytest.raises(PictureError, match=f"{max(grid)} patches in a row or a column"):
         features(tower, tile)
+
+
+@pytest.mark.parametrize("side", [16, 48])
+@pytest.mark.parametrize(("bright", "spread"), [(0.5, 0.3), (0.9, 0.03), (0.99, 0.003), (1, 1e-4)])
+def test_flat_squares_are_normed_as_exactly_as_others(side, bright, spread):
+    """Against float64: sky and paper, of which all numbers are close to a bright mean."""
+    rng = np.random.default_rng(side)
+    dims = 3 * side * side
+    pixels = (bright + spread * rng.normal(size=(40, dims))).clip(0, 1).astype(np.float32)
+    weight, bias = rng.normal(size=(2, dims)).astype(np.float32)
+    norm = PixelNorm(LayerNorm(mx.array(weight), 1e-5, mx.array(bias)))
+    wide = pixels.astype(np.float64)
+    wide -= wide.mean(1, keepdims=True)
+    wide /= np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(np.array(norm(mx.array(pixels))), wide * weight + bias, atol=2e-5)
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):

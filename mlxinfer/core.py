@@ -30,6 +30,7 @@ MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them ar
 MAX_TOKENS = 2**63 - 1  # some clients send this for "no limit"
 MAX_BREAKERS = 256  # strings: for each the whole vocabulary is searched
 FLOAT32_MAX = 3.4e38
+LEAST_SEED, MOST_SEED = -(2**63), 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -98,7 +99,7 @@ class SamplingParams:
     # None: until the context is full
     max_tokens: int | None = _integer(512, low=1, high=MAX_TOKENS, optional=True)
     temperature: float = _number(0.0, low=0.0, high=100.0)  # 0: greedy
-    top_k: int = _integer(0, low=0)  # 0: off
+    top_k: int = _integer(0, low=-1)  # 0: off; -1, as other engines spell it, becomes 0
     top_p: float = _number(1.0, low=0.0, high=1.0, open_low=True)
     min_p: float = _number(0.0, low=0.0, high=1.0)
     # over prompt and answer
@@ -126,7 +127,7 @@ class SamplingParams:
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # texts that no repetition reaches over
     # The same seed gives the same tokens, also beside other requests. With 16-bit activations, two
     # tokens of nearly the same probability may change places, see README.
-    seed: int | None = _integer(None, low=-(2**63), high=2**63 - 1, optional=True)
+    seed: int | None = _integer(None, low=LEAST_SEED, high=MOST_SEED, optional=True)
     min_tokens: int = _integer(0, low=0, high=MAX_TOKENS)  # no end token and no stop before these
     # then the reasoning is closed; None: no limit
     max_reasoning_tokens: int | None = _integer(None, low=1, high=MAX_TOKENS, optional=True)
@@ -146,6 +147,7 @@ class SamplingParams:
             check(name, getattr(self, name), **bounds)
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         self._check_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(

@@ -65,6 +65,12 @@ class InvalidRequestError(MlxinferError, ValueError):
         return cls(f"{param} {said}", param=param)
 
 
+class PartNotFoundError(InvalidRequestError, KeyError):
+    """A program has no part of this name."""
+
+    __str__ = Exception.__str__  # KeyError quotes
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and answer do not fit in the model's context."""
 

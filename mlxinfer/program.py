@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar, Unpack
 
-from .core import FinishReason, SamplingParams
-from .errors import InvalidRequestError, shown
+from .core import LEAST_SEED, MOST_SEED, FinishReason, SamplingParams
+from .errors import InvalidRequestError, PartNotFoundError, check_int, shown
 from .files import open_lines
 from .outputs import Delta, Result, Results
 from .progress import Watch
@@ -29,6 +29,7 @@ Item = TypeVar("Item")
 Key = str | int
 MakeInput = Callable[[str, Sequence[Message], Mapping[str, Any]], Input]  # text, messages, options
 
+SEEDS = MOST_SEED - LEAST_SEED + 1
 SCORED = SamplingParams(max_tokens=None, temperature=0.0, logprobs=0)  # of a choice
 
 
@@ -152,10 +153,16 @@ class Program:
     def __getitem__(self, name: str) -> Any:
         """The text of a named part; after `join` the list of the branches' texts."""
         values = {**self._now.inherited, **self._now.named}
-        if name not in values:
+        if name not in list(values):  # also what has no hash
             known = ", ".join(values) or "nothing"
-            raise InvalidRequestError(f"No part is named {name!r}; there is {known}.", param=name)
+            raise PartNotFoundError(f"No part is named {shown(name)}; there is {known}.")
         return values[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a part has this name."""
+        return name in [*self._now.inherited, *self._now.named]
+
+    __iter__ = None  # not by numbers, which are no names
 
     def mark(self) -> Mark:
         """The contents now, for `rollback`."""
@@ -207,7 +214,7 @@ class Program:
                 self._add(name, sent, delta.result.text, delta.result.reasoning)
             yield delta
 
-    def select(self, name: str, choices: Sequence[str], *, per_token: bool = True) -> Selection:
+    def select(self, name: str, choices: Iterable[str], *, per_token: bool = True) -> Selection:
         """Add the most probable of the choices, and name it.
 
         Each choice is scored whole, as the text that comes next. A model that reasons does not
@@ -215,7 +222,7 @@ class Program:
 
         Args:
             name: of the part.
-            choices: different texts.
+            choices: different texts; any iterable of them.
             per_token: compare the mean log-probability of a choice's tokens; False: their sum,
                 which prefers short choices.
 
@@ -225,7 +232,7 @@ class Program:
         return Branches((self,)).select(name, choices, per_token=per_token)[0]
 
     async def aselect(
-        self, name: str, choices: Sequence[str], *, per_token: bool = True
+        self, name: str, choices: Iterable[str], *, per_token: bool = True
     ) -> Selection:
         """`select` for asyncio."""
         return (await Branches((self,)).aselect(name, choices, per_token=per_token))[0]
@@ -279,12 +286,12 @@ class Program:
 
     def _input(self, name: str, options: Mapping[str, Any]) -> Input:
         """The request for the next part."""
-        given, now = {**self._options, **options}, self._now
-        if (schema := given.pop("schema", None)) is not None:
-            form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-            given["response_format"] = form
-        if given.get("seed") is not None:
-            given["seed"] += self.number
+        now = self._now
+        given = {**self._options, **_form(name, self._options), **options, **_form(name, options)}
+        given.pop("schema", None)
+        check_int("seed", given.get("seed"), low=LEAST_SEED, high=MOST_SEED, optional=True)
+        if given.get("seed") is not None:  # after the greatest comes the least
+            given["seed"] = (given["seed"] + self.number - LEAST_SEED) % SEEDS + LEAST_SEED
         if now.continues:
             variables = given.get("chat_template_kwargs") or {}
             given["chat_template_kwargs"] = {**variables, "continue_final_message": True}
@@ -305,6 +312,21 @@ class Program:
 
     async def __aexit__(self, *_: object) -> None:
         self._ended = True
+
+
+def _form(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The response_format of options with a schema; {}: they have none."""
+    schema = options.get("schema")
+    if schema is None:
+        return {}
+    if options.get("response_format") is not None:
+        raise InvalidRequestError(
+            "schema and response_format are both given; a part has one form: leave one out.",
+            param="schema",
+        )
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+    }
 
 
 class Branches(tuple[Program, ...]):
@@ -328,17 +350,19 @@ class Branches(tuple[Program, ...]):
         return self._take(name, sent, await _aresults(self[0].session, inputs))
 
     def select(
-        self, name: str, choices: Sequence[str], *, per_token: bool = True
+        self, name: str, choices: Iterable[str], *, per_token: bool = True
     ) -> list[Selection]:
         """`Program.select` of all, in one batch."""
+        choices = _texts(choices)
         sent, inputs = self._sent, self._choices(choices)
         results = self[0].session.start(*inputs).results()
         return self._choose(name, sent, _scores(choices, results, per_token))
 
     async def aselect(
-        self, name: str, choices: Sequence[str], *, per_token: bool = True
+        self, name: str, choices: Iterable[str], *, per_token: bool = True
     ) -> list[Selection]:
         """`select` for asyncio."""
+        choices = _texts(choices)
         sent, inputs = self._sent, await asyncio.to_thread(self._choices, choices)
         results = await _aresults(self[0].session, inputs)
         return self._choose(name, sent, _scores(choices, results, per_token))
@@ -363,10 +387,6 @@ class Branches(tuple[Program, ...]):
 
     def _choices(self, choices: Sequence[str]) -> list[Input]:
         """For each branch a request for each choice: the answer is it, with log-probabilities."""
-        if isinstance(choices, str) or not choices or len(set(choices)) < len(choices):
-            raise InvalidRequestError(
-                f"choices is {shown(choices)}; expected a list of different texts.", param="choices"
-            )
         given = [branch._input("", {}) for branch in self]
         return [
             TextInput(
@@ -389,6 +409,18 @@ class Branches(tuple[Program, ...]):
         for branch, before, selection in zip(self, sent, chosen, strict=True):
             branch._add(name, before, selection.text)
         return chosen
+
+
+def _texts(choices: Iterable[str]) -> list[str]:
+    """The choices as a list; raises InvalidRequestError unless they are different texts."""
+    is_many = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
+    texts = list(choices) if is_many else []
+    if not texts or not all(isinstance(text, str) for text in texts) or len({*texts}) < len(texts):
+        raise InvalidRequestError(
+            f"choices is {shown(texts or choices)}; expected a list of different texts.",
+            param="choices",
+        )
+    return texts
 
 
 def _scores(
@@ -430,10 +462,15 @@ def map_programs(
     """As LLM.map; `run` runs the program of an item."""
     if (key is None) != (path is None):
         raise InvalidRequestError("map() takes key and path together.", param="key")
-    if in_flight < 1:
-        raise InvalidRequestError("in_flight is less than 1.", param="in_flight")
+    check_int("in_flight", in_flight, low=1)
     every = list(items)
     keys: list[Key] = list(range(len(every))) if key is None else [key(item) for item in every]
+    for each in keys:
+        if type(each) not in (str, int):  # the file has them as JSON
+            raise InvalidRequestError(
+                f"key() gives {shown(each)} for an item; expected a text or a whole number.",
+                param="key",
+            )
     if len(set(keys)) < len(keys):
         raise InvalidRequestError("Two items have the same key.", param="key")
     values: dict[Key, Any] = {}

@@ -108,15 +108,58 @@ def test_what_does_not_go_is_refused_in_words(llm: LLM) -> None:
             p.gen("x", max_token=3)  # type: ignore[call-arg]
         with pytest.raises(InvalidRequestError, match="1 or more"):
             p.fork(0)
-        for choices in ([], ["a", "a"], "ab"):
+        for choices in ([], ["a", "a"], "ab", b"ab", 5, [1], [["a"]], iter(()), iter("aa")):
             with pytest.raises(InvalidRequestError, match="different texts"):
-                p.select("x", choices)
+                p.select("x", choices)  # type: ignore[arg-type]
+        form = {"type": "json_object"}
+        with pytest.raises(InvalidRequestError, match="schema and response_format"):
+            p.gen("x", schema=AGES, response_format=form)
+        for seed in ("a", 1.0, True, 2**63, -(2**63) - 1):
+            with pytest.raises(InvalidRequestError, match="seed"):
+                p.gen("x", seed=seed)  # type: ignore[arg-type]
+        for name in ("zz", 0, ["zz"]):
+            assert name not in p
+            with pytest.raises(KeyError) as missing:
+                p[name]  # type: ignore[index]
+            assert str(missing.value).startswith("No part is named")
+            assert isinstance(missing.value, InvalidRequestError)
+        with pytest.raises(TypeError):
+            list(p)  # type: ignore[call-overload]
         stream = p.stream("x", max_tokens=2)
         p.user("meanwhile")
         with pytest.raises(InvalidRequestError, match="changed while"):
             list(stream)
     with pytest.raises(InvalidRequestError, match="has ended"):
         p.user("late")
+
+
+def test_the_greatest_seed_goes_on_at_the_least(llm: LLM) -> None:
+    """Branches have seeds that differ, wherever they begin; the first has the program's own."""
+    with llm.program(seed=2**63 - 1, temperature=1.0, max_tokens=4) as p:
+        p.user(QUESTION)
+        branches = p.fork(3)
+        seeds = [branch._input("x", {}).sampling["seed"] for branch in branches]
+        assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
+        assert len(branches.gen("x")) == 3
+
+
+def test_a_form_of_a_part_replaces_that_of_the_program(llm: LLM) -> None:
+    regex = {"type": "regex", "regex": "yes|no"}
+    with llm.program(schema=AGES, max_tokens=30) as p:
+        p.user(QUESTION)
+        assert p.gen("answer", response_format=regex).text in ("yes", "no")
+    with llm.program(response_format=regex, max_tokens=30) as p:
+        p.user(QUESTION)
+        assert p._input("x", {}).response_format == regex
+        assert p._input("x", {"schema": AGES}).response_format["json_schema"]["schema"] == AGES
+
+
+def test_choices_may_be_any_iterable(llm: LLM) -> None:
+    with llm.program() as p:
+        p.user(QUESTION)
+        listed, generated = p.fork(2)
+        found = listed.select("x", ["yes", "no"])
+        assert generated.select("x", (choice for choice in ("yes", "no"))) == found
 
 
 THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -407,8 +450,12 @@ def test_a_map_that_cannot_go_on_is_refused(llm: LLM, tmp_path: Path) -> None:
         llm.map(ask, [1], path=path)
     with pytest.raises(InvalidRequestError, match="same key"):
         llm.map(ask, [1, 2], key=lambda _: 0, path=path)
-    with pytest.raises(InvalidRequestError, match="less than 1"):
-        llm.map(ask, [1], in_flight=0)
+    for in_flight in (0, "2", 1.5, True):
+        with pytest.raises(InvalidRequestError, match="in_flight"):
+            llm.map(ask, [1], in_flight=in_flight)  # type: ignore[arg-type]
+    for key in ([1], (1, 2), 1.5, None, {}):
+        with pytest.raises(InvalidRequestError, match="whole number"):
+            llm.map(ask, [1], key=lambda _, key=key: key, path=path)  # type: ignore[misc]
     path.write_text("no JSON\n")
     with pytest.raises(InvalidRequestError, match="line 1"):
         llm.map(ask, [1], key=str, path=path)

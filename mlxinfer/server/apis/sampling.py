@@ -211,9 +211,8 @@ def sampling_params(fields: SamplerFields, model: ServedModel, **others: Any) ->
     """
     given = {name: getattr(fields, name) for name in _SAMPLING}
     values = {name: value for name, value in given.items() if value is not None}
-    for name in ("top_k", "top_n_sigma"):
-        if name in values:
-            values[name] = max(values[name], 0)
+    if "top_n_sigma" in values:
+        values["top_n_sigma"] = max(values["top_n_sigma"], 0)
     if "logit_bias" in values:
         values["logit_bias"] = _logit_bias(values["logit_bias"], model)
     return model.defaults.changed({**values, **others})

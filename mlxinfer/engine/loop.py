@@ -186,8 +186,8 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            dtype, kernels = self.model.activation_dtype, self.kernels.identity
-            parts = disk_identity(identity, self.cache, dtype, kernels, store.others.form)
+            kernels, form = self.kernels.identity, store.others.form
+            parts = disk_identity(identity, self.model, self.cache, kernels, form)
             store.open("" if disk is None else str(disk.folder.resolve()), parts)
 
     @property

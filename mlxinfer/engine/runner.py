@@ -342,22 +342,22 @@ def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KV
 
 
 def disk_identity(
-    identity: str, cache: KVCache, dtype: mx.Dtype, kernels: str, form: str
+    identity: str, model: LanguageModel, cache: KVCache, kernels: str, form: str
 ) -> tuple[str, ...]:
     """Pages of disk and peers are shared only between equal weights, versions and KV formats.
 
     Args:
         identity: of the weights.
+        model: computes what is stored.
         cache: what is stored.
-        dtype: of activations.
         kernels: the identity of the kernels that compute what is stored.
         form: what part of a model spread over ranks this is; empty: it is not spread.
     """
     versions = f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}"
     return (
         identity,
-        f"{versions} {kernels}",
-        f"{cache.page_size} {dtype_name(dtype)} {cache.identity}",
+        f"{versions}{model.config.definition_version} {kernels}",
+        f"{cache.page_size} {dtype_name(model.activation_dtype)} {cache.identity}",
         *([form] if form else []),
     )
 

@@ -83,6 +83,11 @@ class ModelConfig:
         return "native"
 
     @property
+    def definition_version(self) -> str:
+        """Of this library, which the engine knows."""
+        return ""
+
+    @property
     def verdict(self) -> str:
         """As of `zoo.compared`, of a family."""
         return "native"

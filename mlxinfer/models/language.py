@@ -91,6 +91,11 @@ class LanguageConfig(Protocol):
         ...
 
     @property
+    def definition_version(self) -> str:
+        """What defines the model and its version, where that is another library; else empty."""
+        ...
+
+    @property
     def verdict(self) -> str:
         """What runs models of its type, in the words of docs/model_types.md."""
         ...

@@ -28,7 +28,7 @@ from ..config import eos_token_ids
 from ..jsonfields import Fields
 from ..quantization import Quantization, read_quantization
 from .compared import verdict_of
-from .definitions import AttendingCache, Definition, one_line
+from .definitions import AttendingCache, Definition, installed, one_line
 
 # Spellings of one thing; the first that is stated counts.
 CONTEXT = (
@@ -73,6 +73,11 @@ class ZooConfig:
     def definition(self) -> str:
         """Not a family of this library."""
         return "mlx-lm"
+
+    @property
+    def definition_version(self) -> str:
+        """Another version may compute other keys and values."""
+        return f" mlx-lm {installed()}"
 
     @property
     def verdict(self) -> str:

@@ -312,6 +312,12 @@ def _reading(
     config: "ModelConfig", builder: Any, dtype: str, watch: Watch | None
 ) -> dict[str, Any]:
     """Arguments of `Weights` that say how a model's weights are read."""
+    if dtype == "float16" and not builder.fits_float16:
+        log.warning(
+            "%s: activations of this family exceed 65,504, the largest number of float16: logits "
+            "may be NaN; use dtype auto or bfloat16",
+            config.model_type,
+        )
     return {
         "quantization": config.quantization,
         "dtype": dtype,

@@ -295,13 +295,15 @@ def test_a_gpu_takes_the_dtype_of_what_is_not_packed(monkeypatch, matrices, norm
     assert choose_dtype(tensors, "float16", fits_float16=fits) == mx.float16
 
 
-def test_gemma_is_never_float16_by_itself(tmp_path, monkeypatch):
+def test_gemma_is_never_float16_by_itself(tmp_path, monkeypatch, caplog):
     config, tensors = tiny_config("gemma3_text"), tiny_tensors(tiny_config("gemma3_text"))
     half = {name: mx.array(value).astype(mx.float16) for name, value in tensors.items()}
     folder = write(tmp_path, config, half)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert load(folder).activation_dtype == mx.bfloat16
+    assert not caplog.messages
     assert load(folder, dtype="float16").activation_dtype == mx.float16
+    assert "exceed 65,504" in caplog.text
 
 
 def test_an_unknown_dtype(tmp_path):

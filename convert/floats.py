@@ -49,8 +49,23 @@ def _error_of(
 
 def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:
     """The nearest element of each number, sign in the highest bit."""
+    return _nearest(groups / step_of(byte, form), form)
+
+
+def step_of(byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
+    """The scale; 1 where it is 0, and every element stands for 0."""
     scale = scale_values(byte, form)
-    ratio = groups / np.where(scale > 0, scale, 1)
+    return np.where(scale > 0, scale, np.float32(1))
+
+
+def nearest(ratio: Floats, form: MLXFormat) -> tuple[Codes, Floats]:
+    """The nearest element of each ratio of a number to its scale, and its value."""
+    codes = _nearest(ratio, form)
+    table: Floats = ALL_E2M1 if form.bits == 4 else ALL_E4M3
+    return codes, table[codes]
+
+
+def _nearest(ratio: Floats, form: MLXFormat) -> Codes:
     edges = E2M1_EDGES if form.bits == 4 else E4M3_EDGES
     codes = np.searchsorted(edges, np.abs(ratio)).astype(np.uint8)
     codes |= np.signbit(ratio).astype(np.uint8) << np.uint8(form.bits - 1)

@@ -16,7 +16,7 @@ from math import prod
 
 from ..errors import InvalidRequestError
 from .arrange import ArrangedSource, OutputTensor
-from .calibration.texts import CALIBRATION_LENGTH, MAX_CHECKED
+from .calibration.texts import CALIBRATION_LENGTH, checked_positions
 from .read import MLXFormat
 from .read.stored import PLAIN
 from .recipes import (
@@ -311,10 +311,11 @@ LEARNING_COPIES = 6  # of a layer while it learns: source, codes, values, joined
 LAYER_COPIES = 3  # of a layer in float32 while it is run: as read, joined, one changed
 MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
 BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
+TOKEN_BYTES = 1500  # of each token while the tokenizer is made and tried: names, merges, and both
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
 INPUTS = (4096, 2048, 1024, 512, 256, 128)  # inputs with moments held together
 INVERSION_BYTES = 24  # of each moment of the block that is inverted
-SEQUENCES = (64, 32, 16, 8)  # of the text for calibration
+SEQUENCES = (16, 8)  # of the text for calibration: more hardly help, and take as much longer
 PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequences
 
 
@@ -338,9 +339,10 @@ def make_budget(
     `comparing`: the source and the output are run to compare their logits.
     """
     limit, calibrates = options.max_memory, options.calibration is not None
-    room = None if limit is None else max(0, limit - BASE_BYTES - CACHED_BYTES)
+    base = BASE_BYTES + CACHED_BYTES + TOKEN_BYTES * arranged.config.vocab_size
+    room = None if limit is None else max(0, limit - base)
     hidden = arranged.config.hidden_size * 4
-    checked = MAX_CHECKED * hidden if comparing else 0
+    checked = 2 * checked_positions(arranged.config.vocab_size) * hidden if comparing else 0
     inputs, moments = 0, 0
     if options.feeds_back:
         inputs, moments = _largest(INPUTS, lambda n: _moments_bytes(arranged, n), room, 3)
@@ -365,7 +367,7 @@ def make_budget(
         parts.append(2 * states + LEARNING_COPIES * layer)
     if comparing:
         parts.append(plan.num_bytes)
-    peak = BASE_BYTES + CACHED_BYTES + max(parts)
+    peak = base + max(parts)
     return MemoryBudget(inputs, sequences, probes, block, workers, peak)
 
 
@@ -400,9 +402,10 @@ def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
 def disk_bytes(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> int:
-    """The output, and the logits that it is compared with."""
+    """The output, and the logits that it is compared with: exact, and rounded to the nearest."""
     size = plan.limit_bytes(options) or plan.num_bytes
-    return size + (MAX_CHECKED * arranged.config.vocab_size * 4 if comparing else 0)
+    vocab = arranged.config.vocab_size
+    return size + (2 * checked_positions(vocab) * vocab * 4 if comparing else 0)
 
 
 def _largest_layer(arranged: ArrangedSource) -> int:

@@ -30,6 +30,7 @@ from .arrays import Floats, Words, as_numpy, narrow, pack, widen
 from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
+COLUMNS = 16  # of a group, whose errors are spread over the others together
 SAMPLED = 8
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
@@ -42,9 +43,10 @@ class ErrorFeedback:
     that.
     """
 
-    factors: tuple[Floats, ...]  # (B, B) upper triangular: factor.T @ factor = inverse moments
+    factors: tuple[Floats, ...]  # (B, B) upper triangular, ones on the diagonal: which share of a
+    # column's error each column behind it takes
 
-    ROWS: ClassVar = 256  # of a matrix at a time, always: results depend on no number of rows
+    ROWS: ClassVar = 1024  # of a matrix at a time, always: results depend on no number of rows
 
 
 def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback | None:
@@ -65,7 +67,8 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING) * squares
         damped = block.astype(np.float64) + damping * np.eye(len(block))
         inverse = np.linalg.inv(damped)
-        factors.append(np.linalg.cholesky(inverse).T.astype(np.float32))
+        factor = np.linalg.cholesky(inverse).T
+        factors.append((factor / factor.diagonal()[:, None]).astype(np.float32))
     return ErrorFeedback(tuple(factors))
 
 
@@ -132,6 +135,27 @@ class QuantisationMethod:
             return floats.encode(values, scales[0], self.form)
         scale, bias = scales
         return affine.encode(values, scale, bias, self.form.bits)
+
+    def step(self, scales: Scales) -> Floats:
+        """What one step of the grid stands for, of the shape of the scales."""
+        if self.form.mode != "affine":
+            return floats.step_of(scales[0], self.form)
+        return scales[0]
+
+    def places(self, values: Floats, scales: Scales) -> Floats:
+        """The values in steps of the grid, whose 0 is code 0 where affine; a copy."""
+        moved: Floats = values - scales[1] if self.form.mode == "affine" else values.copy()
+        moved *= np.float32(1) / self.step(scales)
+        return moved
+
+    def nearest(self, places: Floats) -> tuple[NDArray[Any], Floats]:
+        """The nearest code of each place, and the place of that code."""
+        if self.form.mode != "affine":
+            return floats.nearest(places, self.form)
+        codes = np.rint(places)
+        np.maximum(codes, np.float32(0), out=codes)
+        np.minimum(codes, np.float32(2**self.form.bits - 1), out=codes)
+        return codes, codes
 
     def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
         """The numbers that codes stand for."""
@@ -219,20 +243,50 @@ def _fed_back(
         block, start = divmod(number * size, len(feedback.factors[0]))
         factor, group = feedback.factors[block][start:, start:], columns[number * size :][:size]
         own = None if importance is None else importance[number, None]
-        values = np.ascontiguousarray(group[:, :rows].T)[:, None]
+        values = np.ascontiguousarray(group.T)[:, None]
         scales.append(method.scales(values, own))
-        one = tuple(part[:, 0] for part in scales[-1])  # (R, 1) each
-        errors = np.zeros_like(group)
-        for index, error in enumerate(errors):
-            codes.append(method.codes(group[index, :rows, None], one))
-            error[:rows] = group[index, :rows] - method.decode(codes[-1], one)[:, 0]
-            error /= factor[index, index]
-            group[index + 1 :] -= factor[index, index + 1 : size, None] * error
+        one = tuple(part[:, 0, 0] for part in scales[-1])  # (ROWS,) each
+        found, errors = _round_columns(method.places(group, one), method, factor[:size, :size])
+        codes.append(found[:, :rows])
         behind = columns[number * size + size :][: len(factor) - size]
         if len(behind):
+            errors *= method.step(one)
             behind -= factor[:size, size:].T @ errors
-    joined = np.concatenate(codes, axis=-1).reshape(groups.shape)
-    return joined, tuple(np.concatenate(parts, axis=1) for parts in zip(*scales, strict=True))
+    joined = np.concatenate(codes).T.reshape(groups.shape)
+    return joined, tuple(
+        np.concatenate([p[:rows] for p in parts], axis=1) for parts in zip(*scales, strict=True)
+    )
+
+
+def _round_columns(
+    places: Floats, method: QuantisationMethod, factor: Floats
+) -> tuple[NDArray[Any], Floats]:
+    """Round the columns of a group one after the other; each spreads its error over those behind.
+
+    All rows have one scale in a group, so errors are spread in steps of the grid. Columns go
+    through in blocks: one product spreads the errors of a block over the columns behind it.
+
+    Args:
+        places: (group_size, ROWS) numbers in steps; scratch.
+        factor: (group_size, group_size) of the group.
+
+    Returns:
+        Codes, and errors in steps, (group_size, ROWS) both.
+    """
+    codes: list[NDArray[Any]] = []
+    spread = np.empty(places.shape[1], np.float32)
+    for start in range(0, len(places), COLUMNS):
+        block = places[start : start + COLUMNS]
+        for index, place in enumerate(block):
+            if index:
+                place -= np.dot(factor[start : start + index, start + index], block[:index], spread)
+            code, nearest = method.nearest(place)
+            codes.append(code)
+            place -= nearest
+        behind = places[start + COLUMNS :]
+        if len(behind):
+            behind -= factor[start : start + COLUMNS, start + COLUMNS :].T @ block
+    return np.stack(codes), places
 
 
 def _joined(parts: list[QuantisedRows]) -> QuantisedRows:

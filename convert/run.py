@@ -8,6 +8,7 @@ state that an interrupted run has left.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
-from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
+from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for, reachable_limits
 from .calibration.measure import measure_units
-from .calibration.texts import Texts, make_texts
+from .calibration.texts import Texts, beginning, checked_positions, make_texts
 from .files import damaged, partial_path
 from .mlx_lm import passed_over, read_by_mlx_lm
 from .plan import (
@@ -151,7 +152,7 @@ class Conversion:
             CheckpointError: the source is broken.
         """
         place = Workplace(self.out)
-        self._check_room(place)
+        self.check_room()
         self._check_tokenizer()
         with working(place, resume=resume, restart=restart), little_cached():
             return self._run(place)
@@ -163,8 +164,9 @@ class Conversion:
         config = self.arranged.family_config
         return not (config.headless or config.bidirectional)
 
-    def _check_room(self, place: Workplace) -> None:
-        """Raise if the target cannot be met, or the disk or the memory is too small."""
+    def check_room(self) -> None:
+        """Raise if OUT cannot be made, or the disk or the memory is too small."""
+        place = Workplace(self.out)
         label = Path(self.source.label) if Path(self.source.label).exists() else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
         there = sum(path.stat().st_blocks * 512 for path in files)
@@ -196,8 +198,11 @@ class Conversion:
         options = identity(self.options, comparing=self._comparing)
         journal.begin({"source": self.source.fingerprint, **options, "rounding": self._rounding()})
         write_side_files(place.model, self.source)
-        unloadable = self._check_side_files(place)
-        texts = self._texts(place.model) if self._needs_texts else None
+        tokenizer, unloadable = self._check_side_files(place)
+        texts = None
+        if self._needs_texts:
+            texts = self._texts(tokenizer or Tokenizer.from_folder(place.model))
+        del tokenizer  # one of 262,144 tokens takes hundreds of megabytes
         plan = self.plan(self._formats(journal, texts))
         write_json(place.model / "config.json", config_json(self.arranged, plan))
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
@@ -248,11 +253,11 @@ class Conversion:
         text: dict[str, Any] = written.get("text_config", written)
         return text
 
-    def _check_side_files(self, place: Workplace) -> str | None:
+    def _check_side_files(self, place: Workplace) -> tuple[Tokenizer | None, str | None]:
         """Load config and tokenizer as loading the output will, before hours of work.
 
         Returns:
-            Why the tokenizer cannot be loaded here, where it is not broken.
+            The tokenizer, or why it cannot be loaded here where it is not broken.
 
         Raises:
             CheckpointError: the tokenizer or generation_config.json is broken.
@@ -261,12 +266,11 @@ class Conversion:
         if self.arranged.definition is None:
             normalise(self.source.config, read_json(path) if path.is_file() else {})
         if not has_tokenizer(self.source.side_files()):
-            return None
+            return None, None
         try:
-            Tokenizer.from_folder(place.model)
+            return Tokenizer.from_folder(place.model), None
         except UnsupportedModelError as error:
-            return str(error)
-        return None
+            return None, str(error)
 
     def _check_opens(self, folder: Path, plan: ConversionPlan) -> None:
         """Raise ConversionError if the config of the output describes another model than it holds.
@@ -284,16 +288,19 @@ class Conversion:
         except ModelError as error:
             raise ConversionError(f"The result would not load: {error}") from error
 
-    def _texts(self, folder: Path) -> Texts:
-        """The texts of the options, as ids of the tokenizer in `folder`."""
-        encode = Tokenizer.from_folder(folder).encode
-        options = self.options
+    def _texts(self, tokenizer: Tokenizer) -> Texts:
+        """The texts of the options, as ids of the output's tokenizer."""
+        encode = partial(tokenizer.encode, parse_special=True)
+        plain = partial(encode, add_special_tokens=False)
+        options, config = self.options, self.arranged.config
         return make_texts(
             options.calibration or options.check_text or "",
             options.check_text,
-            lambda text: encode(text, parse_special=True),
+            plain,
+            begin=beginning(encode, plain),
             sequences=self.budget.sequences,
-            max_context=self.arranged.config.max_context,
+            max_context=config.max_context,
+            positions=checked_positions(config.vocab_size),
         )
 
     def _formats(self, journal: Journal, texts: Texts | None) -> dict[str, MLXFormat | None]:
@@ -344,6 +351,11 @@ class Conversion:
                 self.budget.inputs,
                 calibrating=options.calibration is not None,
                 references=place.references if self._comparing else (),
+                nearest=place.nearest if self._comparing else (),
+                planned={tensor.output.name: tensor for tensor in plan.tensors},
+                progress=partial(
+                    self.progress, "calibrate" if options.calibration else "reference"
+                ),
             )
             writer.statistics = statistics.of
         with closing(writer):
@@ -387,13 +399,15 @@ class Conversion:
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         assert self.open_model is not None
-        limit, least = limits_for(judged_bits(plan))
-        pairs = list(zip((texts.short, texts.long), place.references, strict=True))
+        usual = limits_for(judged_bits(plan))
+        files = zip((texts.short, texts.long), place.references, place.nearest, strict=True)
+        self.progress("logits", 0, len(place.references))
         with self.open_model(place.model) as logits_of:
             found = []
-            for number, (sequences, reference) in enumerate(pairs, 1):
-                found.append(compare_logits(sequences, reference, logits_of, limit, least))
-                self.progress("logits", number, len(pairs))
+            for number, (sequences, reference, nearest) in enumerate(files, 1):
+                limits = reachable_limits(sequences, reference, nearest, usual)
+                found.append(compare_logits(sequences, reference, logits_of, *limits))
+                self.progress("logits", number, len(place.references))
         return found
 
 

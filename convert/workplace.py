@@ -16,17 +16,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConversionError, shown
+from ..errors import ConversionError, InvalidRequestError, shown
 from ..memory import human_bytes
 from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_MADE = ("model", "learned", "short.logits", "long.logits")
+_LOGITS = ("short.logits", "long.logits"), ("short.nearest", "long.nearest")
+_MADE = ("model", "learned", *_LOGITS[0], *_LOGITS[1])
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
 )  # "model" alone proves nothing
+_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".onnx")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -65,7 +67,14 @@ class Workplace:
     @property
     def references(self) -> tuple[Path, Path]:
         """Logits of the source, of short and of long contexts."""
-        return self.root / "short.logits", self.root / "long.logits"
+        short, long = _LOGITS[0]
+        return self.root / short, self.root / long
+
+    @property
+    def nearest(self) -> tuple[Path, Path]:
+        """The same logits with weights rounded to the nearest."""
+        short, long = _LOGITS[1]
+        return self.root / short, self.root / long
 
     def publish(self) -> None:
         """Make the finished folder the output."""
@@ -138,10 +147,7 @@ def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> No
             "a folder elsewhere."
         )
     check_place(place, source)
-    if out.exists() or out.is_symlink():
-        raise ConversionError(
-            f"{out} exists already. Delete it or choose another name; nothing was changed."
-        )
+    check_absent(out)
     parent = out.absolute().parent
     if not parent.is_dir():
         raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
@@ -151,6 +157,28 @@ def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> No
             f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} must "
             f"stay free, but the disk has {human_bytes(free)} free. Make room or choose another "
             "disk."
+        )
+
+
+def check_absent(out: Path) -> None:
+    """Raise ConversionError if there is something where the output is to be."""
+    if out.exists() or out.is_symlink():
+        raise ConversionError(
+            f"{out} exists already. Delete it or choose another name; nothing was changed."
+        )
+
+
+def check_name(out: Path) -> None:
+    """Raise InvalidRequestError for an output that is named as one file of weights is.
+
+    Such a folder would be taken for that file later.
+    """
+    if out.suffix.lower() in _FILES:
+        raise InvalidRequestError(
+            f"{out} names a file, and a conversion writes a folder of safetensors (GGUF files are "
+            f"read, not written): choose a name without {out.suffix}, such as "
+            f"{out.with_suffix('')}.",
+            param="out",
         )
 
 

@@ -2,7 +2,7 @@
 
 A terminal and a notebook get tqdm's bars (widgets where ipywidgets is there, else text), and a
 program that set MLXINFER_PROGRESS=json gets a line of JSON a few times a second. Elsewhere nothing
-is written.
+is written, except that what may take hours writes a line of text each minute.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
+RARE_FIRST_S, RARE_S = 1.0, 60.0  # after any line: before that of a new step, and of the same
 PATIENCE_S = 0.5  # in which a model may load without a bar
 Watch = Callable[[int, int], None]  # how far, of how much; called from any thread
 StepWatch = Callable[[str, int, int], None]  # of a step by its name, such as "load org/name"
@@ -28,15 +29,20 @@ def unwatched(*_: object) -> None:
 
 
 @contextmanager
-def progress_bars(*, unit: Unit = "B", wanted: bool | None = None) -> Iterator[StepWatch]:
+def progress_bars(
+    *, unit: Unit = "B", wanted: bool | None = None, piped: bool = False
+) -> Iterator[StepWatch]:
     """A bar for each step that is reported, from the first report on.
 
     Args:
         unit: of what is counted.
         wanted: None: where stderr is a terminal, or in a notebook.
+        piped: elsewhere, lines of text a minute apart instead of nothing: for what takes hours.
     """
     if wants_lines():
         yield progress_lines()
+    elif piped and not is_watched(wanted):
+        yield rare_lines()
     elif not is_watched(wanted):
         yield unwatched
     else:
@@ -97,6 +103,38 @@ def progress_lines() -> StepWatch:
                 return
             written[step] = now_s
             line = json.dumps({"step": step.partition(" ")[0], "done": done, "total": total})
+            print(line, file=sys.stderr, flush=True)
+
+    return write
+
+
+def rare_lines() -> StepWatch:
+    """Return what writes how far each step is to stderr, for people who read it in a file.
+
+    A step that begins after the first second, and then each minute, gets a line such as
+    "calibrate 40 %, about 3 min left".
+    """
+    lock, started = threading.Lock(), time.monotonic()
+    begun: dict[str, float] = {}
+    written_s = started
+
+    def write(step: str, done: int, total: int) -> None:
+        nonlocal written_s
+        with lock:
+            now_s = time.monotonic()
+            is_new = step not in begun
+            begun.setdefault(step, now_s)
+            if now_s - written_s < (RARE_FIRST_S if is_new else RARE_S):
+                return
+            written_s, share = now_s, done / max(total, 1)
+            line = f"{step} {share:.0%}"
+            if 0 < share < 1 and not is_new:
+                left_s = (now_s - begun[step]) * (1 - share) / share
+                line += (
+                    f", about {left_s / 60:.0f} min left"
+                    if left_s > 90
+                    else (f", about {left_s:.0f} s left")
+                )
             print(line, file=sys.stderr, flush=True)
 
     return write

@@ -8,18 +8,21 @@ is short.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from ...progress import Watch, unwatched
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
-from ..quantise import ErrorFeedback, make_feedback
+from ..plan import PlannedTensor
+from ..quantise import ErrorFeedback, dequantised, make_feedback
 from . import logits
-from .stream import StreamedModel
+from .stream import EMBEDDING, HiddenStates, StreamedModel
 from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
@@ -128,6 +131,9 @@ class CalibrationPass:
         block: as of Moments.
         calibrating: whether statistics are asked for.
         references: files for the logits of the short and of the long texts; (): none are compared.
+        nearest: files for what these logits are if weights are rounded to the nearest code.
+        planned: the formats of the output, by name of the tensor.
+        progress: is told how much of the texts has gone through how many layers.
     """
 
     def __init__(
@@ -138,16 +144,24 @@ class CalibrationPass:
         *,
         calibrating: bool,
         references: Sequence[Path],
+        nearest: Sequence[Path] = (),
+        planned: Mapping[str, PlannedTensor] | None = None,
+        progress: Watch = unwatched,
     ) -> None:
         self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers
         self._calibrating, self._references = calibrating, references
+        self._nearest, self._planned, self._progress = nearest, planned or {}, progress
         self._next, self._observed = 0, -1  # layers; behind the last one is the output projection
         self._moments = Moments(block)
         self._streamed = StreamedModel(arranged)
         self._calibrated = [self._streamed.states(texts.calibration)] if calibrating else []
         checked = [texts.short, texts.long] if references else []
         self._compared = [self._streamed.states(text) for text in checked]
+        self._rounded = [self._rounded_states(text) for text in checked if nearest]
+        states = (*self._calibrated, *self._compared, *self._rounded)
+        self._parts, self._done = sum(len(one.parts) for one in states), 0
+        self._tell(0)
 
     def of(self, output: OutputTensor) -> Statistics:
         """The statistics of a matrix, or of each expert of a stack.
@@ -169,27 +183,57 @@ class CalibrationPass:
 
     def write_references(self) -> None:
         """Write the logits of the texts that the output is compared on, unless they are there."""
-        if all(path.exists() for path in self._references):
+        if all(path.exists() for path in (*self._references, *self._nearest)):
             return
         self._calibrated = []
         while self._next < self._num_layers:
             self._advance(watching=False)
-        norm = self._streamed.final_norm()
+        norm, streamed = self._streamed.final_norm(), self._streamed
         for path, states in zip(self._references, self._compared, strict=True):
-            logits.write(path, self._arranged, self._streamed, norm(mx.concatenate(states.parts)))
+            logits.write(path, self._arranged, streamed, norm(mx.concatenate(states.parts)))
+        head = partial(self._round, streamed.head)
+        for path, states in zip(self._nearest, self._rounded, strict=True):
+            logits.write(path, self._arranged, streamed, norm(mx.concatenate(states.parts)), head)
+
+    def _rounded_states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
+        """As `StreamedModel.states` with an embedding that is rounded to the nearest."""
+        streamed = self._streamed
+        output = streamed.output(EMBEDDING)
+        return streamed.states(sequences, partial(self._round, output))
+
+    def _round(self, output: OutputTensor, values: mx.array) -> mx.array:
+        """Values of an output rounded to the nearest as MLX does, in the format that is planned."""
+        planned = self._planned.get(output.name)
+        if planned is None or planned.form is None or planned.packed:
+            return values
+        form = planned.form
+        parts = mx.quantize(values, form.group_size, form.bits, form.mode)
+        scales, biases = parts[1], parts[2] if len(parts) > 2 else None
+        return dequantised(parts[0], scales, biases, form).astype(values.dtype)
+
+    def _tell(self, parts: int) -> None:
+        self._done += parts
+        self._progress(self._done, self._parts * self._num_layers)
 
     def _advance(self, *, watching: bool) -> None:
         """Run the next layer, and keep the moments of this one alone."""
         streamed, index = self._streamed, self._next
         self._moments = Moments(self._block)
         if index < self._num_layers:
-            layer = streamed.layer(index, streamed.read_layer(index))
+            tensors = streamed.read_layer(index)
+            layer = streamed.layer(index, tensors)
             streamed.see = self._moments.see if watching else None
             for states in self._calibrated:
-                states.advance(layer)
+                states.advance(layer, self._tell)
             streamed.see = None
             for states in self._compared:
-                states.advance(layer)
+                states.advance(layer, self._tell)
+            if self._rounded:
+                outputs = streamed.outputs_of(index)
+                rounded = {n: self._round(outputs[n], array) for n, array in tensors.items()}
+                layer = streamed.layer(index, rounded)
+            for states in self._rounded:
+                states.advance(layer, self._tell)
         elif watching:
             path = streamed.name_of(streamed.head).removesuffix(".weight")
             norm = streamed.final_norm()

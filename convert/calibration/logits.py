@@ -5,8 +5,10 @@ thousand positions are as large again: neither is held whole. The source's logit
 disk; the output's come from a callable, since the caller decides what runs the model.
 
 Limits. A broken conversion (rows in a wrong order, a scale lost) diverges by several nats; the
-limits are far above what good 2-, 4- and 8-bit models have and far below that. Passing means "not
-broken"; the divergence itself says how good it is.
+limits are far above what most good 2-, 4- and 8-bit models have and far below that. Some models
+lose more in the same format. What a format can reach is therefore measured: the text runs through
+layers whose weights are rounded to the nearest code, and where that diverges further than the limit
+it is the limit. Passing means "not broken"; the divergence itself says how good it is.
 """
 
 import os
@@ -23,7 +25,7 @@ from ..arrange import ArrangedSource
 from ..arrays import Floats, as_numpy
 from ..files import damaged, partial_path
 from ..quantise import QuantisationMethod, round_trip
-from .stream import StreamedModel
+from .stream import Change, StreamedModel
 
 BLOCK = 1 << 22  # numbers of the matrix that are held at once
 MAX_LOGITS = 1 << 21  # that are held at once
@@ -33,12 +35,18 @@ Doubles = NDArray[np.float64]
 
 
 def blocks(
-    arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array
+    arranged: ArrangedSource,
+    streamed: StreamedModel,
+    hidden: mx.array,
+    change: Change = lambda rows: rows,
 ) -> Iterator[tuple[slice, Floats]]:
-    """Which columns, and the logits (T, columns) of hidden (T, hidden) there."""
+    """Which columns, and the logits (T, columns) of hidden (T, hidden) there.
+
+    `change`: of the rows of the output projection.
+    """
     start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
     for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
-        found = _logits_of(arranged, hidden, rows.astype(mx.float32))
+        found = _logits_of(arranged, hidden, change(rows.astype(mx.float32)))
         yield slice(start, start + rows.shape[0]), found
         start += rows.shape[0]
 
@@ -49,7 +57,13 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
     return np.asarray(as_numpy(found), dtype=np.float32)
 
 
-def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
+def write(
+    path: Path,
+    arranged: ArrangedSource,
+    streamed: StreamedModel,
+    hidden: mx.array,
+    change: Change = lambda rows: rows,
+) -> None:
     """All logits of hidden (T, hidden) into a file: (T, vocab_size) float32 and nothing else.
 
     Raises:
@@ -57,7 +71,7 @@ def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden:
     """
     partial, vocab = partial_path(path), arranged.config.vocab_size
     with partial.open("wb") as file:
-        for columns, logits in blocks(arranged, streamed, hidden):
+        for columns, logits in blocks(arranged, streamed, hidden, change):
             for row, part in enumerate(logits):
                 file.seek((row * vocab + columns.start) * 4)
                 file.write(part.data)
@@ -130,6 +144,7 @@ LIMITS = (  # from so many bits a weight on: mean divergence at most, share of s
     *((15.0, (0.005, 0.99)), (7.5, (0.02, 0.97)), (5.5, (0.1, 0.9)), (4.9, (0.2, 0.85))),
     *((3.9, (0.4, 0.8)), (2.9, (1.5, 0.5)), (0.0, (4.0, 0.2))),
 )
+MARGIN, SLACK = 1.1, 0.05  # beyond what rounding to the nearest reaches
 CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
 
 
@@ -157,6 +172,30 @@ class LogitCheck:
 def limits_for(bits_per_weight: float) -> tuple[float, float]:
     """Most mean divergence, in nats; least share of clear positions with the same best token."""
     return next(limits for bits, limits in LIMITS if bits_per_weight >= bits)
+
+
+def reachable_limits(
+    sequences: Sequence[list[int]],
+    reference: Path,
+    nearest: Path,
+    limits: tuple[float, float],
+) -> tuple[float, float]:
+    """The limits, or what rounding to the nearest reaches on these texts where that is worse.
+
+    Args:
+        sequences: of one length.
+        reference: the file of the source's logits.
+        nearest: the file of the logits with weights rounded to the nearest.
+        limits: as of `limits_for`.
+    """
+    length = len(sequences[0])
+    size = nearest.stat().st_size // (4 * length * len(sequences))
+    rows = iter(np.memmap(nearest, np.float32, "r").reshape(-1, length, size))
+    found = compare_logits(sequences, reference, lambda _: next(rows), np.inf)
+    return (
+        max(limits[0], _short(MARGIN * found.kl_mean)),
+        min(limits[1], _short(found.clear_top1 - SLACK)),
+    )
 
 
 def compare_logits(

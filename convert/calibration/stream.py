@@ -30,6 +30,7 @@ from ...pooling.segments import Masks, RowGroup, SegmentAttention, SegmentStates
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import mx_dtype
 
+Change = Callable[[mx.array], mx.array]
 See = Callable[[Sequence[str], mx.array, mx.array | None], None]
 """Is shown what flows into matrices: their paths, the inputs x (..., in_dims) that they share, and
 for experts, where x is (..., 1, in_dims), which expert each row goes to, (...)."""
@@ -201,11 +202,12 @@ class HiddenStates:
         starts = range(0, x.shape[0], rows)
         return cls([x[start : start + rows] for start in starts], length)
 
-    def advance(self, layer: LayerRun) -> None:
-        """Go through a layer."""
+    def advance(self, layer: LayerRun, tell: Callable[[int], None] = lambda _: None) -> None:
+        """Go through a layer; `tell` is called after each part, with 1."""
         for index, part in enumerate(self.parts):
             self.parts[index] = layer(part, self.length)
             mx.eval(self.parts[index])
+            tell(1)
 
     def picked(self, sequences: Sequence[int]) -> mx.array:
         """Those of some of the sequences, (len(sequences) * length, hidden)."""
@@ -264,10 +266,16 @@ class StreamedModel:
         outputs = self.outputs_of(index)
         return {name: self._computed(self._arranged.whole(out)) for name, out in outputs.items()}
 
-    def states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
-        """The inputs of the first layer for sequences of one length."""
+    def states(
+        self, sequences: Sequence[Sequence[int]], change: Change = lambda rows: rows
+    ) -> HiddenStates:
+        """The inputs of the first layer for sequences of one length.
+
+        `change`: of the rows of the embedding.
+        """
         ids = [token for sequence in sequences for token in sequence]
-        return HiddenStates.of(self.embed(ids), len(sequences[0]))
+        table = change(self.rows(self.output(EMBEDDING), np.unique(np.array(ids)).tolist()))
+        return HiddenStates.of(self.embed(ids, table), len(sequences[0]))
 
     def layer(self, index: int, tensors: Mapping[str, mx.array]) -> LayerRun:
         """A layer of these tensors."""

@@ -13,6 +13,8 @@ CALIBRATION_LENGTH = 256  # tokens of a sequence
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
 NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
+LEAST_CHECKED = 2 * SHORT
+MAX_COMPARED = 1 << 26  # logits of the check; a large vocabulary leaves fewer positions
 DEFAULT = "default.txt"
 
 
@@ -37,8 +39,32 @@ def read_text(path: Path | None) -> str:
         raise InvalidRequestError(f"{path} is not UTF-8 text: {error}.") from error
 
 
+def checked_positions(vocab_size: int) -> int:
+    """How many positions are compared, at most."""
+    return min(MAX_CHECKED, max(LEAST_CHECKED, MAX_COMPARED // vocab_size))
+
+
+def beginning(framed: Encode, plain: Encode) -> list[int]:
+    """The tokens that a tokenizer puts before a text, such as BOS.
+
+    Args:
+        framed: encodes with the tokens that belong around a text.
+        plain: encodes without them.
+    """
+    whole, text = framed("a"), plain("a")
+    starts = (n for n in range(len(whole)) if whole[n : n + len(text)] == text)
+    return whole[: next(starts, 0)]
+
+
 def make_texts(
-    calibration: str, check: str | None, encode: Encode, *, sequences: int, max_context: int
+    calibration: str,
+    check: str | None,
+    encode: Encode,
+    *,
+    begin: Sequence[int] = (),
+    sequences: int,
+    max_context: int,
+    positions: int = MAX_CHECKED,
 ) -> Texts:
     """Cut texts into sequences.
 
@@ -46,9 +72,11 @@ def make_texts(
         calibration: what second moments and probes are taken from.
         check: what the result is checked on; None: the last third of `calibration`, which is then
             not calibrated on.
-        encode: text -> token ids.
+        encode: text -> token ids, without those around it.
+        begin: ids that every sequence begins with. Many models give nonsense without their BOS.
         sequences: for calibration, at most.
         max_context: of the model: no sequence is longer.
+        positions: in all sequences of the check, at most.
 
     Raises:
         InvalidRequestError: too little text.
@@ -60,20 +88,24 @@ def make_texts(
     else:
         checked = encode(check)
     limit = max_context - 1  # an engine wants room for an answer
-    long = _sequences(checked, min(LONG, limit), NUM_LONG)
+    long = _sequences(checked, begin, min(LONG, limit, positions // 2), NUM_LONG)
     rest = checked[sum(map(len, long)) :] or checked
+    short = min(SHORT, limit)
     return Texts(
-        _sequences(ids, min(CALIBRATION_LENGTH, limit), sequences),
-        _sequences(rest, min(SHORT, limit), NUM_SHORT),
+        _sequences(ids, begin, min(CALIBRATION_LENGTH, limit), sequences),
+        _sequences(rest, begin, short, min(NUM_SHORT, positions // 2 // short)),
         long,
     )
 
 
-def _sequences(ids: Sequence[int], length: int, limit: int) -> list[list[int]]:
+def _sequences(
+    ids: Sequence[int], begin: Sequence[int], length: int, limit: int
+) -> list[list[int]]:
     """Sequences spread evenly over a text; one of what there is, where that is less than one."""
     if len(ids) < 2:
         raise InvalidRequestError("The text for calibration is empty.", param="calibration")
-    length = min(length, len(ids))
+    begin = begin if len(begin) < length else ()
+    length = min(length - len(begin), len(ids))
     count = min(limit, len(ids) // length)
     gap = len(ids) // count
-    return [list(ids[i * gap : i * gap + length]) for i in range(count)]
+    return [[*begin, *ids[i * gap : i * gap + length]] for i in range(count)]

@@ -176,7 +176,7 @@ def _flag(name: str) -> str:
 # -- what is shown ----------------------------------------------------------------------------
 
 
-LONG_S = 60.0  # of a calibration, about which is said beforehand how long it takes
+LONG_S = 60.0  # of a calibration: then the way without is offered
 
 
 def plan_as_dict(
@@ -237,13 +237,20 @@ def show_plan(plan: dict[str, Any]) -> None:
         f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
-    if plan["calibration_seconds"] > LONG_S:
-        click.echo(f"calibration takes about {plan['calibration_seconds'] / 60:.0f} minutes here")
+    if plan["calibration_seconds"]:
+        click.echo(how_long(plan["calibration_seconds"]))
     if plan["formats_follow_from_measuring"]:
         click.echo(
             f"Formats and sizes above are those of {plan['recipe']}; what meets the target follows "
             "from measuring."
         )
+
+
+def how_long(seconds: float) -> str:
+    """Return a sentence on the time of a calibrated conversion; a long one has an alternative."""
+    if seconds <= LONG_S:
+        return f"this takes about {max(seconds, 1):.0f} s here"
+    return f"this takes about {seconds / 60:.0f} min here; --fast does without calibration"
 
 
 def show_report(report: "ConversionReport", out: str) -> None:
@@ -290,11 +297,16 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     Until then the work is in OUT.partial; after an interruption, --resume continues it. The exit
     status is 1 if a check fails.
     """
+    from ..convert.workplace import check_absent, check_name
+
     check_usage(given)
     require_mlx()
     with wrong_usage():
         options = options_of(given)
-    with progress_bars(unit="it") as progress:
+        check_name(out)
+    if not given["dry_run"]:
+        check_absent(out)
+    with progress_bars(unit="it", piped=True) as progress:
         conversion = _opened(source, out, options, given, progress)
         if given["dry_run"]:
             _dry_run(conversion, as_json)
@@ -331,8 +343,9 @@ def _opened(
 
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
+    conversion.check_room()
     if not given["resume"] and (seconds := conversion.seconds()) > LONG_S:
-        note(f"calibration takes about {seconds / 60:.0f} minutes here; --fast does without")
+        note(how_long(seconds))
     try:
         return conversion.run(resume=given["resume"], restart=given["restart"])
     except KeyboardInterrupt:

@@ -2,14 +2,18 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from convert_cases import TEXT, Outcome, write_source
+from convert_cases import TEXT, Outcome, convert, write_source
 from test_convert_towers import seeing
 
 from mlxinfer import LLM
+from mlxinfer.convert.calibration.logits import LogitsOf
 from mlxinfer.errors import MlxinferError
+from mlxinfer.library import open_logits
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
 
@@ -58,13 +62,32 @@ def test_a_number_that_is_none_is_refused_by_name(
     assert "expected a number above" in seen.err
 
 
+@pytest.mark.parametrize("option", [(), ("--dry-run",)])
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "a/model.GGUF"])
+def test_an_output_named_as_a_file_of_weights_is_refused(
+    name: str, option: tuple[str, ...], source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    seen = outcome(source, tmp_path / name, *option)
+    assert seen.code == 2
+    assert "writes a folder" in seen.err
+    assert not (tmp_path / name).exists()
+
+
+def test_an_output_that_exists_is_refused_before_the_source_is_opened(
+    tmp_path: Path, outcome: Outcome
+) -> None:
+    seen = outcome(tmp_path / "nowhere", tmp_path)
+    assert seen.code == 1
+    assert "exists already" in seen.err
+
+
 def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out = tmp_path / "an out"
     seen = outcome(source, out, "--recipe", "8bit-g32", "--calibration", text)
     assert seen.code == 0, seen.err
-    assert seen.err == ""  # no bars where there is no terminal
+    assert all("%" in line for line in seen.err.splitlines())  # no bars: there is no terminal
     assert "in contexts of 64 tokens: KL divergence" in seen.out
     assert seen.out.endswith(f"try it: mlxinfer run -m '{out}' \"Hello\"\n")
 
@@ -156,7 +179,7 @@ def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None
 def test_failing_the_limit_is_exit_status_one(
     source: Path, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.convert.run.limits_for", lambda bits: (1e-6, 0.0))
+    monkeypatch.setattr("mlxinfer.convert.run.reachable_limits", lambda *_: (1e-6, 0.0))
     options = ("--calibration", "none")
     seen = outcome(source, tmp_path / "out", "--recipe", "2bit-g32", *options)
     assert seen.code == 1
@@ -208,3 +231,29 @@ def test_figures_and_the_line_where_they_are_missing(
     assert not list((tmp_path / "fast").glob("*.svg"))
     assert (tmp_path / "out" / "conversion.svg").read_text().lstrip().startswith("<?xml")
     assert "conversion.svg" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["2bit-g32", "4bit-g32", "mxfp4", "nvfp4", "bf16"])
+def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(
+    recipe: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits that no format meets: what rounding to the nearest reaches is the limit then."""
+    monkeypatch.setattr("mlxinfer.convert.run.limits_for", lambda bits: (0.0, 1.0))
+    found = {}
+    for name, order in (("sound", 1), ("broken", -1)):
+
+        @contextmanager
+        def opened(folder: Path, order: int = order) -> Iterator[LogitsOf]:
+            with open_logits(folder) as logits_of:
+                yield lambda ids: logits_of(ids)[:, ::order]
+
+        found[name] = convert(
+            source, tmp_path / name, recipe, open_model=opened, check_text=TEXT, searched=False
+        )
+    sound = found["sound"].logits
+    if recipe == "bf16":
+        assert all(check.max_kl < 1e-4 for check in sound)  # nothing is rounded
+    else:
+        assert found["sound"].passed
+        assert all(0.5 * check.max_kl < check.kl_mean for check in sound)
+    assert not found["broken"].passed

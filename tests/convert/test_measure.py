@@ -14,7 +14,14 @@ from mlxinfer.convert.calibration.allocation import MeasuredUnit
 from mlxinfer.convert.calibration.feedback import CalibrationPass, normalised
 from mlxinfer.convert.calibration.measure import measure_units
 from mlxinfer.convert.calibration.stream import StreamedModel
-from mlxinfer.convert.calibration.texts import Texts, make_texts
+from mlxinfer.convert.calibration.texts import (
+    LEAST_CHECKED,
+    MAX_COMPARED,
+    Texts,
+    beginning,
+    checked_positions,
+    make_texts,
+)
 from mlxinfer.convert.quantise import QuantisationMethod, round_trip
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import affine, make_recipe
@@ -159,6 +166,34 @@ def test_texts_are_cut_to_what_the_model_takes() -> None:
     assert {len(s) for s in texts.long} == {99}
     with pytest.raises(InvalidRequestError, match="empty"):
         make_texts("", None, lambda text: [], sequences=8, max_context=100)
+
+
+def test_sequences_begin_as_the_tokenizer_begins_them() -> None:
+    def framed(text: str) -> list[int]:
+        return [1, 2, *plain_ids(text), 3]
+
+    assert beginning(plain_ids, plain_ids) == []
+    begin = beginning(framed, plain_ids)
+    assert begin == [1, 2]
+    texts = make_texts("x" * 5000, None, plain_ids, begin=begin, sequences=8, max_context=900)
+    for sequences, length in ((texts.calibration, 256), (texts.short, 64), (texts.long, 512)):
+        assert [len(ids) for ids in sequences] == [length] * len(sequences)
+        assert all(ids[:2] == begin and set(ids[2:]) == {ord("x")} for ids in sequences)
+
+
+@pytest.mark.parametrize("vocab", [100, 32_000, 151_936, 262_144, 2_000_000])
+def test_a_large_vocabulary_is_compared_at_fewer_positions(vocab: int) -> None:
+    positions = checked_positions(vocab)
+    texts = make_texts(
+        "x" * 9000, None, plain_ids, sequences=1, max_context=9000, positions=positions
+    )
+    found = sum(map(len, (*texts.short, *texts.long)))
+    assert positions / 2 < found <= positions
+    assert found * vocab <= max(MAX_COMPARED, LEAST_CHECKED * vocab)
+
+
+def plain_ids(text: str) -> list[int]:
+    return list(map(ord, text))
 
 
 def test_inputs_that_the_text_never_had_still_count() -> None:

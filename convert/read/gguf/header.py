@@ -187,7 +187,7 @@ class _Cursor:
 
     def string(self) -> str:
         """The next string."""
-        raw = bytes(self.take(self.scalar("Q")))
+        raw = bytes(self.take(int.from_bytes(self.take(8), "little")))
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:

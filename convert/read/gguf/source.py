@@ -3,7 +3,7 @@
 import mmap
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
     config = make_config(metadata, shapes, _rope_factors(entries), label)
     own: SideFiles = dict
     if side_files is None and check_tokenizer(metadata, label):
-        own = partial(tokenizer_files, metadata, label)
+        own = cache(partial(tokenizer_files, metadata, label))
     return SourceModel(
         label=label,
         format="GGUF",

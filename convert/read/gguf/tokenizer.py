@@ -209,14 +209,14 @@ def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
 def merges_from_scores(tokens: list[str], scores: list[float]) -> Merges:
     """The merges of a SentencePiece BPE model, in the order in which they are tried."""
     ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
-    found: list[tuple[float, int, int, str, str]] = []
+    found: list[tuple[float, int, int, int, int]] = []  # with the token's id, and where it is cut
     for token, index in ids.items():
         for cut in range(1, len(token) if len(token) <= MAX_PIECE else 1):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-scores[index], ids[left], ids[right], left, right))
-    found.sort(key=lambda merge: merge[:3])
-    return [(left, right) for *_, left, right in found]
+            left = ids.get(token[:cut])
+            if left is not None and (right := ids.get(token[cut:])) is not None:
+                found.append((-scores[index], left, right, index, cut))
+    found.sort()
+    return [(tokens[index][:cut], tokens[index][cut:]) for *_, index, cut in found]
 
 
 def _bpe(tokens: list[str], merges: Merges, **settings: Any) -> tokenizers.Tokenizer:

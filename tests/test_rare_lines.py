@@ -1,0 +1,36 @@
+"""Progress as lines of text, for people who read it in a file."""
+
+import pytest
+
+from mlxinfer import progress
+from mlxinfer.progress import rare_lines
+
+
+def test_new_steps_and_each_minute_get_a_line_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([100.0, 100.5, 101.5, 150.0, 162.0, 163.5, 180.0, 223.5])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    show = rare_lines()
+    for step, done in [
+        ("read", 0),  # so short a step that nobody asks
+        ("calibrate", 0),
+        ("calibrate", 10),
+        ("calibrate", 25),
+        ("write", 1),
+        ("write", 40),
+        ("write", 50),
+    ]:
+        show(step, done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrate 0%",
+        "calibrate 25%, about 3 min left",
+        "write 1%",
+        "write 50%, about 60 s left",
+    ]
+
+
+def test_a_step_of_nothing_has_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    show = rare_lines()
+    show("write", 0, 0)
+    assert "min" not in capsys.readouterr().err

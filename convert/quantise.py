@@ -32,6 +32,7 @@ from .read import MLXFormat
 TILE = 1 << 17  # numbers
 COLUMNS = 16  # of a group, whose errors are spread over the others together
 SAMPLED = 8
+SMALL = 64  # triangular matrices up to this size are inverted as any other
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
 
@@ -66,10 +67,22 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
             return None
         damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING) * squares
         damped = block.astype(np.float64) + damping * np.eye(len(block))
-        inverse = np.linalg.inv(damped)
-        factor = np.linalg.cholesky(inverse).T
+        factor = _inverse(np.linalg.cholesky(damped[::-1, ::-1]))[::-1, ::-1]
         factors.append((factor / factor.diagonal()[:, None]).astype(np.float32))
     return ErrorFeedback(tuple(factors))
+
+
+def _inverse(lower: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse of a lower triangular matrix, by halves: nearly all of it is two products."""
+    size = len(lower)
+    if size <= SMALL:
+        return np.linalg.inv(lower)
+    half = size // 2
+    found = np.zeros_like(lower)
+    found[:half, :half] = _inverse(lower[:half, :half])
+    found[half:, half:] = _inverse(lower[half:, half:])
+    found[half:, :half] = -found[half:, half:] @ (lower[half:, :half] @ found[:half, :half])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,9 +152,12 @@ def fitting(form: MLXFormat, shape: tuple[int, ...]) -> MLXFormat | None:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """`lm_head`, `down_proj`, `layers.0`: whole parts of a path; `*.mlp.*`: a shell pattern."""
+    """`lm_head`, `down_proj`, `layers.0`: whole parts of a path; `layers.2.*`: a shell pattern.
+
+    Both may begin at any part: `layers.0` is `model.layers.0`.
+    """
     if any(character in pattern for character in "*?["):
-        return fnmatchcase(path, pattern)
+        return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
     return f".{pattern}." in f".{path}."
 
 

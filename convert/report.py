@@ -8,6 +8,7 @@ by layer and projection.
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,21 +129,46 @@ def write_card(folder: Path, report: ConversionReport, source: SourceModel, *, d
     write_file(folder / "README.md", text.encode())
 
 
+_OURS = (
+    *("library_name", "tags", "base_model", "base_model_relation"),
+    *("license", "license_name", "license_link"),
+)
+
+
 def _front(report: ConversionReport, source: SourceModel) -> list[str]:
-    """The lines in front of the card, which the hub reads."""
+    """The lines in front of the card, which the hub reads: the source's, made true for this."""
     origin = source.origin
-    lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
+    stated = origin.card.get("tags")
+    tags = [str(tag) for tag in stated] if isinstance(stated, list) else []
+    task = {} if "pipeline_tag" in origin.card else {"pipeline_tag": "text-generation"}
+    lines = [
+        "---",
+        "library_name: mlx",
+        *_yaml(task),
+        *_yaml({"tags": list(dict.fromkeys(["mlx", *tags]))}),
+    ]
     base = origin.repo or origin.base_model
     if base is not None:
         lines += [f"base_model: {base}", "base_model_relation: quantized"]
-    stated = source.config.get("license")
+    terms = source.config.get("license")
     found = {
-        "license": origin.license or (stated if isinstance(stated, str) else None),
+        "license": origin.license or (terms if isinstance(terms, str) else None),
         "license_name": origin.license_name,
         "license_link": origin.license_link,
     }
     lines += [f"{key}: {value}" for key, value in found.items() if value is not None]
+    lines += _yaml({key: value for key, value in origin.card.items() if key not in _OURS})
     return [*lines, "---", ""]
+
+
+def _yaml(fields: Mapping[str, Any]) -> list[str]:
+    """Fields as lines of a card."""
+    import yaml
+
+    if not fields:
+        return []
+    text: str = yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True)
+    return text.splitlines()
 
 
 def _body(report: ConversionReport) -> list[str]:

@@ -2,8 +2,9 @@
 
 import fcntl
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -94,3 +95,35 @@ def _read_lines(path: Path, file: BinaryIO, begin: bytes, read: Callable[[bytes]
             ) from None
         end += len(line) if whole else 0
     return end
+
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def other_build(indexed: Iterable[str], present: Iterable[str]) -> list[str]:
+    """The shards to take where an index names files that are missing.
+
+    They are the one complete set, 1 to N of N. The index then belongs to another build of the
+    model, of which no file is present; half a download of that build is no model.
+
+    Args:
+        indexed: names of the files that the index lists.
+        present: names of the files that are there.
+
+    Returns:
+        The shards in their order; [] where there is no such set.
+    """
+    names = set(present)
+    numbered: dict[tuple[str, int], dict[int, str]] = {}
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            stem, number, count = match[1], int(match[2]), int(match[3])
+            numbered.setdefault((stem, count), {})[number] = name
+    whole = [
+        [shards[number] for number in range(1, count + 1)]
+        for (_, count), shards in numbered.items()
+        if shards.keys() == set(range(1, count + 1))
+    ]
+    if len(whole) != 1 or names & set(indexed) - set(whole[0]):
+        return []
+    return whole[0]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
@@ -13,11 +14,13 @@ from ..plan import INPUTS, PROBE_LENGTH, ConversionPlan, MemoryBudget
 from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantise
 from ..recipes import ConversionOptions, affine, fitting
 from .feedback import Moments
-from .stream import MAX_ROWS, StreamedModel
+from .stream import StreamedModel
 from .texts import CALIBRATION_LENGTH, checked_positions
 
 RUNS = 3
 LEAST_S = 0.2  # that a layer's run takes, to be measured well
+MAX_TOKENS = 1024  # of such a run
+ENOUGH_S = 1.0  # after which a run is not repeated
 TOKEN_CHARS = 2  # of a token, at least, over a long text
 
 
@@ -45,29 +48,45 @@ def estimated_seconds(
         units = sum(tensor.form is not None for tensor in plan.tensors)
         tokens += text // 4
         tokens += units * budget.probes * PROBE_LENGTH // 2
-    by_token, tensors = _run_layer(arranged)
-    weights = sum(array.size for array in tensors.values())
-    seconds = tokens * layers * by_token
-    seconds += 3 * positions * config.vocab_size * config.hidden_size * by_token / weights
-    seconds += _round(arranged, plan, options, budget, tensors)
+    run = _run_layer(arranged)
+    seconds = tokens * layers * run.by_token
+    head = config.vocab_size * config.hidden_size
+    seconds += 3 * positions * head * run.by_token / run.num_weights
+    seconds += _round(arranged, plan, options, budget, run)
     return seconds + 60 * (options.learn_minutes or 0)
 
 
-def _run_layer(arranged: ArrangedSource) -> tuple[float, dict[str, mx.array]]:
-    """Seconds of the first layer for each token, moments included, and its tensors."""
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """What running the first layer showed."""
+
+    by_token: float  # seconds, with the moments of its inputs
+    num_weights: int
+    matrix: mx.array  # the largest
+    widths: frozenset[int]  # inputs of its matrices
+
+
+def _run_layer(arranged: ArrangedSource) -> LayerTime:
+    """Run the first layer on more and more tokens, until it takes long enough to be measured."""
     streamed = StreamedModel(arranged)
     tensors = streamed.read_layer(0)
     layer = streamed.layer(0, tensors)
     streamed.see = Moments(INPUTS[0]).see
     length = min(CALIBRATION_LENGTH, arranged.config.max_context - 1)
     count, spent = 1, 0.0
-    while spent < LEAST_S and count * length <= MAX_ROWS:
+    while spent < LEAST_S and count * length <= MAX_TOKENS:
         ids = [[token % arranged.config.vocab_size for token in range(length)]] * count
         states = streamed.states(ids)
         states.advance(layer)  # what is compiled is compiled here
         spent = _timed(partial(states.advance, layer))
         count *= 2
-    return 2 * spent / (count * length), tensors
+    matrices = [array for array in tensors.values() if array.ndim > 1]
+    return LayerTime(
+        2 * spent / (count * length),
+        sum(array.size for array in tensors.values()),
+        max(matrices, key=lambda array: array.size),
+        frozenset(array.shape[-1] for array in matrices),
+    )
 
 
 def _round(
@@ -75,11 +94,10 @@ def _round(
     plan: ConversionPlan,
     options: ConversionOptions,
     budget: MemoryBudget,
-    tensors: dict[str, mx.array],
+    run: LayerTime,
 ) -> float:
     """Seconds of rounding all matrices, and of inverting the moments of their inputs."""
-    matrices = [array for array in tensors.values() if array.ndim > 1]
-    matrix = max(matrices, key=lambda array: array.size)
+    matrix = run.matrix
     form = fitting(affine(4), matrix.shape)
     if form is None:
         return 0.0
@@ -92,8 +110,7 @@ def _round(
         moments: list[Floats] = [np.eye(size, dtype=np.float32)] * (rows.shape[1] // size)
         inverting = _timed(lambda: made.append(make_feedback(moments, size)))
         feedback = made[0]
-        widths = [min(budget.inputs, array.shape[-1]) for array in matrices]
-        inverting *= sum((width / size) ** 3 for width in set(widths))
+        inverting *= sum((min(budget.inputs, width) / size) ** 3 for width in run.widths)
     method = QuantisationMethod(form, arranged.source.dtype, options.searched, None, feedback)
     spent = _timed(lambda: quantise(rows, method))
     count = sum(tensor.output.num_weights for tensor in plan.tensors if tensor.form is not None)
@@ -107,4 +124,6 @@ def _timed(work: Callable[[], object]) -> float:
         started = time.perf_counter()
         work()
         spent.append(time.perf_counter() - started)
+        if sum(spent) > ENOUGH_S:
+            break
     return min(spent)

@@ -1,13 +1,14 @@
 """A folder of safetensors as a Source: headers are checked, schemes are chosen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
 
 from ...errors import CheckpointError
 from ...models.jsonfields import read_json
+from ...models.weights.files import INDEX, read_headers
 from ...models.weights.files import TensorInfo as Entry
-from ...models.weights.files import read_headers
 from .methods import choose_method, readers_of, without_quantization
 from .source import SourceModel, majority_dtype, origin_of_folder
 from .stored import StoredArray
@@ -17,16 +18,20 @@ SIDE_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
     *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
-    *("processor_config.json", "*.tiktoken", "additional_chat_templates/*.jinja"),
+    *("processor_config.json", "video_preprocessor_config.json", "*.tiktoken"),
+    *("chat_templates/*.jinja", "additional_chat_templates/*.jinja"),
+    # The terms, which a copy has to carry.
+    *("[Ll][Ii][Cc][Ee][Nn][CcSs][Ee]*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*"),
     # How sentence-transformers pools, and what it does behind that.
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors"),
 )
-_NOT_THE_TOKENIZERS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "*.tiktoken", "chat_templates/*", "additional_chat_templates/*"),
 )
+_MADE_ANEW = ("config.json", INDEX, "README.md", *QUANT_FILES, "report.json", "tensors.svg")
 
 
 def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = None) -> SourceModel:
@@ -54,6 +59,8 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
     arrays = {array.name: array for path in headers for array in arrays_of(path, headers[path])}
     readers, notes = readers_of(arrays, method.claims)
     infos = [reader.info for reader in readers.values()]
+    if left := left_out(folder, side_files):
+        notes = (*notes, f"Not copied from {folder.name}: {', '.join(left)}.")
     if method.label == "FP8" and not any(info.stored.startswith("fp8") for info in infos):
         notes = (*notes, "config.json says that weights are fp8; all of them are plain floats.")
     return SourceModel(
@@ -94,7 +101,31 @@ def exchanged(
     """A checkpoint's own side files, but for another tokenizer where one is given."""
     if tokenizer is None:
         return own
-    return {name: own[name] for name in _NOT_THE_TOKENIZERS if name in own} | dict(tokenizer)
+    others = {
+        name: content
+        for name, content in own.items()
+        if not any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
+    }
+    theirs = {
+        name: content
+        for name, content in tokenizer.items()
+        if any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
+    }
+    return others | theirs
+
+
+def left_out(folder: Path, kept: Iterable[str]) -> list[str]:
+    """Files of a folder that a conversion neither copies nor makes anew; a folder as "name/"."""
+    known = {*kept, *_MADE_ANEW}
+    found = set()
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or name in known or any(part.startswith(".") for part in name.split("/")):
+            continue
+        top, slash, _ = name.partition("/")
+        if slash or not path.name.endswith(".safetensors"):
+            found.add(top + slash)
+    return sorted(found)
 
 
 def file_state(path: Path) -> str:

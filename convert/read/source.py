@@ -38,7 +38,7 @@ _URL = re.compile(r"^https://huggingface\.co/([^/\s]+/[^/\s]+)")
 class Origin:
     """Where a checkpoint comes from, as its card or its metadata say; None: nothing says so.
 
-    The card of a conversion repeats it. Of a card, only a few keys in front of the text are read.
+    The card of a conversion repeats it.
     """
 
     repo: str | None = None  # of the checkpoint itself
@@ -46,6 +46,9 @@ class Origin:
     license: str | None = None
     license_name: str | None = None
     license_link: str | None = None
+    card: Mapping[str, Any] = field(
+        default_factory=dict, compare=False
+    )  # all that stands in front of its text
 
 
 def origin_of_card(text: str, repo: str | None = None) -> Origin:
@@ -53,7 +56,18 @@ def origin_of_card(text: str, repo: str | None = None) -> Origin:
     front = _FRONT.match(text.replace("\r\n", "\n"))
     lines = front[1] if front else ""
     keys = ("base_model", "license", "license_name", "license_link")
-    return Origin(repo, **{key: _value(lines, key) for key in keys})
+    return Origin(repo, **{key: _value(lines, key) for key in keys}, card=_fields(lines))
+
+
+def _fields(lines: str) -> dict[str, Any]:
+    """The fields in front of a card; {} where they are no YAML."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(f"{lines}\n")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def origin_of_folder(folder: Path) -> Origin:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelNotFoundError, shown
+from ..files import other_build
 from ..memory import weights_bytes
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -154,13 +155,18 @@ def disk_bytes(folder: Path) -> int:
 
 
 def _indexed_weights(folder: Path) -> set[str]:
-    """Return the files that the index names; none beside a whole file, which the loader prefers."""
+    """Return the files that the index names; none where the loader takes others.
+
+    It takes one whole file, or the shards of another build, if files of the index are missing.
+    """
     if (folder / WHOLE).is_file():
         return set()
-    names = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(names, dict):
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict):
         return set()
-    return {name for name in names.values() if isinstance(name, str)}
+    names = {name for name in listed.values() if isinstance(name, str)}
+    present = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
+    return set() if not names <= present and other_build(names, present) else names
 
 
 def _snapshots(repo_id: str, repo_folder: Path) -> Iterator[tuple[RepoName, Path]]:

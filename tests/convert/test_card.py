@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from convert_cases import TEXT, convert, write_source
 
 from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
@@ -76,6 +77,36 @@ def test_a_card_says_of_what_it_is_made_and_how_it_may_be_used(tmp_path: Path) -
     } <= set(front)
     text = (tmp_path / "out" / "README.md").read_text()
     assert text.count(FOLDER) == 2
+
+
+FIELDS = """---
+language:
+- de
+- en
+tags: [chat, mlx, "a: b"]
+datasets:
+- org/texts
+pipeline_tag: image-text-to-text
+library_name: transformers
+license: mit
+base_model: a/b
+co2_eq_emissions: {emissions: 12.5, source: "a: b # c"}
+extra_gated_prompt: |
+  Two lines
+  of terms: agree.
+---
+# A model
+"""
+
+
+def test_every_field_of_a_card_is_kept_or_made_true(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    (source / "README.md").write_text(FIELDS)
+    convert(source, tmp_path / "out", "bf16")
+    before = yaml.safe_load(FIELDS.split("---")[1])
+    after = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
+    true = {"library_name": "mlx", "tags": ["mlx", "chat", "a: b"]}
+    assert {key: after[key] for key in before} == before | true
 
 
 @pytest.fixture

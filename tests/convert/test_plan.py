@@ -17,6 +17,7 @@ from mlxinfer.convert.recipes import (
     floor_bits,
     identity,
     make_recipe,
+    matches,
     name_of,
     raised,
 )
@@ -192,3 +193,20 @@ def test_code_is_never_carried_along(tmp_path: Path) -> None:
     source = SimpleNamespace(side_files=lambda: files)
     write_side_files(tmp_path, source)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("layers.2.self_attn.*", "model.layers.2.self_attn.q_proj", True),
+        ("layers.2.self_attn", "model.layers.2.self_attn.q_proj", True),
+        ("layers.[01].mlp.*", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.2.*", "model.layers.2.self_attn.q_proj", True),
+        ("layers.2.*", "model.layers.12.mlp.up_proj", False),
+        ("ayers.2.*", "model.layers.2.mlp.up_proj", False),
+        ("*.mlp.*", "model.layers.2.mlp.up_proj", True),
+        ("q_proj*", "model.layers.2.self_attn.q_proj", True),
+    ],
+)
+def test_patterns_begin_at_any_part_of_a_path(pattern: str, path: str, expected: bool) -> None:
+    assert matches(pattern, path) == expected

@@ -1,17 +1,22 @@
 """Folders of safetensors as sources: order, rows, memory, what is left out, what changes."""
 
+import ast
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from convert_cases import convert, write_source
 from models.tiny import tiny_checkpoint
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_file, write_folder
 
+import mlxinfer
 from mlxinfer.convert.read import expert_groups, open_source
+from mlxinfer.convert.read.folder import local_side_files
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
 
 RNG = np.random.default_rng(0)
@@ -167,3 +172,44 @@ def test_experts_are_grouped_in_order() -> None:
     assert list(mixtral) == ["model.layers.0.block_sparse_moe.switch_mlp.down_proj.weight"]
     with pytest.raises(CheckpointError, match="expert 3 is missing"):
         expert_groups([name for name in names if ".3." not in name])
+
+
+TERMS = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
+READ = re.compile(r"[\w/]+\.(?:json|jinja|model|txt)")
+NOT_OF_CHECKPOINTS = {
+    # Made anew, or of the weights.
+    *("config.json", "model.safetensors.index.json", "hf_quant_config.json"),
+    *("quant_config.json", "quantize_config.json"),
+    # Of adapters, of a user's folders, of speculation, and of servers.
+    *("adapter_config.json", "report.json", "verdicts.json", "unsupported.json"),
+}
+READERS = ("text", "images", "pooling", "models")
+
+
+def test_what_a_loader_reads_a_conversion_keeps(tmp_path: Path) -> None:
+    """Every name of a file that the loaders mention is copied, but for those named above."""
+    root = Path(mlxinfer.__file__).parent
+    sources = [path for part in READERS for path in (root / part).rglob("*.py")]
+    constants = {
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {value for value in constants if READ.fullmatch(value)} - NOT_OF_CHECKPOINTS
+    assert {"video_preprocessor_config.json", "tokenizer.json"} <= names
+    for name in (*names, *TERMS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert sorted(local_side_files(tmp_path)) == sorted({*names, *TERMS})
+
+
+def test_files_that_are_not_copied_are_named(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    for name in (*TERMS, "modeling.py", "assets/picture.png", ".gitattributes", "old.bin"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("x")
+    report = convert(source, tmp_path / "out")
+    notes = [note for note in report.notes if note.startswith("Not copied")]
+    assert notes == ["Not copied from source: assets/, modeling.py, old.bin."]
+    assert all((tmp_path / "out" / name).is_file() for name in TERMS)

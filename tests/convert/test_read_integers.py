@@ -168,6 +168,27 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert source.read(NAME, slice(4, 8)).shape == (4, IN)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stored_as", [1, 2])
+@pytest.mark.parametrize("said", [1, 2])
+def test_a_symmetric_zero_is_the_middle_whatever_version_is_stated(
+    tmp_path: Path, bits: int, stored_as: int, said: int
+) -> None:
+    codes, zeros, scales = numbers(bits, 64)
+    zeros = np.full_like(zeros, 1 << (bits - 1))
+    leaves = gptq(codes, zeros, scales, np.arange(IN) // 64, bits, stored_as)
+    source = opened(tmp_path, leaves, gptq_config(bits, 64, said, sym=True))
+    expected = gptq_values(codes, zeros, scales, np.arange(IN) // 64)
+    assert np.array_equal(np.array(source.read(NAME)), expected)
+
+
+def test_symmetric_codes_with_other_zeros_contradict_themselves(tmp_path: Path) -> None:
+    leaves = gptq(*numbers(4, 64), np.arange(IN) // 64, 4, 1)
+    source = opened(tmp_path, leaves, gptq_config(4, 64, sym=True))
+    with pytest.raises(CheckpointError, match="symmetric"):
+        source.read(NAME)
+
+
 @pytest.mark.parametrize(
     "stated", [{"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "gptq_v2"}]
 )

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
+from mlxinfer.hub.cache import missing_files
 from mlxinfer.models.jsonfields import read_json
 from mlxinfer.models.weights import files
-from mlxinfer.models.weights.files import TensorInfo, open_weights, read_header, read_headers
+from mlxinfer.models.weights.files import (
+    INDEX,
+    TensorInfo,
+    open_weights,
+    read_header,
+    read_headers,
+)
 
 
 def write(path, header, data: bytes, *, length: int | None = None):
@@ -169,3 +177,37 @@ def test_a_model_may_have_more_files_than_the_process_may_open(tmp_path, monkeyp
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.close(few - 20)
+
+
+def index_of(folder: Path, *names: str) -> None:
+    listed = {"weight_map": {f"t{number}": name for number, name in enumerate(names)}}
+    (folder / INDEX).write_text(json.dumps(listed))
+
+
+def numbered(number: int, count: int) -> str:
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def test_files_that_are_there_decide_where_an_index_disagrees(tmp_path: Path) -> None:
+    """Shards 1 to N of N are a model beside the index of another build; half of one is none."""
+    index_of(tmp_path, *(numbered(number, 3) for number in (1, 2, 3)))
+    shard(tmp_path, numbered(1, 2), "a")
+    with pytest.raises(CheckpointError, match="missing"):
+        read_headers(tmp_path)
+    assert missing_files(tmp_path)
+    shard(tmp_path, numbered(2, 2), "b")
+    assert [path.name for path in read_headers(tmp_path)] == [numbered(1, 2), numbered(2, 2)]
+    assert not any("safetensors" in name for name in missing_files(tmp_path))
+    shard(tmp_path, numbered(1, 3), "c")  # of the other build, as far as it is downloaded
+    with pytest.raises(CheckpointError, match="missing"):
+        read_headers(tmp_path)
+    assert numbered(2, 3) in missing_files(tmp_path)
+
+
+def test_an_index_of_whole_shards_comes_before_one_file_beside_them(tmp_path: Path) -> None:
+    shard(tmp_path, "model.safetensors", "other")
+    index_of(tmp_path, numbered(1, 2), numbered(2, 2))
+    assert [path.name for path in read_headers(tmp_path)] == ["model.safetensors"]
+    shard(tmp_path, numbered(1, 2), "a")
+    shard(tmp_path, numbered(2, 2), "b")
+    assert [path.name for path in read_headers(tmp_path)] == [numbered(1, 2), numbered(2, 2)]

@@ -95,8 +95,23 @@ class GPTQ:
         steps = np.ascontiguousarray(scales.floats()[:, rows].T)
         stored = np.ascontiguousarray(qzeros.view()).view(np.uint32)
         codes = unpack(stored, self._bits, qweight.shape[1])[:, rows].T
+        if self._symmetric:
+            return words, steps, -self._middle(codes, qzeros) * steps
         zeros = ((codes + self._zero_offset) & ((1 << self._bits) - 1)).astype(np.float32)
         return words, steps, -zeros * steps
+
+    def _middle(self, codes: Array, qzeros: StoredArray) -> np.float32:
+        """The zero point of symmetric codes, which no version leaves in doubt.
+
+        Some files are stored as version 2 and say that they are of version 1, or the reverse.
+        """
+        middle = 1 << (self._bits - 1)
+        if not ((codes == middle).all() or (codes == middle - 1).all()):
+            raise qzeros.fail(
+                f"has zero points from {codes.min()} to {codes.max()}, but the config says that "
+                f"codes are symmetric (sym), and these have {middle} or, less one, {middle - 1}"
+            )
+        return np.float32(middle)
 
 
 def _version_of(config: Fields) -> str:

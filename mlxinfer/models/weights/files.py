@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ...errors import CheckpointError, ModelNotFoundError
+from ...files import other_build
 from ...memory import raise_file_limit
 from ..jsonfields import read_json
 
@@ -88,11 +89,20 @@ def _each_once(headers: dict[Path, dict[str, TensorInfo]]) -> dict[Path, dict[st
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """One file, or what the index lists, or shards without an index: in this order."""
+    """The files that are there decide.
+
+    What an index lists, if all of it is there; else one file; else the one set of shards that is
+    complete, whose index is that of another build; else shards without an index.
+    """
     whole, index = folder / "model.safetensors", folder / INDEX
+    indexed = index.is_file()
     if whole.is_file():
-        return [whole]
-    if index.is_file():
+        return _indexed(index) if indexed and _is_here(index) else [whole]
+    if indexed and not _is_here(index):
+        present = [path.name for path in folder.glob("*.safetensors") if path.is_file()]
+        if shards := other_build(_listed(index), present):
+            return [folder / name for name in shards]
+    if indexed:
         return _indexed(index)
     paths = sorted(folder.glob("model*.safetensors"))
     if paths:
@@ -106,12 +116,24 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelNotFoundError(f"{folder} has no model.safetensors.")
 
 
-def _indexed(index: Path) -> list[Path]:
-    """The shards that the index names: plain file names in the index's own folder."""
+def _listed(index: Path) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map.")
-    names = list(dict.fromkeys(str(name) for name in weight_map.values()))
+    return list(dict.fromkeys(str(name) for name in weight_map.values()))
+
+
+def _is_here(index: Path) -> bool:
+    """Whether all files that an index lists are there."""
+    try:
+        return bool(_indexed(index))
+    except CheckpointError:
+        return False
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The shards that the index names: plain file names in the index's own folder."""
+    names = _listed(index)
     for name in names:
         if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name:
             raise CheckpointError(

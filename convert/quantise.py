@@ -76,7 +76,7 @@ def _inverse(lower: NDArray[np.float64]) -> NDArray[np.float64]:
     """The inverse of a lower triangular matrix, by halves: nearly all of it is two products."""
     size = len(lower)
     if size <= SMALL:
-        return np.linalg.inv(lower)
+        return np.asarray(np.linalg.inv(lower), np.float64)
     half = size // 2
     found = np.zeros_like(lower)
     found[:half, :half] = _inverse(lower[:half, :half])

@@ -163,7 +163,7 @@ def _front(report: ConversionReport, source: SourceModel) -> list[str]:
 
 def _yaml(fields: Mapping[str, Any]) -> list[str]:
     """Fields as lines of a card."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     if not fields:
         return []

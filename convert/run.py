@@ -343,20 +343,8 @@ class Conversion:
         writer = TensorWriter(
             self.arranged, self.budget, options.searched, wrote, sampled=not options.check_tensors
         )
-        statistics: CalibrationPass | None = None
-        if texts is not None:
-            statistics = CalibrationPass(
-                self.arranged,
-                texts,
-                self.budget.inputs,
-                calibrating=options.calibration is not None,
-                references=place.references if self._comparing else (),
-                nearest=place.nearest if self._comparing else (),
-                planned={tensor.output.name: tensor for tensor in plan.tensors},
-                progress=partial(
-                    self.progress, "calibrate" if options.calibration else "reference"
-                ),
-            )
+        statistics = None if texts is None else self._calibration(place, plan, texts)
+        if statistics is not None:
             writer.statistics = statistics.of
         with closing(writer):
             for name, tensors in plan.shards():
@@ -376,6 +364,19 @@ class Conversion:
                 if name not in journal.shards:
                     put_into_file(place.model / name, tensors, place.learned, journal)
                 self._complete(place.model / name, tensors, journal)
+
+    def _calibration(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> CalibrationPass:
+        calibrating = self.options.calibration is not None
+        return CalibrationPass(
+            self.arranged,
+            texts,
+            self.budget.inputs,
+            calibrating=calibrating,
+            references=place.references if self._comparing else (),
+            nearest=place.nearest if self._comparing else (),
+            planned={tensor.output.name: tensor for tensor in plan.tensors},
+            progress=partial(self.progress, "calibrate" if calibrating else "reference"),
+        )
 
     def _complete(self, path: Path, tensors: list[PlannedTensor], journal: Journal) -> None:
         """Check a file."""

@@ -42,7 +42,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"cache", "images", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
     "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models", "threads"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
-    "hub": LEAVES | {"backend", "memory", "threads"},
+    "hub": LEAVES | {"backend", "files", "memory", "threads"},
     "database": set(),
     "history": {"database", "errors"},
     "fit": LEAVES | {"memory", "models"},

@@ -8,7 +8,7 @@ is short.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ...progress import Watch, unwatched
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
 from ..plan import PlannedTensor
@@ -146,7 +145,7 @@ class CalibrationPass:
         references: Sequence[Path],
         nearest: Sequence[Path] = (),
         planned: Mapping[str, PlannedTensor] | None = None,
-        progress: Watch = unwatched,
+        progress: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers

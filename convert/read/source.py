@@ -15,7 +15,7 @@ one.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,12 +56,12 @@ def origin_of_card(text: str, repo: str | None = None) -> Origin:
     front = _FRONT.match(text.replace("\r\n", "\n"))
     lines = front[1] if front else ""
     keys = ("base_model", "license", "license_name", "license_link")
-    return Origin(repo, **{key: _value(lines, key) for key in keys}, card=_fields(lines))
+    return replace(Origin(repo, **{key: _value(lines, key) for key in keys}), card=_fields(lines))
 
 
 def _fields(lines: str) -> dict[str, Any]:
     """The fields in front of a card; {} where they are no YAML."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         found = yaml.safe_load(f"{lines}\n")

@@ -15,7 +15,7 @@ one.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,7 +56,8 @@ def origin_of_card(text: str, repo: str | None = None) -> Origin:
     front = _FRONT.match(text.replace("\r\n", "\n"))
     lines = front[1] if front else ""
     keys = ("base_model", "license", "license_name", "license_link")
-    return replace(Origin(repo, **{key: _value(lines, key) for key in keys}), card=_fields(lines))
+    found: dict[str, Any] = {key: _value(lines, key) for key in keys}
+    return Origin(repo, **found, card=_fields(lines))
 
 
 def _fields(lines: str) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def origin_of_metadata(metadata: Mapping[str, Any]) -> Origin:
     url = _URL.match(str(metadata.get("general.base_model.0.repo_url", "")))
     keys = ("license", "license_name", "license_link")
     found = {key: metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
-    stated = {key: value for key, value in found.items() if isinstance(value, str)}
+    stated: dict[str, Any] = {k: value for k, value in found.items() if isinstance(value, str)}
     return Origin(base_model=url[1] if url else None, **stated)
 
 

@@ -65,7 +65,7 @@ class Computed:
     logits: mx.array | None  # (R, vocab)
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
-    hidden: list[mx.array]  # (T, hidden), where no row gives a token; else none
+    hidden: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
     outputs: list[mx.array] = field(
         default_factory=list
     )  # arrays of the cache to evaluate with them
@@ -247,6 +247,7 @@ class Forward:
             rope_variants=step.rope_variants,
             adapters=adapters,
             taps=taps,
+            read_rows=_read_rows(step) if taps is None else None,
         )
         if step.feature_rows is not None:
             seen.features = self._features(step, step.feature_rows, features)
@@ -259,7 +260,9 @@ class Forward:
         ]
         logits = None
         if step.num_rows:
-            wanted = hidden if step.rows is None else hidden[mx.array(step.rows)]
+            wanted = hidden
+            if step.rows is not None and seen.narrowed is None:
+                wanted = hidden[mx.array(step.rows)]
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
             logits = self.model.logits(wanted, adapters)  # (R, vocab)
@@ -292,6 +295,16 @@ class Forward:
         assert known is not None
         sampled = tokens[mx.array(step.pending.clip(0))]
         return mx.where(mx.array(step.pending >= 0), sampled, known)
+
+
+def _read_rows(step: StepInputs) -> Ints | None:
+    """(R,) rows of a step whose output is read, at least one; None: all."""
+    if step.prompt_rows or (step.num_rows and step.rows is None):
+        return None
+    num_tokens = len(step.segments.positions)
+    rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
+    assert rows is not None
+    return rows if len(rows) < num_tokens else None
 
 
 def absent_layers(model: LanguageModel) -> set[int]:

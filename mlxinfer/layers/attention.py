@@ -297,9 +297,12 @@ class SharedAttention:
         queries = self.q_proj(x).reshape(x.shape[0], source.num_heads, -1)
         if self.q_norm is not None:
             queries = self.q_norm(queries)
+        queries = step.widen(queries)  # the cache attends for all rows of the step
         if source.rope is not None:
             queries = source.rope(queries, step.prepared[source.rope])
         outputs: mx.array = step.caches[source].attend_again(queries, source.softmax)
+        if step.narrowed is not None:
+            outputs = outputs[step.narrowed]
         return self.o_proj(outputs, residual)
 
 

@@ -107,8 +107,12 @@ class Step:
             `Model.rope_variant`; None: 0 for all.
         adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
         taps: takes outputs of layers that are wanted; None: none are.
+        read_rows: (R,) rows whose output is read; None: all. See `narrow`.
 
     Attributes:
+        narrows: the layer that is called next is the last one that stores anything.
+        narrowed: the (R,) rows that are left; None: all are.
+        begin_adapters: sets the adapters of the rows that are left; None: the model never had one.
         per_layer: (T, L, P) inputs of the L layers, in Gemma 3n and the E models of Gemma 4.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
@@ -122,7 +126,7 @@ class Step:
 
     __slots__ = (
         *("adapters", "caches", "features", "ids", "index", "late", "per_layer", "positions"),
-        "prepared",
+        *("begin_adapters", "narrowed", "narrows", "prepared", "read_rows"),
         *("rope_variants", "taps", "token_types"),
     )
 
@@ -134,12 +138,17 @@ class Step:
         rope_variants: Rows | None = None,
         adapters: Rows | None = None,
         taps: Taps | None = None,
+        read_rows: Rows | None = None,
     ) -> None:
         self.positions = positions
         self.caches = caches
         self.rope_variants = rope_variants
         self.adapters = adapters
         self.taps = taps
+        self.read_rows = read_rows
+        self.narrows = False
+        self.narrowed: mx.array | None = None
+        self.begin_adapters: Callable[[Rows | None], None] | None = None
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self.features: StepFeatures | None = None
@@ -147,6 +156,43 @@ class Step:
         self.ids: mx.array | None = None
         self.late: list[Callable[[], None]] | None = None
         self.prepared = PreparedRopes(positions, rope_variants)
+
+    def begin_layer(self, index: int, last_to_store: int) -> None:
+        """Layer `index` is called next; `last_to_store`: index of the last one with a cache."""
+        if index == last_to_store and self.read_rows is not None:
+            self.narrows = self.features is None or index >= len(self.features.deep)
+
+    def narrow(self, x: mx.array, normed: mx.array | None = None) -> "Passed":
+        """Leave out rows that nothing reads: once the last layer has stored what it keeps of them.
+
+        Every layer calls it between its mixer and its feed-forward block. Of a prompt only the last
+        token gives logits, so nearly all of the last feed-forward block would be for nothing, and
+        all later layers of models whose last layers read the keys of earlier ones.
+
+        Args:
+            x: (T, ...) the residual stream.
+            normed: (T, ...) a norm of it, or None.
+
+        Returns:
+            The same; in the last layer that stores anything, (R, ...) of each.
+        """
+        if not self.narrows:
+            return x, normed
+        assert self.read_rows is not None
+        self.narrows, self.narrowed = False, mx.array(self.read_rows)
+        if self.adapters is not None and self.begin_adapters is not None:
+            self.begin_adapters(self.adapters[self.read_rows])
+        if self.per_layer is not None:
+            self.per_layer = self.per_layer[self.narrowed]
+        return x[self.narrowed], None if normed is None else normed[self.narrowed]
+
+    def widen(self, x: mx.array) -> mx.array:
+        """Rows (R, ...) that are left, among zeros in the places of the others: (T, ...)."""
+        if self.narrowed is None:
+            return x
+        wide = mx.zeros((self.positions.shape[-1], *x.shape[1:]), x.dtype)
+        wide[self.narrowed] = x
+        return wide
 
     def on_host(self, work: Callable[[], None]) -> None:
         """Do work on the host that waits for tokens of the step before, as late as it can be.

@@ -70,7 +70,8 @@ class ResidualLayer(Layer):
         to_mlp, onward = self.joins
         if normed is None:
             normed = x if self.first_norm is None else self.first_norm(x)
-        x, normed = to_mlp(x, partial(self.mixer, normed, step))
+        x, normed = step.narrow(*to_mlp(x, partial(self.mixer, normed, step)))
+        assert normed is not None
         x, normed = onward(x, partial(self.mlp, normed))
         return x, None if onward.before is None else normed
 
@@ -88,7 +89,8 @@ class ParallelLayer(Layer):
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         normed = self.norm(x)
-        return self.mlp(normed, self.mixer(normed, step, x)), None
+        x, normed = step.narrow(self.mixer(normed, step, x), normed)
+        return self.mlp(normed, x), None
 
 
 class Model:
@@ -141,6 +143,8 @@ class Model:
         self.link: Link | None = None  # to ranks that have the other parts of each layer
         self.mixers: list[Mixer] = [mixer for layer in self.layers for mixer in layer.mixers]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
+        stores = [index for index, layer in enumerate(self.layers) if layer.mixers]
+        self.last_to_store = stores[-1] if stores else -1  # index of a layer
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
 
@@ -152,12 +156,14 @@ class Model:
             step: where the tokens stand, and the cache of each of `mixers`.
 
         Returns:
-            (T, hidden_size) after the final norm.
+            (T, hidden_size) after the final norm; (R, hidden_size) where the step was narrowed.
         """
         self.begin_adapters(step.adapters)
+        step.begin_adapters = self.begin_adapters
         taps = step.taps
         x, normed = self.enter(ids, step), None
         for index, layer in enumerate(self.layers):
+            step.begin_layer(index, self.last_to_store)
             x, normed = layer(x, normed, step)
             if taps is not None or step.features is not None:
                 x, normed = self.after_layer(index, x, normed, step)

@@ -164,8 +164,9 @@ class StageModel:
         return sum(array.nbytes for array in own)
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
-        """Run this rank's layers; arguments as of `Model`. Returns (T, hidden_size)."""
+        """Run this rank's layers; arguments and result as of `Model`."""
         self.part.begin_adapters(step.adapters)
+        step.begin_adapters = self.part.begin_adapters
         step.late = None  # what is sent is launched as it is built
         taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[-1]
         tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order
@@ -175,6 +176,7 @@ class StageModel:
             x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
         normed = None
         for index in self._layers[rank]:
+            step.begin_layer(index, self.part.last_to_store)
             x, normed = self.part.layers[index](x, normed, step)
             x, normed = self.part.after_layer(index, x, normed, step)
             if taps is not None:

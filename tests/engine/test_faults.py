@@ -229,7 +229,8 @@ def spoil(harness: Harness, token_id: int) -> None:
 
         def __call__(self, ids, step):  # type: ignore[no-untyped-def]
             hidden = forward(ids, step)
-            return mx.where(ids[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
+            read = ids if step.narrowed is None else ids[step.narrowed]
+            return mx.where(read[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
 
     harness.loop.runner.forward.model = Spoilt()  # type: ignore[assignment]
 

@@ -202,7 +202,9 @@ class StreamedLayer(Layer):
         active = predicted[:, self.altup.active]
         normed = before(active)
         y = active + behind(self.mixer(normed, step))
-        y = (y + self.laurel(normed)) * 2.0**-0.5
+        predicted, narrow = step.narrow(predicted, (y + self.laurel(normed)) * 2.0**-0.5)
+        assert narrow is not None
+        y = narrow
         y = y + behind_mlp(self.mlp(before_mlp(y)))
         corrected = self.altup.correct(predicted, y)
         first, others = mx.split(corrected, [1], axis=1)

@@ -58,7 +58,7 @@ class MixerLayer(Layer):
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
-        return self.mixer(self.norm(x), step, x), None
+        return step.narrow(self.mixer(self.norm(x), step, x))
 
 
 class FeedForwardLayer(Layer):

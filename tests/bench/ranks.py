@@ -31,7 +31,9 @@ from mlxinfer.ranks.group import RankGroup, open_group
 from mlxinfer.ranks.hosts import RankOptions, local_place
 from tests.bench.checkpoints import LAPTOP, SMALL, write_served
 from tests.bench.processes import Peer
-from tests.bench.rates import ALONE, EIGHT, PROMPT, VOCAB, rates
+from tests.bench.rates import VOCAB, measured
+from tests.bench.tables import medians
+from tests.bench.turns import in_turn
 
 WAYS = {"bytes_sent": "out", "bytes_received": "in"}
 KINDS = {  # of what is sent
@@ -42,6 +44,7 @@ KINDS = {  # of what is sent
     "hidden": "hidden states",
     "steps": "what steps are",
 }
+ALONE, EIGHT, PROMPT = "stream 1", "stream 8", "prompt"  # figures of `rates`
 Facts = dict[str, Any]
 Answer = Callable[[list[int], int], int]  # answers a prompt with so many tokens, or some more
 
@@ -52,16 +55,17 @@ def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:
     answer, length = (8, 128) if small else (24, 512)
     data: dict[str, Facts] = {}
 
-    def measured(times: TokenTimes) -> Facts:
-        found = rates({"": times}, runs, answer=answer, prompts=[32] * 9, length=length)
-        return dict(found[""])
+    def rates(times: TokenTimes) -> Facts:
+        one = partial(measured, times, answer=answer, lengths=[length])
+        found = medians(in_turn({"": one}, runs)[""])
+        return {PROMPT: found.pop(f"prompt {length}"), **found}
 
     with TemporaryDirectory() as scratch:
         folder = write_served(Path(scratch) / "model", sizes)
-        ours = partial(_ours, folder, measured, answer)
+        ours = partial(_ours, folder, rates, answer)
         data["mlxinfer, 1"] = ours({})
         if peer:
-            data["mlx-lm, 1"] = measured(PeerGeneration(folder).token_times)
+            data["mlx-lm, 1"] = rates(PeerGeneration(folder).token_times)
         data[f"mlxinfer, {size}"] = ours({"ranks": size})
         data[f"mlxinfer, {size}, no proposals"] = _ours(
             folder, lambda _: {}, answer, {"ranks": size, "speculate": "off"}
@@ -69,7 +73,7 @@ def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:
         data[f"mlxinfer, {size}, stages"] = ours({"ranks": size, "pipeline": True})
         if peer:
             with peer_ranks(folder, size) as ranks:
-                found = data[f"mlx-lm, {size}"] = measured(ranks.token_times)
+                found = data[f"mlx-lm, {size}"] = rates(ranks.token_times)
                 found["weights"] = ranks.weights
                 found["bytes"] = _counted(ranks.answer, ranks.counters, answer)
     two_sums = 2 * sizes.layers * sizes.hidden * 4 * 2 * (size - 1) / size

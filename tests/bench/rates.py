@@ -1,12 +1,14 @@
-"""`bench streams` and `bench hybrid`: tokens a second of whole engines, as `mlxinfer bench` times.
+"""`bench rates` and `bench hybrid`: tokens a CPU second of whole engines beside mlx-lm's.
 
-Streams are answers of a few requests at once by a random model of 55M float32 weights. Hybrids are
+Prompts, one answer, and eight at once; of a model's folder, or of random weights. Hybrids are
 random models of some 50M: Gated DeltaNet, Mamba-2 and short convolutions, each with an attention
-layer now and then; one request alone, eight of unlike lengths, and a long prompt.
+layer now and then. On MLX's CPU backend both sides compute in float32.
 """
 
 import json
 import random
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,98 +17,92 @@ from typing import Any
 import mlx.core as mx
 from models.random_weights import tiny_tensors
 
-from mlxinfer import LLM
-from mlxinfer.bench import speed
+from mlxinfer import LLM, hub
 from mlxinfer.bench.peer import PeerGeneration
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, generation_rate, token_times
 from tests.bench.checkpoints import LAPTOP, SMALL, with_tokenizer, write_served
-from tests.bench.engines import CLOCKS
-from tests.bench.tables import SIDES, Figures, medians, sides
+from tests.bench.tables import Figures
+from tests.bench.turns import COLUMNS, cells, in_turn
 
-ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"  # figures of `rates`
-VOCAB = 2048  # of the demo's tokenizer
-LABELS = {ALONE: "alone", EIGHT: "8 ragged", PROMPT: "prefill"}  # of hybrids
+VOCAB = 2048  # of the demo's tokenizer, which is the smallest: all models have these ids
+STREAMS = (1, 8)  # answers at once
+STREAM_PROMPT = 32
+NOTE = "Tokens a CPU second, medians of {} pairs in turn; ratio: the median over the pairs."
+ROWS = {"stream 1": "one answer", "stream 8": "8 answers at once"}
+
+
+def measured(times: TokenTimes, turn: int, *, answer: int, lengths: Sequence[int]) -> Figures:
+    """Tokens a second of prompts of `lengths`, and of 1 and 8 answers of `answer` tokens."""
+    drawn = random.Random(turn)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[drawn.randrange(3, VOCAB) for _ in range(length)] for _ in range(count)]
+
+    if turn < 0:
+        lengths, answer = [64], 4
+    found = {f"prompt {n}": n / times(prompts(1, n), 1)[0][0] for n in lengths}
+    for count in STREAMS:
+        asked = prompts(count, STREAM_PROMPT)
+        found[f"stream {count}"] = generation_rate(times(asked, answer))
+    return found
+
+
+def measure(
+    folder: Path, *, pairs: int, answer: int, lengths: Sequence[int], peer: bool
+) -> dict[str, list[Figures]]:
+    """Pairs of figures of a model in a folder. No prefix is shared, and nothing is proposed."""
+    with LLM(folder, prefix_cache=False, speculate="off", progress=False) as llm:
+        clock = time.process_time
+        sides: dict[str, TokenTimes] = {"mlxinfer": partial(token_times, llm, clock=clock)}
+        if peer:
+            sides["mlx-lm"] = partial(PeerGeneration(folder).token_times, clock=clock)
+        measures = {
+            side: partial(measured, times, answer=answer, lengths=lengths)
+            for side, times in sides.items()
+        }
+        return in_turn(measures, pairs)
+
+
+def rows_of(found: dict[str, list[Figures]], before: str = "") -> list[list[str]]:
+    """A row for each figure."""
+    rows = []
+    for name in found["mlxinfer"][0]:
+        label = ROWS.get(name) or f"prompt of {int(name.split()[1]):,} tokens"
+        rows.append([before + label, *cells(found, name, ",.1f")])
+    return rows
 
 
 def rates(
-    sides: dict[str, TokenTimes], runs: int, *, answer: int, prompts: list[int], length: int
-) -> dict[str, Figures]:
-    """Answer tokens a second alone and of 8 at once, and prompt tokens a second of a long prompt.
-
-    The sides take turns, run by run; one after the other the machine's slow minutes would count for
-    one side only.
-
-    Args:
-        sides: how each is timed.
-        runs: of each; the median counts.
-        answer: tokens of the answers.
-        prompts: tokens of the prompt alone, and of those of eight requests.
-        length: tokens of the long prompt.
-    """
-    drawn = random.Random(0)
-
-    def prompt(count: int) -> list[int]:
-        return [drawn.randrange(3, VOCAB) for _ in range(count)]
-
-    def measured(times: TokenTimes) -> Figures:
-        return {
-            ALONE: generation_rate(times([prompt(prompts[0])], answer)),
-            EIGHT: generation_rate(times([prompt(count) for count in prompts[1:]], answer)),
-            PROMPT: length / times([prompt(length)], 1)[0][0],
-        }
-
-    for times in sides.values():
-        times([prompt(32)], 4)  # loads and compiles
-    found = [{side: measured(times) for side, times in sides.items()} for _ in range(runs)]
-    return {side: medians([run[side] for run in found]) for side in sides}
-
-
-def streams(*, runs: int, small: bool, peer: bool) -> Report:
-    """1, 4 and 8 requests at once, of 32 prompt tokens each; beside mlx-lm."""
+    *, model: str | None, lengths: tuple[int, ...], pairs: int, small: bool, peer: bool
+) -> Report:
+    """One model: prompts of some lengths, one answer and eight."""
     with TemporaryDirectory() as scratch:
-        folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
-        report = speed.run(
-            partial(LLM, folder, prefix_cache=False),
-            contexts=[32],
-            batches=(1, 4, 8),
-            tokens=16 if small else 64,
-            runs=runs,
-            peer=peer,
-        )
-    report.benchmark = "streams"
-    report.data["model"] = "random"
-    return report
+        if model is None:
+            folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
+        else:
+            folder = Path(hub.resolve(model))
+        lengths = (64,) if small else lengths
+        answer = 8 if small else 16
+        found = measure(folder, pairs=pairs, answer=answer, lengths=lengths, peer=peer)
+    name = model or "random float32 weights"
+    table = Table(f"Rates of {name}", ["", *COLUMNS], rows_of(found), NOTE.format(pairs))
+    return Report("rates", [table], {"model": name, "pairs": pairs, "runs": found})
 
 
-def hybrid(*, runs: int, small: bool, cpu_time: bool, peer: bool) -> Report:
-    """Each kind of recurrent layer beside mlx-lm."""
-    clock = CLOCKS[cpu_time]
-    sizes, answer, length = ((128, 256, 4), 8, 256) if small else ((512, 1536, 12), 64, 1024)
-    prompts = [64, *(16 + 23 * i for i in range(8))]
+def hybrid(*, pairs: int, small: bool, peer: bool) -> Report:
+    """Each kind of recurrent layer."""
+    sizes, answer, length = ((128, 256, 4), 8, 256) if small else ((512, 1536, 12), 32, 1024)
     data: dict[str, Any] = {}
+    rows = []
     with TemporaryDirectory() as scratch:
         for kind, config in configs(*sizes).items():
             folder = Path(scratch) / kind
             weights = write_hybrid(folder, config)
-            with LLM(folder, prefix_cache=False, progress=False) as llm:
-                both: dict[str, TokenTimes] = {"mlxinfer": partial(token_times, llm, clock=clock)}
-                if peer:
-                    both["mlx-lm"] = partial(PeerGeneration(folder).token_times, clock=clock)
-                found = rates(both, runs, answer=answer, prompts=prompts, length=length)
-                data[kind] = {"weights": weights, **found}
-    second = "CPU second" if cpu_time else "second"
-    rows = [
-        [f"{kind}, {LABELS[what]}", *sides([found[s][what] for s in both], higher=True)]
-        for kind, found in data.items()
-        for what in LABELS
-    ]
-    table = Table(
-        f"Hybrids of float32 weights: tokens a {second}",
-        ["", *SIDES],
-        rows,
-        "Answers of one request and of eight of 16 to 177 prompt tokens; prompt tokens of one.",
-    )
+            found = measure(folder, pairs=pairs, answer=answer, lengths=[length], peer=peer)
+            data[kind] = {"weights": weights, "runs": found}
+            rows += rows_of(found, f"{kind}, ")
+    table = Table("Hybrids of float32 weights", ["", *COLUMNS], rows, NOTE.format(pairs))
     return Report("hybrid", [table], data)
 
 

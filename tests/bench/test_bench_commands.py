@@ -16,17 +16,17 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "elsewhere": "",
     "experts": "--small --runs 1",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
-    "hybrid": "--small --runs 1 --cpu-time --skip-peer",
+    "hybrid": "--small --pairs 1 --skip-peer",
     "kv": "--small --skip-peer",
     "latency": "--small --long 128 --cpu-time --prefill-chunk 64 --skip-peer",
     "load": "--size 20MB --runs 1 --skip-peer",
     "memory": "--small --skip-peer",
     "prefix": "--small --skip-peer",
+    "rates": "--small --pairs 1 --skip-peer",
     "serve": "--small --skip-peer",
     "soak": "--minutes 0.1 --clients 3",
     "speculate": "--small",
     "start": "--runs 1 --skip-peer",
-    "streams": "--small --runs 1 --skip-peer",
 }
 
 

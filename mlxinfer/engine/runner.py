@@ -241,13 +241,14 @@ class Forward:
         taps = Taps(self._taps) if self._taps else None
         self.cache.begin_step(step.segments)
         adapters = step.adapters
+        reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
         seen = Step(
             mx.array(step.segments.turning),
             self._caches,
             rope_variants=step.rope_variants,
             adapters=adapters,
             taps=taps,
-            read_rows=_read_rows(step) if taps is None else None,
+            read_rows=None if taps is not None or reads_all else _read_rows(step),
         )
         if step.feature_rows is not None:
             seen.features = self._features(step, step.feature_rows, features)
@@ -299,8 +300,6 @@ class Forward:
 
 def _read_rows(step: StepInputs) -> Ints | None:
     """(R,) rows of a step whose output is read, at least one; None: all."""
-    if step.prompt_rows or (step.num_rows and step.rows is None):
-        return None
     num_tokens = len(step.segments.positions)
     rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
     assert rows is not None

@@ -157,15 +157,14 @@ class Step:
         self.late: list[Callable[[], None]] | None = None
         self.prepared = PreparedRopes(positions, rope_variants)
 
-    def begin_layer(self, index: int, last_to_store: int) -> None:
-        """Layer `index` is called next; `last_to_store`: index of the last one with a cache."""
-        if index == last_to_store and self.read_rows is not None:
-            self.narrows = self.features is None or index >= len(self.features.deep)
+    def begin_last_to_store(self, index: int) -> None:
+        """Layer `index`, called next, is the last one with a cache. Some rows are not read."""
+        self.narrows = self.features is None or index >= len(self.features.deep)
 
     def narrow(self, x: mx.array, normed: mx.array | None = None) -> "Passed":
         """Leave out rows that nothing reads: once the last layer has stored what it keeps of them.
 
-        Every layer calls it between its mixer and its feed-forward block. Of a prompt only the last
+        Every layer calls it between its mixer and its feed-forward block if `narrows`. Of a prompt only the last
         token gives logits, so nearly all of the last feed-forward block would be for nothing, and
         all later layers of models whose last layers read the keys of earlier ones.
 
@@ -174,10 +173,8 @@ class Step:
             normed: (T, ...) a norm of it, or None.
 
         Returns:
-            The same; in the last layer that stores anything, (R, ...) of each.
+            (R, ...) of each.
         """
-        if not self.narrows:
-            return x, normed
         assert self.read_rows is not None
         self.narrows, self.narrowed = False, mx.array(self.read_rows)
         if self.adapters is not None and self.begin_adapters is not None:

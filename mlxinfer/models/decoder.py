@@ -70,8 +70,10 @@ class ResidualLayer(Layer):
         to_mlp, onward = self.joins
         if normed is None:
             normed = x if self.first_norm is None else self.first_norm(x)
-        x, normed = step.narrow(*to_mlp(x, partial(self.mixer, normed, step)))
-        assert normed is not None
+        x, normed = to_mlp(x, partial(self.mixer, normed, step))
+        if step.narrows:
+            x, some = step.narrow(x, normed)
+            normed = x if some is None else some
         x, normed = onward(x, partial(self.mlp, normed))
         return x, None if onward.before is None else normed
 
@@ -89,7 +91,9 @@ class ParallelLayer(Layer):
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         normed = self.norm(x)
-        x, normed = step.narrow(self.mixer(normed, step, x), normed)
+        x = self.mixer(normed, step, x)
+        if step.narrows:
+            x, normed = step.narrow(x, normed)
         return self.mlp(normed, x), None
 
 
@@ -163,7 +167,8 @@ class Model:
         taps = step.taps
         x, normed = self.enter(ids, step), None
         for index, layer in enumerate(self.layers):
-            step.begin_layer(index, self.last_to_store)
+            if index == self.last_to_store and step.read_rows is not None:
+                step.begin_last_to_store(index)
             x, normed = layer(x, normed, step)
             if taps is not None or step.features is not None:
                 x, normed = self.after_layer(index, x, normed, step)

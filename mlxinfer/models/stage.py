@@ -176,7 +176,8 @@ class StageModel:
             x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
         normed = None
         for index in self._layers[rank]:
-            step.begin_layer(index, self.part.last_to_store)
+            if index == self.part.last_to_store and step.read_rows is not None:
+                step.begin_last_to_store(index)
             x, normed = self.part.layers[index](x, normed, step)
             x, normed = self.part.after_layer(index, x, normed, step)
             if taps is not None:

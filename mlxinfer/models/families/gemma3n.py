@@ -202,9 +202,10 @@ class StreamedLayer(Layer):
         active = predicted[:, self.altup.active]
         normed = before(active)
         y = active + behind(self.mixer(normed, step))
-        predicted, narrow = step.narrow(predicted, (y + self.laurel(normed)) * 2.0**-0.5)
-        assert narrow is not None
-        y = narrow
+        y = (y + self.laurel(normed)) * 2.0**-0.5
+        if step.narrows:
+            predicted, some = step.narrow(predicted, y)
+            y = y if some is None else some
         y = y + behind_mlp(self.mlp(before_mlp(y)))
         corrected = self.altup.correct(predicted, y)
         first, others = mx.split(corrected, [1], axis=1)

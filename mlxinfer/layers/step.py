@@ -164,9 +164,9 @@ class Step:
     def narrow(self, x: mx.array, normed: mx.array | None = None) -> "Passed":
         """Leave out rows that nothing reads: once the last layer has stored what it keeps of them.
 
-        Every layer calls it between its mixer and its feed-forward block if `narrows`. Of a prompt only the last
-        token gives logits, so nearly all of the last feed-forward block would be for nothing, and
-        all later layers of models whose last layers read the keys of earlier ones.
+        Every layer calls it between its mixer and its feed-forward block if `narrows`. Of a prompt
+        only the last token gives logits, so nearly all of the last feed-forward block would be for
+        nothing, and so would all layers behind it that read the keys of earlier ones.
 
         Args:
             x: (T, ...) the residual stream.

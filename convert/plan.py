@@ -315,7 +315,7 @@ TOKEN_BYTES = 1500  # of each token while the tokenizer is made and tried: names
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
 INPUTS = (4096, 2048, 1024, 512, 256, 128)  # inputs with moments held together
 INVERSION_BYTES = 24  # of each moment of the block that is inverted
-SEQUENCES = (16, 8)  # of the text for calibration: more hardly help, and take as much longer
+SEQUENCES = (16, 8)  # of the text for calibration
 PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequences
 
 

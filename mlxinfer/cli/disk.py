@@ -230,7 +230,7 @@ def _row(found: Suggestion, limit: int) -> tuple[str, ...]:
 
 # -- the disk cache of KV pages -------------------------------------------------------------------
 
-_FOLDER = re.compile("[0-9a-f]{40}")
+_FOLDER = re.compile(r"[0-9a-f]{40}(\.[0-9]+)?")  # a namespace, and the version of its entries
 _FILE = re.compile(r"[0-9a-f]{40}\.(kv|[0-9a-f]+\.tmp)")  # entries, and what a crash left of some
 _dir_option = click.option(
     "--dir",
@@ -257,7 +257,10 @@ def info(folder: Path, as_json: bool) -> None:
 
     A namespace is one model with one KV format.
     """
-    spaces = [(space.name, len(files), _bytes(files)) for space, files in _spaces(folder)]
+    spaces = [
+        (space.name.partition(".")[0], len(files), _bytes(files))
+        for space, files in _spaces(folder)
+    ]
     total = sum(size for *_, size in spaces)
     if as_json:
         keys = ("name", "entries", "bytes")

@@ -479,7 +479,8 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
     in_template = [tags for tags in TAGS if all(tag in sources for tag in tags)]
     in_tokens = [(a, b) for a, b in TAGS if b in added and any(a.startswith(t) for t in added)]
     for start, end in [*in_template, *in_tokens]:
-        is_plain = end not in added or not added[end].special
+        # An answer that waits for an end mark does not stream: only where a token is that mark.
+        is_plain = end in added and not added[end].special
         template = tokenizer.template
         implied = is_plain and template is not None and writes_thoughts(template, end)
         answer = _answer_marks(added.keys(), sources)

@@ -1,6 +1,6 @@
 """The chat templates of two published packages: trl, and the sources of llama-cpp-python.
 
-Nothing of them is in this repository. MLXINFER_TEMPLATES names the folder of llama.cpp's templates;
+Nothing of them is in this repository. MLXINFER_TEMPLATE_FOLDER names llama.cpp's templates;
 trl is installed. Where MLXINFER_REQUIRE_TEMPLATES is set, a missing one is an error.
 """
 
@@ -26,15 +26,15 @@ FOR_TOOLS_ONLY = (
 @cache
 def sources() -> dict[str, str]:
     """{name: jinja source}; skips the test where the packages are missing."""
-    folders = [Path(os.environ.get("MLXINFER_TEMPLATES", "/nowhere"))]
+    folders = [Path(os.environ.get("MLXINFER_TEMPLATE_FOLDER", "/nowhere"))]
     spec = importlib.util.find_spec("trl")
     folders += [Path(place) for place in (spec.submodule_search_locations or ()) if spec]
     found = [(path.stem, path.read_text()) for each in folders for path in each.rglob("*.jinja")]
     missing = spec is None or not folders[0].is_dir()
     if missing and os.environ.get("MLXINFER_REQUIRE_TEMPLATES"):
-        pytest.fail("trl or the folder MLXINFER_TEMPLATES is missing")
+        pytest.fail("trl or the folder MLXINFER_TEMPLATE_FOLDER is missing")
     if not found:
-        pytest.skip("neither trl nor MLXINFER_TEMPLATES is there")
+        pytest.skip("neither trl nor MLXINFER_TEMPLATE_FOLDER is there")
     return dict(sorted(found))
 
 

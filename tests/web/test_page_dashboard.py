@@ -8,6 +8,7 @@ from lazy_server import MB, LazyServer
 from page_driver import PageDriver
 from page_server import PageServer, routes_of
 
+from mlxinfer.config import KVOptions
 from mlxinfer.server.app import ROUTES
 
 pytestmark = pytest.mark.ci
@@ -19,7 +20,7 @@ class LazyPage(LazyServer):
     def __init__(self, folder: Path) -> None:
         self.routes = routes_of(folder)
         self.routes_served = (*ROUTES, *self.routes.routes())
-        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv_bits": (8, 4)}})
+        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv": KVOptions((8, 4))}})
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

@@ -20,7 +20,7 @@ class LazyPage(LazyServer):
     def __init__(self, folder: Path) -> None:
         self.routes = routes_of(folder)
         self.routes_served = (*ROUTES, *self.routes.routes())
-        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv": KVOptions((8, 4))}})
+        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv": KVOptions(bits=(8, 4))}})
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

@@ -57,7 +57,7 @@ def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
 
 def test_exit_codes(model: str) -> None:
     assert finished("run", "-m", "/no/such/folder", "hi").returncode == 1
-    assert finished("run", "-m", model, "--top-k", "-1", "hi").returncode == 2
+    assert finished("run", "-m", model, "--top-k", "-2", "hi").returncode == 2
     too_much = finished("run", "-m", model, "--top-k", "99999", "hi")
     assert too_much.returncode == 1
     assert too_much.stderr.startswith("error: top_k is 99999")

@@ -150,7 +150,7 @@ class QuantisationMethod:
         return affine.encode(values, scale, bias, self.form.bits)
 
     def step(self, scales: Scales) -> Floats:
-        """What one step of the grid stands for, of the shape of the scales."""
+        """The weight difference between two neighbouring codes; shape of the scales."""
         if self.form.mode != "affine":
             return floats.step_of(scales[0], self.form)
         return scales[0]

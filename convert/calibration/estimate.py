@@ -19,7 +19,7 @@ from .texts import CALIBRATION_LENGTH, checked_positions
 
 RUNS = 3
 LEAST_S = 0.2  # that a layer's run takes, to be measured well
-MAX_TOKENS = 1024  # of such a run
+MAX_TOKENS = 1024  # in the run of the first layer that the estimate times
 ENOUGH_S = 1.0  # after which a run is not repeated
 TOKEN_CHARS = 2  # of a token, at least, over a long text
 
@@ -58,7 +58,7 @@ def estimated_seconds(
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """What running the first layer showed."""
+    """Time and memory of a run of the first layer."""
 
     by_token: float  # seconds, with the moments of its inputs
     num_weights: int

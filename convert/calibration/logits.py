@@ -186,7 +186,7 @@ def reachable_limits(
         sequences: of one length.
         reference: the file of the source's logits.
         nearest: the file of the logits with weights rounded to the nearest.
-        limits: as of `limits_for`.
+        limits: largest errors that are accepted, as `limits_for` returns them.
     """
     length = len(sequences[0])
     size = nearest.stat().st_size // (4 * length * len(sequences))

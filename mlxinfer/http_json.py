@@ -68,26 +68,35 @@ def exchange(
     """
     import httpx2
 
-    method, read = method or ("GET" if body is None else "POST"), bytearray()
+    method = method or ("GET" if body is None else "POST")
     content = None if upload is None else iter(lambda: upload.read(PIECE), b"")
     with (
         failures(base),
         httpx2.Client(**client_options(base, key), timeout=timeout_s) as client,
         client.stream(method, path, json=body, content=content) as answer,
     ):
-        for piece in _pieces(base, answer):
-            if download is not None and answer.is_success:
-                download.write(piece)
-                continue
-            read += piece
-            if len(read) > MAX_ANSWER:
-                raise _foreign(base)
+        read = _read(base, answer, download if answer.is_success else None)
     if not answer.is_success:
         raise _refusal(base, answer.status_code, read)
-    if download is not None:
-        return None
+    return None if download is not None else _parsed(base, read)
+
+
+def _read(base: str, answer: "httpx2.Response", download: BinaryIO | None) -> bytearray:
+    """The body of an answer, or nothing where a file gets it."""
+    read = bytearray()
+    for piece in _pieces(base, answer):
+        if download is not None:
+            download.write(piece)
+            continue
+        read += piece
+        if len(read) > MAX_ANSWER:
+            raise _foreign(base)
+    return read
+
+
+def _parsed(base: str, answer: bytes | bytearray) -> Any:
     try:
-        return json.loads(read)
+        return json.loads(answer)
     except (ValueError, RecursionError):
         raise _foreign(base) from None
 

@@ -356,6 +356,8 @@ class Engine:
                 ready.fail(error)
             except DeviceLostError as lost:
                 ready.fail(lost)
+            else:  # also what this thread compiled: a process that ends meanwhile would abort
+                mx.clear_streams()
             return
         ready.put(None)
         del ready, make_loop
@@ -396,10 +398,9 @@ class Engine:
         if sound:  # else every request has had its last event
             sound = self._survives(loop.abort_all)
         loop.close(save=sound)
-        if (
-            sound
-        ):  # it waits for all streams, with the GIL held: one may wait for a rank that is gone
+        if sound:  # both wait for streams, with the GIL held: one may wait for a rank that is gone
             mx.clear_cache()
+            mx.clear_streams()
 
     def _survives(self, last_work: Callable[[], object]) -> bool:
         """Do the last work of a closing engine. False: it failed, and all requests end so."""

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,17 @@ def test_exit_codes(model: str) -> None:
     assert too_much.returncode == 1
     assert too_much.stderr.startswith("error: top_k is 99999")
     assert "Traceback" not in too_much.stderr
+
+
+def test_refusing_a_model_of_mlx_lm_ends_with_its_own_code(model: str, tmp_path: Path) -> None:
+    """Loading compiled functions on the engine's thread; MLX freed them while Python ended."""
+    folder = tmp_path / "zoo"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v41"}))
+    done = [finished("run", "-m", str(folder), "hi") for _ in range(8)]
+    assert [each.returncode for each in done] == [1] * 8
+    assert all(each.stderr.startswith("error: ") for each in done)
 
 
 def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:

@@ -76,7 +76,8 @@ METAL_FUNC void put_figures(
     to.figures[vector * 2 + 1] = row.total;
   } else if (LOG_SUMS && SINKS) {
     const int query_head = head * to.group + index % to.group;
-    to.figures[vector] = row.with_sink(sink_logits, query_head).log_sum_exp();
+    const RowFigures all = row.with_sink(sink_logits, query_head);
+    to.figures[vector] = all.log_sum_exp();
   } else if (LOG_SUMS) {
     to.figures[vector] = row.log_sum_exp();
   }

@@ -132,7 +132,13 @@ METAL_FUNC void add_scores(
             runs[g][e], token, v * SPAN, at.row * RUN, seen[g][e], false);
       }
       UNROLL
-      for (int r = 0; r < ROWS; r++) raw[r][g] = Keys::RAW ? Fragment(0) : scores[r][g];
+      for (int r = 0; r < ROWS; r++) {
+        if constexpr (Keys::RAW) {
+          raw[r][g] = Fragment(0);
+        } else {
+          raw[r][g] = scores[r][g];
+        }
+      }
     }
     UNROLL
     for (int j = 0; j < RUN; j++) {

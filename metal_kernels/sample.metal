@@ -389,9 +389,10 @@ uint draw_of_few(Tokens row, Bins bins, Shared shared, Mass mass, Asked asked, f
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (bins.thread_id == 0) atomic_store_explicit(shared.count, 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  threadgroup uint* const low = (threadgroup uint*)bins.low;
+  threadgroup uint* const low = reinterpret_cast<threadgroup uint*>(bins.low);
   Candidates all = {
-      low, (threadgroup float*)(low + MAX_CANDIDATES), (threadgroup ulong*)bins.high, 0};
+      low, reinterpret_cast<threadgroup float*>(low + MAX_CANDIDATES),
+      reinterpret_cast<threadgroup ulong*>(bins.high), 0};
   collect(row, all, shared.count, ranges, last, bins.thread_id);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   all.count = atomic_load_explicit(shared.count, memory_order_relaxed);

@@ -50,7 +50,7 @@ struct Share {
   // Rows of states begin at multiples of four numbers.
   static void read(thread float* own, const device float* row, uint lane) {
     for (uint i = 0; i < COUNT; i += 4) {
-      const float4 four = *(const device float4*)(row + place(i, lane));
+      const float4 four = *reinterpret_cast<const device float4*>(row + place(i, lane));
       for (uint j = 0; j < 4; j++) {
         own[i + j] = four[j];
       }
@@ -59,7 +59,8 @@ struct Share {
 
   static void write(thread const float* own, device float* row, uint lane) {
     for (uint i = 0; i < COUNT; i += 4) {
-      *(device float4*)(row + place(i, lane)) = float4(own[i], own[i + 1], own[i + 2], own[i + 3]);
+      const float4 four = {own[i], own[i + 1], own[i + 2], own[i + 3]};
+      *reinterpret_cast<device float4*>(row + place(i, lane)) = four;
     }
   }
 };

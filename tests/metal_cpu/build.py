@@ -22,7 +22,7 @@ import pytest
 
 HERE = Path(__file__).parent
 DARWIN = sys.platform == "darwin"
-SHIM = HERE / "shim" / "msl"
+SHIM, SPACES = HERE / "shim" / "msl", HERE / "shim" / "spaces"
 LANGUAGE = (
     *("-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-w", "-ferror-limit=12"),
     *("-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off"),
@@ -105,6 +105,15 @@ def clang(*arguments: str | Path) -> str:
         CompileError: it fails.
     """
     return _run("clang", "-fno-spell-checking", *arguments)
+
+
+def frontend(*arguments: str | Path) -> str:
+    """Run the compiler's own front end, in whatever language; what it says.
+
+    Raises:
+        CompileError: it fails.
+    """
+    return _run("clang", "-cc1", *arguments)
 
 
 def zig(*arguments: str | Path) -> str:

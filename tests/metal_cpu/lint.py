@@ -1,7 +1,7 @@
 """What Metal's compiler would refuse, checked without running anything. Knows no machine.
 
 MLX compiles kernels as Metal 3.1 and 3.2 on macOS 14 and 15, which are C++14; later systems take
-more. clang reads them as C++14 with address spaces that it tells apart; `msl_rules` and
+more. clang reads them twice: as C++14, and as C++ for OpenCL (`address_spaces`); `msl_rules` and
 `msl_references` have the rest.
 """
 
@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from metal_cpu import build, msl_rules
+from metal_cpu import address_spaces, build, msl_rules
 from metal_cpu.msl_references import reference_faults
 from metal_cpu.program import INCLUDES
 from metal_cpu.report import Fault
@@ -22,6 +22,7 @@ OPTIONS = (
     *("-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
     *("-Wno-everything", "-pedantic-errors", "-Wno-error=c++17-extensions", "-Werror=vla"),
     *("-Wc++17-extensions", "-Wc++20-extensions", "-Wimplicit-float-conversion"),
+    "-Wno-implicit-int-float-conversion",
 )
 # Headers of the shim and of MLX are the system's: C++20 in them is no fault.
 SYSTEM = tuple("-isystem" if option == "-I" else option for option in INCLUDES)
@@ -34,7 +35,8 @@ SPACES = {"device", "constant", "threadgroup", "thread"}
 @lru_cache(maxsize=512)
 def lint(kernel: Kernel) -> list[Fault]:
     """Every fault that shows without running: pointers that lose their address space, stores to
-    constants, floats that become bfloats unasked, C++ beyond C++14, and what `msl_rules` finds.
+    constants, floats that become bfloats unasked, C++ beyond C++14, what no call or cast of Metal's
+    takes, and what `msl_rules` finds.
     """
     text = flattened(kernel.parts)
     function = kernel.function + (f"<{kernel.instance}>" if kernel.instance else "")
@@ -61,6 +63,8 @@ def lint(kernel: Kernel) -> list[Fault]:
         if severity == "error" or "__bf16'" in message or "extension" in message
         if file not in IGNORED_FILES and not message.startswith(ALLOWED)
     ]
+    places = {(fault.file, fault.line) for fault in refused}
+    refused += [f for f in address_spaces.refused(kernel) if (f.file, f.line) not in places]
     refused += msl_rules.faults(kernel.parts)
     refused += reference_faults(kernel.parts)
     return [*refused, *(fault for part in kernel.parts for fault in _bare_pointers(part))]

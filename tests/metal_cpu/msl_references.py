@@ -1,4 +1,4 @@
-"""References to the memory of a thread are bound to objects, never to values on their way.
+"""References to the memory of a thread, and `this`, are of objects, never of values on their way.
 
 C++ binds a temporary to a reference to const. In Metal the reference names an address space, and
 what a temporary lies in is not said: the project's kernels give each such value a name.
@@ -15,6 +15,7 @@ NO_FUNCTION = frozenset({"if", "for", "while", "switch", "return", "sizeof"})
 
 Definition = tuple[str, list[list[Token]], int]  # name, parameters, place
 Call = tuple[str, list[list[Token]]]  # name, arguments
+Method = tuple[str, int]  # name and line of one that is called
 References = dict[tuple[str, int], frozenset[int]]  # (name, parameters) -> places of references
 
 
@@ -22,7 +23,7 @@ def reference_faults(parts: Sequence[Part]) -> list[Fault]:
     """Every temporary that a kernel's own parts bind to a `thread` reference."""
     references: References = {}
     read = [_read(part) for part in parts]
-    for definitions, _ in read:
+    for definitions, _, _ in read:
         for name, parameters, _ in definitions:
             places = frozenset(
                 i
@@ -32,18 +33,25 @@ def reference_faults(parts: Sequence[Part]) -> list[Fault]:
             key = name, len(parameters)
             references[key] = references.get(key, places) & places
     return [
-        Fault("address space", f"{said} is a temporary, bound to a thread reference", p.file, line)
-        for p, (_, calls) in zip(parts, read, strict=True)
-        for said, line in _temporaries(calls, references)
+        Fault("address space", said, part.file, line)
+        for part, (_, calls, methods) in zip(parts, read, strict=True)
+        for said, line in [
+            *(
+                (f"{n} is bound to a thread reference", at)
+                for n, at in _temporaries(calls, references)
+            ),
+            *((f"{name} is called on a temporary", at) for name, at in methods),
+        ]
     ]
 
 
 @lru_cache(maxsize=128)
-def _read(part: Part) -> tuple[list[Definition], list[Call]]:
-    """Functions and calls of one part: kept, most kernels share most parts."""
+def _read(part: Part) -> tuple[list[Definition], list[Call], list[Method]]:
+    """Functions, calls and methods of temporaries of one part: kept, most kernels share most."""
     code = code_of(part.text)
     definitions = list(_definitions(code))
-    return definitions, list(_calls(code, {place for *_, place in definitions}))
+    calls = list(_calls(code, {place for *_, place in definitions}))
+    return definitions, calls, list(_methods_of_temporaries(code))
 
 
 def _definitions(code: Sequence[Token]) -> Iterator[Definition]:
@@ -64,6 +72,15 @@ def _calls(code: Sequence[Token], defined: Collection[int]) -> Iterator[Call]:
         if i not in defined:
             opening = i + 1 if code[i + 1].text == "(" else closing(code, i + 1) + 1
             yield code[i].text, _split(code[opening + 1 : end])
+
+
+def _methods_of_temporaries(code: Sequence[Token]) -> Iterator[Method]:
+    """Name and line of each method of what a function gives; a cast names an object."""
+    places = {i for i, _ in _parentheses(code)}
+    for i, end in _parentheses(code):
+        after = end + 2
+        if after in places and code[end + 1].text == "." and not code[i].text.endswith("_cast"):
+            yield code[after].text, code[after].line
 
 
 def _temporaries(calls: Sequence[Call], references: References) -> Iterator[tuple[str, int]]:

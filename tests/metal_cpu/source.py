@@ -39,12 +39,14 @@ class Kernel:
     constants: tuple[tuple[int, int], ...] = ()
 
 
-def flattened(parts: tuple[Part, ...]) -> str:
+def flattened(parts: tuple[Part, ...], *, behind: tuple[Part, ...] = ()) -> str:
     """All text with each quoted include in its place, once; others are left to the compiler.
 
-    `#line` says which file each line is of.
+    `#line` says which file each line is of. What the parts `behind` include is there already.
     """
     seen: set[Path] = set()
+    for part in behind:
+        list(_lines(part, seen))
     return "\n".join(line for part in parts for line in _lines(part, seen)) + "\n"
 
 

@@ -1,11 +1,14 @@
 """Edits that Metal rejects, or that are unsafe there, are found in a kernel without running it."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import pytest
+from models.runs import every
 
 from metal_cpu import MetalCPU, build, requires_compiler
+from metal_cpu.address_spaces import refused
 from metal_cpu.capture import UTILITIES, capture
 from metal_cpu.examples import Example
 from metal_cpu.lint import lint
@@ -13,7 +16,7 @@ from metal_cpu.mlx_kernels import FOLDER
 from metal_cpu.msl_references import reference_faults
 from metal_cpu.msl_rules import faults
 from metal_cpu.program import program
-from metal_cpu.source import Kernel, Part
+from metal_cpu.source import Kernel, Part, flattened
 
 pytestmark = requires_compiler
 
@@ -171,6 +174,45 @@ EDITS = [
         "struct S { float a; float at() const { return a; } };",
         "S s = {1.0f}; y[i] += s.at();",
     ),
+    Edit(
+        "member of a class outside constant",
+        "template <int M> struct S { static constexpr int N = M; float a; };",
+        "y[i] += S<3>::N;",
+    ),
+    Edit(
+        "method of what a function gives",
+        "struct S { float a; float at() const thread { return a; } };\n"
+        "METAL_FUNC S of(float a) { return {a}; }",
+        "y[i] += of(v).at();",
+    ),
+    Edit("another space by a C cast", body="y[i] += *(threadgroup float*)x;"),
+    Edit("another space by a cast", body="y[i] += *reinterpret_cast<const thread float*>(x);"),
+    Edit(
+        "a pointer into one of two spaces", body="const device float* q = i ? x : mine; y[i] = *q;"
+    ),
+    Edit(
+        "threadgroup memory in a member of device",
+        "struct S { const device float* p; };",
+        "S s = {mine}; y[i] += s.p[0];",
+    ),
+    Edit(
+        "a fragment read of thread memory", body=f"{FRAGMENT} float q[64]; simdgroup_load(m, q, 8);"
+    ),
+    Edit("a fragment that is not square", body="simdgroup_matrix<float, 8, 4> m;"),
+    Edit("a fragment of integers", body="simdgroup_matrix<int, 8, 8> m;"),
+    Edit("a fragment from a number", body="simdgroup_matrix<float, 8, 8> m = 0.0f;"),
+    Edit("a constant fragment's element", body=f"const {FRAGMENT} m.thread_elements()[0] = 1.0f;"),
+    Edit("a vector of too few numbers", body="float4 q = float4(v, v); y[i] += q.x;"),
+    Edit("a vector of another type", body="float4 q = half4(1.0h); y[i] += q.x;"),
+    Edit("bits of another size", body="y[i] += as_type<ushort>(v);"),
+    Edit("the larger of two types", body="y[i] += max(1, i);"),
+    Edit("a function of reals of an integer", body="y[i] += exp2(i);"),
+    Edit("fewer bits in braces", "struct S { int a; };", "S s = {v}; y[i] += s.a;"),
+    Edit(
+        "an atomic operation on a number",
+        body="atomic_fetch_add_explicit((device uint*)y, 1u, memory_order_relaxed);",
+    ),
+    Edit("bfloat as a half", body="bfloat b = bfloat(1.0f); half h = b; y[i] += h;"),
     Edit("elements of a fragment as a pair", body=f"{FRAGMENT} float2 p = m.thread_elements();"),
     Edit("a whole fragment multiplied", body=f"{FRAGMENT} m.thread_elements() *= 2.0f;"),
 ]
@@ -214,18 +256,56 @@ def test_errors_in_functions_that_are_instantiated_are_found() -> None:
     machine.assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("function", "instance", "constants"),
-    [
-        ("sdpa_vector", "half, 128, 128", ()),
-        ("sdpa_vector_2pass_1", "bfloat16_t, 64, 64", ((26, 32),)),
-    ],
-)
-def test_kernels_of_mlx_pass(
-    function: str, instance: str, constants: tuple[tuple[int, int], ...]
+def kernel_of_mlx(headers: Sequence[str], function: str, instance: str) -> Kernel:
+    text = "".join(f'#include "{FOLDER}/{header}"\n' for header in headers)
+    return Kernel(function, (UTILITIES, Part("mlx", text)), instance)
+
+
+SDPA = ("sdpa_vector.h",)
+KERNELS_OF_MLX = [
+    (SDPA, "sdpa_vector", "half, 128, 128"),
+    (SDPA, "sdpa_vector_2pass_1", "bfloat16_t, 64, 64"),
+    (SDPA, "sdpa_vector_2pass_2", "float, 128"),
+]
+STEEL_ATTENTION = ("steel/attn/kernels/steel_attention.h",)
+GEMM = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
+SPLIT_GEMM = ("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_splitk.h")
+QUANTISED = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+LARGE_KERNELS_OF_MLX = [
+    (STEEL_ATTENTION, "attention", "half, 32, 16, 128, 128, 4, 1"),
+    (GEMM, "gemm", "bfloat16_t, 64, 64, 16, 2, 2, false, true, float"),
+    (QUANTISED, "affine_qmm_t", "half, 64, 4, true, false"),
+    (QUANTISED, "affine_qmv_fast", "half, 64, 4, false"),
+    (STEEL_ATTENTION, "attention", "bfloat16_t, 32, 32, 64, 64, 4, 1"),
+    (GEMM, "gemm", "half, 32, 32, 16, 2, 2, true, false, float"),
+    (SPLIT_GEMM, "gemm_splitk", "half, float, 32, 32, 16, 2, 2, false, true, true, true"),
+    (QUANTISED, "affine_qmm_n", "bfloat16_t, 32, 8, false"),
+    (QUANTISED, "affine_qmv", "float, 128, 6, false"),
+    (QUANTISED, "affine_qvm", "half, 64, 3, false"),
+    (QUANTISED, "affine_gather_qmm_rhs", "half, 64, 4, 16, 32, 32, 1, 2, true"),
+]
+
+
+@pytest.mark.parametrize(("headers", "function", "instance"), KERNELS_OF_MLX)
+def test_kernels_of_mlx_pass(headers: Sequence[str], function: str, instance: str) -> None:
+    assert not lint(kernel_of_mlx(headers, function, instance))
+
+
+@pytest.mark.parametrize(("headers", "function", "instance"), every(4, LARGE_KERNELS_OF_MLX))
+def test_large_kernels_of_mlx_have_sound_address_spaces(
+    headers: Sequence[str], function: str, instance: str
 ) -> None:
-    text = f'#include "{FOLDER}/sdpa_vector.h"\n'
-    assert not lint(Kernel(function, (UTILITIES, Part("sdpa", text)), instance, constants))
+    """They are C++17, which `lint` refuses."""
+    assert not refused(kernel_of_mlx(headers, function, instance))
+
+
+def test_a_kernel_of_mlx_with_a_fault_does_not_pass() -> None:
+    kernel = kernel_of_mlx(*LARGE_KERNELS_OF_MLX[0])
+    text = flattened(kernel.parts[1:], behind=(UTILITIES,))
+    sound = "threadgroup T* Ks = KV_smem;"
+    assert sound in text
+    faulty = Part("mlx", text.replace(sound, "device T* Ks = KV_smem;"))
+    assert refused(replace(kernel, parts=(UTILITIES, faulty)))
 
 
 SOUND_TEXTS = [
@@ -239,6 +319,11 @@ SOUND_TEXTS = [
     "typedef simdgroup_matrix<float, 8, 8> M; METAL_FUNC void h(thread M& m, thread float2& x) {\n"
     "m.thread_elements()[1] *= 2; reinterpret_cast<thread float2&>(m.thread_elements()) = x; }",
     "struct B { float a; static float of(float x) { return x; } B(float x) : a(x) {} };",
+]
+
+
+SOUND_TEXTS += [
+    "METAL_FUNC float h(int a, bfloat b) { return float(a * b); }",
 ]
 
 

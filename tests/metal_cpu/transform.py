@@ -42,6 +42,9 @@ def _transformed(text: str, constants: tuple[tuple[int, int], ...], lint: bool) 
     pieces = _rewritten(pieces, lambda at, i: _threadgroup_variables(at, i, lint=lint))
     pieces = _rewritten(pieces, _vector)
     pieces = _rewritten(pieces, _number)
+    if lint:
+        classes = _classes(pieces)
+        pieces = _rewritten(pieces, lambda at, i: _constructor(at, i, classes))
     return joined(pieces)
 
 
@@ -179,3 +182,23 @@ def _number(pieces: Pieces, index: int) -> Change | None:
         return None
     kind = "half" if found[2] in "hH" else "bfloat"
     return index + 1, [_code(f"{kind}({found[1]})", pieces[index].line)]
+
+
+def _classes(pieces: Pieces) -> set[str]:
+    heads = (i for i, token in enumerate(pieces) if token.text in ("struct", "class"))
+    return {text_at(pieces, after(pieces, i)) for i in heads}
+
+
+def _constructor(pieces: Pieces, index: int, classes: set[str]) -> Change | None:
+    """`Name(...) thread`: an object that is being made lies in `thread` memory anyway.
+
+    For clang one that has no name yet lies in no address space.
+    """
+    start = after(pieces, index)
+    if pieces[index].text not in classes or text_at(pieces, start) != "(":
+        return None
+    space = after(pieces, closing(pieces, start))
+    ends = text_at(pieces, after(pieces, space)) in (":", "{", ";", "=")
+    if text_at(pieces, space) != "thread" or not ends:
+        return None
+    return space + 1, pieces[index:space]

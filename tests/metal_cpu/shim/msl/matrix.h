@@ -24,7 +24,7 @@ struct simdgroup_matrix {
   }
 
   MSL_INLINE Elements& thread_elements() { return elements; }
-  MSL_INLINE const Elements& thread_elements() const { return elements; }
+  MSL_INLINE Elements thread_elements() const { return elements; }
 
   // Row and first of the two columns of the running lane.
   static MSL_INLINE void place(int& row, int& column) {

@@ -7,4 +7,4 @@ struct complex_t {
 };
 typedef complex_t<float> complex64_t;
 template <typename T>
-static constexpr bool is_complex_v = false;
+static constexpr constant bool is_complex_v = false;

@@ -1,4 +1,4 @@
-// MLX's own tells pointers apart by address space; here a pointer is a pointer.
+// MLX's own tells pointers apart by address space; here the library removes it.
 #pragma once
 namespace metal {
 
@@ -16,7 +16,7 @@ template <typename T>
 struct pointer_element {};
 template <typename T>
 struct pointer_element<T*> {
-  typedef remove_cv_t<T> type;
+  typedef remove_cv_t<remove_addrspace_t<T>> type;
 };
 template <typename T>
 using pointer_element_t = typename pointer_element<remove_cv_t<T>>::type;

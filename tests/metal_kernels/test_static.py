@@ -1,0 +1,124 @@
+"""What Metal's compiler would refuse of every variant that any test runs, also of slow sweeps.
+
+Nothing is run: a variant is composed as MLX would, and read by `lint`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import requires_compiler
+from metal_cpu.capture import capture
+from metal_cpu.lint import lint
+from models.runs import every
+from scenes import Scene, build
+from test_add_norm_metal import NORMS, inputs
+from test_gate_up_metal import DTYPES, FUNCTIONS, drawn, form_of
+from test_kv_write_metal import HEAD_DIMS, heads_of, tokens_of
+from test_paged_attention_sweep import ALL, CHUNKS, FORMATS, ROWS
+from test_paged_attention_sweep import DTYPES as NAMED
+from test_sample_metal import one
+
+from mlxinfer.metal_kernels import gate_up
+from mlxinfer.metal_kernels.add_norm import MAX_DIMS, AddNorm, add_norm
+from mlxinfer.metal_kernels.kv_write import kv_write
+from mlxinfer.metal_kernels.launch import Launch, running_on
+from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
+from mlxinfer.metal_kernels.sample import sample, settings_array
+from mlxinfer.metal_kernels.selfcheck import KINDS
+from mlxinfer.metal_kernels.variants import Variant
+
+pytestmark = requires_compiler
+
+
+class Reader:
+    """A device that runs nothing: its outputs are zeros. It notes what is refused."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()
+        self.num_read = 0
+
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+        self.refused |= {str(fault) for fault in lint(capture(launch, inputs).kernel)}
+        self.num_read += 1
+        shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+
+
+def read(call: Callable[[], object]) -> None:
+    with running_on(reader := Reader()):
+        call()
+    assert reader.num_read
+    assert not reader.refused
+
+
+@pytest.mark.parametrize(
+    "variant", every(9, [v for k in KINDS.values() for v in k.samples]), ids=str
+)
+def test_samples_of_the_report(variant: Variant) -> None:
+    read(KINDS[variant.kind].case(variant).kernel)
+
+
+def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: bool) -> None:
+    group, queries = rows
+    how = {"key_dim": dim, "value_dim": dim, "dtype": NAMED[dtype], "bits": FORMATS[bits]}
+    split = None if prefill else 1
+    scene = build(Scene([70], [queries], group=group, prefill=prefill, item_blocks=split, **how))
+    sink_logits = scene.sink_logits if group % 4 == 0 else None
+    paged_attention_on_metal(
+        *(scene.queries, scene.keys, scene.values, scene.plan),
+        scale=1.0,
+        sink_logits=sink_logits,
+        soft_cap=None,
+        value_dim=dim,
+        log_sums=not prefill,
+    )
+
+
+FEW_ROWS = {False: ROWS[1::4], True: [(group, sum(counts)) for group, counts in CHUNKS[1::3]]}
+
+
+@pytest.mark.parametrize("prefill", [False, True], ids=["tokens", "prompts"])
+@pytest.mark.parametrize(("dtype", "bits", "dim"), every(29, ALL))
+def test_attention(dtype: str, bits: str, dim: int, prefill: bool) -> None:
+    for rows in FEW_ROWS[prefill]:
+        read(partial(attention, dtype, bits, dim, rows, prefill))
+
+
+@pytest.mark.parametrize(("dim", "dtype"), every(7, product(HEAD_DIMS, DTYPES)))
+def test_writes(dim: int, dtype: mx.Dtype) -> None:
+    for bits in ((None, None), (8, 4), (4, None), (None, 8)):
+        heads = heads_of(dim, bits=(8 if bits[0] == 4 and dim % 32 else bits[0], bits[1]))
+        read(partial(kv_write, *tokens_of(heads, 1, dtype), heads))
+
+
+@pytest.mark.parametrize("codes", every(5, [(codes,) for codes in [*gate_up.CODES, gate_up.PLAIN]]))
+def test_gates(codes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    for function, (dtype, rows) in zip(
+        FUNCTIONS, product(DTYPES, (1, gate_up.MAX_ROWS)), strict=False
+    ):
+        form = form_of(function, in_dims=(codes[1] or 8) * 4, inner=8, codes=codes, dtype=dtype)
+        x = mx.zeros((rows, form.in_dims), dtype)
+        read(partial(gate_up.gate_up, x, drawn(rng, form), form))
+
+
+@pytest.mark.parametrize("dtype", every(3, DTYPES))
+def test_the_rest(dtype: mx.Dtype) -> None:
+    for norms, dims in product(NORMS, (8, MAX_DIMS)):
+        form = AddNorm(dims, dtype, *norms)
+        arrays = inputs(form, 1)
+        read(partial(add_norm, *arrays[:2], form, *arrays[2:]))
+    for bits, group in product((None, 8), (16, 128)):
+        scene = Scene(
+            [33], [1], group=group, dtype=dtype, bits=(bits, None), item_blocks=1, key_dim=576
+        )
+        latent = build(scene)
+        read(lambda i=latent: mla_attention_on_metal(i.queries, i.keys, i.plan, scale=1.0))
+    for vocab_size in (33, 32_000):
+        logits = mx.zeros((1, vocab_size), dtype)
+        read(lambda x=logits: sample(x, settings_array(one()), None))

@@ -79,7 +79,7 @@ def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: b
     )
 
 
-FEW_ROWS = {False: ROWS[1::4], True: [(group, sum(counts)) for group, counts in CHUNKS[1::3]]}
+FEW_ROWS = {False: ROWS[1::5], True: [(group, sum(counts)) for group, counts in CHUNKS[1::4]]}
 
 
 @pytest.mark.parametrize("prefill", [False, True], ids=["tokens", "prompts"])

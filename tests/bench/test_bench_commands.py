@@ -28,6 +28,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "speculate": "--small",
     "start": "--runs 1 --skip-peer",
 }
+LONGEST = ("speculate", "memory", "load", "soak")
 
 
 def bench(*arguments: str) -> str:
@@ -43,8 +44,13 @@ def measured(*arguments: str) -> Any:
     return json.loads(bench(*arguments, "--json"))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONGEST else pytest.mark.ci)
+        for name in ALONE
+    ],
+)
 def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
     if name == "serve" and sys.platform != "linux":
         pytest.skip("reads /proc")

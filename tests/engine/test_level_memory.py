@@ -50,7 +50,7 @@ def objects() -> Counter[str]:
     return Counter(type(each).__name__ for each in gc.get_objects())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_hour_of_mixed_traffic_leaves_no_more_than_half_of_it() -> None:
     bench, rng, number, next_s = busy_bench(), random.Random(1), 0, 0.0
     counts: list[Counter[str]] = []

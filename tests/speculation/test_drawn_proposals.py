@@ -40,8 +40,8 @@ def params(seed: int) -> SamplingParams:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.ci)
-        for kind in ("eagle", "draft", "qwen3_5_text-v4", "glm4_moe_lite-v4")
+        *(pytest.param(kind, marks=pytest.mark.ci) for kind in ("draft", "qwen3_5_text-v4")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle", "glm4_moe_lite-v4")),
     ],
 )
 def test_requests_with_and_without_speculation_take_turns(kind: str) -> None:

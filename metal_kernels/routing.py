@@ -32,6 +32,7 @@ class Routing(Form):
         k: experts of a token.
         sigmoid: scores are sigmoids of the logits; else a softmax over all.
         root_softplus: scores are the roots of softplus instead. The kernel has no such scores.
+        ranks_logits: the bias joins the logits, not the scores. The kernel has no such ranks.
         normalised: weights are divided by their sum.
         biased: a bias of each expert joins its rank.
         eps: added to the sum that weights are divided by.
@@ -51,12 +52,13 @@ class Routing(Form):
     num_best: int = 1
     counted: int = 1
     root_softplus: bool = False
+    ranks_logits: bool = False
 
     def has_kernel(self, num_experts: int) -> bool:
         """Whether the kernel takes so many experts, and biases of sigmoids alone."""
         if self.num_best < self.num_groups or (self.biased and not self.sigmoid):
             return False
-        if self.root_softplus:
+        if self.root_softplus or self.ranks_logits:
             return False
         return self.k <= min(num_experts, LANES) and num_experts <= MAX_EXPERTS
 
@@ -92,7 +94,8 @@ def choose_experts(
     Where ranks are logits, only the chosen ones are weighed.
     """
     k, grouped = routing.k, routing.num_best < routing.num_groups
-    if routing.eps or routing.factor != 1 or bias is not None or grouped:
+    summed = routing.normalised and (routing.sigmoid or routing.root_softplus)
+    if summed or routing.eps or routing.factor != 1 or bias is not None or grouped:
         return _choose_among_all(logits.astype(mx.float32), routing, bias)
     chosen_alone = routing.sigmoid or routing.normalised
     ranks = logits if chosen_alone else mx.softmax(logits, axis=-1, precise=True)
@@ -107,7 +110,8 @@ def _choose_among_all(
     logits: mx.array, routing: Routing, bias: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     k, scores = routing.k, _scores(logits, routing)
-    ranks = scores if bias is None else scores + bias
+    ranks = logits if routing.ranks_logits else scores
+    ranks = ranks if bias is None else ranks + bias
     if routing.num_best < routing.num_groups:
         ranks = _of_best_groups(ranks, routing)
     experts = mx.argpartition(ranks, kth=-k, axis=-1)[:, -k:]

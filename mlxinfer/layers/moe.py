@@ -218,9 +218,10 @@ class ExpertChoice:
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernel of the choice, for logits of the hidden states' dtype."""
-        if not self.routing.has_kernel(model.num_experts):
+        count = model.num_experts if self.bias is None else self.bias.size  # of this layer
+        if not self.routing.has_kernel(count):
             return []
-        variant = self.routing.variant(model.num_experts, model.dtype)
+        variant = self.routing.variant(count, model.dtype)
 
         def install(ready: ReadyFor) -> None:
             self.kernel_dtype = model.dtype if ready(1) else None

@@ -16,7 +16,7 @@ from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
 from ..layers.linear import Projection
-from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated, softplus
+from ..layers.mlp import ACTIVATIONS, MLP, Activation, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.recurrent import CausalConv
@@ -46,7 +46,6 @@ class Family:
         norms_values: V has one too, without weights.
         norm_last: the norm of Q and K comes behind the rope instead.
         sinks: attention has learned logits that take part in each softmax.
-        softplus_gates: gates of attention's outputs are softplus, not sigmoids.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
         has_head: a head that predicts further ahead is read, where a checkpoint has one.
@@ -74,7 +73,6 @@ class Family:
     norms_values: ClassVar[bool] = False
     norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
-    softplus_gates: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     has_head: ClassVar[bool] = False
@@ -319,7 +317,7 @@ class Family:
         return Attention(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
-            gate=softplus if self.softplus_gates else mx.sigmoid,
+            gate=self.gate_activation(),
             o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * kv_spec.value_dim),
             num_heads=heads,
             spec=replace(
@@ -350,6 +348,10 @@ class Family:
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""
         return self.qkv(index), None
+
+    def gate_activation(self) -> Activation:
+        """What makes factors of what the projection to gates gives."""
+        return mx.sigmoid
 
     def gates(self, index: int, name: str, *, by_head: bool = False) -> Projection:
         """The projection `name` to gates: one for each number of the heads' outputs, or a head."""

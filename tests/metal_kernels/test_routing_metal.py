@@ -27,6 +27,7 @@ CHOICES = {
     "softmax of the best": (Routing(8, normalised=True), 128),
     "softmax of all": (Routing(4), 60),
     "sigmoids": (Routing(1, sigmoid=True), 16),
+    "normalised sigmoids": (Routing(6, sigmoid=True, normalised=True), 64),
     "of a bias": (
         Routing(6, sigmoid=True, normalised=True, biased=True, eps=SUM_EPS, factor=2.5),
         70,

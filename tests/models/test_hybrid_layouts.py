@@ -179,3 +179,46 @@ def test_a_config_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path / "bad", tiny_config(case) | change, tensors_of(case))
+
+
+def with_fewer_experts(tensors: Tensors, layer: int, count: int, inner: int) -> Tensors:
+    """The first experts of a layer, each with the first of its inner numbers."""
+    result, path = {}, f"layers.{layer}.mixer."
+    for name, array in tensors.items():
+        inside = name.partition(path)[2]
+        if inside.startswith("experts."):
+            if int(inside.split(".")[1]) >= count:
+                continue
+            array = array[:inner] if "up_proj" in inside else array[:, :inner]
+        elif inside.startswith("gate."):
+            array = array[:count]
+        result[name] = array
+    return result
+
+
+def test_each_layer_of_a_puzzle_model_has_experts_of_its_own_sizes(tmp_path):
+    """Layers are those of models that have the same sizes in all layers."""
+    config, tensors = tiny_config("nemotron_h-v5"), tensors_of("nemotron_h-v5")
+    small = {"n_routed_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    small |= {"n_group": 2, "topk_group": 1}
+    kinds = ["mamba", "moe", "mamba", "attention", "moe", "mlp"]
+    blocks = [{"block_type": kind, "moe_latent_size": None} for kind in kinds]
+    blocks[1] |= small
+    puzzle_config = {**config, "model_type": "nemotron_h_puzzle", "block_configs": blocks}
+    del puzzle_config["layers_block_type"]
+    cut = with_fewer_experts(tensors, 1, 8, 16)
+    puzzle = loaded(tmp_path / "puzzle", puzzle_config, cut)
+    full = loaded(tmp_path / "full", config, tensors)
+    few = loaded(tmp_path / "few", config | small, with_fewer_experts(cut, 4, 8, 16))
+    x = mx.random.normal((5, config["hidden_size"]), key=mx.random.key(1))
+    for index, uniform in ((1, few), (4, full)):
+        ours, theirs = (model.layers[index].mlp(x) for model in (puzzle, uniform))
+        assert mx.array_equal(ours, theirs)
+    assert not mx.allclose(few.layers[4].mlp(x), full.layers[4].mlp(x))
+
+
+@pytest.mark.parametrize("blocks", [None, [], ["moe"], [{"block_type": "ring"}]])
+def test_a_puzzle_model_lists_its_layers(tmp_path, blocks):
+    config = tiny_config("nemotron_h-v5") | {"model_type": "nemotron_h_puzzle"}
+    with pytest.raises(CheckpointError, match="must list its"):
+        loaded(tmp_path, config | {"block_configs": blocks}, {})

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...errors import CheckpointError
 from ...layers.linear import Projection
-from ...layers.mlp import FeedForward
+from ...layers.mlp import Activation, FeedForward, softplus
 from ...layers.moe import ExpertChoice
 from ..config import FULL, SLIDING, ModelConfig, stated_layer_types
 from ..family import Family
@@ -45,7 +45,6 @@ class Laguna(Dots1):
         "moe_router_score_func": ("sigmoid",),
         "moe_apply_router_weight_on_input": (False,),
     }
-    softplus_gates = True
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -76,6 +75,10 @@ class Laguna(Dots1):
         """With one gate for each head, or for each number of the heads' outputs."""
         by_head = self.config.fields.get("gating") != "per-element"
         return self.qkv(index), self.gates(index, "g_proj", by_head=by_head)
+
+    def gate_activation(self) -> Activation:
+        """Softplus."""
+        return softplus
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and a shared one."""

@@ -43,6 +43,24 @@ class Llama(Family):
         return whole_heads(config)
 
 
+class IQuestCoder(Family):
+    """IQuest-Coder 40B."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+    }
+    windows = False
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Refuse what no published model has."""
+        config.fields.require({"clip_qkv": (), "use_sliding_window": (False,)})
+        return config
+
+
 class Mistral(Family):
     """Mistral, and Ministral 8B of 2024: windows where the config states them, never a bias."""
 

@@ -6,6 +6,7 @@ raises those of a prompt to `time_step_min`, which is the range that training be
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import ClassVar
 
@@ -257,6 +258,31 @@ class NemotronH(Family):
 
     def _kind(self, index: int) -> str:
         return self.config.blocks[index]
+
+
+class NemotronHPuzzle(NemotronH):
+    """Nemotron models that a search made smaller: each layer of experts has sizes of its own."""
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """The kinds of blocks from the list of their settings."""
+        blocks = config.items("block_configs")
+        if not blocks or not all(isinstance(block, dict) for block in blocks):
+            raise CheckpointError(f"{config.where} must list its layers as block_configs.")
+        kinds = [block.get("block_type") for block in blocks]
+        return super().language_model(
+            Fields({**config.values, "layers_block_type": kinds}, config.where)
+        )
+
+    def mlp(self, index: int) -> FeedForward:
+        """With the sizes that the list states for this layer."""
+        blocks = self.config.fields.items("block_configs") or []
+        stated = blocks[index] if index < len(blocks) else {}
+        own = {key: value for key, value in stated.items() if value is not None}
+        fields = Fields({**self.config.fields.values, **own}, self.config.fields.where)
+        builder = copy(self)
+        builder.config = with_experts(replace(self.config, fields=fields))
+        return NemotronH.mlp(builder, index)
 
 
 def _blocks(config: Fields, front: str = "", default: str | None = None) -> str:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig, read_rope
+from ..family import Family
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited
@@ -42,7 +43,7 @@ class Step3p5(Laguna):
         "first_k_dense_replace": 3,
     }
     supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
-    softplus_gates = False
+    gate_activation = Family.gate_activation
     has_head = True
     head_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
 

@@ -20,6 +20,7 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.parity import k2_horizon  # noqa: E402
 from data.torch_models import (  # noqa: E402
     SEEING,
     Shapes,
@@ -40,12 +41,19 @@ LENGTH = 40
 SAVED = HERE / "saved_configs.json"  # what transformers changes of the configs of version 4
 MIN_ROUTER_GAP = 2e-3
 MIN_LOGIT_GAP = 2e-3
+OURS = {"k2_horizon": k2_horizon}  # references that are written here
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}  # which no automatic class has
 
 
 def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids (LENGTH,) and logits (LENGTH, vocab_size) of one seed."""
     ids = np.random.default_rng(seed).integers(3, config["vocab_size"], LENGTH)
+    if (ours := OURS.get(config["model_type"])) is not None:
+        check_names(ours.shapes(config), config)
+        logits, nearest = ours.logits(config, tiny_tensors(config), ids)
+        top = np.sort(logits, axis=-1)
+        clear = nearest >= MIN_ROUTER_GAP and (top[:, -1] - top[:, -2]).min() >= MIN_LOGIT_GAP
+        return (ids.astype(np.int32), logits) if clear else reference(config, seed + 1)
     model = hub_model(config)
     gaps: list[float] = []
     for name, module in model.named_modules():
@@ -139,6 +147,8 @@ def router_gap(
             return 1.0
         scores = torch.nn.functional.softplus(logits).sqrt()
         return 10 * gap(scores + module.e_score_correction_bias, config["num_experts_per_tok"])
+    if config["model_type"] == "kolibri1":
+        return gap(logits + module.e_score_correction_bias, config["num_experts_per_tok"])
     if config["model_type"] == "ernie4_5_moe":
         return grouped_gap(
             config, logits.softmax(-1) + module.moe_statics.e_score_correction_bias, 1
@@ -189,7 +199,7 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
-        if not name.endswith("-v5"):
+        if not name.endswith("-v5") and CASES[name]["model_type"] not in OURS:
             record_table(SAVED, name, respelled(CASES[name]))
         ids, logits = reference(CASES[name], seed=1)
         path = HERE / f"{name}.npz"

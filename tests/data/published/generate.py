@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.parity import k2_horizon  # noqa: E402
 from data.torch_models import (  # noqa: E402
     SEEING,
     of_text,
@@ -28,6 +29,7 @@ from data.torch_models import (  # noqa: E402
 )
 from models.published import PUBLISHED  # noqa: E402
 
+OURS = {"k2_horizon": k2_horizon}
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}
 AS_NAMED = {
     "kimi_k2": "deepseek_v3",
@@ -37,6 +39,8 @@ AS_NAMED = {
 
 def tensors(config: dict) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each tensor that a checkpoint of this config has."""
+    if (ours := OURS.get(config["model_type"])) is not None:
+        return ours.shapes(config)
     sees = config["model_type"] in SEEING
     if sees:
         config = seeing_config(config)

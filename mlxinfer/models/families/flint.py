@@ -1,0 +1,81 @@
+"""Flint: experts without a bias, sinks in all layers, and positions in windowed layers alone."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ...errors import UnsupportedModelError
+from ...layers.mlp import FeedForward
+from ...layers.moe import ExpertChoice
+from ...layers.rope import RopeSpec
+from ...metal_kernels.routing import Routing
+from ..config import FULL, SLIDING, read_layer_types
+from ..family import PACKED, Family
+from ..jsonfields import Fields
+
+
+class Flint(Family):
+    """Flint: the attention of Qwen 3 with sinks, sigmoid scores, an expert that all tokens go to.
+
+    Published configs list the layers without positions; where none are listed, these are the ones
+    that see everything, as transformers has it.
+    """
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 513,
+        "num_experts": 256,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 1024,
+        "mlp_only_layers": [0, 1],
+    }
+    head_norms = True
+    sinks = True
+    dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else the first two layers, each fourth and the last one see everything."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        full = {0, num_layers - 1, *range(1, num_layers, 4)}
+        return [FULL if i in full else SLIDING for i in range(num_layers)]
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None in the layers that `no_rope_layer_indices` lists, else in those without windows."""
+        stated = fields.items("no_rope_layer_indices")
+        specs = super().rope_specs(fields, layer_types, head_dim)
+        plain = [kind == FULL for kind in layer_types]
+        if stated is not None:
+            plain = [i in stated for i in range(len(specs))]
+        return tuple(None if bare else spec for spec, bare in zip(specs, plain, strict=True))
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Sinks and stacks of experts as in other families."""
+        name = name.replace(".softmax_offset", ".sinks")
+        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the layers that are listed, else experts beside a shared one."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if not config.sparse_layers[index]:
+            return super().mlp(index)
+        self._refuse_bias(f"{path}.gate.e_score_correction_bias")
+        routing = Routing(config.experts_per_token, sigmoid=True, normalised=config.norm_topk_prob)
+        inner = config.fields.integer("shared_expert_intermediate_size", high=2**22)
+        shared = self.dense_mlp(f"{path}.shared_expert", inner)
+        return self.experts(path, ExpertChoice(routing), shared=shared)
+
+    def _refuse_bias(self, name: str) -> None:
+        """Refuse a bias of the router, which one published definition reads and others do not."""
+        if name in self.weights and self.weights.raw(name, (self.config.num_experts,)).any():
+            raise UnsupportedModelError(
+                f"{name} is not zero; Flint's definitions do not agree on what it does."
+            )

@@ -1,0 +1,242 @@
+"""K2 Horizon: norms over parts of the hidden state; in MoVA, values from a mixture of experts.
+
+transformers has no class for it. The formulas are those that vLLM, oMLX and llama.cpp's fork share.
+"""
+
+import math
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.linear import Projection
+from ...layers.mlp import Activation, FeedForward, softplus
+from ...layers.moe import ExpertChoice, MoE, Routed
+from ...layers.norm import Norm
+from ...metal_kernels.routing import Routing
+from ..config import FULL, ModelConfig
+from ..family import Family
+from ..jsonfields import Fields
+from .biased_experts import with_deepseek_names
+from .deepseek import shared_expert
+
+
+class GroupedNorm:
+    """An RMS norm over each of several parts of the hidden state, with one weight for all of it."""
+
+    __slots__ = ("eps", "num_groups", "weight")
+
+    def __init__(self, weight: mx.array, num_groups: int, eps: float) -> None:
+        self.weight = weight  # (dims,)
+        self.num_groups = num_groups
+        self.eps = eps  # added to each mean square
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (T, dims) to the same shape and dtype."""
+        parts = mx.unflatten(x, -1, (self.num_groups, -1))
+        return mx.fast.rms_norm(parts, None, self.eps).flatten(-2) * self.weight
+
+
+class WithMixedValues:
+    """Queries and keys of one matrix, values of a mixture of experts.
+
+    Args:
+        qk_proj: (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim).
+        values: (T, hidden) -> (T, num_kv_heads * head_dim).
+    """
+
+    __slots__ = ("qk_proj", "values")
+
+    def __init__(self, qk_proj: Projection, values: MoE) -> None:
+        self.qk_proj = qk_proj
+        self.values = values
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
+        y = mx.concatenate([self.qk_proj(x), self.values(x)], axis=-1)
+        return y if residual is None else residual + y
+
+
+def _nothing_down(y: mx.array, routed: Routed) -> mx.array:
+    """Experts of values have one matrix; what follows the activation is the output."""
+    return y
+
+
+def silu(x: mx.array) -> mx.array:
+    """x * sigmoid(x)."""
+    return x * mx.sigmoid(x)
+
+
+def base_two_softplus(x: mx.array) -> mx.array:
+    """log2(1 + 2^x), which is 1 at 0."""
+    return softplus(x * math.log(2)) / math.log(2)
+
+
+class K2Horizon(Family):
+    """K2 Horizon, dense, with experts, and with experts of values (MoVA)."""
+
+    defaults: ClassVar = {
+        "layernorm_num_groups": 1,
+        "query_key_norm": True,
+        "rope_theta": 10_000_000.0,
+        "mova_num_experts": 0,
+        "num_shared_experts": 0,
+        "norm_topk_prob": True,
+        "moe_gate_bias": False,
+        "router_scaling_factor": 1.0,
+    }
+    supported: ClassVar = {
+        "router_score_func": ("sigmoid", None),
+        "attention_gate_func": (None, "softplus"),
+    }
+    windows = False
+    dense_matrices = (".mlp.gate", ".self_attn.v_router")
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With the part of heads that turns, and without experts where there are none of them."""
+        values = dict(config.values)
+        if (turning := values.get("rope_head_dim")) is not None:
+            heads = config.integer("num_attention_heads", high=2**14)
+            dim = config.integer("rope_head_dim", high=cls.head_dim(config, heads))
+            values["partial_rotary_factor"] = dim / cls.head_dim(config, heads) if turning else 1.0
+        if not values.get("num_experts"):
+            values.pop("num_experts", None)
+        return with_deepseek_names(Fields(values, config.where))
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Refuse what no published model has."""
+        config.fields.require(cls.supported)
+        groups = config.fields.integer("layernorm_num_groups", high=config.hidden_size)
+        if config.hidden_size % groups:
+            raise CheckpointError(
+                f"layernorm_num_groups in {config.fields.where} is {groups}; expected a divisor of "
+                f"hidden_size, {config.hidden_size}."
+            )
+        return config
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The biases of routers as DeepSeek calls them."""
+        for router in (".mlp.gate", ".self_attn.v_router"):
+            name = name.replace(f"{router}.bias", f"{router}.e_score_correction_bias")
+        return super().rename(name)
+
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
+        """Over each group of the hidden state."""
+        groups = self.config.fields.integer("layernorm_num_groups")
+        if groups == 1 or dims is not None:
+            return super().norm(path, dims, eps)
+        weight = self.weights.norm(path, self.config.hidden_size)
+        return GroupedNorm(weight, groups, self.config.rms_norm_eps if eps is None else eps)
+
+    # -- attention ------------------------------------------------------------------------------
+
+    def has_head_norms(self) -> bool:
+        """As stated."""
+        return self.config.fields.boolean("query_key_norm")
+
+    def head_norm_weight(self, index: int) -> mx.array:
+        """(H + Hkv, D): each head of Q and K has weights of its own."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        dim, counts = config.head_dim, (config.num_heads, config.num_kv_heads)
+        parts = [
+            self.weights.take(f"{path}.{name}.weight", (count * dim,)).reshape(count, dim)
+            for name, count in zip(self.qk_norms, counts, strict=True)
+        ]
+        return mx.concatenate(parts)[:, mx.array(self._order(1))]
+
+    def _order(self, num_heads: int) -> list[int]:
+        """The checkpoint's index of each number of heads whose first numbers are those that turn.
+
+        Of each half of a head the first numbers turn.
+        """
+        dim = self.config.head_dim
+        turning = self.config.fields.integer("rope_head_dim", default=dim) // 2
+        half, rest = dim // 2, range(turning, dim // 2)
+        head = [*range(turning), *range(half, half + turning), *rest, *(half + i for i in rest)]
+        return [h * dim + i for h in range(num_heads) for i in head]
+
+    def qkv(self, index: int) -> Projection:
+        """Q, K and V; values of a mixture of experts in the sparse layers of MoVA."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        mixed = self._num_value_experts(index) > 0
+        names = "qk" if mixed else "qkv"
+        together = self.weights.fused(
+            [f"{path}.{name}_proj" for name in names],
+            [count * config.head_dim for count in counts[: len(names)]],
+            config.hidden_size,
+            bias=config.qkv_bias,
+            orders=[*map(self._order, counts[:2]), None][: len(names)],
+        )
+        return WithMixedValues(together, self._values(index)) if mixed else together
+
+    def _num_value_experts(self, index: int) -> int:
+        count = self.config.fields.integer("mova_num_experts", low=0, high=2**16)
+        sparse = self.config.sparse_layers
+        return count if sparse and sparse[index] else 0
+
+    def _values(self, index: int) -> MoE:
+        """The mixture whose outputs are a layer's values."""
+        config, weights = self.config, self.weights
+        if weights.share is not None:
+            raise UnsupportedModelError(
+                "Ranks cannot share a layer whose values come from experts: divide this model by "
+                "layers (pipeline), or run it with ranks=1."
+            )
+        path, count = f"model.layers.{index}.self_attn", self._num_value_experts(index)
+        shape = count, config.num_kv_heads * config.head_dim, config.hidden_size
+        stack = weights.experts(f"{path}.switch_v", f"{path}.v_experts.{{}}", shape)
+        per_token = config.fields.integer("mova_num_experts_per_tok", high=count)
+        return weights.moe(
+            router=weights.linear(f"{path}.v_router", count, config.hidden_size),
+            choose=self._choice(f"{path}.v_router", count, per_token, normalised=True),
+            gate_up_proj=stack.expert_projection(),
+            down_proj=_nothing_down,
+            activation=silu,
+        )
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
+        """With a gate for each number of the heads' outputs, where the config says so."""
+        gated = self.config.fields.get("attention_gate_func") is not None
+        return self.qkv(index), self.gates(index, "gate_proj") if gated else None
+
+    def gate_activation(self) -> Activation:
+        """Softplus of base 2."""
+        return base_two_softplus
+
+    # -- experts --------------------------------------------------------------------------------
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP, or experts beside shared ones."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if not config.num_experts or not config.sparse_layers[index]:
+            return super().mlp(index)
+        choice = self._choice(
+            f"{path}.gate",
+            config.num_experts,
+            config.experts_per_token,
+            normalised=config.norm_topk_prob,
+        )
+        return self.experts(path, choice, shared=shared_expert(self, path))
+
+    def _choice(self, path: str, count: int, k: int, *, normalised: bool) -> ExpertChoice:
+        """Sigmoid scores; a bias joins the choice alone, where the config says that there is one."""
+        fields, bias = self.config.fields, None
+        if fields.boolean("moe_gate_bias"):
+            bias = self.weights.raw(f"{path}.e_score_correction_bias", (count,)).astype(mx.float32)
+        routing = Routing(
+            k,
+            sigmoid=True,
+            normalised=normalised,
+            biased=bias is not None,
+            factor=fields.number("router_scaling_factor"),
+        )
+        return ExpertChoice(routing, bias)

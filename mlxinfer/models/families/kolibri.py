@@ -1,0 +1,68 @@
+"""Kolibri 1: the attention of EXAONE 4 between norms, experts chosen by logits plus bias."""
+
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ...layers.mlp import FeedForward
+from ...layers.moe import ExpertChoice
+from ...metal_kernels.routing import Routing
+from ..config import FULL, SLIDING, read_layer_types
+from ..jsonfields import Fields
+from .glm import Glm4
+from .olmo import Exaone4
+
+_NAMES = {  # published, and ours
+    ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",
+    ".post_attn_norm.": ".post_self_attn_layernorm.",
+    ".post_ffn_norm.": ".post_mlp_layernorm.",
+}
+
+
+class Kolibri1(Exaone4):
+    """Kolibri 1: experts in every layer, beside one that all tokens go to."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 513,
+        "num_experts": 384,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "intermediate_size": 512,  # of no layer
+    }
+    has_head = False
+    dense_matrices = (".mlp.gate",)
+    layer = Glm4.layer
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else each fifth layer sees everything."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        return [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)]
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Norms and the bias of the router as in other families."""
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        return super().rename(name)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Sigmoids of the chosen logits weigh the experts."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        bias = self.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
+        routing = Routing(
+            config.experts_per_token,
+            sigmoid=True,
+            normalised=config.norm_topk_prob,
+            biased=True,
+            ranks_logits=True,
+        )
+        inner = config.fields.integer("shared_expert_intermediate_size", high=2**22)
+        shared = self.dense_mlp(f"{path}.shared_experts", inner)
+        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)), shared=shared)

@@ -31,11 +31,14 @@ class Mixing(Form):
         num_streams: n.
         rounds: in which columns are divided by their sums; before each but the first, rows are.
         eps: added to weights and sums, so that nothing is divided by 0.
+        limit: None: as in DeepSeek V4. Else as in Xing 4.0: the matrix' logits stay within +-limit,
+            eps is added to sums alone, and a row of logits has what one stream takes, not gives.
     """
 
     num_streams: int
     rounds: int
     eps: float
+    limit: float | None = None
 
     @property
     def has_kernel(self) -> bool:
@@ -53,7 +56,7 @@ class Mixing(Form):
         n = self.num_streams
         return Launch(
             _kernel(self),
-            template=[("N", n), ("ROUNDS", self.rounds)],
+            template=[("N", n), ("ROUNDS", self.rounds), ("LIMITED", self.limit is not None)],
             grid=(num_tokens * n * n, 1, 1),
             threadgroup=(min(num_tokens, TOKENS) * n * n, 1, 1),
             output_shapes=[(num_tokens, n), (num_tokens, n), (num_tokens, n, n)],
@@ -80,12 +83,18 @@ def mixing_twin(logits: mx.array, form: Mixing) -> Weights:
     """The same in plain MLX."""
     n, eps = form.num_streams, form.eps
     read, write, inner = mx.split(logits, [n, 2 * n], axis=-1)
-    matrix = mx.softmax(mx.unflatten(inner, -1, (n, n)), axis=-1) + eps
-    matrix = matrix / (matrix.sum(axis=-2, keepdims=True) + eps)
-    for _ in range(form.rounds - 1):
+    inner, rounds = mx.unflatten(inner, -1, (n, n)), form.rounds
+    if form.limit is None:
+        read, rounds = mx.sigmoid(read) + eps, rounds - 1
+        matrix = mx.softmax(inner, axis=-1) + eps
+        matrix = matrix / (matrix.sum(axis=-2, keepdims=True) + eps)
+    else:
+        inner = mx.clip(inner, -form.limit, form.limit)
+        read, matrix = mx.sigmoid(read), mx.exp(inner - inner.max(axis=-1, keepdims=True))
+    for _ in range(rounds):
         matrix = matrix / (matrix.sum(axis=-1, keepdims=True) + eps)
         matrix = matrix / (matrix.sum(axis=-2, keepdims=True) + eps)
-    return mx.sigmoid(read) + eps, 2 * mx.sigmoid(write), matrix.swapaxes(-1, -2)
+    return read, 2 * mx.sigmoid(write), matrix if form.limit else matrix.swapaxes(-1, -2)
 
 
 @cache
@@ -95,8 +104,9 @@ def _kernel(form: Mixing) -> MetalKernel:
         inputs=("logits",),
         outputs=("read", "write", "matrix"),
         body=f"""
-            mixing<N, ROUNDS>(
-                logits, {float(form.eps)!r}f, read, write, matrix, thread_position_in_grid.x);
+            mixing<N, ROUNDS, LIMITED>(
+                logits, {float(form.eps)!r}f, {float(form.limit or 0)!r}f, read, write, matrix,
+                thread_position_in_grid.x);
         """,
     )
 
@@ -117,5 +127,5 @@ MIXING = Kind(
     case=lambda variant: _of_tokens(variant.form, 11),
     timed=lambda variant, sequences, _: _of_tokens(variant.form, sequences),
     registers=lambda variant: 18,
-    samples=(Mixing(4, 20, 1e-6).variant,),
+    samples=(Mixing(4, 20, 1e-6).variant, Mixing(4, 20, 1e-6, limit=30.0).variant),
 )

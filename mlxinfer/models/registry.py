@@ -159,6 +159,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "deepseek_v2": ("deepseek", "DeepseekV2"),
     "deepseek_v3": ("deepseek", "DeepseekV3"),
     "deepseek_v32": ("deepseek", "DeepseekV32"),
+    "xing4_0": ("mixed_streams", "Xing4"),
     "deepseek_v4": ("deepseek_v4", "DeepseekV4"),
     "kimi_k2": ("deepseek", "DeepseekV3"),
     "joyai_llm_flash": ("deepseek", "DeepseekV3"),

@@ -19,13 +19,14 @@ SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 @requires_compiler
 @pytest.mark.parametrize("num_streams", STREAMS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 2 * TOKENS + 1])
-def test_agrees_with_its_twin(num_streams: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("limit", [None, 30.0])
+def test_agrees_with_its_twin(num_streams: int, num_tokens: int, limit: float | None) -> None:
     """For few tokens and for more than a threadgroup has, whose last SIMD group is not full."""
     rng = np.random.default_rng([SEED, num_streams, num_tokens])
     shape = num_tokens, num_streams * (num_streams + 2)
     logits = mx.array(rng.normal(0, 4, shape).astype(np.float32))
     logits[0] *= 20  # softmax and sigmoids at their ends
-    form = Mixing(num_streams, int(rng.integers(1, 21)), 1e-6)
+    form = Mixing(num_streams, int(rng.integers(1, 21)), 1e-6, limit)
     found = MetalCPU(seed=1).clean(lambda: mixing(logits, form))
     for ours, twin in zip(found, mixing_twin(logits, form), strict=True):
         assert ours.shape == twin.shape

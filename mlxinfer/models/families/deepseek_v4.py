@@ -25,6 +25,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import SLIDING, ModelConfig, read_rope
 from ..decoder import Entry
+from ..family import Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.weights import Weights
@@ -172,7 +173,7 @@ class DeepseekV4(MixedStreams):
     def last_norm(self) -> Norm:
         """Over a weighted sum of the streams."""
         logits = self.stream_logits("model.hc_head", [self.num_streams])
-        return WeightedStreams(logits, super().last_norm(), self.config.fields.number("hc_eps"))
+        return WeightedStreams(logits, Family.last_norm(self), self.config.fields.number("hc_eps"))
 
     def layer(self, index: int) -> Layer:
         """Connections around both blocks, each with the norm of what its block reads."""

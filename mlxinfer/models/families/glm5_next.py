@@ -8,13 +8,11 @@ import mlx.core as mx
 
 from ...core import PooledSpec
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.hyper_connections import MeanOfStreams, StreamLayer
 from ...layers.latent_attention import LatentAttention, PooledAttention
 from ...layers.linear import Linear
 from ...layers.mlp import Gated, clipped_swiglu
-from ...layers.norm import LayerNorm, Norm
+from ...layers.norm import LayerNorm
 from ...layers.pooled_index import GatedIndexer
-from ...layers.step import Layer
 from ..config import FULL, ModelConfig
 from ..jsonfields import Fields
 from ..stage import BetweenStages
@@ -97,18 +95,6 @@ class Glm5Next(MixedStreams, KimiLinear):
     def rename(cls, name: str) -> str | None:
         """Names of decays as of Kimi Linear."""
         return super().rename(name.replace(".self_attn.forget_gate.", ".self_attn."))
-
-    def last_norm(self) -> Norm:
-        """Over the mean of the streams."""
-        return MeanOfStreams(super().last_norm(), self.num_streams)
-
-    def layer(self, index: int) -> Layer:
-        """Connections around both blocks; norms are over what the blocks read."""
-        path = f"model.layers.{index}"
-        norms = self.norm(f"{path}.input_layernorm"), self.norm(f"{path}.post_attention_layernorm")
-        to_mixer = self.connection(f"{path}.hc_attn", norms[0])
-        to_mlp = self.connection(f"{path}.hc_ffn", norms[1])
-        return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp))
 
     @property
     def decay_bound(self) -> float:

@@ -228,7 +228,7 @@ class K2Horizon(Family):
         return self.experts(path, choice, shared=shared_expert(self, path))
 
     def _choice(self, path: str, count: int, k: int, *, normalised: bool) -> ExpertChoice:
-        """Sigmoid scores; a bias joins the choice alone, where the config says that there is one."""
+        """Sigmoid scores; a bias joins the choice alone, where the config says so."""
         fields, bias = self.config.fields, None
         if fields.boolean("moe_gate_bias"):
             bias = self.weights.raw(f"{path}.e_score_correction_bias", (count,)).astype(mx.float32)

@@ -20,7 +20,7 @@ import transformers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.parity import k2_horizon  # noqa: E402
+from data.parity import k2_horizon, xing  # noqa: E402
 from data.torch_models import (  # noqa: E402
     SEEING,
     Shapes,
@@ -42,6 +42,7 @@ SAVED = HERE / "saved_configs.json"  # what transformers changes of the configs 
 MIN_ROUTER_GAP = 2e-3
 MIN_LOGIT_GAP = 2e-3
 OURS = {"k2_horizon": k2_horizon}  # references that are written here
+NO_CLASS = (*OURS, "xing4_0")  # of transformers
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}  # which no automatic class has
 
 
@@ -74,6 +75,8 @@ def hub_model(config: dict) -> torch.nn.Module:
     kind = BY_NAME.get(config["model_type"], transformers.AutoModelForCausalLM)
     if config["model_type"] in SEEING:
         return seeing_model(config)
+    if config["model_type"] == "xing4_0":
+        return xing_model(config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         read = read_config(config, folder)
@@ -81,6 +84,19 @@ def hub_model(config: dict) -> torch.nn.Module:
         fresh = kind._from_config(read) if own_class else kind.from_config(read)
         check_names(saved_shapes(fresh, folder), config)
         return loaded(kind, read, tiny_tensors(config), folder)
+
+
+def xing_model(config: dict) -> torch.nn.Module:
+    """DeepSeek V3's blocks of transformers between our connections."""
+    kind, body = transformers.AutoModelForCausalLM, xing.body_config(config)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        read = read_config(body, folder)
+        own = xing.connection_shapes(config)
+        check_names(saved_shapes(kind.from_config(read), folder) | own, config)
+        tensors = tiny_tensors(config)
+        blocks = {key: value for key, value in tensors.items() if key not in own}
+        return xing.WithConnections(config, loaded(kind, read, blocks, folder), tensors)
 
 
 def seeing_model(config: dict) -> torch.nn.Module:
@@ -125,6 +141,7 @@ def router_gap(
     if config["model_type"] in (
         "deepseek_v3",
         "deepseek_v32",
+        "xing4_0",
         "glm_moe_dsa",
         "glm4_moe",
         "glm4_moe_lite",
@@ -199,7 +216,7 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
-        if not name.endswith("-v5") and CASES[name]["model_type"] not in OURS:
+        if not name.endswith("-v5") and CASES[name]["model_type"] not in NO_CLASS:
             record_table(SAVED, name, respelled(CASES[name]))
         ids, logits = reference(CASES[name], seed=1)
         path = HERE / f"{name}.npz"

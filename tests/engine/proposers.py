@@ -159,10 +159,12 @@ def block_draft_of(model: Model) -> BlockDraft:
     return load_dflash(dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps), model)
 
 
+WITH_STREAMS = ("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4", "xing4_0")  # types of models
+
+
 def has_hidden_states(model: LanguageModel) -> bool:
     """Whether heads can read one hidden state of each token; some models have several streams."""
-    streams = ("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4")
-    return isinstance(model, Model) and not model.config.model_type.startswith(streams)
+    return isinstance(model, Model) and not model.config.model_type.startswith(WITH_STREAMS)
 
 
 def some_proposer(

@@ -35,7 +35,7 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, prompt
 from engine.harness import model_of as text_model_of
 from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
-from engine.proposers import some_proposer
+from engine.proposers import WITH_STREAMS, some_proposer
 from engine.seeing_cases import drawn_picture, seeing_model
 from engine.stages import NoOtherRanks
 from hypothesis import Phase, given, settings
@@ -80,7 +80,8 @@ ALL_CASES = (
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
     *("olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4"),
     *("qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5"),
-    *("deepseek_v4-v4", "deepseek_v4-v5"),
+    *("deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4"),
+    *("flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4"),
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
@@ -224,7 +225,7 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
         return None
     turns = model_of(case).rope_axes == 3
     # Else what is added to a layer's output has none.
-    one_stream = not case.startswith(("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4"))
+    one_stream = not case.startswith(WITH_STREAMS)
     spans = not ranked_specs(case) and draw(st.booleans())
     return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
 

@@ -35,6 +35,11 @@ ASKED = {  # what mlx-lm has no default for
     "qwen3_next": {"mlp_only_layers": []},
 }
 LEFT_OUT = {
+    **dict.fromkeys(
+        ("flint-v4", "flint-v5", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4", "kolibri1-v5"),
+        "mlx-lm has no definition",
+    ),
+    **dict.fromkeys(("xing4_0-v4", "iquestcoder-v4", "iquestcoder-v5"), "the same"),
     "ernie4_5_moe-v4": "mlx-lm drops the biases of its routers",
     "ernie4_5_moe-v5": "the same",
     "falcon_h1-v5": "mlx-lm does not multiply biases, which no published one has",

@@ -124,8 +124,8 @@ class K2Horizon(Family):
     @classmethod
     def rename(cls, name: str) -> str | None:
         """The biases of routers as DeepSeek calls them."""
-        for router in (".mlp.gate", ".self_attn.v_router"):
-            name = name.replace(f"{router}.bias", f"{router}.e_score_correction_bias")
+        if name.endswith((".mlp.gate.bias", ".self_attn.v_router.bias")):
+            name = name.removesuffix("bias") + "e_score_correction_bias"
         return super().rename(name)
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:

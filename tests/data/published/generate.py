@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from data.parity import k2_horizon  # noqa: E402
+from data.parity import k2_horizon, xing  # noqa: E402
 from data.torch_models import (  # noqa: E402
     SEEING,
     of_text,
@@ -41,6 +41,8 @@ def tensors(config: dict) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each tensor that a checkpoint of this config has."""
     if (ours := OURS.get(config["model_type"])) is not None:
         return ours.shapes(config)
+    if config["model_type"] == "xing4_0":
+        return tensors(xing.body_config(config)) | xing.connection_shapes(config)
     sees = config["model_type"] in SEEING
     if sees:
         config = seeing_config(config)

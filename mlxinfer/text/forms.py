@@ -24,7 +24,26 @@ ROLES = ("system", "user", "assistant")
 WORDS = ("turnstone", "sandpiper", "oystercatcher", "lapwing", "curlew")
 _SYSTEMS = ("system", "developer")
 NAMES = ("probe_alpha", "probe_beta")  # of functions
-KEY, VALUES, RESULTS, BESIDE = "akey", ("kestrel", "plover"), ("dunlin", "godwit"), "whimbrel"
+KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A probe.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    key: {"type": kind, "description": "A value."}
+                    for key, kind in zip(KEYS, ("string", "integer"), strict=True)
+                },
+                "required": [],
+            },
+        },
+    }
+    for name in NAMES
+]
+VALUES, RESULTS, BESIDE = ("kestrel", "plover"), ("dunlin", "godwit"), "whimbrel"
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # of Mistral's templates
 _COUNTED_ID = re.compile(r"functions\.[^:]+:[0-9]+")  # of Kimi K2's
 
@@ -353,7 +372,7 @@ def _called(text: str, *names: str) -> _Situation:
         {
             "id": f"call_probe{number:019}",
             "type": "function",
-            "function": {"name": name, "arguments": {KEY: value}},
+            "function": {"name": name, "arguments": {KEYS[0]: value}},
         }
         for number, (name, value) in enumerate(zip(names, VALUES, strict=False))
     ]

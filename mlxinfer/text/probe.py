@@ -9,26 +9,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import TemplateError
-from .forms import KEY, NAMES, Forms, forms_of
+from .forms import TOOLS, Forms, forms_of
 from .template import MAX_SOURCE_CHARS, ChatTemplate, with_text_arguments
 from .thinking import WORD, Thinking, thinking_of
 
 _IMAGE_WORDS = ("image", "vision")
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A probe.",
-            "parameters": {
-                "type": "object",
-                "properties": {KEY: {"type": "string"}},
-                "required": [],
-            },
-        },
-    }
-    for name in NAMES
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +62,13 @@ def probe(template: ChatTemplate) -> TemplateFacts:
     def prompt(variables: dict[str, Any]) -> str | None:
         return _rendered(template, [{"role": "user", "content": WORD}], **variables)
 
+    needs_tools = prompt({}) is None
+
     def conversation(messages: list[dict[str, Any]], tools: bool) -> str | None:
-        if not tools:
+        if not (tools or needs_tools):
             return _rendered(template, messages)
-        found = _rendered(template, messages, tools=_TOOLS)
-        return found or _rendered(template, with_text_arguments(messages), tools=_TOOLS)
+        found = _rendered(template, messages, tools=TOOLS)
+        return found or _rendered(template, with_text_arguments(messages), tools=TOOLS)
 
     names = names - template.given_names()
     source = "".join(template.sources.values())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from .reader import SPACE, Malformed, Parse, TextReader
+from .reader import MAX_WORD, SPACE, Malformed, Parse, TextReader, compiled
 from .samples import PLAIN, THOUGHT, samples_of
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
@@ -26,6 +26,7 @@ _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 _ASSISTANT = "<|start|>assistant"
 _NO_MARK = re.compile("[^<]+")
 _RECIPIENT = re.compile(r"\sto=([^\s<]*)")
+_TO, _TO_USER = ">>>", "all\n"  # of Functionary
 
 
 class Splitter(ABC):
@@ -282,6 +283,39 @@ class HarmonySplitter(Splitter):
         return f"<|start|>{header}<|message|>" if is_shown else ""
 
 
+class RecipientSplitter(Splitter):
+    """Drops the header of what is said to the user; a call to a tool keeps its own.
+
+    Each message begins with `>>>` and a line with its recipient: `all`, or the name of a tool whose
+    arguments follow. The prompt has the first `>>>`. Source: the chat template of Functionary v3.2.
+    """
+
+    def _read(self) -> Parse[None]:
+        reader, mark = self._reader, ""
+        yield from reader.accept(_TO)
+        while True:
+            self._shown.append((yield from self._header(mark)))
+            try:
+                mark = yield from reader.pass_until((_TO,), self._shown.append)
+            except Malformed:
+                yield from reader.rest(self._shown.append)
+                return
+            reader.take(len(mark))
+
+    def _header(self, mark: str) -> Parse[str]:
+        """Read a header; return what is shown of it: all, if it is none."""
+        name = ""
+        while len(name) <= MAX_WORD and (
+            piece := (yield from self._reader.run(compiled(r"[\w.:/-]+")))
+        ):
+            name += piece
+        line = yield from self._reader.accept("\n")
+        if line and name == "all":
+            return ""
+        is_call = line and name and (yield from self._reader.peek()) == "{"
+        return f"{_TO if is_call else mark}{name}{line or ''}"
+
+
 def channel_of(header: str) -> str:
     """Return "analysis", "tool" or "final" for a message with this header."""
     recipient = _RECIPIENT.search(f" {header}")
@@ -296,7 +330,8 @@ class ReasoningFormat:
     """How a model marks its reasoning: between two tags, or by channels (`harmony`).
 
     With `answer`, the answer after the reasoning stands between two tags of its own. `implied` and
-    `final`: see TagSplitter. `channels` say how messages are marked, with `harmony`.
+    `final`: see TagSplitter. `channels` say how messages are marked, with `harmony`. `recipient` is
+    the header of an answer without reasoning, see RecipientSplitter.
     """
 
     start: str = "<think>"
@@ -306,6 +341,7 @@ class ReasoningFormat:
     implied: bool = False
     final: str = ""
     channels: Channels = GPT_OSS
+    recipient: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -316,6 +352,8 @@ class ReasoningFormat:
 
     def splitter(self, prefix: str = "") -> Splitter:
         """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
+        if self.recipient:
+            return RecipientSplitter()
         if not self.harmony:
             opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
             continued = opened and bool(thought.strip())
@@ -447,9 +485,11 @@ TAGS = (
     ("<|channel>thought", "<channel|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
-_ANSWERS = (  # around the answer after a thought: Granite 3.3 and ERNIE 4.5, Hunyuan
+_ANSWERS = (  # around the answer after a thought: Granite 3.3 and ERNIE 4.5, Hunyuan, Command
     ("<response>", "</response>"),
     ("<answer>", "</answer>"),
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
 )
 _FRAMES = {"<|open|>", "<|close|>", "<|sep|>"}  # Kimi K3
 KIMI_K3 = ReasoningFormat(
@@ -470,22 +510,25 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
     """
     sources = "\0".join(tokenizer.template.sources.values()) if tokenizer.template else ""
     added = {token.content: token for token in tokenizer.added_tokens.values()}
-    if all(tokenizer.piece_to_id(mark) is not None for mark in HARMONY if "con" not in mark):
+    template = tokenizer.template
+    if all(mark in added or mark in sources for mark in HARMONY if "con" not in mark):
         return ReasoningFormat("", "", harmony=True)
     if " to=self" in sources and all(mark in sources for mark in (*MUSE.marks, *MUSE.ends)):
         return ReasoningFormat("", "", harmony=True, channels=MUSE)
     if added.keys() >= _FRAMES or all(mark in sources for mark in _FRAMES):
         return KIMI_K3
+    if f"{_TO}{_TO_USER.strip()}" in sources:
+        return ReasoningFormat(recipient=_TO_USER)
     in_template = [tags for tags in TAGS if all(tag in sources for tag in tags)]
+    written = None if template is None or in_template else written_marks(template)
     in_tokens = [(a, b) for a, b in TAGS if b in added and any(a.startswith(t) for t in added)]
-    for start, end in [*in_template, *in_tokens]:
-        # An answer that waits for an end mark does not stream: only where a token is that mark.
-        is_plain = end in added and not added[end].special
-        template = tokenizer.template
-        implied = is_plain and template is not None and writes_thoughts(template, end)
-        answer = _answer_marks(added.keys(), sources)
-        return ReasoningFormat(start, end, answer=answer, implied=implied)
-    return None if tokenizer.template is None else written_marks(tokenizer.template)
+    if written is not None or not (in_template or in_tokens):
+        return written
+    start, end = (in_template or in_tokens)[0]
+    # An answer that waits for an end mark does not stream: only where a token is that mark.
+    is_plain = end in added and not added[end].special
+    implied = is_plain and template is not None and writes_thoughts(template, end)
+    return ReasoningFormat(start, end, answer=_answer_marks(added.keys(), sources), implied=implied)
 
 
 def writes_thoughts(template: ChatTemplate, end: str) -> bool:

@@ -19,30 +19,14 @@ from typing import Any
 
 from ..errors import TemplateError
 from ..killable import EndedError, KillableProcess, Message, serve
+from .forms import KEYS, NAMES, TOOLS
 from .probe import TemplateFacts, probe
 from .template import ChatTemplate, with_text_arguments
 
-KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
-NAMES = ("probe_alpha", "probe_beta")
 PLAIN, RESULT, THOUGHT, SYSTEM = "turnstone", "sandpiper", "sandpiper", "oystercatcher"
 Call = tuple[str, dict[str, Any]]
 ONE: list[Call] = [(NAMES[0], {KEYS[0]: "kestrel", KEYS[1]: 7411})]
 TWO: list[Call] = [*ONE, (NAMES[1], {KEYS[0]: "plover", KEYS[1]: 7523})]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A probe.",
-            "parameters": {
-                "type": "object",
-                "properties": {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}},
-                "required": [],
-            },
-        },
-    }
-    for name in NAMES
-]
 LONG_IDS, SHORT_IDS, COUNTED_IDS = range(3)  # in ID_STYLES
 ID_STYLES: tuple[Callable[[str, int], str], ...] = (  # several templates check the ids of calls
     lambda name, index: f"call_probe{index:019}",

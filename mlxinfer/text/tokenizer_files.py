@@ -13,6 +13,7 @@ from ..errors import CheckpointError, InvalidRequestError
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
+OWN_TEMPLATES = Path(__file__).parent / "templates"  # of models that publish none
 NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
 
 
@@ -56,7 +57,7 @@ def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) 
         added=_added_tokens(config, folder),
         eos_ids=_eos_ids(generation) or _eos_ids(model),
         bos_id=_bos_id({**model, **generation}),
-        templates=_templates(folder, config) if chat_template is None else _given(chat_template),
+        templates=_given(chat_template) if chat_template else _templates(folder, config, model),
     )
 
 
@@ -122,7 +123,28 @@ def _bos_id(config: dict[str, Any]) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _templates(folder: Path, config: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+    """Return {name: source}.
+
+    What mlx-lm calls `chat_template_type` comes first, then the checkpoint's own templates. Models
+    that publish no template are known by their `model_type`.
+    """
+    return (
+        _own(config.get("chat_template_type"))
+        or _published(folder, config)
+        or _own(model.get("model_type"))
+    )
+
+
+def _own(kind: object) -> dict[str, str]:
+    """Return the template that this package has for a kind of models, {} for none."""
+    names = [path.stem for path in OWN_TEMPLATES.glob("*.jinja")]
+    if kind not in names:
+        return {}
+    return {"default": read_text(OWN_TEMPLATES / f"{kind}.jinja", MAX_TEMPLATE_BYTES)}
+
+
+def _published(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return {name: source} with the precedence of transformers' tokenizer and processor classes.
 
     Template files come first, then chat_template.json, then tokenizer_config.json.

@@ -19,6 +19,7 @@ from mlxinfer.text import ChatTemplate, WrittenCall
 from mlxinfer.text.probe import TemplateFacts, probe
 from mlxinfer.text.template import _to_json, with_text_arguments
 from mlxinfer.text.thinking import EFFORTS, OFF
+from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
 from mlxinfer.text.tools import GENERIC, generic_messages
 
 pytestmark = pytest.mark.ci
@@ -193,3 +194,22 @@ def test_probing_takes_less_than_50_ms():
             probe(chosen)
             seconds.append(time.process_time() - begun)
         assert min(seconds) < MAX_PROBE_S, name
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_our_template_of_deepseek_v4_writes_what_llama_cpp_does(thinking):
+    """Where tools are declared after a system message; else it departs from the authors' script."""
+    ours = template((OWN_TEMPLATES / "deepseek_v4.jinja").read_text())
+    theirs = ChatTemplate(
+        sources()["deepseek-ai-DeepSeek-V4"], variables={"bos_token": "<｜begin▁of▁sentence｜>"}
+    )
+    count = 0
+    for kind, messages in CONVERSATIONS.items():
+        if "developer" in kind:  # a role of search agents, which theirs writes as the user's
+            continue
+        chat = [SYSTEM, *(message for message in messages if message != SYSTEM)]
+        for effort in ("high", "max"):
+            given = {"tools": TOOLS, "enable_thinking": thinking, "reasoning_effort": effort}
+            assert ours.render(chat, **given) == theirs.render(chat, **given), kind
+            count += 1
+    assert count > 20

@@ -14,20 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...outputs import TextPart, ToolCallDelta, joined_calls
+from ..forms import KEYS, NAMES, TOOLS
 from ..reasoning import TAGS
-from ..samples import (
-    ID_STYLES,
-    KEYS,
-    NAMES,
-    ONE,
-    PLAIN,
-    RESULT,
-    SHORT_IDS,
-    TOOLS,
-    TWO,
-    Call,
-    samples_of,
-)
+from ..samples import ID_STYLES, ONE, PLAIN, RESULT, SHORT_IDS, TWO, Call, samples_of
 from ..tokenizer import Tokenizer
 from .cores import (
     ARGUMENT_OBJECT,

@@ -91,6 +91,18 @@ class Muse(TemplateFormat):
         return lark.repeated(lark.one_of(options), between, parallel=parallel)
 
 
+class Functionary(TemplateFormat):
+    """Functionary v3.2: the name of the tool in a line, then its arguments.
+
+    Source: its chat template. The prompt has the mark before the first name.
+    """
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """One call, or several with the mark between them."""
+        call = lark.rule(self.core.rule(lark, tools))
+        return lark.repeated(call, self.syntax.call[0], parallel=parallel)
+
+
 HARMONY = Harmony()
 MUSE = Muse(
     CallSyntax(
@@ -137,9 +149,10 @@ GRANITE = TemplateFormat(
     ObjectCore(f'{{"name": "{NAME}", "arguments": {ARGUMENT_OBJECT}}}', "name", "arguments"),
     "granite",
 )
+FUNCTIONARY = Functionary(CallSyntax(("", ""), (">>>", "")), NamedCore("\n"), "functionary")
 GENERIC = _hermes("generic")
 FORMATS: tuple[ToolFormat, ...] = (
-    HARMONY, GEMMA4, FUNCTION_GEMMA, KIMI, KIMI_K3, MINIMAX_M3, MUSE, LFM2, GRANITE,
+    HARMONY, FUNCTIONARY, GEMMA4, FUNCTION_GEMMA, KIMI, KIMI_K3, MINIMAX_M3, MUSE, LFM2, GRANITE,
     _hermes("hermes"),
 )  # fmt: skip
 _BY_NAME = {each.name: each for each in (*FORMATS, GENERIC)}
@@ -177,8 +190,12 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
         return GENERIC
     literals = "\n".join(template.sources.values())
     tokens = {token.content for token in tokenizer.added_tokens.values()}
-    if {"<|channel|>", "<|message|>", "<|call|>"} <= tokens:
+    if all(
+        mark in tokens or mark in literals for mark in ("<|channel|>", "<|message|>", "<|call|>")
+    ):
         return HARMONY
+    if f"{FUNCTIONARY.begins[0]}all" in literals:
+        return FUNCTIONARY
     if {"<|open|>", "<|close|>", "<|sep|>"} <= tokens or "<|open|>" in literals:
         return KIMI_K3
     written = written_calls(tokenizer)
@@ -189,7 +206,7 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
     if silent:
         return silent[0]
     source = literals + (written.one if written else "")
-    return next((f for f in FORMATS[1:] if f.begins[0] in source), GENERIC)
+    return next((f for f in FORMATS[2:] if f.begins[0] in source), GENERIC)
 
 
 def require_template(template: ChatTemplate | None, format: ToolFormat) -> None:

@@ -199,7 +199,9 @@ class AnswerGrammar:
     def _thought(self) -> str:
         """Return what matches the reasoning of the answer, as far as it is still to come."""
         lark, reasoning = self._lark, self._reasoning
-        if reasoning is None or self._is_over or reasoning.is_closed(self._prefix):
+        if reasoning is None or reasoning.recipient or self._is_over:
+            return ""
+        if reasoning.is_closed(self._prefix):
             return ""
         if reasoning.harmony:
             head = lark.text(reasoning.channels.thought)
@@ -213,6 +215,8 @@ class AnswerGrammar:
 
     def _header(self) -> str:
         """Return what matches the header of the answer after the reasoning."""
-        if self._reasoning is None or not self._reasoning.harmony or self._is_over:
+        if self._reasoning is None or self._is_over:
             return ""
-        return self._lark.text(self._reasoning.channels.final)
+        final = self._reasoning.channels.final if self._reasoning.harmony else ""
+        header = self._reasoning.recipient or final
+        return self._lark.text(header) if header else ""

@@ -1,0 +1,144 @@
+"""A turn of an assistant: written by a chat template, and read back by what reads its model."""
+
+import json
+import re
+
+from text_data import tokenizer_with
+
+from mlxinfer.errors import TemplateError
+from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
+from mlxinfer.text import (
+    TextStream,
+    Tokenizer,
+    ToolUse,
+    WrittenCall,
+    detect_reasoning,
+    detect_tools,
+)
+from mlxinfer.text.samples import facts_of
+from mlxinfer.text.template import with_text_arguments
+from mlxinfer.text.tools import generic_messages
+
+THOUGHT, SAID = "Wigeon müssen", "Élan?"
+CALLS = [
+    ("river_of", {"city": "Bergen, \"Ål\"", "days": 2, "wet": True}),
+    ("bridge_of", {"city": "Oslo", "stops": [1, {"a": "b"}]}),
+]  # fmt: skip
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+PROPERTIES |= {"wet": {"type": "boolean"}, "stops": {"type": "array"}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A river.",
+            "parameters": {"type": "object", "properties": PROPERTIES, "required": []},
+        },
+    }
+    for name, _ in CALLS
+]
+USER = {"role": "user", "content": "Amaranth"}
+_MARK = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|｜DSML｜|\[/?[A-Z_]{2,30}\]|\]<\]minimax\[>\["
+)
+_ENDS = re.compile(  # tokens that end an answer, so that they are no part of it
+    r"(\s|<\|tool_response>|<\|END_OF_TURN_TOKEN\|>|<SPECIAL_12>|<\|calls?\|>|"
+    r"<｜hy_eos:opensource｜>)+$"
+)
+
+
+def tokenizer_of(source: str, *, has_tokens: bool, **variables: str) -> Tokenizer:
+    """A tokenizer with the marks of a template as special tokens, or as text."""
+    marks = sorted(set(_MARK.findall(source))) if has_tokens else []
+    tokens = dict.fromkeys([*marks, *variables.values()])
+    return tokenizer_with(source, tokens, **variables)
+
+
+def rendered(tokenizer: Tokenizer, messages, tools, **kwargs) -> str:
+    """The prompt of messages in the forms that the template takes."""
+    chosen, format = tokenizer.template, detect_tools(tokenizer)
+    if tools and not chosen.reads("tools"):
+        messages, tools = generic_messages(chosen, messages, tools), None
+    facts = facts_of(chosen)
+    chat = facts.forms.apply(
+        messages, lambda calls: format.write([WrittenCall.of(each) for each in calls])
+    )
+    try:
+        return chosen.render(chat, tools=tools, **kwargs)
+    except TemplateError:
+        return chosen.render(with_text_arguments(chat), tools=tools, **kwargs)
+
+
+def turns_of(tokenizer: Tokenizer, calls=CALLS):
+    """[(thought, text, calls)]: one turn, or several where the template writes no such message."""
+    forms = facts_of(tokenizer.template).forms
+    parts = [calls] if forms.several_calls else [[call] for call in calls]
+    if forms.beside_calls == "apart" or not forms.several_calls:
+        return [(THOUGHT, SAID, []), *((THOUGHT, "", part) for part in parts)]
+    return [(THOUGHT, SAID, calls)]
+
+
+def written_turn(tokenizer: Tokenizer, thought=THOUGHT, said=SAID, calls=CALLS):
+    """(the end of the prompt, what the model writes after it)."""
+    made = [
+        {"id": f"call_{i:020}", "type": "function", "function": {"name": n, "arguments": a}}
+        for i, (n, a) in enumerate(calls)
+    ]
+    turn = {"role": "assistant", "content": said}
+    turn |= {"tool_calls": made} if made else {}
+    turn |= {"reasoning_content": thought} if thought else {}
+    wish, _ = facts_of(tokenizer.template).thinking.variables(bool(thought))
+    asked = rendered(tokenizer, [USER], TOOLS, **wish)
+    plain, whole = (
+        rendered(tokenizer, [USER, each], TOOLS, add_generation_prompt=False, **wish)
+        for each in ({"role": "assistant", "content": SAID}, turn)
+    )
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked)
+    )
+    return whole[:shared], _ENDS.sub("", whole[shared:].removesuffix(plain.rpartition(SAID)[2]))
+
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHER = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHER)}
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A token for each byte, but for the control tokens."""
+    ids = []
+    contents = sorted((t.content for t in tokenizer.added_tokens.values()), key=len, reverse=True)
+    for piece in re.split(f"({'|'.join(map(re.escape, contents))})", text):
+        known = tokenizer.piece_to_id(piece) if piece in contents else None
+        ids += [known] if known is not None else [
+            tokenizer.piece_to_id(_BYTES[byte]) for byte in piece.encode()
+        ]  # fmt: skip
+    return ids
+
+
+def read(tokenizer: Tokenizer, prompt: str, answer: str, tools=TOOLS):
+    """[(calls, text, thought)] read token by token, byte by byte and at once."""
+    reasoning, format = detect_reasoning(tokenizer), detect_tools(tokenizer)
+    use = ToolUse.plan(tokenizer, format, tools) if tools else None
+    prompt_ids, ids = (
+        tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+        for text in (prompt, answer)
+    )
+    one_by_one, bytewise = [[i] for i in ids], [[i] for i in byte_ids(tokenizer, answer)]
+    answers = []
+    for pushes in (one_by_one, bytewise, [ids]):
+        parser = use.parser() if use else None
+        stream = TextStream(tokenizer, reasoning=reasoning, tools=parser, prompt_ids=prompt_ids)
+        parts = [part for each in pushes for part in stream.push(each)]
+        parts = merged([*parts, *stream.finish()])
+        calls = [
+            (call.name, json.loads(call.arguments))
+            for call in joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
+            if call.complete
+        ]
+        said, thought = (
+            "".join(part.text for part in parts if isinstance(part, kind)).strip()
+            for kind in (TextPart, ReasoningPart)
+        )
+        answers.append((calls, said, thought))
+    return answers

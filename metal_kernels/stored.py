@@ -24,23 +24,18 @@ class KVFormat:
 
     Attributes:
         bits: of a number, as kernels are compiled for; 0: numbers stay as they are.
+        rotates: keys are multiplied by a Hadamard matrix before they are stored. Queries are
+            multiplied with the same matrix: scores stay the same, and outliers of single channels
+            are spread over all. Values are never multiplied alone.
     """
 
     bits: int = 0
+    rotates: bool = False
 
     names: ClassVar[tuple[str, ...]] = ("codes",)
     """A name for each part of a vector, which arrays of kernels end in."""
     in_kernels: ClassVar[bool] = True
     """Whether kernels read and write it, by `bits` and `writer`; else plain MLX does."""
-
-    @property
-    def rotates(self) -> bool:
-        """Whether keys are multiplied by a Hadamard matrix before they are stored.
-
-        Queries are multiplied with the same matrix: scores stay the same, and outliers of single
-        channels are spread over all.
-        """
-        return False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """(width, dtype) of each part of a vector of `dim` numbers of `dtype`."""
@@ -74,12 +69,8 @@ class Affine(KVFormat):
     dim fits.
     """
 
+    rotates: bool = True  # an outlier takes the precision of its whole group
     names: ClassVar[tuple[str, ...]] = ("codes", "groups")
-
-    @property
-    def rotates(self) -> bool:
-        """As of `KVFormat`: with so few codes an outlier takes the precision of its whole group."""
-        return self.bits <= 4
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """Codes; scales and biases."""

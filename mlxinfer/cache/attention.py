@@ -273,38 +273,53 @@ class Gathered:
             ids = mx.depends([self.page_ids], [queries])[0]
             keys, values = layer.read_pages(ids)
             pages = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
-        tails = layer.read_tails(self.slots)
-        outputs = gathered_attention(queries, pages, self.mask, *tails, self.tail_mask, softmax)
+        tail_keys, tail_values = layer.read_tails(self.slots)
+        weights = attention_weights(
+            queries,
+            None if pages is None else pages[0],
+            self.mask,
+            tail_keys,
+            self.tail_mask,
+            softmax,
+        )
+        if pages is None:
+            outputs = weights @ tail_values
+        else:
+            page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
+            outputs = mx.addmm(page_weights @ pages[1], tail_weights, tail_values)
+        # Masks make the numbers float32. Were they left so, all that follows would be, and differ
+        # by what else is in the step. Kernels give the dtype of the queries too.
+        outputs = outputs.astype(queries.dtype)
+        num_queries = self.tail_mask.shape[2]
+        if num_queries > 1:
+            outputs = mx.unflatten(outputs, 2, (-1, num_queries)).transpose(0, 3, 1, 2, 4)
+        outputs = outputs.reshape(len(queries), -1)
         return outputs if self.unpad is None else outputs[self.unpad]
 
 
-def gathered_attention(
+def attention_weights(
     queries: mx.array,
-    pages: tuple[mx.array, mx.array] | None,
+    page_keys: mx.array | None,
     mask: mx.array | None,
     tail_keys: mx.array,
-    tail_values: mx.array,
     tail_mask: mx.array,
     softmax: Softmax,
 ) -> mx.array:
-    """Attention of B sequences over their gathered pages and their tails, in plain MLX.
+    """Weights that B sequences give their gathered pages and their tails, in plain MLX.
 
     Scores of the tail are rounded before the mask, which is float32, as scores of pages are: a
     token must score the same in the tail and, later, in a page.
 
     Args:
         queries: (B * Q, H * G, D), those of a sequence one after another.
-        pages: keys (B, H, D, N) and values (B, H, N, V), padded; None: no sequence has pages.
+        page_keys: (B, H, D, N), padded; None: no sequence has pages.
         mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
         tail_keys: (B, H, R, D).
-        tail_values: (B, H, R, V).
         tail_mask: (B, 1, Q, R) additive.
         softmax: of the layer.
 
     Returns:
-        (B * Q, H * G * V) in the dtype of the queries, as kernels give it. Masks make the numbers
-        float32. Were they left so, all that follows would be, and differ by what else is in the
-        step.
+        (B, H, G * Q, N + R), or without pages (B, H, G * Q, R).
     """
     scale, sinks, soft_cap = softmax
     num_seqs, kv_heads = tail_keys.shape[:2]
@@ -312,33 +327,18 @@ def gathered_attention(
     by_head = queries * scale
     if num_queries > 1:  # by token, then by head of a sequence
         by_head = by_head.reshape(num_seqs, num_queries, kv_heads, group, -1)
-        by_head = by_head.transpose(0, 2, 3, 1, 4)
-        tail_mask = mx.tile(tail_mask, (group, 1))
+        by_head, tail_mask = by_head.transpose(0, 2, 3, 1, 4), mx.tile(tail_mask, (group, 1))
+        mask = mask if mask is None or mask.shape[2] == 1 else mx.tile(mask, (group, 1))
     by_head = by_head.reshape(num_seqs, kv_heads, group * num_queries, -1)
     scores = by_head @ tail_keys.swapaxes(-1, -2)
-    if soft_cap is not None:
-        scores = capped(scores, soft_cap)
-    scores = scores + tail_mask  # (B, H, G * Q, R)
-    if pages is not None:
-        of_pages = by_head @ pages[0]  # (B, H, G * Q, N)
-        if soft_cap is not None:
-            of_pages = capped(of_pages, soft_cap)
-        if mask is not None:
-            of_pages = of_pages + (mask if mask.shape[2] == 1 else mx.tile(mask, (group, 1)))
-        scores = mx.concatenate([of_pages, scores], axis=-1)
+    scores = (scores if soft_cap is None else capped(scores, soft_cap)) + tail_mask
+    if page_keys is not None:
+        of_pages = by_head @ page_keys  # (B, H, G * Q, N)
+        of_pages = of_pages if soft_cap is None else capped(of_pages, soft_cap)
+        scores = mx.concatenate([of_pages if mask is None else of_pages + mask, scores], axis=-1)
     if sinks is None:
-        weights = mx.softmax(scores, axis=-1, precise=True)
-    else:
-        weights = _softmax_with(sinks, scores, num_queries)
-    if pages is None:
-        outputs = weights @ tail_values
-    else:
-        page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
-        outputs = mx.addmm(page_weights @ pages[1], tail_weights, tail_values)
-    outputs = outputs.astype(queries.dtype)
-    if num_queries > 1:
-        outputs = mx.unflatten(outputs, 2, (group, num_queries)).transpose(0, 3, 1, 2, 4)
-    return outputs.reshape(len(queries), -1)
+        return mx.softmax(scores, axis=-1, precise=True)
+    return _softmax_with(sinks, scores, num_queries)
 
 
 def _softmax_with(sinks: mx.array, scores: mx.array, num_queries: int) -> mx.array:

@@ -35,7 +35,7 @@ from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
 from .attention import Prepared
 from .chunks import is_fused
-from .paged import KEY_BIAS, Choice, Formats, GroupKey, PagedLayer, Stored
+from .paged import KEY_BIAS, Choice, Formats, GroupKey, PagedLayer, Stored, unrotated
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -99,7 +99,9 @@ class LessBias(Affine):
 class KeyValueLayer(PagedLayer):
     """Keys and values of one attention layer, each in vectors of their own.
 
-    Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them.
+    Quantised keys are rotated by a Hadamard matrix before they are stored, and queries with them:
+    keys of 4 bits always. Keys of 8 bits are, unless a bias would be spread over all of their
+    numbers, their number does not allow it, or a vector holds a value too.
 
     Attributes:
         subtracts_bias: keys are stored as `LessBias` stores them: where few bits hold them.
@@ -129,8 +131,10 @@ class KeyValueLayer(PagedLayer):
         """Keys and values in one vector where one format can hold both, else apart."""
         turning, dim, fmt = spec.turning, spec.value_dim, formats[0]
         blocks = turning & (turning - 1) == 0 and turning >= 2 and dim % turning == 0
-        in_one = fmt == formats[1] and (not fmt.bits or turning % 8 == 0)
-        if turning and in_one and (blocks or not fmt.rotates):
+        in_one = turning > 0 and fmt == formats[1] and (not fmt.bits or turning % 8 == 0)
+        if spec.key_bias or in_one or not rotatable(spec.key_dim):
+            formats = unrotated(formats)
+        if in_one and (blocks or not formats[0].rotates):
             return JointLayer(spec, formats, dtype)
         return KeyValueLayer(replace(spec, turning=0), formats, dtype)
 
@@ -145,7 +149,7 @@ class KeyValueLayer(PagedLayer):
 
         `key_bias`: the model adds biases to its keys.
         """
-        if formats[0].rotates and key_bias and not spec.key_bias:
+        if formats[0].bits == 4 and key_bias and not spec.key_bias:
             raise InvalidRequestError(KEY_BIAS, param="kv_bits")
         if spec.key_dim % 8 or spec.value_dim % 8:
             raise InvalidRequestError(
@@ -153,7 +157,7 @@ class KeyValueLayer(PagedLayer):
                 f"and {spec.value_dim}. Leave kv_bits out.",
                 param="kv_bits",
             )
-        if formats[0].rotates and not rotatable(spec.key_dim):
+        if formats[0].bits == 4 and not rotatable(spec.key_dim):
             raise InvalidRequestError(
                 f"kv_bits=4 rotates keys, which a head dim of {spec.key_dim} does not allow; use "
                 "kv_bits=8 or kv_bits=(8, 4).",

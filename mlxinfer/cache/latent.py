@@ -34,7 +34,7 @@ from ..metal_kernels.variants import Variant
 from .attention import Prepared, attend_rows
 from .chunks import Chunk, cut_runs
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Choice, Formats, PagedLayer, Stored
+from .paged import KEY_BIAS, Choice, Formats, PagedLayer, Stored, unrotated
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
@@ -80,7 +80,8 @@ class LatentLayer(PagedLayer):
     @classmethod
     def of(cls, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> "LatentLayer":
         """With an index or without, as the spec says."""
-        return (RankedLayer if spec.num_ranked else LatentLayer)(spec, formats, dtype)
+        kind = RankedLayer if spec.num_ranked else LatentLayer
+        return kind(spec, unrotated(formats), dtype)
 
     @staticmethod
     def windowed(spec: LatentSpec, options: KVOptions) -> LatentSpec:
@@ -95,7 +96,7 @@ class LatentLayer(PagedLayer):
 
         One vector holds keys and values; rotating it back takes a matrix that is its own inverse.
         """
-        if formats[0].rotates and key_bias:
+        if formats[0].bits == 4 and key_bias:
             raise InvalidRequestError(KEY_BIAS, param="kv_bits")
         fmt, dim = formats[0], spec.latent_dim
         if fmt != formats[1]:
@@ -111,7 +112,7 @@ class LatentLayer(PagedLayer):
                 f"{dim + spec.rope_dim}. Leave kv_bits out.",
                 param="kv_bits",
             )
-        if fmt.rotates and (dim & (dim - 1) or not rotatable(dim)):
+        if fmt.bits == 4 and (dim & (dim - 1) or not rotatable(dim)):
             raise InvalidRequestError(
                 f"kv_bits=4 rotates latent vectors, which {dim} numbers do not allow (a "
                 "power of two would); use kv_bits=8.",
@@ -233,7 +234,7 @@ class LatentLayer(PagedLayer):
     def attention_variants(self, mixer: Any) -> dict[int, Variant]:
         """As of `PagedLayer`: one of tokens that decode, one of tokens under verification."""
         dims, fmt = (self.spec.latent_dim + self.spec.rope_dim, self.latent_dim), self.formats[0]
-        if dims not in DIMS or self.dtype not in DTYPES or fmt not in KINDS:
+        if dims not in DIMS or self.dtype not in DTYPES or fmt.bits not in KINDS:
             return {}
         one, several = (
             mla_variant(self.dtype, mixer.num_heads, fmt, count, dims[0])

@@ -28,7 +28,7 @@ from .entries import EntryLayer
 from .index import BlockLayer
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
-from .paged import Formats, PagedLayer
+from .paged import Formats, PagedLayer, unrotated
 from .pooled import PooledLayer
 from .state import OwnCaches, SequenceLayer, StateLayer
 
@@ -125,6 +125,8 @@ def lay_out(
     if formats != NOT_QUANTISED:
         for kind, spec in zip(kinds, specs, strict=True):
             kind.check(spec, formats, key_bias=key_bias)
+    if key_bias:
+        formats = unrotated(formats)
     return [
         kind.of(spec, NOT_QUANTISED if i in plain else formats, dtype)
         for i, (kind, spec) in enumerate(zip(kinds, windowed, strict=True))

@@ -13,7 +13,7 @@ of a part are one array of vectors, (num_slots * H * 2 * P, W).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -47,6 +47,15 @@ GroupKey = tuple[int, int, bool, bool]  # window or 0, sinks, chunked, sees span
 
 PageWrites = Sequence[tuple[int, Runs]]
 """Of each prefill chunk: its first row of the step, and the page slots of its tokens."""
+
+
+def unrotated(formats: Formats) -> Formats:
+    """The formats, but keys of 8 bits are stored in their own basis.
+
+    Keys and values of one format share arrays, so both change.
+    """
+    keys, values = [replace(fmt, rotates=False) if fmt.bits == 8 else fmt for fmt in formats]
+    return keys, values
 
 
 @dataclass(frozen=True, slots=True)

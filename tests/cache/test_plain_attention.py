@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import attention
-from mlxinfer.cache.attention import HIDDEN, gathered_attention
+from mlxinfer.cache.attention import HIDDEN, attention_weights
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
@@ -100,7 +100,7 @@ def dense(spans: Segments, layer: KeyValueLayer, window: AttentionWindow) -> mx.
         ]
         outputs.append(
             mx.fast.scaled_dot_product_attention(
-                queries[row][None, :, None],
+                layer.rotate(queries[row : row + 1])[:, :, None],
                 *(part[None] for part in keys_values),
                 scale=0.2,
                 sinks=sinks,
@@ -189,17 +189,19 @@ def test_parts_are_found_again_while_only_tokens_join() -> None:
 def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> None:
     """When it moves depends on the other sequences; what it gives must not, in 16 bits either."""
     rng = np.random.default_rng(3)
-    queries, keys, values = (
+    queries, keys = (
         mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
-        for shape in ((1, 4, 64), (1, 2, 2 * PAGE, 64), (1, 2, 2 * PAGE, 64))
+        for shape in ((1, 4, 64), (1, 2, 2 * PAGE, 64))
     )
     sealed = np.arange(2 * PAGE) < PAGE  # the first half lies in a page, its place in the ring free
     mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])
-    run = keys[0:1, :, :PAGE].swapaxes(-1, -2), values[0:1, :, :PAGE]
-    nothing = mx.zeros_like(mask)
-    in_tail = gathered_attention(queries, None, None, keys, values, nothing, Softmax(0.125))
-    in_page = gathered_attention(queries, run, None, keys, values, mask, Softmax(0.125))
-    assert mx.allclose(in_page, in_tail, rtol=1e-6, atol=1e-6).item()
+    page, nothing = keys[:, :, :PAGE].swapaxes(-1, -2), mx.zeros_like(mask)
+    in_tail = attention_weights(queries, None, None, keys, nothing, Softmax(0.125))
+    in_page = attention_weights(queries, page, None, keys, mask, Softmax(0.125))
+    of_page, of_ring = mx.split(in_page, [PAGE], axis=-1)
+    moved = mx.concatenate([of_page, of_ring[..., PAGE:]], axis=-1)
+    assert mx.allclose(moved, in_tail, rtol=1e-6, atol=1e-6).item()
+    assert mx.abs(of_ring[..., :PAGE]).max().item() == 0
 
 
 def test_blocks_hold_what_is_alike_and_nothing_is_left_out() -> None:

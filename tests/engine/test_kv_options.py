@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
-from mlxinfer.cache.keys_values import LessBias, rotatable
+from mlxinfer.cache.keys_values import KeyValueLayer, LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import LayerCache, lay_out
 from mlxinfer.config import KVOptions
@@ -202,6 +202,45 @@ def laid_out(
         (layer.spec.window, layer.spec.sinks, *[fmt.bits for fmt in layer.formats])
         for layer in layers
     ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "key_bias", "rotates"),
+    [
+        (KVSpec(2, 64, 64), False, True),
+        (KVSpec(2, 80, 64), False, True),
+        (KVSpec(2, 72, 64), False, False),  # no Hadamard matrix
+        (KVSpec(2, 64, 64), True, False),  # a bias would be spread over all numbers
+        (KVSpec(2, 64, 64, key_bias=True), True, False),
+        (KVSpec(2, 64, 64, turning=32), False, False),  # one vector is the key and its value
+    ],
+)
+def test_keys_of_8_bits_are_rotated_where_they_can_be(
+    spec: KVSpec, key_bias: bool, rotates: bool
+) -> None:
+    (layer,) = lay_out([spec], KVOptions(bits=(8, 8)), dtype=mx.float32, key_bias=key_bias)
+    assert [fmt.rotates for fmt in layer.formats] == [rotates] * 2, "they share arrays"
+    if not spec.turning:
+        vectors = mx.random.normal((3, 2, spec.key_dim), key=mx.random.key(0))
+        assert mx.array_equal(layer.rotate(vectors), vectors).item() != rotates
+
+
+def test_an_outlier_of_one_channel_costs_keys_of_8_bits_little() -> None:
+    """Scores are as close as if the outlier were not there, which they are not in its own basis."""
+    rng = np.random.default_rng(0)
+    queries, keys = (mx.array(rng.normal(size=(64, 1, 64)).astype(np.float32)) for _ in range(2))
+    keys[:, :, 5] = keys[:, :, 5] * 60
+    queries[:, :, 5] = queries[:, :, 5] / 60
+
+    def off(spec: KVSpec) -> float:
+        options = KVOptions(bits=(8, 8))
+        (layer,) = lay_out([spec], options, dtype=mx.float32, key_bias=False)
+        assert isinstance(layer, KeyValueLayer)
+        stored = layer.formats[0].decode(layer.encode(keys, keys)[0], mx.float32)[:, 0]
+        found = (layer.rotate(queries)[:, 0] * stored).sum(axis=-1)
+        return mx.abs(found - (queries * keys).sum(axis=-1)[:, 0]).mean().item()
+
+    assert off(KVSpec(1, 64, 64)) < 0.6 * off(KVSpec(1, 64, 64, key_bias=True))
 
 
 def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> None:

@@ -10,6 +10,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.runs import every
 
 from mlxinfer.cache.keys_values import rotatable
+from mlxinfer.cache.paged import unrotated
 from mlxinfer.core import KVSpec
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
@@ -41,12 +42,12 @@ def heads_of(
     dims = dim if turning is None else turning
     weight = rng.uniform(0.5, 1.5, (num_heads + K, dim)).astype(np.float32)
     spec = RopeSpec(dims=max(dims, 2))
+    formats = FORMATS[bits[0]], FORMATS[bits[1]]
     form = HeadsForm(
         num_heads,
         K,
         dim,
-        FORMATS[bits[0]],
-        FORMATS[bits[1]],
+        *(unrotated(formats) if joint or not rotatable(dim) else formats),
         norm=norm,
         norms_values=norms_values,
         turning=2 * (spec.dims // 2) if dims else 0,
@@ -166,7 +167,7 @@ def test_twin_does_what_the_layers_and_formats_do(
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
     x = turned(RMSNorm(heads.norm_weight, 1e-6)(x), positions, turning)
-    if bits[0] == 4:
+    if bits[0]:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)
     formats = [FORMATS[b] for b in bits]
@@ -318,7 +319,7 @@ def test_a_row_is_read_once() -> None:
 )
 def test_all_formats_of_all_head_dims(dim: int, dtype: mx.Dtype, bits: tuple[Bits, Bits]) -> None:
     if bits[0] == 4 and not rotatable(dim):
-        bits = (8, bits[1])
+        bits = (8, bits[1])  # as they are
     for turning, traditional, norm in ((dim, False, True), (dim // 4 // 2 * 2, True, False)):
         heads = heads_of(dim, bits=bits, turning=turning, traditional=traditional, norm=norm)
         for count in (1, 9):

@@ -87,7 +87,7 @@ _SENSES = (
         "patch_merge_mlp.",
         "vit_large_projector.",
     ),
-    *("audio_tower.", "embed_audio.", "sound_"),
+    *("audio_tower.", "audio_encoder.", "speech_embeddings.", "embed_audio.", "sound_"),
 )
 
 
@@ -193,6 +193,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "exaone4": ("olmo", "Exaone4"),
     "ernie4_5": ("llama", "Ernie4_5"),
     "mimo_v2_flash": ("mimo", "MiMoV2Flash"),
+    "mimo_v2": ("mimo", "MiMoV2"),
     "minimax_m3_vl_text": ("minimax_m3", "MiniMaxM3"),
     "minimax_m2": ("mixtral", "MiniMaxM2"),
     "glm4_moe_lite": ("glm", "Glm4MoELite"),

@@ -1,4 +1,4 @@
-"""MiMo V2 Flash: KV heads by kind of layer, short values, sinks in layers with windows."""
+"""MiMo V2: KV heads by kind of layer, short values, sinks in layers with windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.linear import Projection
 from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
 from ..jsonfields import Fields
@@ -114,3 +115,24 @@ class MiMoV2Flash(Dots1):
         path = f"model.layers.{index}.self_attn.sinks"
         stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")
         return self.weights.take(path, (self.config.num_heads,)) if stated else None
+
+
+class MiMoV2(MiMoV2Flash):
+    """The texts of MiMo V2.5 and V2.6, as conversions to MLX have them."""
+
+    defaults: ClassVar = {
+        **MiMoV2Flash.defaults,
+        "rope_theta": 10_000_000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1_048_576,
+    }
+
+    def qkv(self, index: int) -> Projection:
+        """Q, K and V, each a matrix."""
+        path = f"model.layers.{index}.self_attn.qkv_proj"
+        if f"{path}.weight" in self.weights:
+            raise UnsupportedModelError(
+                f"{path} has the rows of Q, K and V in turn, for each of several machines, and "
+                "does not say how many. Conversions to MLX, in which they are three matrices, run."
+            )
+        return super().qkv(index)

@@ -113,7 +113,7 @@ def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[
 
 FOLDER = "FOLDER"  # in a card's commands
 FIGURE, CAPTION = "conversion.svg", "Bits per weight and relative error by layer and projection"
-NO_FIGURE = 'The figure needs matplotlib: pip install "mlxinfer[plots]"'
+NO_FIGURE = 'The figure needs matplotlib: pip install -e ".[plots]" in a checkout of mlxinfer'
 _WORST = 5
 
 

@@ -108,5 +108,8 @@ def advice(system: str = sys.platform, machine: str | None = None) -> str:
             f"{machine} (Rosetta or an Intel Mac). Install an arm64 Python."
         )
     if system == "linux":
-        return 'On Linux install a backend: pip install "mlxinfer[cpu]" (or "mlxinfer[cuda]")'
+        return (
+            'On Linux install a backend: pip install -e ".[cpu]" (or ".[cuda]") in a checkout of '
+            "mlxinfer"
+        )
     return "MLX runs on macOS with Apple silicon, and on Linux."

@@ -46,7 +46,8 @@ class McpTools:
             import mcp  # noqa: F401  # checked before a thread starts
         except ImportError as error:
             raise UnsupportedFieldError(
-                'MCP servers need the extra mcp: pip install "mlxinfer[mcp]".', param="mcp"
+                'MCP servers need an extra: pip install -e ".[mcp]" in a checkout of mlxinfer.',
+                param="mcp",
             ) from error
         self.schemas: list[dict[str, Any]] = []
         self.failures: dict[str, str] = {}

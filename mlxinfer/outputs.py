@@ -245,7 +245,7 @@ class Results(list[Result]):
             import pandas
         except ImportError as error:
             raise ImportError(
-                'to_pandas() needs pandas: pip install "mlxinfer[notebook]"'
+                'to_pandas() needs pandas: pip install -e ".[notebook]" in a checkout of mlxinfer'
             ) from error
         return pandas.DataFrame(self.to_records())
 

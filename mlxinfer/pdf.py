@@ -65,7 +65,9 @@ def _check(files: Mapping[str, str]) -> None:
     for place, data in files.items():
         if not can_read_pdf():
             raise UnsupportedFieldError.of(
-                place, "is a PDF, which this server cannot read: pip install 'mlxinfer[pdf]'."
+                place,
+                "is a PDF, which this server cannot read: pip install -e '.[pdf]' in a checkout of "
+                "mlxinfer.",
             )
         if len(data) * 3 // 4 > MAX_BYTES:
             raise InvalidRequestError.of(place, f"has more than {MAX_BYTES:,} bytes.")

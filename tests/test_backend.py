@@ -21,7 +21,7 @@ from mlxinfer.errors import BackendMissingError
 
 def test_advice_fits_the_machine() -> None:
     for system, machine, words in (
-        ("linux", "x86_64", 'pip install "mlxinfer[cpu]"'),
+        ("linux", "x86_64", 'pip install -e ".[cpu]"'),
         ("darwin", "arm64", "--force-reinstall mlx"),
         ("darwin", "x86_64", "Install an arm64 Python"),
         ("win32", "AMD64", "MLX runs on macOS"),

@@ -71,7 +71,7 @@ FAILING = {
 
 
 def missing(what: str) -> None:
-    message = f'there is no {what}; pip install "mlxinfer[notebook,test]" installs it'
+    message = f'there is no {what}; pip install -e ".[notebook,test]" installs it'
     if os.environ.get(REQUIRED):
         pytest.fail(message)
     pytest.skip(message)

@@ -94,5 +94,5 @@ def test_a_file_that_nobody_waits_for_is_stopped_and_others_go_on() -> None:
 
 def test_without_pypdf_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "find_spec", lambda _: None)
-    with pytest.raises(UnsupportedFieldError, match=r"pip install 'mlxinfer\[pdf\]'"):
+    with pytest.raises(UnsupportedFieldError, match=r"pip install -e '\.\[pdf\]'"):
         pdf_texts({"a": coded(pdf("Text"))})

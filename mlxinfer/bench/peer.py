@@ -23,7 +23,8 @@ def require_peer() -> str:
         return version("mlx-lm")
     except PackageNotFoundError:
         raise BackendMissingError(
-            'There is no mlx-lm to compare with; pip install "mlxinfer[bench]", or use --skip-peer.'
+            'There is no mlx-lm to compare with; pip install -e ".[bench]" in a checkout of '
+            "mlxinfer, or use --skip-peer."
         ) from None
 
 

@@ -110,7 +110,7 @@ def app(background: bool) -> None:
         if (error.name or "").partition(".")[0] not in APP_PACKAGES:
             raise
         raise click.ClickException(
-            'The menubar app needs Toga: pip install "mlxinfer[app]"'
+            'The menubar app needs Toga: pip install -e ".[app]" in a checkout of mlxinfer'
         ) from error
 
 

@@ -208,8 +208,8 @@ def _open_heif(data: bytes, place: str) -> "Image":
         import pillow_heif
     except ImportError:
         raise PictureError(
-            'A HEIC picture needs another package: pip install "mlxinfer[heif]". Or export it as '
-            "JPEG.",
+            'A HEIC picture needs another package: pip install -e ".[heif]" in a '
+            "checkout of mlxinfer. Or export it as JPEG.",
             param=place,
         ) from None
     opened: Image = pillow_heif.HeifImageFile(io.BytesIO(data))  # turned already, as it says then

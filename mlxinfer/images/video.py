@@ -147,8 +147,8 @@ def _av(place: str) -> Any:
         import av
     except ImportError:
         raise PictureError(
-            'A video file needs another package: pip install "mlxinfer[video]". Or give its frames '
-            "as pictures.",
+            'A video file needs another package: pip install -e ".[video]" in a '
+            "checkout of mlxinfer. Or give its frames as pictures.",
             param=place,
         ) from None
     return av

@@ -193,7 +193,7 @@ def traced(app: AsgiApp) -> AsgiApp:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        log.warning('no traces are sent: they need pip install "mlxinfer[otel]"')
+        log.warning('no traces are sent: pip install -e ".[otel]" in a checkout of mlxinfer first')
         return app
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

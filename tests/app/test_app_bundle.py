@@ -82,7 +82,8 @@ def test_without_toga_the_command_says_in_one_line_what_to_install(
     monkeypatch.setattr(mlxinfer.app, "main", main)
     done = CliRunner().invoke(app_command, [])
     assert done.exit_code == 1
-    assert done.output == 'Error: The menubar app needs Toga: pip install "mlxinfer[app]"\n'
+    needed = 'pip install -e ".[app]" in a checkout of mlxinfer'
+    assert done.output == f"Error: The menubar app needs Toga: {needed}\n"
 
 
 def test_where_qt_would_abort_the_command_says_what_is_missing(

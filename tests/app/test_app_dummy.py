@@ -22,7 +22,7 @@ try:
         assert_action_performed_with,
     )
 except ImportError:
-    missing("Toga", 'pip install "mlxinfer[test]"', module=True)
+    missing("Toga", 'pip install -e ".[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp
 from mlxinfer.app.client import Chat, Transfer

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ci
 
 INSTALL = (
     "apt-get install libegl1 libgl1 libxkbcommon0 libdbus-1-3 libfontconfig1 fonts-dejavu-core, "
-    'and pip install "mlxinfer[app]"'
+    'and pip install -e ".[app]"'
 )
 
 

@@ -180,7 +180,7 @@ CLAIMS = {
 def bench() -> None:
     """Measure mlxinfer beside mlx-lm: same machine, same weights, same run.
 
-    Needs mlx-lm (pip install "mlxinfer[bench]") unless --skip-peer is given.
+    Needs mlx-lm (pip install -e ".[bench]") unless --skip-peer is given.
     """
 
 

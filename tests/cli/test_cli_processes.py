@@ -259,4 +259,4 @@ def test_a_broken_mlx_is_explained(args: tuple[str, ...], tmp_path: Path) -> Non
     assert "MLX cannot be loaded (libmlx.so: cannot open shared object file)" in done.stderr
     assert "Traceback" not in done.stderr
     if sys.platform == "linux":
-        assert 'pip install "mlxinfer[cpu]"' in done.stderr
+        assert 'pip install -e ".[cpu]"' in done.stderr

@@ -224,7 +224,7 @@ def test_figures_and_the_line_where_they_are_missing(
     source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
 ) -> None:
     without = outcome(source, tmp_path / "without", *PLAIN)
-    assert 'pip install "mlxinfer[plots]"' in without.out
+    assert 'pip install -e ".[plots]"' in without.out
     monkeypatch.setattr("mlxinfer.convert.report.available", lambda: True)
     assert outcome(source, tmp_path / "out", *PLAIN).code == 0
     assert outcome(source, tmp_path / "fast", "--fast").code == 0

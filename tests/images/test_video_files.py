@@ -110,7 +110,7 @@ def test_without_the_package_frames_are_read_and_files_say_what_to_do(
     monkeypatch.setitem(sys.modules, "av", None)
     frames = [Image.new("RGB", (8, 8), (i, i, i)) for i in range(3)]
     assert load_video(frames).num_frames == 3
-    with pytest.raises(PictureError, match=r'pip install "mlxinfer\[video\]"'):
+    with pytest.raises(PictureError, match=r'pip install -e "\.\[video\]"'):
         load_video(b"file")
 
 

@@ -89,7 +89,7 @@ def test_a_missing_extra_is_logged(
     monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.asgi", None)
     with caplog.at_level(logging.WARNING):
         assert traced(app) is app
-    assert "mlxinfer[otel]" in caplog.text
+    assert ".[otel]" in caplog.text
 
 
 def test_with_a_collector_the_app_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from standin_fixtures import cache, standin
 
 __all__ = ["cache", "standin"]
 
-INSTALL = 'apt-get install chromium, and pip install "mlxinfer[test]"'
+INSTALL = 'apt-get install chromium, and pip install -e ".[test]"'
 # The first is Debian's browser without a window's parts: a tab takes two thirds of the time.
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 ARGUMENTS = (

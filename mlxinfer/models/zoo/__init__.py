@@ -6,7 +6,7 @@
     compared.py      what comparing the definitions with transformers has shown
     choice.py        which of the two it is, its weights, and the check of its logits
 
-mlx-lm is found where it is installed (`pip install "mlxinfer[zoo]"`) and is not imported: its
+mlx-lm is found where it is installed (`pip install -e ".[zoo]"`) and is not imported: its
 package takes seconds and lowers the number of files that the process may open.
 """
 

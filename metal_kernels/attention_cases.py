@@ -1,12 +1,12 @@
 """Self-checks of the attention kernels: sequences over shuffled pages, tolerances. Knows no GPU."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from .attention_plan import (
     AttentionPlan,
@@ -24,14 +24,13 @@ from .paged_attention import paged_attention_gathered, paged_attention_on_metal
 from .stored import FORMATS, PLAIN, KVFormat, Plane
 from .variants import Case, Form, Kind, Variant
 
-Drawn = NDArray[np.float32]
-
 PAGE = 16
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
 QUERIES, TIMED_QUERIES = 40, 2_048  # of a chunk of a prompt
 LOADS = ((1, 512), (8, 512), (1, 16_384), (8, 4_096))
 PREFILL_LOADS = ((1, 2_048), (1, 6_144))
+MANY_STARTS = (8_300, 150, 40)  # of 519, 10 and 3 blocks of 16 tokens
 LOUD = 264.0  # its square is beyond float16, and it has few enough bits for bfloat16
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
 KEY_DIM, LATENT_DIM = 576, 512  # of vectors of a latent cache, and of their values
@@ -86,6 +85,7 @@ class Scene:
     starts: Ints
     sealed: Ints
     tables: list[Ints]
+    page_size: int = PAGE
 
     def plan(self, **how: Any) -> AttentionPlan:
         """The plan of all queries; `how` is as for `AttentionPlanner`."""
@@ -94,10 +94,63 @@ class Scene:
             counts=np.full_like(self.starts, count),
             sealed=self.sealed,
             slots=np.arange(len(self.starts), dtype=np.int32),
-            page_size=PAGE,
+            page_size=self.page_size,
             **how,
         )
         return planner(self.starts, page_table(self.tables))
+
+
+Change = Callable[[mx.array], mx.array]
+
+
+def _same(drawn: mx.array) -> mx.array:
+    return drawn
+
+
+def _last(drawn: mx.array, numbers: mx.array | float) -> mx.array:
+    """Vectors (..., D) of zeros, but for their last numbers."""
+    last = mx.arange(drawn.shape[-1]) == drawn.shape[-1] - 1
+    return mx.broadcast_to(mx.where(last, numbers, 0.0), drawn.shape)
+
+
+def _by_token(drawn: mx.array) -> mx.array:
+    """Keys that point one way, three lengths in turn by token."""
+    lengths = LOUD * (1 + mx.arange(drawn.shape[-2]) % 3)
+    return _last(drawn, lengths[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How large the numbers of a scene are: changes to keys, values and queries below 1.
+
+    Attributes:
+        size: of values, where the format has it: codes end at 65,504, as float16 does.
+    """
+
+    keys: Change = _same
+    queries: Change = _same
+    size: float = 1.0
+    codes_size: float = 1.0
+
+    def size_of(self, form: AttentionForm) -> float:
+        """Of values, and so of outputs."""
+        small = form.value_format.bits > 0 or form.dtype == mx.float16
+        return self.codes_size if small else self.size
+
+    def values(self, form: AttentionForm) -> Change:
+        """What becomes of values."""
+        return lambda drawn: drawn * self.size_of(form)
+
+
+FAINT = 2.0**-64  # its square is subnormal; in float16 it is zero
+EVEN = Figures()
+LARGE_VALUES = Figures(size=2.0**20, codes_size=2.0**14)
+EXTREMES = (
+    LARGE_VALUES,
+    Figures(_by_token, lambda drawn: _last(drawn, LOUD / 3)),  # beyond float16
+    Figures(_by_token, lambda drawn: _last(drawn, -LOUD)),  # ... below zero, all of them
+    Figures(lambda drawn: drawn * FAINT, lambda drawn: drawn * FAINT),
+)
 
 
 def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
@@ -120,8 +173,9 @@ def build_scene(
     kv_heads: int,
     queries: int,
     *,
-    shuffled: bool,
-    loud: bool = False,
+    shuffled: bool = True,
+    figures: Figures = EVEN,
+    page_size: int = PAGE,
 ) -> Scene:
     """Random sequences, always the same.
 
@@ -131,118 +185,130 @@ def build_scene(
         kv_heads: one where keys and values are one latent vector.
         queries: of each.
         shuffled: pages lie anywhere; else each sequence's lie in order, one after the other.
-        loud: all queries see the first token alone, with a score beyond those of float16.
+        figures: how large numbers are.
+        page_size: tokens a page.
     """
-    rng = np.random.default_rng(0)
     dtype, key_dim = form.dtype, form.key_dim
-    sealed = starts // PAGE * PAGE
-    counts = sealed // PAGE
+    sealed = starts // page_size * page_size
+    counts = sealed // page_size
     pages = np.arange(counts.sum(), dtype=np.int32)
     if shuffled:
-        pages = rng.permutation(pages)
+        pages = np.random.default_rng(0).permutation(pages)
     tables = np.split(pages, np.cumsum(counts)[:-1])
-    num_tokens = max(len(pages), 1) * PAGE
+    num_tokens = max(len(pages), 1) * page_size
+    keys_of_draws = iter(mx.random.split(mx.random.key(0), 5))
 
-    def plane(dim: int, fmt: KVFormat, *, loud: bool = False) -> Plane:
-        shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
-        drawn = [rng.uniform(-1, 1, shape).astype(np.float32) for shape in shapes]
-        if loud:
-            _make_loud(drawn[0], drawn[1], tables)
-        pages, tails = (stored(mx.array(vectors), fmt, dtype) for vectors in drawn)
+    def drawn(*shape: int) -> mx.array:
+        return mx.random.uniform(-1, 1, shape, key=next(keys_of_draws))
+
+    def plane(dim: int, fmt: KVFormat, change: Change) -> Plane:
+        shapes = (kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * page_size, dim)
+        pages, tails = (stored(change(drawn(*shape)), fmt, dtype) for shape in shapes)
         return Plane(fmt, pages, tails, dim, kv_heads)
 
-    keys = plane(form.joint_dim or key_dim, form.key_format, loud=loud)
+    keys = plane(form.joint_dim or key_dim, form.key_format, figures.keys)
     if form.joint_dim:
         keys, values = in_one_vector(keys, key_dim, form.value_dim)
     else:
-        values = plane(form.value_dim, form.value_format)
+        values = plane(form.value_dim, form.value_format, figures.values(form))
         if key_dim == form.value_dim and form.key_format == form.value_format:
             keys, values = in_shared_tails(keys, values)
-    shape = (len(starts) * queries, kv_heads * form.group, key_dim)
-    drawn = rng.uniform(-1, 1, shape).astype(np.float32)
-    if loud:
-        drawn[..., :-1], drawn[..., -1] = 0, LOUD
-    return Scene(mx.array(drawn).astype(dtype), keys, values, starts, sealed, tables)
-
-
-def _make_loud(pages: Drawn, tails: Drawn, tables: list[Ints]) -> None:
-    """Of all keys the first of each sequence alone has a last number, and it is large."""
-    pages[..., -1] = tails[..., -1] = 0
-    for table, tail in zip(tables, tails, strict=True):
-        if len(table):
-            pages[:, table[0] * PAGE, -1] = LOUD
-        else:
-            tail[:, 0, -1] = LOUD
+    rows = drawn(len(starts) * queries, kv_heads * form.group, key_dim)
+    return Scene(
+        *(figures.queries(rows).astype(dtype), keys, values, starts, sealed, tables, page_size)
+    )
 
 
 def _case(variant: Variant) -> Case:
-    """Whole sequences in one pass; windows and sinks in two, behind a soft cap; large scores."""
-    heads = 1 if variant.kind == MLA else 2
+    """Whole sequences in one pass; windows, sinks and many items in two; extreme numbers."""
+    form, heads = variant.form, 1 if variant.kind == MLA else 2
     starts = np.array(STARTS[:2] if variant.kind == PREFILL else STARTS, np.int32)
-    scene, loud = (_scene(variant, starts, heads, loud=loud) for loud in (False, True))
-    plans = [_plan(variant, scene), _plan(variant, scene, window=24, sinks=4)]
-    rounding = ROUNDING[str(variant["dtype"])]
+    scene, many = _scene(variant, starts, heads), _many_items(variant)
+    split = {"window": 24, "sinks": 4}
+    calls: list[tuple[Scene, AttentionPlan, float | None]] = [
+        (scene, _plan(variant, scene), None),
+        (scene, _plan(variant, scene, **split), 20.0),
+        (many, _plan(variant, many, item_blocks=1), None),
+    ]
+    sizes = [1.0] * len(calls)  # of outputs
+    for figures in EXTREMES:
+        if figures is LARGE_VALUES and form.joint_dim:
+            continue  # keys would be as large
+        of_values = figures.size_of(form)
+        extreme = _scene(variant, starts, heads, figures=figures)
+        calls.append((extreme, _plan(variant, extreme, item_blocks=1), None))
+        sizes.append(of_values)
     # What the engine makes of it; log-sum-exps are of up to 8.
-    of_plan = [rounding, 8 * rounding] if variant.form.log_sums else [rounding]
-    tolerances = *of_plan * len(plans), rounding
+    rounding = ROUNDING[str(variant["dtype"])]
+    of_sums = [8 * rounding] if form.log_sums else []
+    tolerances = [t for i, size in enumerate(sizes) for t in (size * rounding, *of_sums * (i < 3))]
 
     def outputs(on_metal: bool) -> list[mx.array]:
-        found = [
-            _attend(variant, scene, plan, on_metal=on_metal, soft_cap=cap)
-            for plan, cap in zip(plans, (None, 20.0), strict=True)
-        ]
-        large = _attend(variant, loud, plans[0], on_metal=on_metal)[0]
-        return [*[array for arrays in found for array in arrays], large]
+        found = []
+        for i, (of, plan, soft_cap) in enumerate(calls):
+            arrays = _attend(variant, of, plan, on_metal=on_metal, soft_cap=soft_cap)
+            found += arrays if i < 3 else arrays[:1]  # sums of extreme scores are as large
+        return found
 
-    return Case(partial(outputs, True), partial(outputs, False), tolerances)
+    return Case(partial(outputs, True), partial(outputs, False), tuple(tolerances))
+
+
+def _many_items(variant: Variant) -> Scene:
+    """More items than the second pass has SIMD groups, and than it has threads; pages of 32."""
+    starts = MANY_STARTS[1:] if variant.kind == PREFILL else MANY_STARTS
+    how: dict[str, Any] = {"page_size": 2 * PAGE}
+    return _scene(variant, np.array(starts, np.int32), 1, **how)
 
 
 def _timed(variant: Variant, sequences: int, context: int) -> Case:
-    """Sequences of so long a context, beside MLX's attention over one view of each."""
+    """Sequences of so long a context, beside what the engine does without the kernel."""
     heads, starts = 1 if variant.kind == MLA else 4, np.full(sequences, context, np.int32)
     if variant.kind == PREFILL:
         starts -= min(TIMED_QUERIES, context)
     scene = _scene(variant, starts, heads, queries=TIMED_QUERIES, shuffled=False)
     plan = _plan(variant, scene)
+    # Outputs are averages of numbers below 1: of N, so large at most. A chunk begins with few.
+    size = 1.0 if variant.kind == PREFILL else min(1.0, 6 / context**0.5)
+    rounding = ROUNDING[str(variant["dtype"])]
     return Case(
         lambda: _attend(variant, scene, plan, on_metal=True),
-        lambda: _by_fused_attention(variant, scene),
-        (),
+        lambda: _attend(variant, scene, plan, on_metal=False),
+        (size * rounding, 8 * rounding) if variant.form.log_sums else (size * rounding,),
+        instead=lambda: _by_fused_attention(variant, scene),
     )
 
 
 def _scene(
-    variant: Variant,
-    starts: Any,
-    heads: int,
-    *,
-    queries: int = QUERIES,
-    shuffled: bool = True,
-    loud: bool = False,
+    variant: Variant, starts: Any, heads: int, *, queries: int = QUERIES, **how: Any
 ) -> Scene:
     """Sequences with their first queries at `starts`; a prompt's chunk lies in whole pages."""
     form: AttentionForm = variant.form
-    how = {"shuffled": shuffled, "loud": loud}
     if variant.kind != PREFILL:
         return build_scene(form, starts, heads, form.queries, **how)
-    sealed = -(-(starts + queries) // PAGE) * PAGE
+    size = how.get("page_size", PAGE)
+    sealed = -(-(starts + queries) // size) * size
     return replace(build_scene(form, sealed, heads, queries, **how), starts=starts)
 
 
 def _plan(
-    variant: Variant, scene: Scene, window: int | None = None, sinks: int = 0
+    variant: Variant,
+    scene: Scene,
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    item_blocks: int | None = None,
 ) -> AttentionPlan:
-    """One pass over everything that is seen; two behind a window."""
+    """One pass over everything that is seen; two behind a window, and where items are short."""
     heads = len(scene.keys.pages[0])
     if variant.kind == PREFILL:
         num_heads, key_dim = scene.queries.shape[1:]
         sizes = tile_sizes(num_heads, heads, key_dim, variant.form.value_dim)
-        return scene.plan(**sizes, window=window, sinks=sinks)
+        return scene.plan(**sizes, window=window, sinks=sinks, item_blocks=item_blocks)
     if variant.kind == MLA:
         heads = row_blocks(variant.form.queries * variant.form.group)
-    if window is None:
-        return scene.plan(kv_heads=heads)
-    return scene.plan(kv_heads=heads, window=window, sinks=sinks, item_blocks=1)
+    if window is not None:
+        item_blocks = 1
+    return scene.plan(kv_heads=heads, window=window, sinks=sinks, item_blocks=item_blocks)
 
 
 def _attend(

@@ -261,8 +261,9 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
     activation = compiled_product(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
-        lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))],
-        (0.0,),
+        lambda: [gate_up_twin(x, matrix, form)],
+        (ROUNDING[str(variant["dtype"])],),
+        instead=lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))],
     )
 
 

@@ -1,5 +1,6 @@
 """Self-check of the kernel that writes keys and values: inputs and tolerances. Knows no GPU."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from .variants import Case, Kind, Variant, dtype_name
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 CASE_PAGE = 16
 LARGE = 300
+HUGE = 2**16  # what it multiplies is beyond float16
 FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
 
 
@@ -24,26 +26,35 @@ def kv_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
 
 
 def _kv_write_case(variant: Variant) -> Case:
-    heads = _heads(variant)
+    """Few tokens, some tokens, and one with numbers that float16 does not have."""
+    form, heads, tolerances = variant.form, _heads(variant), _tolerances(variant)
     steps = [_tokens(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
-    tolerances = [ROUNDING[str(variant["dtype"])]]
-    formats = heads.form.key_format, heads.form.value_format
-    for fmt in formats[:1] if heads.form.in_one else formats:
-        code = 16 / (2**fmt.bits - 1) if fmt.bits else 0.0
-        tolerances.append(tolerances[0] + code)
+    qkv, positions = _tokens(variant, 1)
+    huge = HUGE if variant.dtype != mx.float16 else 1
+    steps.append((qkv * huge, positions))
     return Case(
-        lambda: [x for step in steps for x in _seen(*kv_write(*step, heads), heads)],
-        lambda: [x for step in steps for x in _seen(*kv_write_twin(*step, heads), heads)],
-        tuple(tolerances) * len(steps),
+        lambda: [x for s in steps for x in _decoded(_arrays(*kv_write(*s, heads)), form)],
+        lambda: [x for s in steps for x in _decoded(_arrays(*kv_write_twin(*s, heads)), form)],
+        (*tolerances * 2, *(huge * tolerance for tolerance in tolerances)),
     )
 
 
+def _tolerances(variant: Variant) -> tuple[float, ...]:
+    """Of queries, and of keys and values as attention sees them: a rounding, and one code."""
+    form, rounding = variant.form, ROUNDING[str(variant["dtype"])]
+    formats = form.key_format, form.value_format
+    bits = [fmt.bits for fmt in (formats[:1] if form.in_one else formats)]
+    return rounding, *(rounding + (16 / (2**each - 1) if each else 0.0) for each in bits)
+
+
 def _timed_kv_write(variant: Variant, sequences: int, _: int) -> Case:
-    heads, (qkv, positions) = _heads(variant), _tokens(variant, sequences)
+    heads, step = _heads(variant), _tokens(variant, sequences)
     return Case(
-        lambda: _arrays(*kv_write(qkv, positions, heads)),
-        lambda: _arrays(*_by_fused_operations(qkv, positions, heads)),
-        (),
+        lambda: _arrays(*kv_write(*step, heads)),
+        lambda: _arrays(*kv_write_twin(*step, heads)),
+        _tolerances(variant),
+        instead=lambda: _arrays(*_by_fused_operations(*step, heads)),
+        seen=partial(_decoded, form=heads.form),
     )
 
 
@@ -98,13 +109,6 @@ def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
     return mx.array(qkv).astype(variant.dtype), mx.array(positions)
 
 
-def _seen(queries: mx.array, stored: Stored, heads: Heads) -> list[mx.array]:
-    """Queries, and keys and values as attention sees them, apart or in one array."""
-    formats = (heads.form.key_format, heads.form.value_format)[: len(stored)]
-    pairs = zip(formats, stored, strict=True)
-    return [queries, *(fmt.decode(parts, mx.float32) for fmt, parts in pairs)]
-
-
 def tail_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
     """The variant of `write_tails` for heads of this form."""
     return Variant.from_form("tail_write", form, dtype=dtype_name(dtype))
@@ -130,22 +134,17 @@ def _tail_call(variant: Variant, count: int) -> TailCall:
 
 
 def _tail_case(variant: Variant) -> Case:
-    calls = [_tail_call(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
-    rounding = ROUNDING[str(variant["dtype"])]
-    found = len(_seen_tails(write_tails_twin(*calls[0]), calls[0])) - 1
-    bits = min(fmt.bits or 16 for fmt in (variant.form.key_format, variant.form.value_format))
-    tolerance = rounding + (16 / (2**bits - 1) if bits < 16 else 0.0)  # one code
+    calls, form = [_tail_call(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)], variant.form
     return Case(
-        lambda: [x for call in calls for x in _seen_tails(write_tails(*call), call)],
-        lambda: [x for call in calls for x in _seen_tails(write_tails_twin(*call), call)],
-        (rounding, *[tolerance] * found) * len(calls),
+        lambda: [x for call in calls for x in _decoded(write_tails(*call), form)],
+        lambda: [x for call in calls for x in _decoded(write_tails_twin(*call), form)],
+        _tolerances(variant) * len(calls),
     )
 
 
-def _seen_tails(written: list[mx.array], call: TailCall) -> list[mx.array]:
-    """Queries, and tails as attention sees them."""
+def _decoded(written: list[mx.array], form: HeadsForm) -> list[mx.array]:
+    """Queries, and keys and values as attention sees them, apart or in one array."""
     queries, *tails = written
-    form = call[2].form
     parts = len(form.key_format.names)
     found = [queries, form.key_format.decode(tails[:parts], mx.float32)]
     if not form.in_one:
@@ -161,7 +160,13 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
         queries, stored = _by_fused_operations(qkv, positions, heads)
         return [queries, *put(stored, places[:sequences], taken.shape[1], tails)]
 
-    return Case(lambda: write_tails(*call), in_parts, ())
+    return Case(
+        lambda: write_tails(*call),
+        lambda: write_tails_twin(*call),
+        _tolerances(variant),
+        instead=in_parts,
+        seen=partial(_decoded, form=variant.form),
+    )
 
 
 def _sample(dtype: mx.Dtype, bits: tuple[int, int], dim: int, **how: Any) -> Variant:
@@ -179,7 +184,7 @@ _F16, _BF16, _F32 = mx.float16, mx.bfloat16, mx.float32
 _SAMPLES = (
     _sample(_F16, (4, 4), 128),
     _sample(_BF16, (0, 0), 128),
-    _sample(_F16, (8, 8), 128),
+    _sample(_BF16, (8, 8), 128),
     _sample(_F16, (8, 4), 64, turning=32, norm=False),
     _sample(_F16, (4, 4), 80),
     _sample(_F16, (4, 4), 256),

@@ -8,6 +8,7 @@ over all experts, or the sigmoids, of the chosen experts. Normalised weights are
 sum. All is computed in float32 and rounded once.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -192,9 +193,9 @@ def _kernel(routing: Routing) -> MetalKernel:
 
 
 def _inputs(variant: Variant, tokens: int) -> tuple[mx.array, Routing, mx.array | None]:
+    """Logits that are distinct also in 16 bits, and near 1."""
     routing = variant.form
     count, rng = variant.number("experts"), np.random.default_rng(tokens)
-    # Distinct also in 16 bits, and near 1: the order of equal experts is not MLX's to say.
     steps = rng.permuted(np.tile(np.arange(count), (tokens, 1)), axis=1) - count // 2
     logits = mx.array((steps / 64).astype(np.float32)).astype(variant.dtype)
     if not routing.biased:
@@ -204,18 +205,56 @@ def _inputs(variant: Variant, tokens: int) -> tuple[mx.array, Routing, mx.array 
 
 
 def _case(variant: Variant) -> Case:
+    """Experts in a known order, then pairs of equal ones, and scores as small as epsilon."""
     steps = [_inputs(variant, tokens) for tokens in (1, 6)]
-    rounding = ROUNDING[str(variant["dtype"])] * max(1.0, steps[0][1].factor)
+    pairs, order = _equal_pairs(variant)
+    rounding = ROUNDING[str(variant["dtype"])] * max(1.0, variant.form.factor)
+
+    def in_order() -> list[mx.array]:
+        scores = _scores(pairs[0].astype(mx.float32), variant.form)
+        return [_weighed(scores, order, variant.form).astype(variant.dtype), order]
+
     return Case(
-        lambda: [array for step in steps for array in route(*step)],
-        lambda: [array for step in steps for array in route_twin(*step)],
-        (rounding, 0.0) * len(steps),
+        lambda: [array for step in (*steps, pairs) for array in route(*step)],
+        lambda: [*(array for step in steps for array in route_twin(*step)), *in_order()],
+        (rounding, 0.0) * (len(steps) + 1),
     )
+
+
+def _equal_pairs(
+    variant: Variant,
+) -> tuple[tuple[mx.array, Routing, mx.array | None], mx.array]:
+    """Each expert as good as another, and the best of all tokens (2, k): of equal ones the first.
+
+    Some pairs have one lane, 32 experts apart, and some are neighbours.
+    Biases decide where there are any; then scores of the second token are next to epsilon.
+    """
+    routing, count = variant.form, variant.number("experts")
+    expert = np.arange(count)
+    one_lane = (expert // 64 % 2 == 0) & ((expert % 64 >= LANES) | (expert + LANES < count))
+    pair = np.where(one_lane, expert // 64 * 64 + expert % LANES, count + expert // 2)
+    _, place = np.unique(pair, return_inverse=True)
+    num_pairs = int(place.max()) + 1
+    worth = np.random.default_rng(0).permutation(num_pairs)[place]
+    best = np.argsort(-worth, kind="stable")[: routing.k].astype(np.uint32)
+    if not routing.biased:
+        logits, bias = np.tile((worth - num_pairs // 2) / 32, (2, 1)), None
+    else:
+        faint = math.log(routing.eps) if routing.eps else 0.0
+        logits, bias = np.repeat([[0.0], [faint]], count, 1), mx.array(4 * worth, mx.float32)
+    given = mx.array(logits.astype(np.float32)).astype(variant.dtype)
+    return (given, routing, bias), mx.array(np.tile(best, (2, 1)))
 
 
 def _timed(variant: Variant, sequences: int, _: int) -> Case:
     call = _inputs(variant, sequences)
-    return Case(lambda: [*route(*call)], lambda: [*choose_experts(*call)], ())
+    rounding = ROUNDING[str(variant["dtype"])] * max(1.0, variant.form.factor)
+    return Case(
+        lambda: [*route(*call)],
+        lambda: [*route_twin(*call)],
+        (rounding, 0.0),
+        instead=lambda: [*choose_experts(*call)],
+    )
 
 
 ROUTING = Kind(

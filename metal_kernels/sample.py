@@ -215,8 +215,9 @@ def _timed_sample(variant: Variant, sequences: int, _: int) -> Case:
     uniforms = (mx.arange(sequences)[:, None] + 0.5) / sequences
     return Case(
         lambda: [sample(logits, settings, mask)],
-        lambda: [by_one_sort(logits, uniforms, mask)],
-        (),
+        lambda: [sample_twin(logits, settings, mask)],
+        (0.0,),
+        instead=lambda: [by_one_sort(logits, uniforms, mask)],
     )
 
 

@@ -175,7 +175,7 @@ def step_kind(*samples: StateStep, rounding: dict[str, float] | None = None) -> 
         name=name,
         files=(f"{name}.metal", f"{name}.py", "state_rows.h", "state_step.py"),
         case=lambda variant: _case(variant, rounding),
-        timed=lambda variant, sequences, _: _timed(variant, sequences),
+        timed=lambda variant, sequences, _: _timed(variant, sequences, rounding),
         registers=lambda variant: variant.form.registers,
         samples=tuple(step.variant(tokens) for tokens in (8, 1) for step in samples),
     )
@@ -200,7 +200,7 @@ def _case(variant: Variant, rounding: dict[str, float]) -> Case:
     )
 
 
-def _timed(variant: Variant, sequences: int) -> Case:
+def _timed(variant: Variant, sequences: int, rounding: dict[str, float]) -> Case:
     """All states in one array, in order, beside what layers do in MLX."""
     step, tokens, normal = variant.form, variant.number("tokens"), _normal()
     sources = filled([normal(sequences, *step.state_shape)])
@@ -208,8 +208,9 @@ def _timed(variant: Variant, sequences: int) -> Case:
     arrays = step.drawn(normal, (sequences, tokens))
     return Case(
         lambda: [*step.in_kernel(arrays, sources, plan)],
-        lambda: [*step.in_mlx(arrays, sources[0], None)],
-        (),
+        lambda: [*step.twin(arrays, sources, plan)],
+        (rounding[str(variant["dtype"])],) * 2,
+        instead=lambda: [*step.in_mlx(arrays, sources[0], None)],
     )
 
 

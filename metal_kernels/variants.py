@@ -165,11 +165,16 @@ class Case:
     Attributes:
         kernel, twin: compute the same outputs; the kernel through `launch`.
         tolerances: the largest difference that each output may have.
+        instead: what runs where the kernel may not be used, for a case that is timed; None: the
+            twin. Its outputs are for nobody.
+        seen: what of the outputs is compared; None: all, as they are.
     """
 
     kernel: Outputs
     twin: Outputs
     tolerances: tuple[float, ...]
+    instead: Outputs | None = None
+    seen: Callable[[list[mx.array]], list[mx.array]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +185,8 @@ class Kind:
         name: as in `Variant.kind`.
         files: files of this folder that the computation depends on; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
-        timed: a variant beside MLX's own operations, on an input as large as in use: of so many
-            sequences, with so many tokens before them where that matters.
+        timed: a variant on an input as large as in use: of so many sequences, with so many tokens
+            before them where that matters. It is compared, too, and timed beside what runs instead.
         loads: sequences and tokens to time it at.
         registers: 32-bit registers of a lane at its peak: an estimate from what the source keeps,
             and about 12 for places and loops.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from mlxinfer.metal_kernels.selfcheck import (
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 
 ALL = frozenset({BITMASK, SAMPLE})
+RUNS = 3  # of a check: on a small input, and on two that are timed
 
 
 def statuses(folder: Path, fault: fake_gpu.Fault | None = None) -> dict[Variant, str]:
@@ -52,9 +53,9 @@ def statuses(folder: Path, fault: fake_gpu.Fault | None = None) -> dict[Variant,
 def test_a_sound_gpu_runs_each_check_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fine, device = gpu()
     assert choose([BITMASK, SAMPLE, BITMASK], gpu=fine, folder=tmp_path) == ALL
-    assert sorted(device.launched) == ["bitmask", "sample"]
+    assert sorted(device.launched) == ["bitmask"] * RUNS + ["sample"] * RUNS
     assert choose(ALL, gpu=fine, folder=tmp_path) == ALL
-    assert len(device.launched) == 2
+    assert len(device.launched) == 2 * RUNS
     assert not caplog.records
 
 
@@ -133,7 +134,7 @@ def test_another_mlx_or_chip_is_checked_anew(tmp_path: Path) -> None:
     assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
     newer, device = gpu(environment=fake_gpu.CHIP.replace("mlx 1", "mlx 2"))
     assert choose(ALL, gpu=newer, folder=tmp_path) == ALL
-    assert len(device.launched) == 2
+    assert len(device.launched) == 2 * RUNS
     assert statuses(tmp_path)[BITMASK] == WRONG
 
 
@@ -151,7 +152,7 @@ def test_again_checks_what_was_checked(tmp_path: Path) -> None:
     assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
     fine, device = gpu()
     assert judge(ALL, gpu=fine, folder=tmp_path, again=True)[BITMASK].status == OK
-    assert len(device.launched) == 2
+    assert len(device.launched) == 2 * RUNS
     assert statuses(tmp_path)[BITMASK] == OK
 
 
@@ -278,12 +279,16 @@ class Sized:
 
     def __init__(self) -> None:
         self.threads: dict[str, int] = {}
+        self.num_launches = self.num_bytes = 0
 
     def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         name = launch.kernel.name
         self.threads[name] = max(self.threads.get(name, 0), prod(launch.threadgroup))
         shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
-        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
+        self.num_launches += 1
+        self.num_bytes += sum(array.nbytes for array in (*inputs, *outputs))
+        return outputs
 
 
 class Still(np.random.Generator):
@@ -316,7 +321,8 @@ def test_what_kernels_are_timed_against_runs(kind: Kind) -> None:
     """On short contexts: a prompt's attention at full length is a minute of these processors."""
     for variant in kind.samples:
         for sequences, context in {(number, min(length, 256)) for number, length in kind.loads[:2]}:
-            outputs = kind.timed(variant, sequences, context).twin()
+            case = kind.timed(variant, sequences, context)
+            outputs = (case.instead or case.twin)()
             assert sum(output.size for output in outputs) >= sequences
             assert not any(mx.isnan(output).any().item() for output in outputs)
 
@@ -329,36 +335,134 @@ def test_a_mutant_fails_its_self_check() -> None:
     assert selfcheck.examine(BITMASK, MetalCPU()).status == OK
 
 
-OVERFLOWS = {  # what is held in float16 for a moment: kind, text, mutant
-    "score": (
-        "paged_attention",
-        "if (soft_cap == 0.0f) return score * scale;",
-        "if (soft_cap == 0.0f) return float(half(score)) * scale;",
+@dataclass(frozen=True)
+class Mistake:
+    """A kernel that computes something else: `old` becomes `new` in its text."""
+
+    kind: str
+    old: str
+    new: str
+    sample: int = 0
+
+
+PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
+ALL_ITEMS = "for (int i = first + int(simd_group); i < last; i += REDUCERS) {"
+FEW_ITEMS = (
+    "for (int i = first + int(simd_group); i < min(last, first + REDUCERS); i += REDUCERS) {"
+)
+SCORE, HALF_SCORE = "return score * scale;", "return float(half(score)) * scale;"
+PAGE, OTHER_PAGE = "pages[position / page_size]", "pages[position / 16]"
+VALUE, HALF_VALUE = "O(sum * share)", "O(float(half(sum * share)))"
+MISTAKES = {
+    "items behind the eighth": Mistake(PAGED, ALL_ITEMS, FEW_ITEMS),
+    "totals behind the 256th": Mistake(
+        PAGED,
+        "total += figures[vector * 2 + 1]",
+        "if (i < first + 256) total += figures[vector * 2 + 1]",
     ),
-    "score of a prompt": (
-        "prefill_attention",
-        "if (soft_cap == 0.0f) return score * scale;",
-        "if (soft_cap == 0.0f) return float(half(score)) * scale;",
+    "items of latents": Mistake(MLA, ALL_ITEMS, FEW_ITEMS),
+    "items of a tile": Mistake(PREFILL, ALL_ITEMS, FEW_ITEMS, 5),
+    "items where vectors are halved": Mistake(PAGED, ALL_ITEMS, FEW_ITEMS, 6),
+    "a page of another size": Mistake(PAGED, PAGE, OTHER_PAGE),
+    "a place in a page of another size": Mistake(
+        PAGED, "position % page_size;", "position % 16;", 1
     ),
-    "score of a latent": ("mla_attention", "? score * scale", "? float(half(score)) * scale"),
-    "sum of squares": (
-        "kv_write",
-        "squares += x[i] * x[i];",
-        "squares = float(half(squares + x[i] * x[i]));",
+    "a page of another size, latents": Mistake(MLA, PAGE, OTHER_PAGE, 1),
+    "a page of another size, prompts": Mistake(PREFILL, PAGE, OTHER_PAGE, 5),
+    "a tail of another size": Mistake(
+        PAGED, "const int ring = 2 * page_size;", "const int ring = 32;"
+    ),
+    "scores beyond float16": Mistake(PAGED, SCORE, HALF_SCORE),
+    "scores of prompts beyond float16": Mistake(PREFILL, SCORE, HALF_SCORE, 5),
+    "scores of latents beyond float16": Mistake(
+        MLA, "? score * scale", "? float(half(score)) * scale"
+    ),
+    "values beyond float16": Mistake(PAGED, VALUE, HALF_VALUE, 4),
+    "scores below the first peak": Mistake(PAGED, "LOWEST = -1.0e30f", "LOWEST = -1.0e4f"),
+    "scores below the first peak, verification": Mistake(
+        PAGED, "LOWEST = -1.0e30f", "LOWEST = -1.0e4f", 1
+    ),
+    "sums of squares beyond float16": Mistake(
+        "kv_write", "squares += x[i] * x[i];", "squares = float(half(squares + x[i] * x[i]));"
+    ),
+    "scales beyond float16": Mistake(
+        "kv_write", "return clamp(x, -65504.0f, 65504.0f);", "return x;", 2
+    ),
+    "equal experts of a lane": Mistake("routing", "if (ranks[i] > best)", "if (ranks[i] >= best)"),
+    "equal experts of two lanes": Mistake(
+        "routing",
+        "simd_min(best == top ? place : uint(E - 1))",
+        "simd_max(best == top ? place : 0u)",
+    ),
+    "no epsilon": Mistake(
+        "routing", "(lane < K ? weight : 0.0f) + eps;", "(lane < K ? weight : 0.0f);", 1
     ),
 }
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", every(4, OVERFLOWS))
-def test_self_checks_reach_what_float16_does_not_hold(name: str) -> None:
-    kind, text, mutant = OVERFLOWS[name]
+@pytest.mark.parametrize("name", every(4, MISTAKES))
+def test_self_checks_refuse(name: str) -> None:
+    """What only long contexts, other pages, extreme numbers and ties show."""
+    mistake = MISTAKES[name]
     sound = MetalCPU(checked=False)
-    unsound = MetalCPU(checked=False, replace={text: mutant})
+    unsound = MetalCPU(checked=False, replace={mistake.old: mistake.new})
 
     def mutated(launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
-        return (unsound if text in launch.kernel.header else sound)(launch, inputs)
+        return (unsound if mistake.old in launch.kernel.header else sound)(launch, inputs)
 
-    sample = KINDS[kind].samples[0]
-    assert examine(sample, sound).status == OK
+    sample = KINDS[mistake.kind].samples[mistake.sample]
     assert examine(sample, mutated).status == WRONG
+    assert unsound.reports
+
+
+@requires_compiler
+@pytest.mark.parametrize("kind", every(4, [k for k in KINDS if not k.endswith("attention")]))
+def test_what_is_timed_is_right_too(kind: str) -> None:
+    """Attention is timed at lengths that take minutes here."""
+    for sequences, context in KINDS[kind].loads:
+        case = KINDS[kind].timed(KINDS[kind].samples[0], sequences, context)
+        with running_on(MetalCPU(checked=False)):
+            found = case.kernel()
+        verdict = compare(found, case.twin(), case)
+        assert verdict.status == OK, (sequences, verdict)
+
+
+@requires_compiler
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [PAGED, PREFILL, MLA])
+def test_attention_that_is_timed_is_right_too(kind: str) -> None:
+    case = KINDS[kind].timed(KINDS[kind].samples[-1], 2, 700)
+    with running_on(MetalCPU(checked=False)):
+        found = case.kernel()
+    assert compare(found, case.twin(), case).status == OK
+
+
+@pytest.mark.parametrize("large", ["kernel", "timer"])
+def test_a_kernel_that_fails_at_a_large_input_alone_is_refused(large: str, tmp_path: Path) -> None:
+    def lies_at_size(outputs: list[mx.array]) -> list[mx.array]:
+        return fake_gpu.lies(outputs) if outputs[0].shape[-1] > 100_000 else outputs
+
+    fine = gpu(lies_at_size)[0]
+    if large == "timer":
+        fine = replace(gpu()[0], timer=_runs_out_of_memory)
+    (verdict,) = judge([BITMASK], gpu=fine, folder=tmp_path).values()
+    assert verdict.status == (WRONG if large == "kernel" else FAILED)
+    assert "1 x 0" in verdict.detail or "memory" in verdict.detail
+
+
+def _runs_out_of_memory(case: Case) -> tuple[float, float]:
+    raise RuntimeError("[metal::malloc] out of memory")
+
+
+def test_a_self_check_of_attention_is_small() -> None:
+    """Dispatches and bytes of what a load adds for one variant, beside 200 ms to compile it.
+
+    An estimate: 20 us a dispatch and 100 GB a second make that 2 ms.
+    """
+    for kind in (PAGED, MLA, PREFILL):
+        for variant in KINDS[kind].samples:
+            with running_on(device := Sized()):
+                KINDS[kind].case(variant).kernel()
+            assert device.num_launches <= 13, variant
+            assert device.num_bytes <= 192 << 20, (variant, device.num_bytes)

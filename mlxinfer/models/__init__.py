@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .stage import StageModel
     from .weights.expert_store import ExpertStore
     from .weights.placing import InSlots
+    from .weights.share import Share
+    from .weights.tensors import FileTensor
 
 __all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]
 
@@ -141,33 +143,45 @@ def load_share(
     """
     from .config import load_config
     from .registry import family
-    from .stage import load_stage
     from .towers.loading import load_tower, num_bytes, tower_tensors
     from .weights.share import Share
-    from .weights.source import Checkpoint
     from .weights.tensors import load_tensors
-    from .weights.weights import Weights
 
     share = None if pipeline else Share(rank, link.size)
     require_native(folder)
     config = load_config(folder, share)
-    builder = family(config.model_type)
-    options = _reading(config, builder, dtype, watch)
+    options = _reading(config, family(config.model_type), dtype, watch)
     tensors = load_tensors(folder)
     if rank == 0:
         _note_heads(tensors, config)
     seeing = {} if rank else tower_tensors(folder, tensors)
-    loaded: Model | StageModel
-    if share is None:
-        loaded, bytes_read = load_stage(tensors, config, builder, link, **options)
-        part = loaded.part
-    else:
-        weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
-        loaded = part = builder.build(config, weights)
-        part.link, bytes_read = link, weights.bytes_read
+    loaded, part, bytes_read = _load_part(tensors, config, share, link, options)
     part.tower = load_tower(folder, seeing, part)
     read(bytes_read + num_bytes(seeing))
     return loaded
+
+
+def _load_part(
+    tensors: dict[str, "FileTensor"],
+    config: "ModelConfig",
+    share: "Share | None",
+    link: "Link",
+    options: dict[str, Any],
+) -> tuple["Model | StageModel", "Model", int]:
+    """What a rank runs, the decoder in it, and the bytes read for it; share None: its layers."""
+    from .registry import family
+    from .stage import load_stage
+    from .weights.source import Checkpoint
+    from .weights.weights import Weights
+
+    builder = family(config.model_type)
+    if share is None:
+        stage, bytes_read = load_stage(tensors, config, builder, link, **options)
+        return stage, stage.part, bytes_read
+    weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
+    part: Model = builder.build(config, weights)
+    part.link = link
+    return part, part, weights.bytes_read
 
 
 def whole_tables(

@@ -365,8 +365,6 @@ def make_budget(
         parts.append(states + probed + LAYER_COPIES * layer)
     if options.learn_minutes is not None:
         parts.append(2 * states + LEARNING_COPIES * layer)
-    if comparing:
-        parts.append(plan.num_bytes)
     peak = base + max(parts)
     return MemoryBudget(inputs, sequences, probes, block, workers, peak)
 
@@ -402,10 +400,10 @@ def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
 def disk_bytes(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> int:
-    """The output, and the logits that it is compared with: exact, and rounded to the nearest."""
+    """The output, and logits: the source's, those of weights rounded to the nearest, its own."""
     size = plan.limit_bytes(options) or plan.num_bytes
     vocab = arranged.config.vocab_size
-    return size + (2 * checked_positions(vocab) * vocab * 4 if comparing else 0)
+    return size + (3 * checked_positions(vocab) * vocab * 4 if comparing else 0)
 
 
 def _largest_layer(arranged: ArrangedSource) -> int:

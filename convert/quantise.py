@@ -31,6 +31,7 @@ from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
 COLUMNS = 16  # of a group, whose errors are spread over the others together
+SPREAD = 256  # columns whose errors are spread together over all behind them, which are many bytes
 SAMPLED = 8
 SMALL = 64  # triangular matrices up to this size are inverted as any other
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
@@ -252,19 +253,26 @@ def _fed_back(
     columns[:, :rows] = groups.reshape(rows, -1).T
     codes: list[NDArray[Any]] = []
     scales: list[Scales] = []
-    for number in range(count):
-        block, start = divmod(number * size, len(feedback.factors[0]))
-        factor, group = feedback.factors[block][start:, start:], columns[number * size :][:size]
-        own = None if importance is None else importance[number, None]
-        values = np.ascontiguousarray(group.T)[:, None]
-        scales.append(method.scales(values, own))
-        one = tuple(part[:, 0, 0] for part in scales[-1])  # (ROWS,) each
-        found, errors = _round_columns(method.places(group, one), method, factor[:size, :size])
-        codes.append(found[:, :rows])
-        behind = columns[number * size + size :][: len(factor) - size]
-        if len(behind):
-            errors *= method.step(one)
-            behind -= factor[:size, size:].T @ errors
+    block_start = 0
+    for factor in feedback.factors:
+        block = columns[block_start : block_start + len(factor)]
+        for first in range(0, len(block), SPREAD):
+            last = min(first + SPREAD, len(block))
+            for start in range(first, last, size):
+                group, number = block[start : start + size], (block_start + start) // size
+                own = None if importance is None else importance[number, None]
+                values = np.ascontiguousarray(group.T)[:, None]
+                scales.append(method.scales(values, own))
+                one = tuple(part[:, 0, 0] for part in scales[-1])  # (ROWS,) each
+                inside = factor[start : start + size, start : start + size]
+                found, errors = _round_columns(method.places(group, one), method, inside)
+                codes.append(found[:, :rows])
+                np.multiply(errors, method.step(one), out=group)
+                block[start + size : last] -= (
+                    factor[start : start + size, start + size : last].T @ group
+                )
+            block[last:] -= factor[first:last, last:].T @ block[first:last]
+        block_start += len(block)
     joined = np.concatenate(codes).T.reshape(groups.shape)
     return joined, tuple(
         np.concatenate([p[:rows] for p in parts], axis=1) for parts in zip(*scales, strict=True)

@@ -5,8 +5,7 @@ source when it is complete -> learn -> logits -> report -> publish. Every step c
 state that an interrupted run has left.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
-from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for, reachable_limits
+from .calibration.logits import LogitCheck, compare_logits, limits_for, reachable_limits
 from .calibration.measure import measure_units
 from .calibration.texts import Texts, beginning, checked_positions, make_texts
 from .files import damaged, partial_path
@@ -42,6 +41,7 @@ from .plan import (
     make_plan,
 )
 from .read import MLXFormat, SourceModel
+from .read.folder import open_folder
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
 from .sidefiles import (
@@ -80,7 +80,6 @@ AHEAD = (
     "{count} tensors ({first} …) predict tokens further ahead: they are kept for speculation; "
     "a forward pass leaves them out."
 )
-OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ class Conversion:
     source: SourceModel
     out: Path
     options: ConversionOptions
-    open_model: OpenModel | None = None  # None: logits are not checked
+    compares: bool = False  # the logits of source and output
     progress: Progress = lambda *_: None
     arranged: ArrangedSource = field(init=False)
     budget: MemoryBudget = field(init=False)
@@ -101,8 +100,7 @@ class Conversion:
         if is_native(self.source.config):
             self.arranged = arrange(self.source)
         else:
-            comparing = self.open_model is not None
-            refuse_layers(self.source.label, self.options, comparing=comparing)
+            refuse_layers(self.source.label, self.options, comparing=self.compares)
             self.arranged = arrange_made(self.source)
         if self._comparing and not (self.options.calibration or self.options.check_text):
             raise InvalidRequestError(
@@ -159,7 +157,7 @@ class Conversion:
 
     @property
     def _comparing(self) -> bool:
-        if self.open_model is None:
+        if not self.compares:
             return False
         config = self.arranged.family_config
         return not (config.headless or config.bidirectional)
@@ -399,16 +397,24 @@ class Conversion:
         self._learned = learning.run(self.progress)
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
-        assert self.open_model is not None
+        """Run the output as it lies in its folder, and compare its logits with the source's."""
+        output = arrange(open_folder(place.model))
+        CalibrationPass(
+            output,
+            texts,
+            0,
+            calibrating=False,
+            references=place.outputs,
+            progress=partial(self.progress, "compare"),
+        ).write_references()
         usual = limits_for(judged_bits(plan))
-        files = zip((texts.short, texts.long), place.references, place.nearest, strict=True)
-        self.progress("logits", 0, len(place.references))
-        with self.open_model(place.model) as logits_of:
-            found = []
-            for number, (sequences, reference, nearest) in enumerate(files, 1):
-                limits = reachable_limits(sequences, reference, nearest, usual)
-                found.append(compare_logits(sequences, reference, logits_of, *limits))
-                self.progress("logits", number, len(place.references))
+        files = zip(place.references, place.nearest, place.outputs, strict=True)
+        found = []
+        for sequences, (reference, nearest, theirs) in zip(
+            (texts.short, texts.long), files, strict=True
+        ):
+            limits = reachable_limits(sequences, reference, nearest, usual)
+            found.append(compare_logits(sequences, reference, theirs, *limits))
         return found
 
 

@@ -22,8 +22,8 @@ from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_LOGITS = ("short.logits", "long.logits"), ("short.nearest", "long.nearest")
-_MADE = ("model", "learned", *_LOGITS[0], *_LOGITS[1])
+_LOGITS = [(f"short.{kind}", f"long.{kind}") for kind in ("logits", "nearest", "output")]
+_MADE = ("model", "learned", *(name for names in _LOGITS for name in names))
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
@@ -74,6 +74,12 @@ class Workplace:
     def nearest(self) -> tuple[Path, Path]:
         """The same logits with weights rounded to the nearest."""
         short, long = _LOGITS[1]
+        return self.root / short, self.root / long
+
+    @property
+    def outputs(self) -> tuple[Path, Path]:
+        """The same logits of the output."""
+        short, long = _LOGITS[2]
         return self.root / short, self.root / long
 
     def publish(self) -> None:

@@ -1,10 +1,8 @@
 """Models on this disk, from Python: download, list, convert. What the commands do, with bars."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import hub
 from .backend import require_mlx
@@ -102,8 +100,8 @@ def convert_model(
         opened = open_source(str(source), progress=partial(show, "download"))
         if calibration == "default":
             options = without_layers(opened, options)
-        opens = open_logits if check and is_native(opened.config) else None
-        return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
+        compares = check and is_native(opened.config)
+        return Conversion(opened, Path(out), options, compares, show).run(resume=resume)
 
 
 def _conversion_options(
@@ -122,15 +120,6 @@ def _conversion_options(
         calibration=read_text(None) if calibration == "default" else calibration,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
     )
-
-
-@contextmanager
-def open_logits(folder: Path) -> Iterator[Any]:
-    """Load the converted model like any other."""
-    from .llm import LLM
-
-    with LLM(str(folder), max_batch=1, progress=False) as llm:
-        yield llm.logits
 
 
 def _switch(progress: bool | None) -> bool | None:

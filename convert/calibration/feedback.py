@@ -21,7 +21,7 @@ from ..arrays import Floats
 from ..plan import PlannedTensor
 from ..quantise import ErrorFeedback, dequantised, make_feedback
 from . import logits
-from .stream import EMBEDDING, HiddenStates, StreamedModel
+from .stream import EMBEDDING, Change, HiddenStates, StreamedModel
 from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
@@ -188,11 +188,16 @@ class CalibrationPass:
         while self._next < self._num_layers:
             self._advance(watching=False)
         norm, streamed = self._streamed.final_norm(), self._streamed
-        for path, states in zip(self._references, self._compared, strict=True):
-            logits.write(path, self._arranged, streamed, norm(mx.concatenate(states.parts)))
-        head = partial(self._round, streamed.head)
-        for path, states in zip(self._nearest, self._rounded, strict=True):
-            logits.write(path, self._arranged, streamed, norm(mx.concatenate(states.parts)), head)
+
+        def of(paths: Sequence[Path], texts: Sequence[HiddenStates]) -> dict[Path, mx.array]:
+            pairs = zip(paths, texts, strict=True)
+            return {path: norm(mx.concatenate(states.parts)) for path, states in pairs}
+
+        wanted: dict[Change, dict[Path, mx.array]]
+        wanted = {_unchanged: of(self._references, self._compared)}
+        if self._nearest:
+            wanted[partial(self._round, streamed.head)] = of(self._nearest, self._rounded)
+        logits.write(wanted, self._arranged, streamed)
 
     def _rounded_states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         """As `StreamedModel.states` with an embedding that is rounded to the nearest."""
@@ -240,3 +245,7 @@ class CalibrationPass:
                 for part in states.parts:
                     self._moments.see([path], norm(part))
         self._next += 1
+
+
+def _unchanged(rows: mx.array) -> mx.array:
+    return rows

@@ -2,7 +2,7 @@
 
 An output projection of 150,000 tokens is the largest matrix of many models, and the logits of a
 thousand positions are as large again: neither is held whole. The source's logits are written to the
-disk; the output's come from a callable, since the caller decides what runs the model.
+disk, and so are the output's, which runs layer by layer as the source does.
 
 Limits. A broken conversion (rows in a wrong order, a scale lost) diverges by several nats; the
 limits are far above what most good 2-, 4- and 8-bit models have and far below that. Some models
@@ -12,7 +12,8 @@ it is the limit. Passing means "not broken"; the divergence itself says how good
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,15 +39,11 @@ def blocks(
     arranged: ArrangedSource,
     streamed: StreamedModel,
     hidden: mx.array,
-    change: Change = lambda rows: rows,
 ) -> Iterator[tuple[slice, Floats]]:
-    """Which columns, and the logits (T, columns) of hidden (T, hidden) there.
-
-    `change`: of the rows of the output projection.
-    """
+    """Which columns, and the logits (T, columns) of hidden (T, hidden) there."""
     start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
     for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
-        found = _logits_of(arranged, hidden, change(rows.astype(mx.float32)))
+        found = _logits_of(arranged, hidden, rows.astype(mx.float32))
         yield slice(start, start + rows.shape[0]), found
         start += rows.shape[0]
 
@@ -58,24 +55,37 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
 
 
 def write(
-    path: Path,
+    wanted: Mapping[Change, Mapping[Path, mx.array]],
     arranged: ArrangedSource,
     streamed: StreamedModel,
-    hidden: mx.array,
-    change: Change = lambda rows: rows,
 ) -> None:
-    """All logits of hidden (T, hidden) into a file: (T, vocab_size) float32 and nothing else.
+    """Logits into files, (T, vocab_size) float32 and nothing else. The matrix is read once.
+
+    Args:
+        wanted: by the change of the rows of the output projection: hidden (T, hidden) of each file.
 
     Raises:
-        OSError: the disk is full; then there is no file of this name.
+        OSError: the disk is full; then there are no files of these names.
     """
-    partial, vocab = partial_path(path), arranged.config.vocab_size
-    with partial.open("wb") as file:
-        for columns, logits in blocks(arranged, streamed, hidden, change):
-            for row, part in enumerate(logits):
-                file.seek((row * vocab + columns.start) * 4)
-                file.write(part.data)
-    os.replace(partial, path)
+    vocab, hidden_size = arranged.config.vocab_size, streamed.head.shape[-1]
+    longest = max(len(hidden) for files in wanted.values() for hidden in files.values())
+    start = 0
+    with ExitStack() as stack:
+        opened = {
+            path: stack.enter_context(partial_path(path).open("wb"))
+            for files in wanted.values()
+            for path in files
+        }
+        for rows in arranged.blocks(streamed.head, min(BLOCK, MAX_LOGITS // longest * hidden_size)):
+            for change, files in wanted.items():
+                matrix = change(rows.astype(mx.float32))
+                for path, hidden in files.items():
+                    for row, part in enumerate(_logits_of(arranged, hidden, matrix)):
+                        opened[path].seek((row * vocab + start) * 4)
+                        opened[path].write(part.data)
+            start += rows.shape[0]
+    for path in opened:
+        os.replace(partial_path(path), path)
 
 
 def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles:
@@ -139,7 +149,6 @@ def _most_probable(
     return sorted(np.argpartition(total, -MAX_PROBED)[-MAX_PROBED:].tolist())
 
 
-LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
 LIMITS = (  # from so many bits a weight on: mean divergence at most, share of same tokens at least
     *((15.0, (0.005, 0.99)), (7.5, (0.02, 0.97)), (5.5, (0.1, 0.9)), (4.9, (0.2, 0.85))),
     *((3.9, (0.4, 0.8)), (2.9, (1.5, 0.5)), (0.0, (4.0, 0.2))),
@@ -188,10 +197,7 @@ def reachable_limits(
         nearest: the file of the logits with weights rounded to the nearest.
         limits: largest errors that are accepted, as `limits_for` returns them.
     """
-    length = len(sequences[0])
-    size = nearest.stat().st_size // (4 * length * len(sequences))
-    rows = iter(np.memmap(nearest, np.float32, "r").reshape(-1, length, size))
-    found = compare_logits(sequences, reference, lambda _: next(rows), np.inf)
+    found = compare_logits(sequences, reference, nearest, np.inf)
     return (
         max(limits[0], _short(MARGIN * found.kl_mean)),
         min(limits[1], _short(found.clear_top1 - SLACK)),
@@ -201,16 +207,16 @@ def reachable_limits(
 def compare_logits(
     sequences: Sequence[list[int]],
     reference: Path,
-    logits_of: LogitsOf,
+    output: Path,
     max_kl: float,
     min_top1: float = 0.0,
 ) -> LogitCheck:
-    """Run sequences of one length and compare with the file of the source's logits.
+    """Compare two files of logits of sequences of one length, the source's and others.
 
     Raises:
-        ConversionError: the file is damaged.
+        ConversionError: a file is damaged.
     """
-    parts = zip(*_compared(sequences, reference, logits_of), strict=True)
+    parts = zip(*_compared(sequences, reference, output), strict=True)
     divergence, same, clear, losses = (np.concatenate(part, axis=-1) for part in parts)
     source_loss, loss = losses.mean(axis=-1)
     return LogitCheck(
@@ -228,42 +234,54 @@ def compare_logits(
 
 
 def _compared(
-    sequences: Sequence[list[int]], reference: Path, logits_of: LogitsOf
+    sequences: Sequence[list[int]], reference: Path, output: Path
 ) -> Iterator[tuple[Doubles, Doubles, Doubles, Doubles]]:
     """Divergence, same best token, clear best token (T,) each, and losses of source and output.
 
     Losses are (2, T), less one position where a sequence ends: nothing follows the last token.
     """
-    first = 0
+    count = sum(map(len, sequences))
+    plain, other = (_rows_of(path, count) for path in (reference, output))
+    if plain.shape != other.shape:
+        raise damaged(reference)
+    step, first = max(1, MAX_LOGITS // plain.shape[1]), 0
     for ids in sequences:
-        found = logits_of(ids)
-        vocab = found.shape[1]
-        if not reference.exists() or reference.stat().st_size != 4 * vocab * len(ids) * len(
-            sequences
-        ):
-            raise damaged(reference)
-        step = max(1, MAX_LOGITS // vocab)
         for start in range(0, len(ids), step):
-            rows = slice(start, min(start + step, len(ids)))
-            size, at = len(found[rows]) * vocab, (first + start) * vocab * 4
-            kept = np.fromfile(reference, np.float32, size, offset=at)
-            plain = log_softmax(kept.reshape(-1, vocab))
-            other = log_softmax(found[rows])
-            second, best = np.partition(plain, -2, axis=-1)[:, -2:].T
-            following = np.array(ids[rows.start + 1 : rows.stop + 1])
-            at = np.arange(len(following)), following
-            losses = np.stack([-plain[at], -other[at]])
-            kl = (np.exp(plain) * (plain - other)).sum(axis=-1)
-            same = (plain.argmax(-1) == other.argmax(-1)).astype(float)
-            yield kl, same, (best - second >= CLEAR).astype(float), losses
+            rows = slice(first + start, first + min(start + step, len(ids)))
+            following = np.array(ids[start + 1 : start + 1 + step])
+            yield _differences(np.array(plain[rows]), np.array(other[rows]), following)
         first += len(ids)
 
 
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(T, vocab) -> (T, vocab)."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
+def _rows_of(path: Path, count: int) -> NDArray[np.float32]:
+    """A file of logits as (count, vocab_size), mapped."""
+    size = path.stat().st_size if path.exists() else 0
+    if not size or size % (4 * count):
+        raise damaged(path)
+    return np.memmap(path, np.float32, "r").reshape(count, -1)
+
+
+def _differences(
+    plain: Floats, other: Floats, following: NDArray[np.int64]
+) -> tuple[Doubles, Doubles, Doubles, Doubles]:
+    """As of `_compared`, of logits (T, vocab_size).
+
+    `following`: the tokens behind the first of these positions.
+    """
+    same = (plain.argmax(-1) == other.argmax(-1)).astype(float)
+    ours, theirs = log_softmax(plain), log_softmax(other)
+    is_clear = (ours > ours.max(-1, keepdims=True) - CLEAR).sum(-1) == 1
+    at = np.arange(len(following)), following
+    losses = np.stack([-ours[at], -theirs[at]]).astype(float)
+    kl = np.einsum("pv,pv->p", np.exp(ours), ours - theirs).astype(float)
+    return kl, same, is_clear.astype(float), losses
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """(T, vocab) -> (T, vocab); the sum is taken in float64."""
+    shifted: Floats = logits - logits.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)).astype("f4")
+    return shifted
 
 
 def _short(value: float) -> float:

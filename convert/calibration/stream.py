@@ -168,6 +168,7 @@ STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_ROWS = 2048  # tokens that go through a layer at once
+NEAR_ROWS = 16  # of a table, between two that are read together
 _NOT_BY_LAYER = "eos_token_ids"
 
 
@@ -321,17 +322,15 @@ class StreamedModel:
         return x
 
     def rows(self, output: OutputTensor, ids: Sequence[int]) -> mx.array:
-        """Rows (len(ids), in_dims) of a matrix, for ids in rising order."""
-        wanted = np.array(ids)
-        found, start = [], 0
-        for block in self._arranged.blocks(output, 1 << 22):
-            inside = wanted[(wanted >= start) & (wanted < start + block.shape[0])] - start
-            if len(inside):
-                picked = block[mx.array(inside.astype(np.int32))]
-                mx.eval(picked)
-                found.append(picked)
-            start += block.shape[0]
-        return mx.concatenate(found)
+        """Rows (len(ids), in_dims) of a matrix, for ids in rising order. Only they are read."""
+        parts = []
+        gap = output.shape[0] if self._arranged.source.reads_whole else NEAR_ROWS
+        for first, last in _spans(ids, gap):
+            part = self._arranged.source.read(output.sources[0], slice(first, last + 1))
+            inside = [token - first for token in ids if first <= token <= last]
+            mx.eval(part := part[mx.array(inside, mx.int32)])
+            parts.append(part)
+        return mx.concatenate(parts)
 
     def final_norm(self) -> Callable[[mx.array], mx.array]:
         """The function that makes float32 inputs (T, hidden) of the output projection."""
@@ -373,3 +372,10 @@ class StreamedModel:
         changed |= {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
         changed["first_layer"] = layers.start
         return replace(config, **changed, quantization=None)
+
+
+def _spans(ids: Sequence[int], gap: int) -> list[tuple[int, int]]:
+    """First and last id of each run in which neighbours lie at most `gap` apart."""
+    starts = [i for i, token in enumerate(ids) if i == 0 or token - ids[i - 1] > gap]
+    ends = [*(i - 1 for i in starts[1:]), len(ids) - 1]
+    return [(ids[first], ids[last]) for first, last in zip(starts, ends, strict=True)]

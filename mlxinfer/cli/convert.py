@@ -12,7 +12,6 @@ import click
 from ..backend import require_mlx
 from ..errors import ConversionError, InvalidRequestError
 from ..hub import is_bundled
-from ..library import open_logits
 from ..memory import human_bytes, parse_bytes
 from ..progress import StepWatch, progress_bars
 from ._options import Size, json_option
@@ -334,12 +333,12 @@ def _opened(
         tokenizer=given["tokenizer"],
         progress=partial(progress, "download"),
     )
-    opens = open_logits if checks(given) == "full" else None
+    compares = checks(given) == "full"
     if not is_native(opened.config) and given["check"] is None:
-        opens = None
+        compares = False
     if given["calibration"] is None:
         options = without_layers(opened, options)
-    return Conversion(opened, out, options, opens, progress)
+    return Conversion(opened, out, options, compares, progress)
 
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
@@ -402,7 +401,7 @@ def fuse(
     try:
         with progress_bars() as progress:
             source = fused(open_source(model), found, dense=dequantize)
-            conversion = Conversion(source, out, options, None, progress)
+            conversion = Conversion(source, out, options, progress=progress)
             report = conversion.run(resume=resume, restart=restart)
     except KeyboardInterrupt:
         note("interrupted; the same command with --resume goes on")

@@ -81,13 +81,13 @@ def write_tokenizer(folder: Path) -> None:
 
 def convert(
     source: Path, out: Path, recipe: str = "4bit-g32", *, run: dict[str, Any] | None = None,
-    overrides: tuple[str, ...] = (), open_model: Any = None, tower_bits: int | None = None,
+    overrides: tuple[str, ...] = (), compares: bool = False, tower_bits: int | None = None,
     **options: Any,
 ) -> ConversionReport:  # fmt: skip
     """Convert without calibration or logits unless told otherwise."""
     how = make_recipe(recipe, overrides=overrides, tower_bits=tower_bits)
     made = ConversionOptions(recipe=how, **options)
-    return Conversion(open_source(source), out, made, open_model).run(**run or {})
+    return Conversion(open_source(source), out, made, compares).run(**run or {})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

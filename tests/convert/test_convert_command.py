@@ -2,18 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from convert_cases import TEXT, Outcome, convert, write_source
 from test_convert_towers import seeing
 
 from mlxinfer import LLM
-from mlxinfer.convert.calibration.logits import LogitsOf
+from mlxinfer.convert.read.folder import open_folder
 from mlxinfer.errors import MlxinferError
-from mlxinfer.library import open_logits
 
 PLAIN = ("--calibration", "none", "--check", "tensors")
 
@@ -239,17 +238,19 @@ def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(
 ) -> None:
     """Limits that no format meets: what rounding to the nearest reaches is the limit then."""
     monkeypatch.setattr("mlxinfer.convert.run.limits_for", lambda bits: (0.0, 1.0))
-    found = {}
-    for name, order in (("sound", 1), ("broken", -1)):
-
-        @contextmanager
-        def opened(folder: Path, order: int = order) -> Iterator[LogitsOf]:
-            with open_logits(folder) as logits_of:
-                yield lambda ids: logits_of(ids)[:, ::order]
-
-        found[name] = convert(
-            source, tmp_path / name, recipe, open_model=opened, check_text=TEXT, searched=False
+    found = {
+        "sound": convert(
+            source, tmp_path / "sound", recipe, compares=True, check_text=TEXT, searched=False
         )
+    }
+    turned = shutil.copytree(source, tmp_path / "turned")
+    tensors = mx.load(str(source / "model.safetensors"))
+    table = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    mx.save_safetensors(str(turned / "model.safetensors"), {**tensors, table: tensors[table][::-1]})
+    monkeypatch.setattr("mlxinfer.convert.run.open_folder", lambda folder: open_folder(turned))
+    found["broken"] = convert(
+        source, tmp_path / "broken", recipe, compares=True, check_text=TEXT, searched=False
+    )
     sound = found["sound"].logits
     if recipe == "bf16":
         assert all(check.max_kl < 1e-4 for check in sound)  # nothing is rounded

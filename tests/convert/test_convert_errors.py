@@ -3,12 +3,10 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
 
@@ -166,12 +164,6 @@ def test_a_full_disk_costs_nothing_that_is_written(
     assert (len(written) < 70) == (writes == 40)
 
 
-@contextmanager
-def no_model(folder: Path) -> Iterator[object]:
-    raise AssertionError("a full disk is seen before")
-    yield
-
-
 def test_logits_do_not_fit_on_the_disk(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,9 +171,9 @@ def test_logits_do_not_fit_on_the_disk(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlxinfer.convert.calibration.logits.blocks", full)
+        patch.setattr("mlxinfer.convert.calibration.logits._logits_of", full)
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
-            convert(source, tmp_path / "out", check_text=TEXT, open_model=no_model)
+            convert(source, tmp_path / "out", check_text=TEXT, compares=True)
     assert not list((tmp_path / "out.partial").glob("*.logits"))
 
 
@@ -253,18 +245,17 @@ def test_a_damaged_entry_of_the_journal(
         convert(source, tmp_path / "out", run={"resume": True})
 
 
-def test_the_sources_logits_are_damaged(source: Path, tmp_path: Path) -> None:
-    @contextmanager
-    def stopping(folder: Path) -> Iterator[object]:
-        if not resumed:
-            raise KeyboardInterrupt
-        yield lambda ids: np.zeros((len(ids), 96), np.float32)
+def test_the_sources_logits_are_damaged(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(folder: Path) -> None:
+        raise KeyboardInterrupt
 
-    options = {"calibration": TEXT, "target_bpw": 6.0, "open_model": stopping}
-    resumed: list[bool] = []
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", **options)
-    resumed.append(True)
+    options = {"calibration": TEXT, "target_bpw": 6.0, "compares": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxinfer.convert.run.open_folder", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", **options)
     for name in ("short.logits", "long.logits"):
         path = tmp_path / "out.partial" / name
         whole = path.read_bytes()

@@ -1,8 +1,6 @@
 """Whole conversions of tiny models: what is written, and that mlx-lm and mlxinfer agree on it."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from models.cases import CASES
 from models.random_weights import tiny_tensors
 from models.runs import every
 
-from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.mlx_lm import UNDEFINED_BY_MLX_LM
@@ -40,12 +37,6 @@ FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3
             "qwen3_moe-v5", "gemma3_text-v4", "olmo2-v4", "olmo3-v5", "glm4-v4", "smollm3-v5",
             "cohere2-v4", "seed_oss-v4", "exaone4-v4", "ernie4_5-v4", "dots1-v4",
             "exaone_moe-v4", "laguna-v4", "mellum-v4")  # fmt: skip
-
-
-@contextmanager
-def open_logits(folder: Path) -> Iterator[object]:
-    with LLM(str(folder), dtype="float32") as llm:
-        yield llm.logits
 
 
 TARGETED = {"target_bpw": 7.5, "calibration": TEXT[:200]}
@@ -284,7 +275,7 @@ def test_gpt_oss_says_how_it_stretches_positions(tmp_path: Path) -> None:
 def test_logits_moments_and_reports(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     out = tmp_path / "out"
-    report = convert(source, out, "8bit-g32", calibration=TEXT * 2, open_model=open_logits)
+    report = convert(source, out, "8bit-g32", calibration=TEXT * 2, compares=True)
     assert [check.context for check in report.logits] == [64, 127]
     assert report.passed
     assert all(check.kl_mean < 0.02 and check.top1 > 0.8 for check in report.logits)
@@ -295,12 +286,10 @@ def test_logits_moments_and_reports(tmp_path: Path) -> None:
 
 
 def test_bf16_logits_are_the_sources_own(tmp_path: Path) -> None:
-    """The reference comes layer by layer, the output's from the engine: both must be right."""
+    """Source and output run layer by layer, each as it is read: from both come the same logits."""
     for case in ("gemma3_text-v4", "gpt_oss-v4", "mistral-v4"):
         source = write_source(tmp_path / case / "source", case)
-        report = convert(
-            source, tmp_path / case / "out", "bf16", check_text=TEXT, open_model=open_logits
-        )
+        report = convert(source, tmp_path / case / "out", "bf16", check_text=TEXT, compares=True)
         assert all(check.kl_mean < 1e-6 and check.top1 == 1 for check in report.logits)
 
 

@@ -102,7 +102,7 @@ def test_each_pass_reads_one_tensor_at_a_time(tmp_path: Path) -> None:
         ({"calibration": TEXT, "target_bpw": 5.0}, "target needs a native family"),
         ({"calibration": TEXT}, "calibration needs a native family"),
         ({"split_experts": True}, "split_experts needs a native family"),
-        ({"open_model": lambda folder: None, "check_text": TEXT}, "check needs a native family"),
+        ({"compares": True, "check_text": TEXT}, "check needs a native family"),
     ],
 )
 def test_what_needs_layers_by_themselves_is_refused_by_name(

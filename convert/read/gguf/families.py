@@ -1,7 +1,5 @@
 """config.json of each family, from GGUF metadata and the shapes of tensors.
 
-Metadata are read as the architecture spells them, rotary embeddings among them.
-
 Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of six layers and local
 frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 """
@@ -9,180 +7,204 @@ frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import CheckpointError, UnsupportedModelError
-from ....models.jsonfields import Fields
-from ..stored import Array
-
-_MAX_LAYERS = 2000
-
-
-class ArchitectureFields:
-    """The metadata of one architecture, read key by key."""
-
-    def __init__(self, metadata: Mapping[str, Any], label: str) -> None:
-        self.all = Fields(metadata, label)
-        self.architecture = self.all.text("general.architecture")
-
-    @property
-    def num_layers(self) -> int:
-        """Of the decoder: blocks that predict further ahead lie behind them."""
-        name = f"{self.architecture}.block_count"
-        count = self.all.integer(name, high=_MAX_LAYERS) - self.count("nextn_predict_layers")
-        if count < 1:
-            raise CheckpointError(f"{name} in {self.all.where} leaves no layer.")
-        return count
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; an array of the same one for each layer counts."""
-        name = f"{self.architecture}.{key}"
-        value = self.all.get(name)
-        if isinstance(value, np.ndarray):
-            different = np.unique(value).tolist() if value.dtype.kind in "iu" else []
-            if len(different) != 1:
-                raise UnsupportedModelError(
-                    f"{name} in {self.all.where} differs between layers; not supported."
-                )
-            return Fields({name: different[0]}, self.all.where).integer(name)
-        return (
-            self.all.integer(name) if default is None else self.all.integer(name, default=default)
-        )
-
-    def number(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, or the default."""
-        name = f"{self.architecture}.{key}"
-        return self.all.number(name, above=0.0, default=default)
-
-    def count(self, key: str) -> int:
-        """A number that may be 0, and is 0 where the file does not state it."""
-        return self.all.integer(f"{self.architecture}.{key}", low=0, default=0)
-
-    def by_layer(self, key: str, num_layers: int) -> list[int]:
-        """An integer for each layer, listed or one for all."""
-        name = f"{self.architecture}.{key}"
-        value = self.all.get(name)
-        if not isinstance(value, np.ndarray):
-            return [self.all.integer(name, low=0)] * num_layers
-        if value.dtype.kind not in "biu" or len(value) < num_layers or value.min() < 0:
-            raise CheckpointError(f"{name} in {self.all.where} is not one number for each layer.")
-        return [int(each) for each in value[:num_layers]]
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there."""
-        return self.all.get(f"{self.architecture}.{key}") is not None
-
-
-def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
-    """Raise UnsupportedModelError where a head is turned in part."""
-    dims = facts.integer("rope.dimension_count", head_dim)
-    if dims != head_dim:
-        raise UnsupportedModelError(
-            f"The rope of {facts.all.where} turns {dims} of {head_dim} dimensions; expected all."
-        )
-
-
-def rope_scaling(
-    facts: ArchitectureFields, factors: Array | None, head_dim: int
-) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; `factors` are the tensor that stands for Llama 3's.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: a kind that is not known.
-    """
-    if factors is not None:
-        return _llama3_scaling(facts, factors, head_dim)
-    # As llama.cpp: linear where no type is stated, with a factor under its older name perhaps.
-    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="linear")
-    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return None
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(
-            f"rope.scaling.type in {facts.all.where} is {kind[:40]!r}; expected linear or yarn."
-        )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        stated = facts.integer("context_length")
-        context = facts.integer("rope.scaling.original_context_length", stated)
-        scaling["original_max_position_embeddings"] = context
-        scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
-        scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
-        if (tenth := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
-            # A tenth of mscale_all_dim. What divides it, mscale, is the same in published models.
-            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
-    return scaling
-
-
-def _llama3_scaling(
-    facts: ArchitectureFields, factors: Array, head_dim: int
-) -> dict[str, Any] | None:
-    """Find the settings that give these divisors of the frequencies. Files do not state them.
-
-    Llama 3 (github.com/meta-llama/llama-models, apply_scaling) leaves short waves as they are,
-    divides the frequency of long ones by `factor`, and blends in between.
-    """
-    theta = facts.number("rope.freq_base", 10_000.0)
-    assert theta is not None
-    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.min() < 1.0:
-        raise CheckpointError(f"rope_freqs.weight of {facts.all.where} is not as expected.")
-    if (factors == 1.0).all():
-        return None
-    factor = round(float(factors.max()), 4)
-    waves = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    for context in (2**power for power in range(1, 24)):
-        smooth = np.clip((context / waves - 1.0) / 3.0, 0.0, 1.0)
-        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": context,
-            }
-    raise UnsupportedModelError(
-        f"rope_freqs.weight of {facts.all.where} is not Llama 3's scaling of any context length."
-    )
-
-
-# -- families -----------------------------------------------------------------------------------
+from ....errors import CheckpointError
+from .fields import ArchitectureFields
+from .layout import HALVES
 
 _KINDS = ("sliding_attention", "full_attention")
 _GEMMA3_27B = 62  # layers: how llama.cpp recognises the 27B, which scales by hidden / heads
-_SIGMOID = 2  # expert_gating_func
+_GEMMA2_27B = 46
+_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the tensors, by the names of transformers
 Config = dict[str, Any]
+FamilyValue = Callable[[ArchitectureFields, Shapes, Config], Any]
+FamilyConfig = Callable[[ArchitectureFields, Shapes, Config], Config]
+
+
+def _family(model_type: str, architecture: str, **more: Any) -> FamilyConfig:
+    """A family that says what most say: a function of each of `more`'s entries, or its value."""
+
+    def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+        made = {
+            "model_type": model_type,
+            "architectures": [architecture],
+            "hidden_act": "silu",
+            "intermediate_size": facts.integer("feed_forward_length", 1),
+            "attention_bias": _biased(shapes),
+            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in shapes,
+        }
+        for key, value in more.items():
+            made[key] = value(facts, shapes, config) if callable(value) else value
+        return made
+
+    return make
+
+
+def _biased(shapes: Shapes) -> bool:
+    return "model.layers.0.self_attn.q_proj.bias" in shapes
+
+
+def _number(key: str, default: float | None = None) -> FamilyValue:
+    return lambda facts, shapes, config: facts.number(key, default)
+
+
+def _layer_types(period: int) -> FamilyValue:
+    """Kinds of layers; where the file has no list, the last of each period sees everything."""
+
+    def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[str]:
+        count = config["num_hidden_layers"]
+        slides = facts.by_layer_or_none("attention.sliding_window_pattern", count)
+        if slides is None:
+            period_here = facts.integer("attention.sliding_window_pattern", period)
+            slides = [int((index + 1) % period_here != 0) for index in range(count)]
+        return [_KINDS[0] if flag else _KINDS[1] for flag in slides]
+
+    return make
+
+
+def _window(facts: ArchitectureFields, shapes: Shapes, config: Config) -> int | None:
+    return facts.count("attention.sliding_window") or None
+
+
+def _halved(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
+    """Whether pairs that turn together lie half of them apart, as M-RoPE's do."""
+    facts.read("rope.dimension_sections")
+    return facts.has("rope.dimension_sections")
 
 
 def _llama(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Mistral's files call themselves llama; only a window sets them apart."""
+    """Mistral's files call themselves llama; a window or experts set them apart."""
+    window = _window(facts, shapes, config)
     if facts.count("expert_count"):
-        raise UnsupportedModelError(
-            f"{facts.all.where} is a mixture of experts of the llama architecture (Mixtral); "
-            "not supported."
-        )
-    biased = "model.layers.0.self_attn.q_proj.bias" in shapes
-    if facts.has("attention.sliding_window"):
-        own = {"sliding_window": facts.integer("attention.sliding_window")}
-        return _family("mistral", "MistralForCausalLM", facts) | own
-    return _family("llama", "LlamaForCausalLM", facts) | {"attention_bias": biased}
+        family = _family("mixtral", "MixtralForCausalLM", sliding_window=window)
+        return family(facts, shapes, config) | _experts(facts, count="num_local_experts", size="")
+    if window:
+        family = _family("mistral", "MistralForCausalLM", sliding_window=window)
+        return family(facts, shapes, config)
+    return _family("llama", "LlamaForCausalLM")(facts, shapes, config)
 
 
-def _qwen2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    return _family("qwen2", "Qwen2ForCausalLM", facts) | {"use_sliding_window": False}
+def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Ministral 3, whose queries grow with their position, and Mistral Small 3."""
+    window = _window(facts, shapes, config)
+    beta = facts.number("attention.temperature_scale")
+    if beta is None:
+        family = _family("mistral", "MistralForCausalLM", sliding_window=window)
+        return family(facts, shapes, config)
+    ropes = {
+        **(config["rope_scaling"] or {"rope_type": "default"}),
+        "rope_theta": config["rope_theta"],
+        "llama_4_scaling_beta": beta,
+    }
+    # The logarithm's factor is mscale_all_dim itself here; what divides it is 1 in every model.
+    if (all_dim := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
+        ropes |= {"mscale": 1.0, "mscale_all_dim": all_dim}
+    family = _family("ministral3", "Ministral3ForCausalLM", sliding_window=window)
+    return family(facts, shapes, config) | {"rope_parameters": ropes, "rope_scaling": None}
 
 
-def _qwen3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    own = {"use_sliding_window": False, "attention_bias": False}
-    return _family("qwen3", "Qwen3ForCausalLM", facts) | own
+def _phi3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """llama.cpp ignores the window of these files, as of Phi-3's layers that see everything."""
+    facts.read("attention.sliding_window")
+    return _family("phi3", "Phi3ForCausalLM")(facts, shapes, config) | {
+        "original_max_position_embeddings": facts.integer(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        ),
+        "sliding_window": None,
+    }
+
+
+def _olmo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    if not facts.count("attention.sliding_window"):
+        return _family("olmo2", "Olmo2ForCausalLM")(facts, shapes, config)
+    own = {"sliding_window": _window, "layer_types": _layer_types(4)}
+    return _family("olmo3", "Olmo3ForCausalLM", **own)(facts, shapes, config)
+
+
+def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Without a window every layer sees, and turns, everything."""
+    windowed = facts.count("attention.sliding_window")
+    own = {"sliding_window": windowed or None, "sliding_window_pattern": 4 if windowed else None}
+    types = _layer_types(4) if windowed else [_KINDS[1]] * config["num_hidden_layers"]
+    family = _family("exaone4", "Exaone4ForCausalLM", layer_types=types, **own)
+    return family(facts, shapes, config)
+
+
+def _gemma2_scale(facts: ArchitectureFields, shapes: Shapes, config: Config) -> int:
+    """Of queries; llama.cpp knows the 27B, which scales by hidden / heads, by its layers."""
+    large = config["num_hidden_layers"] == _GEMMA2_27B
+    return config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+
+
+def _granite(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.expect("rope.scaling.finetuned", True)  # else nothing turns
+    return _family(
+        "granite",
+        "GraniteForCausalLM",
+        embedding_multiplier=_number("embedding_scale", 1.0),
+        logits_scaling=_number("logit_scale", 1.0),
+        residual_multiplier=_number("residual_scale", 1.0),
+        attention_multiplier=_number("attention.scale", config["head_dim"] ** -0.5),
+    )(facts, shapes, config)
+
+
+def _no_ropes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[int]:
+    """llama.cpp's own constant: each fourth layer has none."""
+    return [int((index + 1) % 4 != 0) for index in range(config["num_hidden_layers"])]
+
+
+def _dots1(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.expect("expert_gating_func", _SIGMOID)
+    window = _window(facts, shapes, config)
+    family = _family("dots1", "Dots1ForCausalLM", sliding_window=window)
+    return family(facts, shapes, config) | _routing(facts)
+
+
+def _ernie_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.expect("expert_gating_func", _SOFTMAX)
+    family = _family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", use_bias=_biased(shapes))
+    return family(facts, shapes, config) | {
+        **_experts(facts, count="moe_num_experts", per_token="moe_k"),
+        "moe_num_shared_experts": facts.count("expert_shared_count"),
+        "moe_layer_start_index": facts.count("leading_dense_block_count"),
+        "moe_layer_interval": facts.integer("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": config["num_hidden_layers"] - 1,
+    }
+
+
+def _minimax_m2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.expect("expert_gating_func", _SIGMOID)
+    return _family("minimax_m2", "MiniMaxM2ForCausalLM")(facts, shapes, config) | {
+        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+        "use_qk_norm": True,
+        "rotary_dim": facts.integer("rope.dimension_count"),
+        "shared_intermediate_size": 0,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    }
+
+
+def _of_pictures(family: FamilyConfig) -> FamilyConfig:
+    """The text of a model that sees: there, all three positions of M-RoPE are the same."""
+
+    def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+        facts.read("rope.dimension_sections", "n_deepstack_layers", "deepstack_mapping")
+        return family(facts, shapes, config)
+
+    return make
+
+
+_QWEN2 = _family("qwen2", "Qwen2ForCausalLM", use_sliding_window=False)
+_QWEN3 = _family("qwen3", "Qwen3ForCausalLM", use_sliding_window=False)
 
 
 def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    return _family("qwen3_moe", "Qwen3MoeForCausalLM", facts) | {
+    return _family("qwen3_moe", "Qwen3MoeForCausalLM")(facts, shapes, config) | {
         **_experts(facts),
-        "norm_topk_prob": True,
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "attention_bias": False,
@@ -193,7 +215,7 @@ def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
 def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     large = config["num_hidden_layers"] == _GEMMA3_27B
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    own = _family("gemma3_text", "Gemma3ForCausalLM", facts)
+    own = _family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
     del own["hidden_act"]
     return own | {
         **_gemma3_layers(facts, config["num_hidden_layers"]),
@@ -208,19 +230,15 @@ def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
 
 def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
     """Newer files may say of each layer whether it slides."""
-    slides = facts.all.get("gemma3.attention.sliding_window_pattern")
-    if not isinstance(slides, np.ndarray):
+    slides = facts.by_layer_or_none("attention.sliding_window_pattern", num_layers)
+    if slides is None:
         return {"sliding_window_pattern": facts.integer("attention.sliding_window_pattern", 6)}
-    if slides.dtype.kind not in "biu" or slides.shape != (num_layers,):
-        raise CheckpointError(
-            f"sliding_window_pattern in {facts.all.where} is not one flag for each layer."
-        )
     return {"layer_types": [_KINDS[0] if flag else _KINDS[1] for flag in slides]}
 
 
 def _gpt_oss(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     scaling = config["rope_scaling"]
-    return _family("gpt_oss", "GptOssForCausalLM", facts) | {
+    return _family("gpt_oss", "GptOssForCausalLM")(facts, shapes, config) | {
         **_experts(facts, count="num_local_experts", size="intermediate_size"),
         "experts_per_token": facts.integer("expert_used_count"),
         "attention_bias": True,
@@ -239,6 +257,8 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     kv_heads = facts.by_layer("attention.head_count_kv", count)
     shared = facts.count("attention.shared_kv_layers")
     head_dim = facts.integer("attention.key_length_swa")
+    facts.expect("attention.value_length_swa", head_dim)
+    facts.expect("rope.dimension_count", facts.integer("attention.key_length"))
     by_kind = dict(zip(slides, kv_heads, strict=True))
     own = {i for i in range(count - shared) if not slides[i]}
     no_values = any(f"model.layers.{i}.self_attn.v_proj.weight" not in shapes for i in own)
@@ -288,6 +308,7 @@ def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Con
 
 def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Qwen3-Next too: as the later models have it, with a matrix for each projection."""
+    facts.read("rope.dimension_sections")  # in a text all positions are the same
     layers = range(config["num_hidden_layers"])
     recurs = [f"model.layers.{i}.linear_attn.A_log" in shapes for i in layers]
     values, inner = facts.integer("ssm.time_step_rank"), facts.integer("ssm.inner_size")
@@ -315,7 +336,7 @@ def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         "architectures": ["Qwen3_5MoeForCausalLM"],
         **_experts(facts),
         "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": True,
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
     }
 
 
@@ -336,27 +357,24 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     }
     if facts.architecture == "lfm2":
         return found
+    facts.expect("expert_gating_func", _SIGMOID)
     return found | {
         "model_type": "lfm2_moe",
         "architectures": ["Lfm2MoeForCausalLM"],
         **_experts(facts),
         "num_dense_layers": facts.count("leading_dense_block_count"),
         "use_expert_bias": any(name.endswith(".expert_bias") for name in shapes),
-        "norm_topk_prob": True,
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
     }
 
 
-def _glm4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    biased = "model.layers.0.self_attn.q_proj.bias" in shapes
-    return _family("glm4", "Glm4ForCausalLM", facts) | {"attention_bias": biased}
-
-
 def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    own = _family("glm4_moe", "Glm4MoeForCausalLM", facts)
+    own = _family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
+    facts.expect("expert_gating_func", _SIGMOID)
     return own | {
         **_routing(facts),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
+        HALVES: _halved(facts, shapes, config),
         "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
     }
 
@@ -366,6 +384,7 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     sigmoid = facts.count("expert_gating_func") == _SIGMOID or any(
         name.endswith("e_score_correction_bias") for name in shapes
     )
+    facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
     mla = "_mla" if facts.has("attention.key_length_mla") else ""
     rope = facts.integer("rope.dimension_count")
     rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
@@ -373,7 +392,7 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     routing = _routing(facts)
     if not sigmoid:
         routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
-    own = _family(f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM", facts)
+    own = _family(f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")(facts, shapes, config)
     return own | {
         **routing,
         "num_key_value_heads": config["num_attention_heads"],
@@ -394,12 +413,12 @@ def _experts(
     per_token: str = "num_experts_per_tok",
     size: str = "moe_intermediate_size",
 ) -> Config:
-    """A mixture of experts under a family's keys."""
-    return {
+    """A mixture of experts under a family's keys; without `size` experts are as wide as layers."""
+    made = {
         count: facts.integer("expert_count"),
         per_token: facts.integer("expert_used_count"),
-        size: facts.integer("expert_feed_forward_length"),
     }
+    return made | ({size: facts.integer("expert_feed_forward_length")} if size else {})
 
 
 def _routing(facts: ArchitectureFields) -> Config:
@@ -410,41 +429,78 @@ def _routing(facts: ArchitectureFields) -> Config:
         "first_k_dense_replace": facts.count("leading_dense_block_count"),
         "n_group": facts.integer("expert_group_count", 1),
         "topk_group": facts.integer("expert_group_used_count", 1),
-        "norm_topk_prob": bool(facts.all.get(f"{facts.architecture}.expert_weights_norm")),
+        "norm_topk_prob": facts.flag("expert_weights_norm"),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
     }
 
 
-FamilyConfig = Callable[[ArchitectureFields, Shapes, Config], Config]
 FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe,
-    "qwen3next": _delta_net,
-    "qwen35": _delta_net,
-    "qwen35moe": _delta_net,
+    "mistral3": _mistral3,
+    "arcee": _family("arcee", "ArceeForCausalLM", hidden_act="relu2"),
+    "cohere2": _family(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        logit_scale=_number("logit_scale", 1.0),
+        sliding_window=_window,
+        layer_types=_layer_types(4),
+    ),
+    "deepseek2": _deepseek2,
+    "dots1": _dots1,
+    "ernie4_5": _family("ernie4_5", "Ernie4_5ForCausalLM", use_bias=False),
+    "ernie4_5-moe": _ernie_moe,
+    "exaone4": _exaone4,
+    "gemma2": _family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        hidden_activation="gelu_pytorch_tanh",
+        attn_logit_softcapping=_number("attn_logit_softcapping"),
+        final_logit_softcapping=_number("final_logit_softcapping"),
+        sliding_window=_window,
+        layer_types=_layer_types(2),
+        query_pre_attn_scalar=_gemma2_scale,
+    ),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "glm4": _family("glm4", "Glm4ForCausalLM", **{HALVES: _halved}),
+    "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
+    "hunyuan-dense": _family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
-    "glm4": _glm4,
-    "glm4moe": _glm4_moe,
-    "deepseek2": _deepseek2,
+    "minimax-m2": _minimax_m2,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _QWEN2,
+    "qwen2vl": _of_pictures(_QWEN2),
+    "qwen3": _QWEN3,
+    "qwen35": _delta_net,
+    "qwen35moe": _delta_net,
+    "qwen3moe": _qwen3_moe,
+    "qwen3next": _delta_net,
+    "qwen3vl": _of_pictures(_QWEN3),
+    "qwen3vlmoe": _of_pictures(_qwen3_moe),
+    "seed_oss": _family("seed_oss", "SeedOssForCausalLM", attention_out_bias=False),
+    "smollm3": _family(
+        "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
+    ),
+    "starcoder2": _family(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=lambda facts, shapes, config: config["layer_norm_eps"],
+        use_bias=lambda facts, shapes, config: _biased(shapes),
+        sliding_window=_window,
+    ),
 }
 BY_LAYER = ("gemma4", "lfm2", "lfm2moe")  # heads for K and V differ between layers
-PARTIAL = ("qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe")  # a part of each head turns
-
-
-def _family(model_type: str, architecture: str, facts: ArchitectureFields) -> Config:
-    sparse = model_type in ("qwen3_moe", "gpt_oss")
-    length = (
-        facts.integer("feed_forward_length", 1) if sparse else facts.integer("feed_forward_length")
-    )
-    return {
-        "model_type": model_type,
-        "architectures": [architecture],
-        "intermediate_size": length,
-        "hidden_act": "silu",
-    }
+PARTIAL = (
+    "qwen3next",
+    "qwen35",
+    "qwen35moe",
+    "glm4",
+    "glm4moe",
+    "phi3",
+    "minimax-m2",
+)  # a part of each head turns

@@ -32,6 +32,9 @@ class TensorLayout:
 
 
 PLAIN = TensorLayout()
+HALVES = "gguf_rope_halves"  # in a config: numbers that turn together are stored half of them apart
+_PAIRED = ("llama", "mistral3", "arcee", "granite", "smollm3")  # stored as neighbours instead
+_LESS_ONE = ("gemma2", "gemma3")
 
 
 def layout_of(
@@ -44,10 +47,12 @@ def layout_of(
         shape: as stored.
         config: of the model, as transformers writes it.
     """
-    if architecture == "llama":
+    if architecture in _PAIRED:
         return _llama(name, shape, config)
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in _LESS_ONE and name.endswith("norm.weight"):
         return TensorLayout(change=_less_one)
+    if config.get(HALVES) and (".q_proj." in name or ".k_proj." in name):
+        return _neighbours(shape, config)
     if architecture in DELTA_NETS:
         return _delta_net(architecture, name, shape, config)
     if name.endswith(".conv.conv.weight") and len(shape) == 2:
@@ -64,6 +69,15 @@ def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Tens
         raise CheckpointError(f"{name} has {shape[0]} rows, which {heads} heads do not share.")
     halves = np.arange(shape[0]).reshape(heads, -1, 2)
     return TensorLayout(rows=halves.swapaxes(1, 2).reshape(-1))
+
+
+def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:
+    """Rows of heads of which a part turns in halves, where transformers has pairs of neighbours."""
+    dim = int(config["head_dim"])
+    turned = round(dim * config["partial_rotary_factor"])
+    halves = np.arange(turned).reshape(2, -1).T.reshape(-1)
+    head = np.concatenate([halves, np.arange(turned, dim)])
+    return TensorLayout(rows=(np.arange(0, shape[0], dim)[:, None] + head).reshape(-1))
 
 
 def _delta_net(

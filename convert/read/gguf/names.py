@@ -138,8 +138,55 @@ _DEEPSEEK2 = {
     "attn_k_b": "self_attn.embed_q",  # split and turned, as MLX checkpoints have it too
     "attn_v_b": "self_attn.unembed_out",
 }
+_SANDWICH = {  # norms behind each block alone
+    **_COMMON,
+    **_DENSE,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL = {
+    **_LLAMA,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.switch_mlp.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.switch_mlp.up_proj",
+    "ffn_down_exps": "block_sparse_moe.switch_mlp.down_proj",
+    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}
+_HUNYUAN = {
+    **_LLAMA,
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
+_ERNIE_MOE = {
+    **_LLAMA,
+    **_EXPERTS,
+    **_SHARED_EXPERTS,
+    "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+}
+_PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_DOTS1 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
 _FAMILIES = {
-    "llama": _LLAMA,
+    "llama": _MIXTRAL,
+    "mistral3": _LLAMA,
+    "arcee": _LLAMA,
+    "cohere2": _LLAMA,
+    "dots1": _DOTS1,
+    "ernie4_5": _LLAMA,
+    "ernie4_5-moe": _ERNIE_MOE,
+    "exaone4": _SANDWICH,
+    "gemma2": _GEMMA3,
+    "granite": _LLAMA,
+    "hunyuan-dense": _HUNYUAN,
+    "minimax-m2": _MIXTRAL,
+    "olmo2": _SANDWICH,
+    "phi3": _PHI3,
+    "qwen2vl": _LLAMA,
+    "qwen3vl": _LLAMA,
+    "qwen3vlmoe": _QWEN3_MOE,
+    "seed_oss": {**_LLAMA, "post_attention_norm": "post_attention_layernorm"},
+    "smollm3": _LLAMA,
+    "starcoder2": _STARCODER2,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "qwen3moe": _QWEN3_MOE,

@@ -13,17 +13,10 @@ from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
-from .families import (
-    BY_LAYER,
-    FAMILIES,
-    PARTIAL,
-    ArchitectureFields,
-    check_rope_dims,
-    gemma4_ropes,
-    rope_scaling,
-)
+from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
+from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .header import GGUFHeader, TensorEntry, parse_header
-from .layout import layout_of
+from .layout import HALVES, layout_of
 from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
@@ -69,7 +62,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
     return SourceModel(
         label=label,
         format="GGUF",
-        config=config,
+        config={key: value for key, value in config.items() if key != HALVES},
         dtype=_model_dtype(architecture, entries),
         readers=_readers(named, architecture, config),
         side_files=own if side_files is None else lambda: side_files,
@@ -232,7 +225,12 @@ def make_config(
     }
     if ahead := facts.count("nextn_predict_layers"):
         config["num_nextn_predict_layers"] = ahead
-    return config | family(facts, shapes, config)
+    if facts.has("attention.layer_norm_epsilon"):
+        config["layer_norm_eps"] = facts.number("attention.layer_norm_epsilon")
+    config |= family(facts, shapes, config)
+    facts.check_default("attention.value_length", head_dim)
+    facts.refuse_unread()
+    return config
 
 
 def _ropes(facts: ArchitectureFields, factors: Array | None, head_dim: int) -> dict[str, Any]:

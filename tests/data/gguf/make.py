@@ -1,0 +1,162 @@
+"""Write tiny GGUF files with llama.cpp's own converter, and the logits of transformers beside them.
+
+Needs torch, transformers and a folder of llama.cpp's sources (the sdist of llama-cpp-python has it
+as vendor/llama.cpp), which nothing else here does:
+
+    python tests/data/gguf/make.py LLAMA_CPP [CASE ...]
+
+Matrices hold three values each, which Q8_0 has exactly: files in float32 and in Q8_0 have the same
+logits, and xz makes kilobytes of them. Vocabularies are left out; tests/convert has theirs.
+"""
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import yaml
+from transformers.models.auto import modeling_auto as auto
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from data.torch_models import loaded, read_config, saved_shapes  # noqa: E402
+from models.cases import CASES  # noqa: E402
+from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
+
+LENGTH = 24
+LOGITS = HERE / "logits.npz"
+WRAPPERS = json.loads((HERE.parent / "parity" / "wrappers.json").read_text())
+TYPES = ("f32", "q8_0")
+CONVERT = """
+import json, runpy, sys
+from pathlib import Path
+root = Path(sys.argv[1])
+sys.path[:0] = [str(root), str(root / "gguf-py")]
+from conversion import get_model_class
+from conversion.base import TextModel
+for architecture, arguments in json.loads(sys.stdin.read()):
+    get_model_class(architecture).set_vocab = TextModel._set_vocab_none
+    sys.argv = ["convert_hf_to_gguf.py", *arguments]
+    try:
+        runpy.run_path(str(root / "convert_hf_to_gguf.py"), run_name="__main__")
+    except BaseException as error:
+        print(arguments[0], "FAILED", repr(error)[:500])
+"""
+Job = tuple[str, list[str]]  # a class, and the converter's arguments
+
+
+def case_config(case: dict[str, Any]) -> dict[str, Any]:
+    """The config of a case: that of a tiny model, with changes."""
+    name = case.get("from")
+    base = CASES.get(name) or WRAPPERS.get(name, {}).get("config", {})
+    return merged(base, case.get("config", {}))
+
+
+def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A config with changes, those of nested configs too."""
+    result = dict(config)
+    for key, value in changes.items():
+        nested = key.endswith("_config") and isinstance(value, dict)
+        result[key] = merged(config[key], value) if nested else value
+    return result
+
+
+def coarse_tensor(name: str, shape: tuple[int, ...], less_one: bool) -> np.ndarray:
+    """Random values that cost few bits; matrices have three of them, exact in every type."""
+    values = random_tensor(name, shape, 0, less_one=less_one)
+    if values.dtype.kind == "i":
+        return values
+    if values.ndim < 2 or shape[-1] % 32 or "conv" in name:
+        return np.round(values * 256) / np.float32(256)
+    spread = float(values.std())
+    step = np.float32(127) * np.float32(np.float16(spread * 1.22 / 127))
+    return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step
+
+
+def model_class(config: dict[str, Any]) -> Any:
+    """The class of transformers."""
+    for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"):
+        names = getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
+        if config["model_type"] in names:
+            return getattr(transformers, names[config["model_type"]])
+    return getattr(transformers, config["architectures"][0])
+
+
+def checkpoint(case: dict[str, Any], folder: Path) -> tuple[str, np.ndarray]:
+    """Write the checkpoint of a case; its class, and its logits (LENGTH, vocab_size)."""
+    folder.mkdir()
+    config = case_config(case)
+    text = config.get("text_config", config)
+    less_one = text["model_type"].startswith(LESS_ONE)
+    kind = model_class(config)
+    config.setdefault("architectures", [kind.__name__])
+    read = read_config(config, folder)
+    saved = saved_shapes(kind._from_config(read), folder)
+    tensors = {key: coarse_tensor(key, shape, less_one) for key, shape in saved.items()}
+    model = loaded(kind, read, tensors, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = np.random.default_rng(1).integers(3, text["vocab_size"], LENGTH)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)[None]).logits[0].numpy()
+    return config["architectures"][0], logits.astype(np.float32)
+
+
+def convert(jobs: list[Job], llama_cpp: Path) -> None:
+    """Run the converter in a process of its own."""
+    subprocess.run(
+        [sys.executable, "-c", CONVERT, str(llama_cpp)],
+        env={**os.environ, "TRANSFORMERS_OFFLINE": "1"},
+        input=json.dumps(jobs),
+        text=True,
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def jobs_of(name: str, architecture: str, options: list[str], scratch: Path) -> list[Job]:
+    """A file of each type."""
+    return [
+        (
+            architecture,
+            [
+                *(str(scratch / name), "--outfile", str(scratch / f"{name}-{of_type}.gguf")),
+                *("--outtype", of_type, *options),
+            ],
+        )
+        for of_type in TYPES
+    ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    llama_cpp, *names = sys.argv[1:]
+    cases = yaml.safe_load((HERE / "cases.yml").read_text())
+    logits = dict(np.load(LOGITS)) if LOGITS.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch, jobs = Path(folder), []
+        for name in names or cases:
+            try:
+                architecture, logits[name] = checkpoint(cases[name], scratch / name)
+            except Exception as error:  # the next case may do
+                print(name, "FAILED", repr(error)[-600:])
+                continue
+            jobs += jobs_of(name, architecture, cases[name].get("options", []), scratch)
+        convert(jobs, Path(llama_cpp))
+        for path in scratch.glob("*.gguf"):
+            data = lzma.compress(path.read_bytes(), preset=9)
+            (HERE / f"{path.name}.xz").write_bytes(data)
+            print(f"{path.name:32} {path.stat().st_size:9} {len(data):7} bytes")
+    made = {key: logits[key] for key in sorted(logits) if key in cases}
+    np.savez_compressed(LOGITS, **made)
+
+
+if __name__ == "__main__":
+    main()

@@ -43,9 +43,9 @@ sys.path[:0] = [str(root), str(root / "gguf-py")]
 from conversion import get_model_class
 from conversion.base import TextModel
 for architecture, arguments in json.loads(sys.stdin.read()):
-    get_model_class(architecture).set_vocab = TextModel._set_vocab_none
-    sys.argv = ["convert_hf_to_gguf.py", *arguments]
     try:
+        get_model_class(architecture).set_vocab = TextModel._set_vocab_none
+        sys.argv = ["convert_hf_to_gguf.py", *arguments]
         runpy.run_path(str(root / "convert_hf_to_gguf.py"), run_name="__main__")
     except BaseException as error:
         print(arguments[0], "FAILED", repr(error)[:500])
@@ -116,7 +116,7 @@ def convert(jobs: list[Job], llama_cpp: Path) -> None:
         env={**os.environ, "TRANSFORMERS_OFFLINE": "1"},
         input=json.dumps(jobs),
         text=True,
-        check=True,
+        check=False,
         stderr=subprocess.DEVNULL,
     )
 

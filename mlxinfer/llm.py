@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
-from . import hub
 from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names, check_switch
 from .display.tracebacks import shorten_errors
@@ -15,6 +14,7 @@ from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
+from .resolve import resolve
 from .session.answers import adeltas, deltas, last
 from .session.base import ModelSession
 from .session.inputs import (
@@ -613,7 +613,7 @@ def load_session(
     with progress_bars(wanted=progress) as show:
 
         def find(model: str) -> Path:
-            return hub.resolve(model, progress=partial(show, f"download {model}"))
+            return resolve(model, show)
 
         options = EngineOptions(**arguments).with_draft(find)
         require_mlx()

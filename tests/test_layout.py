@@ -31,6 +31,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "configfile": {"errors"},
     "mcp_tools": {"configfile", "errors", "text"},
     "suggestions": {"hub"},
+    "resolve": {"convert", "hub", "progress"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"files", "images", "layers", "memory", "metal_kernels"},

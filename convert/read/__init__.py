@@ -6,10 +6,11 @@ from pathlib import Path, PurePosixPath
 
 from ...errors import CheckpointError, DownloadError, ModelNotFoundError
 from ...hub import Progress, cache_folder, is_bundled, resolve
-from ...hub.cache import RepoName, find_snapshot, missing_files, parse_repo_name
+from ...hub.cache import RepoName, find_snapshot, is_gguf, missing_files, parse_repo_name
+from ...hub.imported import part_names
 from ...hub.remote import endpoint, hub_failures, list_files
 from .folder import local_side_files, open_folder
-from .gguf.source import open_gguf, part_names
+from .gguf.source import open_gguf
 from .source import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
 __all__ = [
@@ -57,7 +58,7 @@ def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> SourceMod
         path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path, tokenizer)
-    if path.suffix == ".gguf" or _is_gguf(path):
+    if path.suffix == ".gguf" or is_gguf(path):
         return open_gguf(path, tokenizer)
     raise _unreadable(path)
 
@@ -74,12 +75,6 @@ def _only_gguf(folder: Path) -> Path | None:
 def _of_model(path: str) -> bool:
     """Whether a GGUF file holds a language model, not what sees for one."""
     return path.endswith(".gguf") and "mmproj" not in path
-
-
-def _is_gguf(path: Path) -> bool:
-    """Whether a file of another name begins as GGUF does, such as a blob of Ollama."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:

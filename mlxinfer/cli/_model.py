@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import hub
 from ..backend import require_mlx
 from ..errors import InvalidRequestError, shown
-from ..progress import progress_bar
+from ..progress import progress_bars
+from ..resolve import resolve
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -43,10 +43,10 @@ def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM
     return llm
 
 
-def fetch(name: str) -> Path:
-    """hub.resolve() with a progress bar."""
-    with progress_bar(f"download {name}") as progress:
-        return hub.resolve(name, progress=progress)
+def fetch(name: str, *, download: bool = True) -> Path:
+    """resolve() with a progress bar."""
+    with progress_bars() as show:
+        return resolve(name, show, download=download)
 
 
 def has_chat_template(folder: Path | str) -> bool:

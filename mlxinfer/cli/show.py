@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import hub
 from ..errors import UnsupportedModelError
 from ..memory import human_bytes
-from ._model import pooling_of
+from ._model import fetch, pooling_of
 from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
@@ -57,7 +56,7 @@ def command(name: str, context: int | None, on: str | None, as_json: bool) -> No
     from ._inspect import summarise
 
     mac = None if on is None else machine(on)
-    summary = summarise(hub.resolve(name, download=False))
+    summary = summarise(fetch(name, download=False))
     facts = describe(name, summary, context, mac)
     if as_json:
         emit_json(facts)

@@ -16,6 +16,7 @@ from .cache import (
     cached_models,
     disk_bytes,
     find_snapshot,
+    is_gguf,
     missing_files,
     models_elsewhere,
     offline,
@@ -23,6 +24,7 @@ from .cache import (
 )
 from .download import DownloadPlan, Progress, is_locked, plan_download
 from .download import download as download_repo
+from .imported import find_imported, split_parts
 
 __all__ = [
     "DownloadPlan",
@@ -177,12 +179,25 @@ def _local_folder(name: str) -> Path | None:
     if os.path.isdir(path):
         return Path(path)
     if os.path.isfile(path):
-        raise ModelNotFoundError(
-            f"{name!r} is a file; expected the folder with its config.json and .safetensors."
-        )
+        return _imported(Path(path))
     if name.startswith(("/", "./", "../", "~")) or name in {".", ".."}:
         raise ModelNotFoundError(f"There is no folder {name!r}.")
     return None
+
+
+def _imported(file: Path) -> Path:
+    """Return the folder that a GGUF file was imported into."""
+    if not is_gguf(file):
+        raise ModelNotFoundError(
+            f"{str(file)!r} is a file; expected the folder with its config.json and .safetensors, "
+            "or a GGUF file."
+        )
+    folder = find_imported(split_parts(file))
+    if folder is None:
+        raise ModelNotFoundError(
+            f"{str(file)!r} is a GGUF file that was not imported yet; mlxinfer run does so."
+        )
+    return folder
 
 
 def _parse(name: str) -> RepoName:

@@ -74,6 +74,14 @@ def cache_folder() -> Path:
     return Path.home() / ".cache/huggingface/hub"
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does, whatever its name: Ollama's blobs have no ending."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def offline() -> bool:
     """Whether the user forbade network access (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""

@@ -47,9 +47,10 @@ def test_an_existing_folder_is_itself(
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ModelNotFoundError, match="is a file; expected the folder"):
-        hub.resolve(str(file))
+    for content, message in ((b"PK", "is a file; expected the folder"), (b"GGUF", "not imported")):
+        file.write_bytes(content)
+        with pytest.raises(ModelNotFoundError, match=message):
+            hub.resolve(str(file))
 
 
 MISSING = ["/no/such", "./no", "../no", "~/no", ".hidden/../../x"]

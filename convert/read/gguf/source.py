@@ -1,14 +1,14 @@
 """GGUF files, one or split into several, as a SourceModel."""
 
 import mmap
-import re
 from collections.abc import Mapping
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from ....errors import CheckpointError, UnsupportedModelError
+from ....hub.imported import split_parts
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
@@ -21,7 +21,6 @@ from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 Entry = tuple[TensorEntry, StoredArray]
@@ -38,12 +37,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
         ModelNotFoundError: a part is missing.
         UnsupportedModelError: an architecture, tensor type or tokenizer that is not known.
     """
-    label, parts = str(path), [path.parent / name for name in part_names(path.name)]
-    for part in parts:
-        if not part.is_file():
-            raise ModelNotFoundError(
-                f"{path.parent} has no {part.name}, which belongs to {path.name}."
-            )
+    label, parts = str(path), split_parts(path)
     digest = blake2b(digest_of(side_files or {}), digest_size=20)
     headers: dict[Path, GGUFHeader] = {}
     for part in parts:
@@ -69,17 +63,6 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
         fingerprint=digest.hexdigest(),
         origin=origin_of_metadata(metadata),
     )
-
-
-def part_names(name: str) -> list[str]:
-    """The names of all parts of a split file, from the name of one."""
-    match = _PART.fullmatch(name)
-    if match is None:
-        return [name]
-    count = int(match["count"])
-    if not 1 <= int(match["number"]) <= count <= 1000:
-        raise CheckpointError(f"{name[:200]!r} is not the name of a part of a split GGUF file.")
-    return [f"{match['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
 def _architecture(metadata: Mapping[str, Any], label: str) -> str:

@@ -1,0 +1,183 @@
+"""A GGUF file runs: it is imported exactly, once, and found again by what is in it."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from convert_cases import contents
+from gguf import GGMLQuantizationType as Kind
+from models.random_weights import tiny_tensors
+from models.tiny import tiny_config
+from oracles.gguf_files import write_model
+
+from mlxinfer import LLM, SamplingParams, hub
+from mlxinfer.cli import main
+from mlxinfer.convert.imports import import_gguf
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
+from mlxinfer.convert.run import Conversion
+from mlxinfer.errors import ConversionError, UnsupportedModelError
+
+BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+TOKENS = [*BYTES, *(chr(256 + n) for n in range(256 - len(BYTES))), "ab"]
+TOKENIZER = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": TOKENS,
+    "types": [1] * len(TOKENS),
+    "merges": ["a b"],
+}
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def write_file(path: Path, **more: Any) -> Path:
+    config = {**tiny_config("qwen3-v4"), "vocab_size": len(TOKENS)}
+    kinds = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.1.ffn_up.weight": Kind.Q4_0}
+    tensors = tiny_tensors(config, more.pop("seed", 0))
+    path.parent.mkdir(exist_ok=True)
+    write_model(path, config, tensors, kinds=kinds, tokenizer=TOKENIZER, **more)
+    return path
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_file_answers_as_its_converted_folder_does(tmp_path: Path) -> None:
+    path, out = write_file(tmp_path / "tiny.gguf"), tmp_path / "out"
+    options = ConversionOptions(recipe=make_recipe("keep"), searched=False, check_tensors=False)
+    Conversion(open_source(path), out, options).run()
+    answers = []
+    for name in (out, path, path):
+        with LLM(str(name)) as llm:
+            answers.append(llm.generate("hello there", PARAMS).token_ids)
+    with LLM(str(out), draft=str(path)) as llm:
+        answers.append(llm.generate("hello there", PARAMS).token_ids)
+    assert answers == [answers[0]] * 4
+    folder = hub.resolve(str(path))
+    weights = {name: data for name, data in contents(out).items() if name.endswith("safetensors")}
+    assert weights.items() <= contents(folder).items()
+
+
+def test_the_same_content_is_imported_once(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+    steps: list[tuple[int, int]] = []
+    folder = import_gguf(path, lambda *seen: steps.append(seen))
+    total = path.stat().st_size
+    assert steps[0] == (0, total)
+    assert steps[-1] == (total, total)
+    assert steps == sorted(steps)
+    written = {file: file.stat().st_mtime_ns for file in files_below(folder)}
+    copy = tmp_path / "other.gguf"
+    shutil.copy(path, copy)
+    os.utime(path)  # touched
+    for again in (path, path, copy, copy):
+        assert import_gguf(again) == folder
+    assert {file: file.stat().st_mtime_ns for file in files_below(folder)} == written
+    steps.clear()
+    import_gguf(path, lambda *seen: steps.append(seen))
+    assert steps == []  # known without being read
+
+
+def test_other_content_in_the_same_place_is_imported_anew(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+    first = import_gguf(path)
+    data, state = bytearray(path.read_bytes()), path.stat()
+    data[-5] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    second = import_gguf(path)
+    assert second != first
+    assert hub.resolve(str(path)) == second
+
+
+def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
+    write_file(tmp_path / "tiny.gguf", split=8)
+    parts = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert len(parts) > 2
+    folder = import_gguf(parts[1])
+    assert import_gguf(parts[0]) == folder
+    assert "tiny-" in folder.parents[1].name
+    assert "-of-" not in folder.parents[1].name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.9, 1.0])
+def test_an_interrupted_import_leaves_nothing(
+    tmp_path: Path, hub_cache: Path, share: float
+) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= share * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_gguf(path, interrupt)
+    assert files_below(hub_cache) == []
+    assert import_gguf(path).is_dir()
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: usage)
+        with pytest.raises(ConversionError, match=r"tiny\.gguf could not be imported.*free"):
+            import_gguf(path)
+    assert files_below(hub_cache) == []
+
+
+def test_what_a_kill_left_is_cleared_away(tmp_path: Path, hub_cache: Path) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+    folder = import_gguf(path)
+    shutil.rmtree(folder.parents[1] / "refs")
+    shutil.rmtree(folder.parents[1] / "sources")
+    left = folder.with_name(f"{folder.name}.partial") / "model"
+    left.parent.mkdir()
+    folder.rename(left)
+    (left.parent / "journal.jsonl").write_text("{}")
+    (left / "model.safetensors").write_bytes(b"half")
+    assert not any("tiny" in model.name for model in hub.list_models() if model.complete)
+    assert import_gguf(path) == folder
+    assert not left.exists()
+    assert (folder / "model.safetensors").stat().st_size > 1000
+
+
+def test_an_unreadable_file_writes_nothing(tmp_path: Path, hub_cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    data = write_file(path).read_bytes()
+    path.write_bytes(data.replace(b"qwen3", b"qwen9"))
+    with pytest.raises(UnsupportedModelError, match="qwen9"):
+        import_gguf(path)
+    assert files_below(hub_cache) == []
+
+
+def test_commands_know_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_file(tmp_path / "tiny.gguf")
+
+    def call(*args: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main(list(args))
+        seen = capsys.readouterr()
+        assert not stop.value.code, seen.err
+        return seen.out
+
+    assert "qwen3" in call("show", str(path)).lower()
+    said = call("run", "-m", str(path), "--raw", "--max-tokens", "3", "hello")
+    (name,) = (m.name for m in hub.list_models() if m.name.startswith("gguf/tiny-"))
+    assert name in call("list")
+    assert said == call("run", "-m", name, "--raw", "--max-tokens", "3", "hello")
+    call("rm", "--yes", name)
+    assert not any(m.name == name for m in hub.list_models())
+    assert np.array_equal(said, call("run", "-m", str(path), "--raw", "--max-tokens", "3", "hello"))

@@ -220,3 +220,16 @@ def test_ci_runs_what_the_readme_says() -> None:
     on_a_gpu = ".venv/bin/mlxinfer doctor --report report.json"
     assert [run for run in runs if run not in (*script, *ours, ".ci/run", on_a_gpu)] == []
     assert on_a_gpu in runs
+
+
+def test_every_variable_of_the_environment_is_on_the_page_of_places() -> None:
+    """But for those that a process of ours sets for another one."""
+    said = DOCS["places.md"]
+    names = {
+        name
+        for path in (ROOT / "mlxinfer").rglob("*.py")
+        for name in re.findall(r"\"((?:MLXINFER|XDG|HF)_[A-Z_]*[A-Z])\"", path.read_text())
+    }
+    between_processes = {name for name in names if "RANKS" in name or name.endswith("LISTENERS")}
+    missing = {name for name in names - between_processes if f"`{name}" not in said}
+    assert missing <= {"HF_HUB_VERBOSITY", "HF_TOKEN_PATH", "MLXINFER_COMPLETE"}

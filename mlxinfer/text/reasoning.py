@@ -498,6 +498,7 @@ KIMI_K3 = ReasoningFormat(
     answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     final="<|close|>message<|sep|>",
 )
+SOLAR = ReasoningFormat("<|think|>", "<|end|><|begin|>assistant", answer=("<|content|>", "<|end|>"))
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
 
@@ -517,6 +518,8 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
         return ReasoningFormat("", "", harmony=True, channels=MUSE)
     if added.keys() >= _FRAMES or all(mark in sources for mark in _FRAMES):
         return KIMI_K3
+    if all(mark in sources for mark in (SOLAR.start, *SOLAR.answer)):
+        return SOLAR
     if f"{_TO}{_TO_USER.strip()}" in sources:
         return ReasoningFormat(recipient=_TO_USER)
     in_template = [tags for tags in TAGS if all(tag in sources for tag in tags)]

@@ -555,7 +555,7 @@ def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
     found = [message[key] for key in _REASONING_FIELDS if key in message]
     if not found:
         return message
-    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+    return {**dict.fromkeys(_REASONING_FIELDS, found[0]), **message, "reasoning_content": found[0]}
 
 
 def insert_continue_tag(

@@ -24,8 +24,12 @@ CALLS = [
     ("river_of", {"city": "Bergen, \"Ål\"", "days": 2, "wet": True}),
     ("bridge_of", {"city": "Oslo", "stops": [1, {"a": "b"}]}),
 ]  # fmt: skip
-PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
-PROPERTIES |= {"wet": {"type": "boolean"}, "stops": {"type": "array"}}
+PROPERTIES = {
+    name: {"type": kind, "description": "A fact."}
+    for name, kind in (
+        ("city", "string"), ("days", "integer"), ("wet", "boolean"), ("stops", "array")
+    )
+}  # fmt: skip
 TOOLS = [
     {
         "type": "function",
@@ -41,9 +45,10 @@ USER = {"role": "user", "content": "Amaranth"}
 _MARK = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|｜DSML｜|\[/?[A-Z_]{2,30}\]|\]<\]minimax\[>\["
 )
+_UNIT = re.compile(r"<[^<>\s]{1,60}>|.", re.DOTALL)
 _ENDS = re.compile(  # tokens that end an answer, so that they are no part of it
     r"(\s|<\|tool_response>|<\|END_OF_TURN_TOKEN\|>|<SPECIAL_12>|<\|calls?\|>|"
-    r"<｜hy_eos:opensource｜>)+$"
+    r"<｜hy_eos:opensource｜>|<\|START_OF_TURN_TOKEN\|>|<\|CHATBOT_TOKEN\|>)+$"
 )
 
 
@@ -93,10 +98,14 @@ def written_turn(tokenizer: Tokenizer, thought=THOUGHT, said=SAID, calls=CALLS):
         rendered(tokenizer, [USER, each], TOOLS, add_generation_prompt=False, **wish)
         for each in ({"role": "assistant", "content": SAID}, turn)
     )
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked)
-    )
-    return whole[:shared], _ENDS.sub("", whole[shared:].removesuffix(plain.rpartition(SAID)[2]))
+    left, right = _UNIT.findall(asked), _UNIT.findall(whole)
+    pairs = enumerate(zip(left, right, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), len(left))
+    prompt, answer = "".join(right[:shared]), "".join(right[shared:])
+    reasoning = detect_reasoning(tokenizer)
+    if reasoning and thought in answer and asked[len(prompt) :].strip() == reasoning.start:
+        prompt = asked  # it leaves the mark out of earlier turns
+    return prompt, _ENDS.sub("", answer.removesuffix(plain.rpartition(SAID)[2]))
 
 
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

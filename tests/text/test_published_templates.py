@@ -13,6 +13,7 @@ import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from published import FOR_TOOLS_ONLY, VARIABLES, sources, template
+from talking import read, tokenizer_of, turns_of, written_turn
 
 from mlxinfer.errors import TemplateError
 from mlxinfer.text import ChatTemplate, WrittenCall
@@ -23,6 +24,11 @@ from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
 from mlxinfer.text.tools import GENERIC, generic_messages
 
 pytestmark = pytest.mark.ci
+NOT_READ_BACK = {
+    "fireworks-ai-llama-3-firefunction-v2": "needs variables of its own, not tools",
+    "CohereForAI-c4ai-command-r-plus-tool_use": "writes an instruction after the answer",
+    "NVIDIA-Nemotron-Nano-v2": "divides the last answer in two, and opens a thought before both",
+}
 MAX_PROBE_S = 0.05
 NOW = datetime(2025, 3, 9, 14, 5, 6)
 TOOLS = [
@@ -213,3 +219,24 @@ def test_our_template_of_deepseek_v4_writes_what_llama_cpp_does(thinking):
             assert ours.render(chat, **given) == theirs.render(chat, **given), kind
             count += 1
     assert count > 20
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
+def test_turns_are_read_back(has_tokens):
+    """A thought, a text and two calls, token by token, byte by byte and at once."""
+    wrong, count = [], 0
+    for name, source in sources().items():
+        if name in NOT_READ_BACK:
+            continue
+        tokenizer = tokenizer_of(source, has_tokens=has_tokens, **VARIABLES)
+        for thought, said, calls in turns_of(tokenizer):
+            prompt, answer = written_turn(tokenizer, thought, said, calls)
+            wanted = (calls, said, thought if thought in answer else "")  # many write none
+            count += bool(wanted[2])
+            wrong += [
+                f"{name}: {turn}, not {wanted}"
+                for turn in read(tokenizer, prompt, answer)
+                if turn != wanted
+            ]
+    assert not wrong, "\n".join(wrong)
+    assert count > 60

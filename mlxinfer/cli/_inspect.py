@@ -1,12 +1,13 @@
 """Facts about a model folder from its JSON files and safetensors headers. Loads no weights."""
 
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from .. import hub
-from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
+from ..errors import CheckpointError, MlxinferError, TemplateError, UnsupportedModelError
 from ..fit import Fit, FitVerdict, fit_of
 from ..hub.remote import Listing, RemoteFile, read_beginning
 from ..memory import weights_bytes
@@ -25,6 +26,7 @@ from ..models.weights.files import (
 )
 from ..roofline import Work
 from ..text import Tokenizer
+from ..text.samples import facts_of
 from ._model import has_chat_template
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -47,13 +49,17 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The facts of `show`. `config` is None where `problem` says why the model cannot run."""
+    """The facts of `show`. `config` is None where `problem` says why the model cannot run.
+
+    `thinking` is what a client may ask for: "off", "on" and efforts.
+    """
 
     folder: Path
     model_type: str | None
     config: LanguageConfig | None
     weights: WeightSizes | None
     chat_template: bool
+    thinking: tuple[str, ...]
     problem: MlxinferError | None
 
     @property
@@ -66,6 +72,7 @@ def summarise(folder: Path) -> Summary:
     """Read what can be read; a broken or unsupported part is reported in `problem`, not raised."""
     problems: list[MlxinferError] = []
     config, weights, template = None, None, False
+    thinking: tuple[str, ...] = ()
     try:
         template = has_chat_template(folder)
         config = load_any_config(folder)
@@ -73,11 +80,18 @@ def summarise(folder: Path) -> Summary:
         problems.append(error)
     try:
         weights = count_weights(folder, config)
-        Tokenizer.from_folder(folder)
+        thinking = _levels(Tokenizer.from_folder(folder))
     except MlxinferError as error:
         problems.append(error)
     problem = problems[0] if problems else None
-    return Summary(folder, _model_type(folder), config, weights, template, problem)
+    return Summary(folder, _model_type(folder), config, weights, template, thinking, problem)
+
+
+def _levels(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the levels of thinking; a template that is broken or does not end has none."""
+    with suppress(TemplateError):
+        return facts_of(tokenizer.template).thinking.levels if tokenizer.template else ()
+    return ()
 
 
 def _model_type(folder: Path) -> str | None:

@@ -81,6 +81,7 @@ def describe(
         "pooling": _pooling(pooling),
         "architecture": summary.model_type,
         "chat_template": summary.chat_template,
+        "thinking": list(summary.thinking),
         **dict.fromkeys((*OF_CONFIG, *OF_WEIGHTS)),
         **dict.fromkeys(("quantization", "kv_bytes_per_token", "fit", "on")),
         "memory": [],
@@ -156,6 +157,7 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         ("context", f"{facts['context']:,} tokens" if facts["context"] else "?"),
         ("chat template", "yes" if facts["chat_template"] else "no"),
     ]
+    rows += [("thinking", ", ".join(facts["thinking"]))] if facts["thinking"] else []
     if facts["tower_bytes"]:
         size = human_bytes(facts["tower_bytes"])
         rows.append(("sees", f"pictures, with {size} of the weights"))

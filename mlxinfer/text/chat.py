@@ -50,8 +50,6 @@ def encode_chat(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool | str = False,
     **kwargs: Any,
 ) -> list[int]:
     """Return the prompt's token ids for these messages, rendered by the chat template.
@@ -76,8 +74,6 @@ def encode_chat(
             hider,
             tools=given["tools"],
             documents=given["documents"],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             **given["kwargs"],
         )
         return respell(text)

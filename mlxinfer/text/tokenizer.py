@@ -19,7 +19,7 @@ import tokenizers
 
 from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from .template import ChatTemplate
-from .tokenizer_files import TokenizerFiles, read_tokenizer_files
+from .tokenizer_files import TokenizerFiles, read_json, read_tokenizer_files
 
 MAX_TEXT_CHARS = 16_000_000
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -42,6 +42,17 @@ EXACT_CHARS = 1_000_000  # shorter texts, too: clients compact by the true lengt
 PIECE_CHARS = 32_768
 SLACK = 2  # a text has a few more tokens for every cut
 INCOMPLETE = "\ufffd"  # as `decode` writes bytes that are no character, or not yet
+_MISTRALS = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
+_MENDED_IN = 5  # the version of transformers that writes the right pattern
+_OF_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_OF_MISTRAL = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -87,6 +98,7 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """
     path = folder / "tokenizer.json"
     backend = _from_file(path) if path.is_file() else _from_transformers(folder)
+    _mend_mistral(backend, folder)
     backend.no_truncation()
     backend.no_padding()
     for part in ("normalizer", "decoder"):
@@ -99,8 +111,25 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _mend_mistral(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Replace the pattern of Llama 3 that older versions of transformers wrote for Mistral's.
+
+    It divides words and numbers where Mistral's models never saw them divided. Source: what
+    transformers does with `fix_mistral_regex`.
+    """
+    model = read_json(folder / "config.json")
+    version = re.match("[0-9]+", str(model.get("transformers_version")))
+    if model.get("model_type") not in _MISTRALS or (version and int(version[0]) >= _MENDED_IN):
+        return
+    parts = (part_spec(backend, "pre_tokenizer") or {}).get("pretokenizers")
+    is_wrong = bool(parts) and parts[0].get("pattern") == {"Regex": _OF_LLAMA3}
+    if is_wrong and backend.token_to_id("[INST]") is not None:
+        pattern = tokenizers.Regex(_OF_MISTRAL)
+        backend.pre_tokenizer[0] = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+
+
 def part_spec(backend: tokenizers.Tokenizer, part: str) -> dict[str, Any] | None:
-    """Return the JSON description of the backend's "normalizer" or "decoder", None without one."""
+    """Return the JSON description of a part of the backend, such as its "decoder", or None."""
     value = getattr(backend, part)
     if value is None:
         return None

@@ -1,6 +1,7 @@
 """`mlxinfer show`: numbers from a config and safetensors headers."""
 
 import json
+import re
 import struct
 from math import prod
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "heads",
         "context",
         "chat_template",
+        "thinking",
         "kv_bytes_per_token",
         "memory",
         "fit",
@@ -140,6 +142,20 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     assert [step["context"] for step in facts["memory"]] == [100, 4096, 8192]
     assert facts["memory"][0]["total_bytes"] == facts["weight_bytes"] + 100 * 256
     assert facts["chat_template"] is True
+
+
+def test_levels_of_thinking(tmp_path: Path, outcome: Any) -> None:
+    folder = write_model(tmp_path / "m", CONFIG)
+    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == []
+    assert "\nthinking " not in outcome("show", str(folder)).out
+    efforts = "{% if reasoning_effort == 'max' %}Think more.{% endif %}"
+    switch = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}" + efforts + switch)
+    levels = ["off", "on", "high", "max"]
+    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == levels
+    assert re.search(r"\nthinking +off, on, high, max\n", outcome("show", str(folder)).out)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == []
 
 
 def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:

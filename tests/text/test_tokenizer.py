@@ -11,10 +11,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.text import Tokenizer
+from mlxinfer.text.tokenizer import load_backend
 
 TEXT = "A café, 日本 🙂 <|im_end|> end"
 
@@ -302,3 +303,34 @@ def test_other_tokenizer_files_are_read_through_transformers(tmp_path, monkeypat
     Wrapper.backend_tokenizer = None
     with pytest.raises(UnsupportedModelError, match="no form"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "token", "is_mended"),
+    [
+        ({"model_type": "mistral3", "transformers_version": "4.57.1"}, "[INST]", True),
+        ({"model_type": "mistral"}, "[INST]", True),
+        ({"model_type": "mistral", "transformers_version": "5.0.0"}, "[INST]", False),
+        ({"model_type": "mistral"}, "<|eot_id|>", False),
+        ({"model_type": "llama"}, "[INST]", False),
+    ],
+)
+def test_the_pattern_of_mistral_is_mended(tmp_path, config, token, is_mended):
+    wrong = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    backend = load_backend(DATA / "bytelevel")
+    backend.add_special_tokens([token])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(wrong), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    split = load_backend(tmp_path).pre_tokenizer.pre_tokenize_str("McDonald 2026")
+    texts = [text.replace("Ġ", " ") for text, _ in split]
+    mended = ["Mc", "Donald", " ", "2", "0", "2", "6"]
+    assert texts == (mended if is_mended else ["McDonald", " ", "202", "6"])

@@ -49,7 +49,6 @@ def encode_chat(
     /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> list[int]:
     """Return the prompt's token ids for these messages, rendered by the chat template.
@@ -69,19 +68,12 @@ def encode_chat(
         )
 
     def render(given: dict[str, Any], hider: ControlTokens | None) -> str:
-        text = template.render(
-            given["messages"],
-            hider,
-            tools=given["tools"],
-            documents=given["documents"],
-            **given["kwargs"],
+        return respell(
+            template.render(given["messages"], hider, tools=given["tools"], **given["kwargs"])
         )
-        return respell(text)
 
     try:
-        given = plain_data(
-            {"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs}
-        )
+        given = plain_data({"messages": messages, "tools": tools, "kwargs": kwargs})
         given["messages"] = with_parsed_arguments(given["messages"])
         return _encoded(tokenizer, template, render, given, check)
     except RecursionError:

@@ -48,9 +48,10 @@ OK = "ok"  # agrees with its twin
 WRONG = "wrong"  # computes something else
 FAILED = "failed"  # is not compiled, or not run
 CRASHED = "crashed"  # ended the process that checked it
+FAULTY = "faulty"  # gave NaN or infinities in use, where plain MLX gave none
 TWIN = "twin"  # there is no Metal here: nothing was run
 _CHECKING = "checking"
-STATUSES = (OK, WRONG, FAILED, CRASHED, TWIN)
+STATUSES = (OK, WRONG, FAILED, CRASHED, FAULTY, TWIN)
 WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
 
 
@@ -71,7 +72,7 @@ class Verdict:
     """The result of a variant's self-check.
 
     Attributes:
-        status: OK, WRONG, FAILED, CRASHED or TWIN.
+        status: OK, WRONG, FAILED, CRASHED, FAULTY or TWIN.
         error: the largest difference, of the output that differed most for its tolerance.
         tolerance: of that output.
         detail: for people; empty where there is nothing to say.
@@ -311,7 +312,7 @@ def judge(
 
     Args:
         variants, gpu, folder: as for `choose`.
-        again: check known variants anew, except those that crashed.
+        again: check known variants anew, except those that crashed, or were faulty in use.
     """
     distinct = list(dict.fromkeys(variants))
     if gpu is None:
@@ -335,7 +336,7 @@ def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bo
     A kernel that fell to an error of others is not used now, and is checked again next time.
     """
     known = store.read().get(key)
-    if known is not None and (not again or known.status == CRASHED):
+    if known is not None and (not again or known.status in (CRASHED, FAULTY)):
         return known
     if key in store.unfinished():
         crashed = Verdict(CRASHED, detail="the process that checked it ended before it was done")
@@ -374,6 +375,28 @@ def _found(variant: Variant, gpu: Gpu) -> Verdict:
         times[load] = seconds
         verdict = max(verdict, large, key=_share)
     return replace(verdict, times=times, first_run_s=first_run_s)
+
+
+def condemn(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> None:
+    """Remember that variants gave NaN or infinities in use; `gpu`, `folder` as for `choose`."""
+    if gpu is None:
+        return
+    store, detail = Verdicts(folder, gpu.environment), "it gave NaN or infinities in use"
+    try:
+        with store.exclusively():
+            for variant in variants:
+                store.put(key_of(variant), Verdict(FAULTY, detail=detail))
+    except OSError as error:
+        logger.warning("That a kernel is faulty cannot be remembered in %s: %s", folder, error)
+
+
+def condemned(gpu: Gpu | None, folder: Path) -> frozenset[str]:
+    """The kinds whose present text gave NaN or infinities in use on this machine."""
+    if gpu is None:
+        return frozenset()
+    known = Verdicts(folder, gpu.environment).read()
+    keys = [key.split(" ") for key, verdict in known.items() if verdict.status == FAULTY]
+    return frozenset(kind for kind, *_, text in keys if text == f"#{_text_of(kind)}")
 
 
 def examine(variant: Variant, device: Device) -> Verdict:
@@ -451,7 +474,14 @@ def text_digest() -> str:
 
 def key_of(variant: Variant) -> str:
     """The key of a verdict: the variant, and a hash of its files' text."""
+    return f"{variant} #{_text_of(variant.kind)}"
+
+
+def _text_of(kind: str) -> str:
+    """A hash of the text of a kind's files; empty where there is no such kind."""
+    if kind not in KINDS:
+        return ""
     folder = files(__package__)
-    names = "launch.py", *KINDS[variant.kind].files
+    names = "launch.py", *KINDS[kind].files
     text = "\n".join(folder.joinpath(name).read_text() for name in names)
-    return f"{variant} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

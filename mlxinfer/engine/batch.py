@@ -58,6 +58,7 @@ class Sequence:
     finished: bool = False
     num_preempted: int = 0
     retried: bool = False  # macOS stopped a step of it on the GPU, and it started over
+    alone: bool = False  # a step of it gave NaN: proposals are not verified any more
     # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
     fetch: Future[None] | None = None  # of its pages from peers; it is not admitted meanwhile
@@ -466,13 +467,12 @@ class Batch:
         return kept
 
     @property
-    def checks_logits(self) -> bool:
-        """Whether to check that logits are finite.
-
-        They are checked where an answer begins, because damaged weights show at once. They are
-        checked again as often as tails are sealed, because something may go wrong later.
-        """
-        return bool(self.cache_work.seal) or self.begins_answers
+    def row_sequences(self) -> list[Sequence]:
+        """(T,) the sequence of each row."""
+        rows = list(self.decodes.sequences)
+        for segment in self.ragged:
+            rows += [segment.sequence] * segment.num_tokens
+        return rows
 
     @property
     def writes_pages(self) -> bool:

@@ -8,12 +8,12 @@ says "off".
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ..config import default_kernel_folder
-from ..metal_kernels.selfcheck import choose, text_digest, this_gpu
+from ..metal_kernels.selfcheck import choose, condemn, condemned, text_digest, this_gpu
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant, never
 
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
@@ -47,20 +47,22 @@ class Kernels:
     def __init__(
         self, uses: Sequence[KernelUse], chooser: Chooser, *, when_idle: bool = False
     ) -> None:
-        self._chooser = chooser
+        self._uses, self._chooser = uses, chooser
         self._when_idle = when_idle
         self._ready: set[Variant] = set()
         self._known: set[Variant] = set()  # ready or refused
         self.asked: dict[Variant, None] = {}  # in order, until they are known
+        self._left_out: frozenset[str] = frozenset()
+        self._faulty: frozenset[str] = frozenset()  # kinds that gave NaN in use, now or earlier
         if chooser is choose_none:
             for use in uses:
                 use.install(never)
             return
+        self._faulty = condemned(this_gpu(), default_kernel_folder())
         self._prepare(
             variant for use in uses for key in use.at_load for variant in use.variants.get(key, ())
         )
-        for use in uses:
-            use.install(self._ready_for(use))
+        self._install()
 
     def prepare_next(self) -> None:
         """Check and compile the variant that was asked for first, if there is one."""
@@ -71,12 +73,39 @@ class Kernels:
     @property
     def identity(self) -> str:
         """What computes keys and values beside MLX, for keys of pages on disk."""
-        return "plain MLX" if self._chooser is choose_none else f"kernels {text_digest()}"
+        if self._chooser is choose_none:
+            return "plain MLX"
+        return " ".join(
+            [f"kernels {text_digest()}", *(f"-{kind}" for kind in sorted(self._faulty))]
+        )
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that steps may use now."""
+        return frozenset(v.kind for v in self._ready) - self._left_out - self._faulty
+
+    def leave_out(self, kinds: Collection[str]) -> None:
+        """Use plain MLX in place of these kinds, and of no others that were left out before."""
+        self._left_out = frozenset(kinds)
+        self._install()
+
+    def condemn(self, kind: str) -> None:
+        """Do without a kind from now on, on this machine: it gave NaN in use."""
+        self._faulty |= {kind}
+        variants = [variant for variant in self._ready if variant.kind == kind]
+        condemn(variants, gpu=this_gpu(), folder=default_kernel_folder())
+        self.leave_out(self._left_out)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of variants."""
+        """Numbers of variants, and the kinds that are left out, if any, because of NaN."""
         refused = len(self._known) - len(self._ready)
-        return {"ready": len(self._ready), "refused": refused, "asked": len(self.asked)}
+        stats = {"ready": len(self._ready), "refused": refused, "asked": len(self.asked)}
+        left_out = sorted(self._left_out | self._faulty)
+        return {**stats, "left_out": left_out} if left_out else stats
+
+    def _install(self) -> None:
+        for use in self._uses:
+            use.install(self._ready_for(use))
 
     def _prepare(self, variants: Iterable[Variant]) -> None:
         """Check and compile variants now."""
@@ -102,6 +131,8 @@ class Kernels:
 
     def _is_ready(self, variant: Variant) -> bool:
         """Whether a variant may be used now; a variant that is not known yet is asked for."""
+        if variant.kind in self._left_out or variant.kind in self._faulty:
+            return False
         if variant not in self._known:
             if self._when_idle:
                 self.asked[variant] = None

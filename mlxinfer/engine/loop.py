@@ -49,6 +49,7 @@ from .runner import (
     make_cache,
 )
 from .scheduler import EngineCounters, Proposer, Scheduler
+from .suspects import Suspects
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
@@ -102,6 +103,7 @@ class Loop:
             kernels,
             when_idle=kernels_when_idle,
         )
+        self.suspects = Suspects(self.kernels, followers.leave_out)
         self._emit = emit
         self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
         self._num_stages = followers.num_stages
@@ -182,7 +184,7 @@ class Loop:
         """
         disk, store = self.config.disk, self.store
         options = disk or self.config.peers
-        if options is None or store is None or store.tier is not None:
+        if options is None or store is None or store.tier is not None or self.suspects.active:
             return
         identity = options.identity(wait_s)
         if identity is not None:
@@ -385,6 +387,8 @@ class Loop:
         except BaseException as error:  # evaluation failed: the fault boundary of a step
             self._fail_step(launched.batch, error)
             return False
+        if not_finite and self._starts_over(launched.batch, not_finite):
+            return False
         ended_s = min(launched.ended_s, time.monotonic())
         seconds = ended_s - max(launched.began_s, self._ended_s)  # steps run one after the other
         self._ended_s = ended_s
@@ -406,6 +410,8 @@ class Loop:
         result = self.scheduler.commit(launched.batch, tokens)
         self.runner.commit(launched.batch, token_ids, result)
         self._emit_tokens(launched.batch.sampling, tokens, result, logprobs)
+        if self.suspects.active and not not_finite:
+            self.suspects.passed(launched.batch)
         if launched.batch.begins_answers:
             self._free_after_prompts()
         return True
@@ -482,7 +488,6 @@ class Loop:
         self._followers.reset(error)
         require_gpu(error)
         queues, stopped = self.scheduler.queues, gpu_stopped(error)
-        self._in_flight.clear()
         self._counters.step_failures += 1
         if stopped:
             self.scheduler.prefill.halve(batch)
@@ -492,12 +497,37 @@ class Loop:
             elif not sequence.finished:
                 queues.finish(sequence, keep=False)
                 self._emit([failed_event(sequence, error)])
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Let all requests begin again on fresh arrays, with the tokens that they have."""
+        queues = self.scheduler.queues
+        self._in_flight.clear()
         for sequence in reversed(list(queues.running)):
             queues.preempt(sequence, keep=False)
         for sequence in queues.unfinished():
             sequence.num_pending = 0  # sampled on what failed; drawn again, the same
         self.scheduler.kv_manager.forget()
         self.cache.reset()
+
+    def _starts_over(self, batch: Batch, sequences: list[Sequence]) -> bool:
+        """Whether all start over because kernels or proposals may have made a step not finite.
+
+        A rejected proposal that gives NaN would spread: masked values are multiplied by 0. So a
+        sequence with NaN goes on without proposals. Nothing that was computed is kept, and nothing
+        of the disk is used, until it is known which kernel was at fault.
+        """
+        verified = {segment.sequence for segment in batch.short if segment.proposals}
+        unverified = [s for s in sequences if s in verified]
+        if not unverified and not self.suspects.met(batch, sequences):
+            return False
+        for sequence in unverified:
+            sequence.alone = True
+        self._followers.reset(RequestFailedError("a step was not finite"))
+        self._start_over()
+        if self.suspects.active and self.store is not None:
+            self.store.close()
+        return True
 
     def _fail_not_finite(self, sequences: list[Sequence]) -> None:
         """End sequences with logits that are not finite, before their tokens are emitted.
@@ -507,10 +537,15 @@ class Loop:
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):
                 self.scheduler.queues.finish(sequence, keep=False)
+                is_half = self.model.activation_dtype == mx.float16
                 damaged = RequestFailedError(
-                    f"The model's logits are NaN or infinite after {sequence.num_known} tokens. "
-                    "Its weights may be damaged: download it again; or numbers outgrew float16: "
-                    "try dtype='float32'."
+                    f"The model's numbers are NaN or infinite after {sequence.num_known} tokens, "
+                    "also without Metal kernels. "
+                    + (
+                        "They may have outgrown float16: try dtype='bfloat16'."
+                        if is_half
+                        else "Its weights may be damaged: download it again."
+                    )
                 )
                 self._emit([failed_event(sequence, damaged)])
 

@@ -339,9 +339,10 @@ class PageStore:
         return {**found, "tokens_loaded": self.tokens_loaded}
 
     def close(self) -> None:
-        """Stop the writer. Entries that it has not written within `SAVE_S` are lost."""
+        """Stop the writer, until `open`. What it has not written within `SAVE_S` is lost."""
         if self.tier is not None:
             self.tier.close(SAVE_S)
+            self.tier = None
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ to the others before it runs the step.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -66,9 +66,9 @@ class Computed:
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
     hidden: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
-    outputs: list[mx.array] = field(
-        default_factory=list
-    )  # arrays of the cache to evaluate with them
+    read: mx.array | None  # (R, hidden) of which logits are made
+    stored: mx.array | None  # (T, ...) of which keys and values of unread rows are made, if any
+    outputs: list[mx.array]  # arrays of the cache to evaluate with them
 
 
 class FeatureArrays(NamedTuple):
@@ -163,6 +163,9 @@ class Followers:
 
     def resize(self, num_pages: Seq[int]) -> None:
         """Limit the pages of each layer group that may be in use."""
+
+    def leave_out(self, kinds: Collection[str], faulty: str) -> None:
+        """Let no rank use these kinds of kernels; `faulty`: the one found at fault, or empty."""
 
     def reset(self, error: BaseException) -> None:
         """Forget the contents of all caches, because a step failed by this error.
@@ -259,18 +262,22 @@ class Forward:
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
             for a, b in step.prompt_rows
         ]
-        logits = None
+        logits: mx.array | None = None
+        read: mx.array | None = None
         if step.num_rows:
-            wanted = hidden
+            read = hidden
             if step.rows is not None and seen.narrowed is None:
-                wanted = hidden[mx.array(step.rows)]
+                read = hidden[mx.array(step.rows)]
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
-            logits = self.model.logits(wanted, adapters)  # (R, vocab)
+            logits = self.model.logits(read, adapters)  # (R, vocab)
         unused = [] if step.num_rows else [hidden]
+        all_read = step.num_rows and step.rows is None
+        stored = None if all_read else hidden if seen.passed is None else seen.passed
         for work in seen.late or ():
             work()
-        return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
+        outputs = self.cache.step_outputs()
+        return Computed(ids, logits, prompt, taps, unused, read, stored, outputs)
 
     def _features(self, step: StepInputs, rows: Ints, arrays: Seq[mx.array]) -> StepFeatures | None:
         """The features of pictures in a step. Ranks that share layers get them from rank 0."""
@@ -346,11 +353,13 @@ def make_cache(model: LanguageModel, config: EngineConfig, layers: Seq[LayerCach
     )
 
 
-def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
+def cache_of(
+    model: LanguageModel, config: EngineConfig, chooser: Chooser
+) -> tuple[KVCache, Kernels]:
     """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
     layers = cache_layers(model, config)
-    Kernels([*model.kernels(), *attention_kernels(model, layers)], chooser)
-    return make_cache(model, config, layers)
+    kernels = Kernels([*model.kernels(), *attention_kernels(model, layers)], chooser)
+    return make_cache(model, config, layers), kernels
 
 
 def disk_identity(
@@ -389,7 +398,8 @@ class Launched:
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
     own: list[mx.array] | None = None  # of `outputs` what no later stage gives; None: all
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
-    finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
+    finite: list[mx.array] = field(default_factory=list)  # (R,) whether sampled rows are
+    stored_finite: mx.array | None = None  # (T,) whether all rows are; None: those are all
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
@@ -409,11 +419,12 @@ class Launched:
         return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
 
     def not_finite(self) -> list[Sequence]:
-        """Sequences with NaN or infinite logits, where they were checked."""
-        if self.finite is None:
-            return []
-        rows: list[int] = np.flatnonzero(~np.array(self.finite)).tolist()
-        return [self.batch.sampling.sequences[row] for row in rows]
+        """Sequences of which a row gives NaN or infinities; each once."""
+        sampled = self.batch.sampling.sequences
+        bad = [sampled[row] for flags in self.finite for row in np.flatnonzero(~np.array(flags))]
+        if self.stored_finite is not None and not (flags := np.array(self.stored_finite)).all():
+            bad += [s for s, good in zip(self.batch.row_sequences, flags, strict=True) if not good]
+        return list(dict.fromkeys(bad))
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
@@ -557,11 +568,12 @@ class Runner:
         )
         free = launched.sampled
         tokens = constrained.tokens
+        launched.finite.append(_finite(_chosen(launched.constrained_logits, tokens), first))
         if free is not None:
             tokens = mx.concatenate([free.tokens, tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
         launched.constrained, launched.constrained_logits = constrained, None
-        new = [tokens, *constrained.arrays()]
+        new = [tokens, *constrained.arrays(), launched.finite[-1]]
         launched.outputs += new
         if launched.own is None:
             mx.async_eval(new)
@@ -607,8 +619,12 @@ class Runner:
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
         logits, sampling = computed.logits, batch.sampling
+        stored_finite = None if computed.stored is None else _finite(computed.stored)
+        outputs += [] if stored_finite is None else [stored_finite]
         if logits is None:
-            return Launched(batch, None, prompt_logits, outputs)
+            return Launched(batch, None, prompt_logits, outputs, stored_finite=stored_finite)
+        assert computed.read is not None
+        finite = [_finite(computed.read)]  # a few numbers of each row, where logits are many
         sampled, free = None, sampling.num_free
         all_free = free == len(sampling.sequences)
         if free:
@@ -621,14 +637,28 @@ class Runner:
                 proposed=[] if proposals is None else proposals.drawn[:free],
             )
             outputs += sampled.arrays()
-        launched = Launched(batch, sampled, prompt_logits, outputs)
+            finite.append(_finite(_chosen(logits if all_free else logits[:free], sampled.tokens)))
+        if batch.begins_answers:
+            finite.append(_finite(logits))
+        outputs += finite
+        launched = Launched(
+            batch, sampled, prompt_logits, outputs, finite=finite, stored_finite=stored_finite
+        )
         if not all_free:
             launched.constrained_logits = logits[free:]
             outputs.append(launched.constrained_logits)
-        if batch.checks_logits:
-            launched.finite = mx.isfinite(mx.max(logits, axis=-1))
-            outputs.append(launched.finite)
         return launched
+
+
+def _finite(rows: mx.array, before: int = 0) -> mx.array:
+    """(before + N,) whether the largest number of each row (N, ...) is finite; of NaN it is NaN."""
+    finite = mx.isfinite(mx.max(rows.reshape(len(rows), -1), axis=-1))
+    return mx.pad(finite, (before, 0), constant_values=True) if before else finite
+
+
+def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
+    """(N, 1) the logits of the tokens (N,) that were sampled of (N, vocab)."""
+    return mx.take_along_axis(logits, tokens[:, None], axis=-1)
 
 
 def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:
@@ -676,7 +706,5 @@ def _prompt_rows(segment: Segment) -> tuple[int, int]:
 
 def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:
     """(T,) a value of each token's sequence; None: 0 for all."""
-    rows = [value(sequence) for sequence in batch.decodes.sequences]
-    for segment in batch.ragged:
-        rows += [value(segment.sequence)] * segment.num_tokens
+    rows = [value(sequence) for sequence in batch.row_sequences]
     return np.array(rows, dtype=np.int32) if any(rows) else None

@@ -464,13 +464,15 @@ class Scheduler:
     # -- proposals ------------------------------------------------------------------------------
 
     def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, Proposal]:
-        """Proposals to verify, by sequence. Sequences with unread tokens get none.
+        """Proposals to verify, by sequence. Sequences with unread tokens get none, nor
+        do those that gave NaN.
 
         Proposals are cut at the full length of the answer, and where a grammar forbids one.
         `num_decoding` as of `_next_decodes`.
         """
         proposer = self._proposer
-        if proposer is None or not (known := [s for s in decoding if not s.num_pending]):
+        known = [s for s in decoding if not (s.num_pending or s.alone)]
+        if proposer is None or not known:
             return {}
         depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:

@@ -112,6 +112,7 @@ class Step:
     Attributes:
         narrows: the layer that is called next is the last one that stores anything.
         narrowed: the (R,) rows that are left; None: all are.
+        passed: (T, ...) the residual stream from which they were taken.
         begin_adapters: sets the adapters of the rows that are left; None: the model never had one.
         per_layer: (T, L, P) inputs of the L layers, in Gemma 3n and the E models of Gemma 4.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
@@ -126,7 +127,7 @@ class Step:
 
     __slots__ = (
         *("adapters", "caches", "features", "ids", "index", "late", "per_layer", "positions"),
-        *("begin_adapters", "narrowed", "narrows", "prepared", "read_rows"),
+        *("begin_adapters", "narrowed", "narrows", "passed", "prepared", "read_rows"),
         *("rope_variants", "taps", "token_types"),
     )
 
@@ -148,6 +149,7 @@ class Step:
         self.read_rows = read_rows
         self.narrows = False
         self.narrowed: mx.array | None = None
+        self.passed: mx.array | None = None
         self.begin_adapters: Callable[[Rows | None], None] | None = None
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
@@ -176,7 +178,7 @@ class Step:
             (R, ...) of each.
         """
         assert self.read_rows is not None
-        self.narrows, self.narrowed = False, mx.array(self.read_rows)
+        self.narrows, self.narrowed, self.passed = False, mx.array(self.read_rows), x
         if self.adapters is not None and self.begin_adapters is not None:
             self.begin_adapters(self.adapters[self.read_rows])
         if self.per_layer is not None:

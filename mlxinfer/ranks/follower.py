@@ -21,7 +21,7 @@ import msgspec
 from ..cache.inputs import PageTransfer
 from ..cache.paged import finish
 from ..config import EngineConfig, KVOptions
-from ..engine.kernels import choose_on_this_machine
+from ..engine.kernels import Kernels, choose_on_this_machine
 from ..engine.runner import Computed, Forward, cache_of
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
@@ -84,6 +84,7 @@ class Follower:
         self._reader: StepReader
         self._model: LanguageModel | None = None
         self._forward: Forward | None = None
+        self._kernels: Kernels | None = None
         self._in_flight: _InFlight | None = None
 
     def run(self) -> None:
@@ -95,6 +96,7 @@ class Follower:
             assemble=self._assemble,
             commit=self._commit,
             reset=self._reset,
+            leave_out=self._leave_out,
             release=self._release,
             resize=self._resize,
             open_disk=self._disk.open,
@@ -217,7 +219,7 @@ class Follower:
             num_pages=num_pages,
             kv=kv,
         )
-        cache = cache_of(self._model, config, choose_on_this_machine())
+        cache, self._kernels = cache_of(self._model, config, choose_on_this_machine())
         link = self._link if self._sums_tokens else None
         self._forward = Forward(self._model, cache, taps=taps, link=link)
         self._reader = StepReader(page_size)
@@ -253,6 +255,13 @@ class Follower:
         self._running.cache.reset()
         self._disk.take_held()
 
+    def _leave_out(self, kinds: list[str], faulty: str) -> None:
+        """Use plain MLX in place of these kinds of kernels, and for good of the faulty one."""
+        assert self._kernels is not None
+        if faulty:
+            self._kernels.condemn(faulty)
+        self._kernels.leave_out(kinds)
+
     def _extend(self, extents: Sequence[int]) -> None:
         """Note how many pages of each layer group are handed out."""
         for group, extent in zip(self._running.cache.groups, extents, strict=True):
@@ -285,7 +294,7 @@ class Follower:
 
     def _release(self) -> None:
         """Forget the model and its cache; another may follow."""
-        self._model = self._forward = self._in_flight = None
+        self._model = self._forward = self._in_flight = self._kernels = None
         self._adapters.end()
         self._disk.close(END_S)
         gc.collect()

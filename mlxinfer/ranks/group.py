@@ -14,7 +14,7 @@ import secrets
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,10 @@ class RankGroup(Followers):
     def resize(self, num_pages: Sequence[int]) -> None:
         """Limit the pages of each layer group on every rank."""
         self._tell("resize", list(num_pages))
+
+    def leave_out(self, kinds: Collection[str], faulty: str) -> None:
+        """Let no rank use these kinds of kernels, nor, for good, the faulty one."""
+        self._tell("leave_out", list(kinds), faulty)
 
     def reset(self, error: BaseException) -> None:
         """Forget the contents of all caches, because a step failed by this error.

@@ -1,24 +1,33 @@
 """A checkpoint with an adapter merged into it, as a Source: converting it writes the fused model.
 
 A matrix W becomes W + B A; with DoRA its rows are then brought to their learned lengths. What is
-quantised is dequantised, merged and quantised again in its own format, unless it is to stay dense.
+quantised is dequantised, merged and quantised again, in its own format unless more bits or none
+are asked for. A change that is small beside the steps of a format is mostly rounded away: what is
+left of it is measured.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..layers.adapters import AdapterTarget
+from ..memory import human_bytes
 from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise
 from ..models.registry import family
 from .arrays import mx_dtype
+from .quantise import dequantised
+from .read import MLXFormat
 from .read.source import Packed, SourceModel, SourceTensor, TensorReader
+from .recipes import affine, fitting
 
+LEAST_SHARE, MOST_ERROR = 0.8, 0.5  # of a change that is still the one that was trained
+AT_ONCE = 1 << 24  # numbers that are measured together
 _HALVES = ("gate_proj", "up_proj")
 Half = tuple[int, bool]  # gate or up, and whether their rows alternate
 
@@ -38,13 +47,51 @@ class Change:
     half: Half | None
 
 
-def fused(source: SourceModel, adapter: AdapterFolder, *, dense: bool) -> SourceModel:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What rounding leaves of a change D, as sums over its numbers; that of several adds up."""
+
+    squares: float = 0.0  # of D
+    along: float = 0.0  # product of D and what became of it
+    errors: float = 0.0  # squares of their differences
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(
+            self.squares + other.squares, self.along + other.along, self.errors + other.errors
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the change that is left: 1 is all of it."""
+        return self.along / self.squares if self.squares else 1.0
+
+    @property
+    def error(self) -> float:
+        """Of what became of the change, relative to its size: 1 is as bad as no change at all."""
+        return float((self.errors / self.squares) ** 0.5) if self.squares else 0.0
+
+    @property
+    def enough(self) -> bool:
+        """Whether the merged model is still the one that was trained."""
+        return self.share >= LEAST_SHARE and self.error <= MOST_ERROR
+
+
+def fused(
+    source: SourceModel,
+    adapter: AdapterFolder,
+    *,
+    dense: bool,
+    bits: int | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> SourceModel:
     """The source with the adapter merged into its tensors.
 
     Args:
         source: the base.
         adapter: that is merged into it.
-        dense: matrices that were quantised are given as numbers, else as codes of their format.
+        dense: matrices that were quantised are given as numbers, else as codes.
+        bits: of the codes; None: the matrix's own format.
+        progress: is told how many of the tensors were measured.
 
     Raises:
         CheckpointError: a module that the base does not have, a matrix of another shape, or a
@@ -52,24 +99,55 @@ def fused(source: SourceModel, adapter: AdapterFolder, *, dense: bool) -> Source
     """
     loaded = mx.load(str(adapter.file))
     assert isinstance(loaded, dict)
-    changes = dict(_changes(source, adapter))
-    readers = dict(source.readers)
-    for name, each in changes.items():
+    readers, rounded = dict(source.readers), list[_Merging]()
+    for name, each in _changes(source, adapter):
         info = source.tensors[name]
-        if dense:
-            info = replace(info, lossless=None)
+        form = None if dense else info.lossless
+        if form is not None and bits is not None:
+            form = fitting(finer(form, bits), info.shape)
+        info = replace(info, lossless=form)
         merging = _Merging(adapter, loaded, source, info, each)
         merging.check_shapes()
-        codes = None if info.lossless is None else merging.codes
+        codes = None if form is None else merging.codes
         readers[name] = TensorReader(info, source.readers[name].parts, merging.values, codes)
+        if form is not None:
+            rounded.append(merging)
     notes = [*source.notes, f"The adapter {adapter.folder.name} is merged into it."]
-    if count := sum(readers[name].info.lossless is not None for name in changes):
-        notes.append(
-            f"Of what it changes, {count} quantised tensors were rounded to their formats again; "
-            "the figures compare what is written with these. --dequantize keeps them as numbers."
-        )
-    fingerprint = f"{source.fingerprint} {adapter.identity} {dense}"
+    if rounded:
+        notes.append(_what_is_kept(rounded, progress))
+    fingerprint = f"{source.fingerprint} {adapter.identity} {dense} {bits}"
     return replace(source, readers=readers, notes=tuple(notes), fingerprint=fingerprint)
+
+
+def finer(form: MLXFormat, bits: int) -> MLXFormat:
+    """An affine format of so many bits; its groups are those of `form`, 32 at least."""
+    return affine(bits, max(form.group_size, 32))
+
+
+def _what_is_kept(rounded: "Sequence[_Merging]", progress: Callable[[int, int], None]) -> str:
+    """A sentence on what rounding leaves of a change; if that is little, on what leaves more."""
+    kept = Kept()
+    for number, merging in enumerate(rounded, 1):
+        kept += merging.kept(merging.form)
+        progress(number, len(rounded))
+    said = (
+        f"Of what it changes, {len(rounded)} quantised tensors were rounded to their formats "
+        f"again: {kept.share:.0%} of the change is left, and the rest differs from it by "
+        f"{kept.error:.0%} of its size."
+    )
+    if kept.enough:
+        return said
+    better, more, plain = Kept(), 0, 0
+    for merging in rounded:
+        form, count = finer(merging.form, 8), prod(merging.info.shape)
+        better += merging.kept(fitting(form, merging.info.shape) or merging.form)
+        more += count * max(0, 8 - merging.form.bits) // 8
+        plain += count * (16 - merging.form.bits) // 8
+    return (
+        f"{said} That is too little: serve the adapter apart (--adapter), which loses nothing; or "
+        f"merge with --bits 8, which keeps {better.share:.0%} ({better.error:.0%} off) and takes "
+        f"{human_bytes(more)} more; or with --dequantize, which takes {human_bytes(plain)} more."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +165,35 @@ class _Merging:
         merged, form = self._merged(rows), self.info.lossless
         if form is not None:
             packed = self._packed(merged)
-            how = (form.group_size, form.bits, form.mode)
-            merged = mx.dequantize(packed.weight, packed.scales, packed.biases, *how)
+            merged = dequantised(packed.weight, packed.scales, packed.biases, form)
         return merged.astype(mx_dtype(self.info.dtype))
 
     def codes(self) -> Packed:
         """Merged and quantised again."""
         return self._packed(self._merged(slice(0, self.info.shape[0])))
 
+    @property
+    def form(self) -> MLXFormat:
+        """Of what is quantised again."""
+        assert self.info.lossless is not None
+        return self.info.lossless
+
+    def kept(self, form: MLXFormat) -> Kept:
+        """What rounding to `form` leaves of the change, a part of the first axis at a time."""
+        found, count = Kept(), self.info.shape[0]
+        step = max(1, AT_ONCE // prod(self.info.shape[1:]))
+        merging = replace(self, info=replace(self.info, lossless=form))
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            before = self.source.read(self.info.name, rows).astype(mx.float32)
+            change = self._merged(rows) - before
+            after = merging.values(rows).astype(mx.float32) - before
+            sums = (change * change).sum(), (change * after).sum(), ((after - change) ** 2).sum()
+            found += Kept(*(float(each.item()) for each in sums))
+        return found
+
     def _packed(self, merged: mx.array) -> Packed:
-        form = self.info.lossless
-        assert form is not None
+        form = self.form
         scales_in = mx_dtype(self.info.scales_dtype)
         values = merged.astype(scales_in) if form.mode == "affine" else merged
         weight, scales, *biases = mx.quantize(values, form.group_size, form.bits, form.mode)

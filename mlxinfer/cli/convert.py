@@ -371,6 +371,9 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
 @click.argument("adapter")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dequantize", is_flag=True, help="Do not quantise the merged matrices again.")
+@click.option(
+    "--bits", type=click.Choice(BITS), help="Bits of the merged matrices.  [default: as they have]"
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--restart", is_flag=True, help="Delete an interrupted run and begin again.")
 @json_option
@@ -379,6 +382,7 @@ def fuse(
     adapter: str,
     out: Path,
     dequantize: bool,
+    bits: str | None,
     resume: bool,
     restart: bool,
     as_json: bool,
@@ -387,8 +391,11 @@ def fuse(
 
     MODEL is a folder, a .gguf file, org/name of the hub, or demo. ADAPTER is a folder of PEFT or of
     mlx-lm. Quantised matrices are dequantised, merged, and quantised again to the same format. One
-    tensor is in memory at a time. Each is read back and compared.
+    tensor is in memory at a time. Each is read back and compared. What rounding leaves of the
+    adapter's change is said.
     """
+    if dequantize and bits:
+        raise click.UsageError("--dequantize and --bits exclude each other.")
     require_mlx()
     from ..convert.fuse import fused
     from ..convert.read import open_source
@@ -398,9 +405,16 @@ def fuse(
 
     found = read_adapter(adapter)
     options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
+    width = None if bits is None else int(bits)
     try:
-        with progress_bars() as progress:
-            source = fused(open_source(model), found, dense=dequantize)
+        with progress_bars(unit="it", piped=True) as progress:
+            source = fused(
+                open_source(model),
+                found,
+                dense=dequantize,
+                bits=width,
+                progress=partial(progress, "measure"),
+            )
             conversion = Conversion(source, out, options, progress=progress)
             report = conversion.run(resume=resume, restart=restart)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """The fused model is the model with its adapter: in numbers, or quantised again."""
 
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -141,3 +142,59 @@ def test_a_fused_model_that_sees_keeps_what_sees(tmp_path: Path) -> None:
     assert np.abs(logits(out) - logits(base, adapter)).max() < 1e-3
     pairs = zip(load(base).tower.arrays(), load(out).tower.arrays(), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
+
+
+FORMS = [(2, 32), (3, 64), (4, 32), (4, 64), (6, 32), (8, 32), (8, 64)]
+
+
+@pytest.mark.parametrize(("bits", "group"), FORMS)
+@pytest.mark.parametrize("strength", [0.005, 0.6])
+@pytest.mark.parametrize("case", ["qwen3-v4", "qwen3_moe-v4"])
+def test_what_rounding_leaves_of_a_change_is_said_in_figures(
+    tmp_path: Path, case: str, strength: float, bits: int, group: int
+) -> None:
+    """The figures are those of the matrices themselves, base, merged and written."""
+    base = tiny_checkpoint(tmp_path / "base", case, quantize={"group_size": group, "bits": bits})
+    adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1, strength=strength))
+    source = fused(open_source(base), read_adapter(adapter), dense=False)
+    plain = fused(open_source(base), read_adapter(adapter), dense=True)
+    touched = [name for name in source.tensors if source.tensors[name].lossless is not None]
+    before = open_source(base)
+    pairs = [
+        tuple(np.array(each.read(name).astype(mx.float32)) for each in (before, plain, source))
+        for name in touched
+        if plain.tensors[name].lossless is None
+    ]
+    changes = np.concatenate([(merged - start).ravel() for start, merged, _ in pairs])
+    left = np.concatenate([(rounded - start).ravel() for start, _, rounded in pairs])
+    share = float(changes @ left / (changes @ changes))
+    error = float(np.linalg.norm(left - changes) / np.linalg.norm(changes))
+    (said,) = [note for note in source.notes if "of the change is left" in note]
+    found = [int(each) for each in re.findall(r"(-?\d+)%", said)]
+    assert abs(found[0] - 100 * share) <= 0.02 * max(100, 100 * abs(share))
+    assert abs(found[1] - 100 * error) <= 0.03 * max(100, 100 * error)
+    assert ("too little" in said) == (share < 0.8 or error > 0.5)
+    assert ("--bits 8" in said) == ("too little" in said)
+
+
+def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(
+    tmp_path: Path,
+) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
+    adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1, strength=0.02))
+    runs = {}
+    for name, given in (("4", ()), ("8", ("--bits", "8")), ("plain", ("--dequantize",))):
+        out = tmp_path / name
+        command = ["fuse", str(base), str(adapter), str(out), *given]
+        run = CliRunner().invoke(CommandTable(), command)
+        assert run.exit_code == 0, run.output
+        runs[name] = run.output
+        assert np.isfinite(logits(out)).all()
+    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in runs}
+    assert sizes["4"] < sizes["8"] < sizes["plain"]
+    assert "too little" in runs["4"]
+    assert "too little" not in runs["8"]
+    assert "of the change is left" not in runs["plain"]
+    exact = logits(base, adapter)
+    errors = {name: float(np.abs(logits(tmp_path / name) - exact).max()) for name in runs}
+    assert errors["plain"] < errors["8"] < errors["4"]

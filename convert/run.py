@@ -195,12 +195,15 @@ class Conversion:
         journal = Journal(place.journal)
         options = identity(self.options, comparing=self._comparing)
         journal.begin({"source": self.source.fingerprint, **options, "rounding": self._rounding()})
+        self.progress("tokenizer", 0, 2)
         write_side_files(place.model, self.source)
+        self.progress("tokenizer", 1, 2)
         tokenizer, unloadable = self._check_side_files(place)
         texts = None
         if self._needs_texts:
             texts = self._texts(tokenizer or Tokenizer.from_folder(place.model))
         del tokenizer  # one of 262,144 tokens takes hundreds of megabytes
+        self.progress("tokenizer", 2, 2)
         plan = self.plan(self._formats(journal, texts))
         write_json(place.model / "config.json", config_json(self.arranged, plan))
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
@@ -338,6 +341,7 @@ class Conversion:
             done += count
             self.progress("write", done, plan.num_weights)
 
+        wrote(0)
         writer = TensorWriter(
             self.arranged, self.budget, options.searched, wrote, sampled=not options.check_tensors
         )
@@ -373,7 +377,8 @@ class Conversion:
             references=place.references if self._comparing else (),
             nearest=place.nearest if self._comparing else (),
             planned={tensor.output.name: tensor for tensor in plan.tensors},
-            progress=partial(self.progress, "calibrate" if calibrating else "reference"),
+            progress=self.progress,
+            step="calibrate" if calibrating else "reference",
         )
 
     def _complete(self, path: Path, tensors: list[PlannedTensor], journal: Journal) -> None:
@@ -405,7 +410,8 @@ class Conversion:
             0,
             calibrating=False,
             references=place.outputs,
-            progress=partial(self.progress, "compare"),
+            progress=self.progress,
+            step="compare",
         ).write_references()
         usual = limits_for(judged_bits(plan))
         files = zip(place.references, place.nearest, place.outputs, strict=True)

@@ -110,9 +110,15 @@ def with_stacks(
 
 
 def check_shard(
-    path: Path, planned: Sequence[PlannedTensor], arranged: ArrangedSource, block: int
+    path: Path,
+    planned: Sequence[PlannedTensor],
+    arranged: ArrangedSource,
+    block: int,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Entry]:
     """Compare every tensor of a finished file with the source.
+
+    `tell`: is called with the number of weights that were compared.
 
     Raises:
         CheckpointError: the file is no sound safetensors file.
@@ -127,8 +133,9 @@ def check_shard(
     for tensor in planned:
         if tensor.packed:
             status, error = _check_copy(reader, tensor, arranged)
+            tell(tensor.output.num_weights)
         else:
-            error = total(_errors(reader, tensor, arranged, block))
+            error = total(_errors(reader, tensor, arranged, block, tell))
             lossless = error.largest == 0.0
             status = EXACT if lossless else CAST if tensor.form is None else REQUANTISED
         yield _entry(tensor, status, error, reader.checksums(tensor, block))
@@ -150,13 +157,18 @@ def _entry(tensor: PlannedTensor, status: str, error: ErrorStats, checksums: lis
 
 
 def _errors(
-    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
+    reader: ShardReader,
+    tensor: PlannedTensor,
+    arranged: ArrangedSource,
+    block: int,
+    tell: Callable[[int], None],
 ) -> Iterator[ErrorStats]:
     row = 0
     for values in arranged.blocks(tensor.output, block):
         rows = slice(row, row + values.shape[0])
         wanted = np.asarray(as_numpy(values.astype(mx.float32)), dtype=np.float32)
         yield compare(reader.values(tensor, rows), wanted)
+        tell(wanted.size)
         row = rows.stop
 
 

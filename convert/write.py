@@ -390,12 +390,19 @@ def checked_entries(
     Raises:
         ConversionError: the file is not what was written.
     """
-    entries = []
-    found = check_shard(path, tensors, arranged, block)
-    for number, (tensor, checked) in enumerate(zip(tensors, found, strict=True), 1):
+    entries, done = [], 0
+    count = sum(tensor.output.num_weights for tensor in tensors)
+
+    def tell(weights: int) -> None:
+        nonlocal done
+        done += weights
+        progress(f"check {path.name}", done, count)
+
+    tell(0)
+    found = check_shard(path, tensors, arranged, block, tell)
+    for tensor, checked in zip(tensors, found, strict=True):
         confirm(checked, *_journalled(journal, tensor))
         entries.append(checked)
-        progress(f"check {path.name}", number, len(tensors))
     return entries
 
 

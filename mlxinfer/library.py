@@ -97,7 +97,9 @@ def convert_model(
 
     options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
     with progress_bars(unit="it", wanted=_switch(progress)) as show:
+        show("open", 0, 1)
         opened = open_source(str(source), progress=partial(show, "download"))
+        show("open", 1, 1)
         if calibration == "default":
             options = without_layers(opened, options)
         compares = check and is_native(opened.config)

@@ -8,7 +8,7 @@ is short.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ...progress import StepWatch
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
 from ..plan import PlannedTensor
@@ -132,7 +133,9 @@ class CalibrationPass:
         references: files for the logits of the short and of the long texts; (): none are compared.
         nearest: files for what these logits are if weights are rounded to the nearest code.
         planned: the formats of the output, by name of the tensor.
-        progress: is told how much of the texts has gone through how many layers.
+        progress: is told how much of the texts has gone through how many layers, then how many
+            columns of the logits are written.
+        step: name of the first.
     """
 
     def __init__(
@@ -145,12 +148,14 @@ class CalibrationPass:
         references: Sequence[Path],
         nearest: Sequence[Path] = (),
         planned: Mapping[str, PlannedTensor] | None = None,
-        progress: Callable[[int, int], None] = lambda *_: None,
+        progress: StepWatch = lambda *_: None,
+        step: str = "calibrate",
     ) -> None:
         self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers
         self._calibrating, self._references = calibrating, references
-        self._nearest, self._planned, self._progress = nearest, planned or {}, progress
+        self._nearest, self._planned = nearest, planned or {}
+        self._progress, self._step = progress, step
         self._next, self._observed = 0, -1  # layers; behind the last one is the output projection
         self._moments = Moments(block)
         self._streamed = StreamedModel(arranged)
@@ -197,7 +202,10 @@ class CalibrationPass:
         wanted = {_unchanged: of(self._references, self._compared)}
         if self._nearest:
             wanted[partial(self._round, streamed.head)] = of(self._nearest, self._rounded)
-        logits.write(wanted, self._arranged, streamed)
+        vocab = self._arranged.config.vocab_size
+        tell = partial(self._progress, f"logits of {'source' if self._nearest else 'output'}")
+        tell(0, vocab)
+        logits.write(wanted, self._arranged, streamed, lambda done: tell(done, vocab))
 
     def _rounded_states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
         """As `StreamedModel.states` with an embedding that is rounded to the nearest."""
@@ -217,7 +225,7 @@ class CalibrationPass:
 
     def _tell(self, parts: int) -> None:
         self._done += parts
-        self._progress(self._done, self._parts * self._num_layers)
+        self._progress(self._step, self._done, self._parts * self._num_layers)
 
     def _advance(self, *, watching: bool) -> None:
         """Run the next layer, and keep the moments of this one alone."""

@@ -146,6 +146,7 @@ class LearningPass:
             HiddenStates.of(x.astype(mx.float32), self._length)
             for x in (streamed.embed(ids), streamed.embed(ids, rows))
         )
+        progress("learn", 0, self._num_layers)
         for index in range(self._num_layers):
             tensors = {n: a.astype(mx.float32) for n, a in streamed.read_layer(index).items()}
             plain.advance(streamed.layer(index, tensors))

@@ -12,7 +12,7 @@ it is the limit. Passing means "not broken"; the divergence itself says how good
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,13 @@ def write(
     wanted: Mapping[Change, Mapping[Path, mx.array]],
     arranged: ArrangedSource,
     streamed: StreamedModel,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Logits into files, (T, vocab_size) float32 and nothing else. The matrix is read once.
 
     Args:
         wanted: by the change of the rows of the output projection: hidden (T, hidden) of each file.
+        tell: is called with the number of columns that are written.
 
     Raises:
         OSError: the disk is full; then there are no files of these names.
@@ -84,6 +86,7 @@ def write(
                         opened[path].seek((row * vocab + start) * 4)
                         opened[path].write(part.data)
             start += rows.shape[0]
+            tell(start)
     for path in opened:
         os.replace(partial_path(path), path)
 

@@ -47,6 +47,7 @@ def measure_units(
     with ThreadPoolExecutor(MAX_WORKERS) as pool:
         state = _ProbePass(arranged, sequences[::SHARE], recipe, num_probes, pool)
         count = arranged.config.num_layers
+        advance(0, count)
         for index in range(count):
             state.layer(index)
             advance(index + 1, count)

@@ -328,6 +328,7 @@ def _opened(
     from ..convert.zoo import without_layers
     from ..models.registry import is_native
 
+    progress("open", 0, 1)
     opened = open_source(
         source,
         tokenizer=given["tokenizer"],
@@ -338,7 +339,9 @@ def _opened(
         compares = False
     if given["calibration"] is None:
         options = without_layers(opened, options)
-    return Conversion(opened, out, options, compares, progress)
+    conversion = Conversion(opened, out, options, compares, progress)
+    progress("open", 1, 1)
+    return conversion
 
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":

@@ -19,6 +19,7 @@ from mlxinfer.convert.read import Packed, SourceModel, SourceTensor, open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
+from mlxinfer.convert.verify import Progress
 from mlxinfer.models import load
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 5
@@ -82,12 +83,13 @@ def write_tokenizer(folder: Path) -> None:
 def convert(
     source: Path, out: Path, recipe: str = "4bit-g32", *, run: dict[str, Any] | None = None,
     overrides: tuple[str, ...] = (), compares: bool = False, tower_bits: int | None = None,
+    progress: Progress = lambda *_: None,
     **options: Any,
 ) -> ConversionReport:  # fmt: skip
     """Convert without calibration or logits unless told otherwise."""
     how = make_recipe(recipe, overrides=overrides, tower_bits=tower_bits)
     made = ConversionOptions(recipe=how, **options)
-    return Conversion(open_source(source), out, made, compares).run(**run or {})
+    return Conversion(open_source(source), out, made, compares, progress).run(**run or {})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

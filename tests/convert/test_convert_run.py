@@ -388,3 +388,33 @@ def test_rows_written_to_the_wrong_place_are_found(tmp_path: Path, monkeypatch) 
     with pytest.raises(ConversionError, match="damaged"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+PHASES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"check_tensors": False}, set()),
+    ({}, {"check"}),
+    ({"check_text": TEXT, "compares": True}, {"check", "reference", "logits", "compare"}),
+    ({"calibration": TEXT, "compares": True}, {"check", "calibrate", "logits", "compare"}),
+    ({"calibration": TEXT, "target_bpw": 7.0}, {"check", "calibrate", "measure"}),
+    ({"calibration": TEXT, "learn_minutes": 0.001}, {"check", "calibrate", "learn"}),
+]
+
+
+@pytest.mark.parametrize(("options", "phases"), PHASES)
+def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
+    tmp_path: Path, options: dict[str, Any], phases: set[str]
+) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    convert(
+        write_source(tmp_path / "source", "qwen3_moe-v4"),
+        tmp_path / "out",
+        progress=lambda step, done, total: seen.setdefault(step, []).append((done, total)),
+        **options,
+    )
+    assert {step.partition(" ")[0] for step in seen} == phases | {"tokenizer", "write"}
+    for step, events in seen.items():
+        totals = {total for _, total in events}
+        done = [each for each, _ in events]
+        assert len(totals) == 1, step
+        assert done == sorted(done), step
+        assert (done[0], done[-1]) == (0, totals.pop()), step

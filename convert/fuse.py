@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import CheckpointError
 from ..layers.adapters import AdapterTarget
@@ -188,8 +189,9 @@ class _Merging:
             before = self.source.read(self.info.name, rows).astype(mx.float32)
             change = self._merged(rows) - before
             after = merging.values(rows).astype(mx.float32) - before
-            sums = (change * change).sum(), (change * after).sum(), ((after - change) ** 2).sum()
-            found += Kept(*(float(each.item()) for each in sums))
+            products = change * change, change * after, (after - change) ** 2
+            sums = mx.stack([each.sum() for each in products])
+            found += Kept(*np.array(sums, np.float64).tolist())
         return found
 
     def _packed(self, merged: mx.array) -> Packed:

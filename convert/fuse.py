@@ -29,6 +29,7 @@ from .recipes import affine, fitting
 
 LEAST_SHARE, MOST_ERROR = 0.8, 0.5  # of a change that is still the one that was trained
 AT_ONCE = 1 << 24  # numbers that are measured together
+TABLE = "model.embed_tokens"
 _HALVES = ("gate_proj", "up_proj")
 Half = tuple[int, bool]  # gate or up, and whether their rows alternate
 
@@ -41,11 +42,13 @@ class Change:
         module: that has the matrices for it.
         expert: which of the module's matrices, where it has one for each expert.
         half: which of the module's outputs, where it has gate and up in one; None: all.
+        of_table: the tensor is the token table, whose rows are the module's inputs.
     """
 
     module: AdapterModule
     expert: int
     half: Half | None
+    of_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ class _Merging:
             which, alternate = change.half
             size = b.shape[1] // 2
             b = b[:, which::2] if alternate else b[:, which * size : (which + 1) * size]
-        return a, b * module.scale
+        return (b.T, a.T * module.scale) if change.of_table else (a, b * module.scale)
 
     def check_shapes(self) -> None:
         """Raise CheckpointError for matrices of another shape than the base's."""
@@ -316,7 +319,7 @@ def _places(
         for name, half in parts:
             yield from _stack(base, name, module, find, half)
     elif name := find(f"{path}.weight"):
-        yield name, None, Change(module, 0, None)
+        yield name, None, Change(module, 0, None, of_table=path == TABLE)
     elif root.endswith(".experts") and number.isdigit():
         base = root.removesuffix(".experts")
         for stack in (f"{base}.switch_mlp.{last}.weight", f"{root}.{last}.weight"):

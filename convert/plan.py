@@ -16,7 +16,7 @@ from math import prod
 
 from ..errors import InvalidRequestError
 from .arrange import ArrangedSource, OutputTensor
-from .calibration.texts import CALIBRATION_LENGTH, checked_positions
+from .calibration.texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 from .read import MLXFormat
 from .read.stored import PLAIN
 from .recipes import (
@@ -314,8 +314,7 @@ BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
 TOKEN_BYTES = 1500  # of each token while the tokenizer is made and tried: names, merges, and both
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
 INPUTS = (4096, 2048, 1024, 512, 256, 128)  # inputs with moments held together
-INVERSION_BYTES = 24  # of each moment of the block that is inverted
-SEQUENCES = (16, 8)  # of the text for calibration
+INVERSION_BYTES = 16  # of each moment of the block that is inverted
 PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequences
 
 
@@ -324,7 +323,6 @@ class MemoryBudget:
     """Memory, as sizes of the data that is held at once."""
 
     inputs: int  # error feedback holds the second moments of so many together; 0: no feedback
-    sequences: int  # of the text for calibration
     probes: int  # sequences that are carried to the end for each unit that is measured
     block: int  # numbers that are quantised at once by a thread
     workers: int  # threads
@@ -346,10 +344,9 @@ def make_budget(
     inputs, moments = 0, 0
     if options.feeds_back:
         inputs, moments = _largest(INPUTS, lambda n: _moments_bytes(arranged, n), room, 3)
-    sequences, states = _largest(SEQUENCES, lambda n: n * CALIBRATION_LENGTH * hidden, room, 6)
     units = sum(len(output.shape) > 1 and not output.seeing for output in arranged.outputs)
     probes, probed = _largest(PROBES, lambda n: n * units * PROBE_LENGTH * hidden, room, 3)
-    states = (states if calibrates else 0) + checked
+    states = (SEQUENCES * CALIBRATION_LENGTH * hidden if calibrates else 0) + checked
     workers = min(os.cpu_count() or 1, MAX_WORKERS)
     block = MAX_BLOCK
     if room is not None:
@@ -366,7 +363,7 @@ def make_budget(
     if options.learn_minutes is not None:
         parts.append(2 * states + LEARNING_COPIES * layer)
     peak = base + max(parts)
-    return MemoryBudget(inputs, sequences, probes, block, workers, peak)
+    return MemoryBudget(inputs, probes, block, workers, peak)
 
 
 def _largest(

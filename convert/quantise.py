@@ -66,18 +66,19 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         squares = float(np.trace(block)) / len(block)
         if not squares > 0:
             return None
-        damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING) * squares
-        damped = block.astype(np.float64) + damping * np.eye(len(block))
+        damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING)
+        damped = block / np.float32(squares)  # float32 is enough: damping bounds the condition
+        damped.flat[:: len(block) + 1] += np.float32(damping)
         factor = _inverse(np.linalg.cholesky(damped[::-1, ::-1]))[::-1, ::-1]
-        factors.append((factor / factor.diagonal()[:, None]).astype(np.float32))
+        factors.append(factor / factor.diagonal()[:, None])
     return ErrorFeedback(tuple(factors))
 
 
-def _inverse(lower: NDArray[np.float64]) -> NDArray[np.float64]:
+def _inverse(lower: Floats) -> Floats:
     """The inverse of a lower triangular matrix, by halves: nearly all of it is two products."""
     size = len(lower)
     if size <= SMALL:
-        return np.asarray(np.linalg.inv(lower), np.float64)
+        return np.asarray(np.linalg.inv(lower), np.float32)
     half = size // 2
     found = np.zeros_like(lower)
     found[:half, :half] = _inverse(lower[:half, :half])

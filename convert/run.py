@@ -29,10 +29,11 @@ from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, compare_logits, limits_for, reachable_limits
 from .calibration.measure import measure_units
-from .calibration.texts import Texts, beginning, checked_positions, make_texts
+from .calibration.texts import SEQUENCES, Texts, beginning, checked_positions, make_texts
 from .files import damaged, partial_path
 from .mlx_lm import passed_over, read_by_mlx_lm
 from .plan import (
+    TOKEN_BYTES,
     ConversionPlan,
     MemoryBudget,
     PlannedTensor,
@@ -171,10 +172,13 @@ class Conversion:
         check_target(place, label, max(0, self.disk_bytes() - there))
         limit, needed = self.options.max_memory, self.budget.peak_bytes
         if limit is not None and needed > limit:
+            words = self.arranged.config.vocab_size
             raise InvalidRequestError(
                 f"max_memory is {limit / 1e6:,.0f} MB, but about {needed / 1e6:,.0f} MB are "
-                "needed. Calibration holds one layer in memory, and comparing logits holds the "
-                "output. Without both (--calibration none --check tensors) it may be enough.",
+                f"needed, {words * TOKEN_BYTES / 1e6:,.0f} MB of them for a tokenizer of "
+                f"{words:,} tokens."
+                + " Calibration and comparing logits hold one layer in memory; without both "
+                "(--calibration none --check tensors) it may be enough." * self._needs_texts,
                 param="max_memory",
             )
 
@@ -299,7 +303,7 @@ class Conversion:
             options.check_text,
             plain,
             begin=beginning(encode, plain),
-            sequences=self.budget.sequences,
+            sequences=SEQUENCES,
             max_context=config.max_context,
             positions=checked_positions(config.vocab_size),
         )
@@ -327,8 +331,7 @@ class Conversion:
         """How weights are rounded: in part memory decides, and a resumed run must do the same."""
         if self.options.calibration is None:
             return "nearest"
-        budget = self.budget
-        return f"{budget.sequences} sequences, error feedback over {budget.inputs} inputs"
+        return f"{SEQUENCES} sequences, error feedback over {self.budget.inputs} inputs"
 
     def _write(
         self, place: Workplace, plan: ConversionPlan, journal: Journal, texts: Texts | None

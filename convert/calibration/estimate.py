@@ -15,7 +15,7 @@ from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantis
 from ..recipes import ConversionOptions, affine, fitting
 from .feedback import Moments
 from .stream import StreamedModel
-from .texts import CALIBRATION_LENGTH, checked_positions
+from .texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 
 RUNS = 3
 LEAST_S = 0.2  # that a layer's run takes, to be measured well
@@ -40,7 +40,7 @@ def estimated_seconds(
     if options.calibration is None:
         return 0.0
     layers, config = arranged.config.num_layers, arranged.config
-    text = min(budget.sequences * CALIBRATION_LENGTH, len(options.calibration) // TOKEN_CHARS)
+    text = min(SEQUENCES * CALIBRATION_LENGTH, len(options.calibration) // TOKEN_CHARS)
     positions = checked_positions(config.vocab_size) * comparing
     # The source, its rounded weights and the output; logits take as long by weight as layers do.
     tokens = text + 3 * positions

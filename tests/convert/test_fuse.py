@@ -198,3 +198,18 @@ def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(
     exact = logits(base, adapter)
     errors = {name: float(np.abs(logits(tmp_path / name) - exact).max()) for name in runs}
     assert errors["plain"] < errors["8"] < errors["4"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_learned_of_the_token_table_is_merged_into_it(tmp_path: Path, tied: bool) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "gemma3_text-v4" if tied else "qwen3-v4")
+    (name,) = [each for each in mx.load(str(base / "model.safetensors")) if "embed_tokens" in each]
+    table = np.array(mx.load(str(base / "model.safetensors"))[name].astype(mx.float32))
+    drawn = draw({"model.embed_tokens.weight": mx.array(table.T)}, 1, pattern="embed")
+    adapter = write_mlx(tmp_path / "a", drawn)
+    source = fused(open_source(base), read_adapter(adapter), dense=False)
+    found = np.array(source.read("model.embed_tokens.weight").astype(mx.float32))
+    a, b = (np.array(each["model.embed_tokens"]) for each in (drawn.a, drawn.b))
+    wanted = table + drawn.scale * (b @ a).T
+    assert np.abs(found - wanted).max() < 1e-2 * np.abs(wanted).max()
+    assert np.abs(found - table).max() > 0.1 * np.abs(table).max()

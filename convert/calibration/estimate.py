@@ -17,6 +17,7 @@ from .feedback import Moments
 from .stream import StreamedModel
 from .texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 
+BASE_S = 2.0  # of opening, the tokenizer, and the report
 RUNS = 3
 LEAST_S = 0.2  # that a layer's run takes, to be measured well
 MAX_TOKENS = 1024  # in the run of the first layer that the estimate times
@@ -53,7 +54,7 @@ def estimated_seconds(
     head = config.vocab_size * config.hidden_size
     seconds += 3 * positions * head * run.by_token / run.num_weights
     seconds += _round(arranged, plan, options, budget, run)
-    return seconds + 60 * (options.learn_minutes or 0)
+    return BASE_S + seconds + 60 * (options.learn_minutes or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ...progress import StepWatch
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
 from ..plan import PlannedTensor
 from ..quantise import ErrorFeedback, dequantised, make_feedback
+from ..verify import Progress
 from . import logits
 from .stream import EMBEDDING, Change, HiddenStates, StreamedModel
 from .texts import Texts
@@ -148,7 +148,7 @@ class CalibrationPass:
         references: Sequence[Path],
         nearest: Sequence[Path] = (),
         planned: Mapping[str, PlannedTensor] | None = None,
-        progress: StepWatch = lambda *_: None,
+        progress: Progress = lambda *_: None,
         step: str = "calibrate",
     ) -> None:
         self._arranged, self._block = arranged, block

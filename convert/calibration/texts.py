@@ -10,7 +10,7 @@ from ...errors import InvalidRequestError
 Encode = Callable[[str], list[int]]
 
 CALIBRATION_LENGTH = 256  # tokens of a sequence
-SEQUENCES = 8  # of the calibration: with twice as many a 4-bit Gemma 3 270M is no closer
+SEQUENCES = 8  # of the calibration: 16 take Gemma 3 270M in 4 bits from a KL of 0.118 to 0.115
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
 NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions

@@ -401,7 +401,7 @@ def written(folder: Path, source: SourceModel) -> np.ndarray:
                           info.lossless, info.scales_dtype)  # fmt: skip
     arranged = SimpleNamespace(source=source)
     tensor = PlannedTensor(output, info.lossless, info.scales_dtype, packed=True)
-    writer = TensorWriter(arranged, MemoryBudget(0, 0, 0, 1 << 20, 2, 0), False)  # type: ignore[arg-type]
+    writer = TensorWriter(arranged, MemoryBudget(0, 0, 1 << 20, 2, 0), False)  # type: ignore[arg-type]
     try:
         pieces = {array.name: [array] for array in tensor.arrays}
         with closing(ShardFile(folder / "out.safetensors", pieces)) as file:

@@ -289,7 +289,7 @@ class KVCache:
         """Groups of the layers that have pages, with as many pages each as there is room for.
 
         Where no layer has pages, a group of no layers counts what lies elsewhere, and makes the
-        prefix tree.
+        prefix cache.
         """
         members: dict[GroupKey, list[PagedLayer]] = {}
         for layer in paged_of(self.layers):

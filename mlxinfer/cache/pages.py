@@ -7,6 +7,9 @@ gather.
 A page group keeps a vector or more for each token, in pages: attention or latent attention, over
 all positions or a window with sinks. A state group keeps one state for a whole sequence: recurrent
 layers.
+
+`longest_prefix` is the one rule of reuse: after how many tokens of a prompt every group can go on.
+Whoever asks says what it has: memory alone, or memory with a disk and peers.
 """
 
 from array import array
@@ -487,3 +490,62 @@ class StateGroup:
         """Snapshots that were given up since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+
+Rule = Callable[[int], int]  # position -> the last one up to it where a group can resume
+Spans = Sequence[tuple[int, int]]  # [from, to) positions that are reused as a whole or not at all
+HeldBy = Callable[[int, int, int], int]
+"""(group, page number, how many of its first tokens) -> after how many one can go on; 0: none."""
+
+
+def resume_point(longest: int, rules: Sequence[Rule], alignment: int = 1) -> int:
+    """The last position up to `longest` that all groups accept, a multiple of `alignment`."""
+    point, checked = longest - longest % alignment, -1
+    while point != checked:
+        checked = point
+        for lower in rules:
+            point = lower(point)
+            point -= point % alignment
+    return point
+
+
+def span_rule(start: int, stop: int) -> Rule:
+    """All positions except those inside of a span: its tokens are reused together or not at all."""
+    return lambda point: start if start < point < stop else point
+
+
+def rules_of(groups: Sequence[PageGroup], states: StateGroup | None, held: HeldBy) -> list[Rule]:
+    """The rule of each group, the states last."""
+
+    def of_pages(number: int, group: PageGroup) -> Rule:
+        return lambda point: group.last_resumable(point, lambda n, count: held(number, n, count))
+
+    def of_states(states: StateGroup) -> Rule:
+        return lambda point: states.last_resumable(
+            point, lambda n, count: held(len(groups), n, count), groups[0].page_size
+        )
+
+    rules = [of_pages(number, group) for number, group in enumerate(groups)]
+    return rules if states is None else [*rules, of_states(states)]
+
+
+def longest_prefix(
+    longest: int,
+    groups: Sequence[PageGroup],
+    states: StateGroup | None,
+    held: HeldBy,
+    *,
+    spans: Spans = (),
+    alignment: int = 1,
+) -> int:
+    """The last position up to `longest` from which a prompt can go on.
+
+    Groups in which all later tokens see every page are asked first and once: they look for each
+    page in order, up to the first that is missing.
+    """
+    rules = rules_of(groups, states, held)
+    for rule, group in zip(rules, groups, strict=False):
+        longest = longest if group.recycles else rule(longest)
+    sparse = [rule for rule, group in zip(rules, groups, strict=False) if group.recycles]
+    sparse += rules[len(groups) :]
+    return resume_point(longest, [*sparse, *[span_rule(*span) for span in spans]], alignment)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints
 from ..cache.pages import PageTable
-from ..cache.prefix import Lease
+from ..cache.prefix import Lease, PageNames
 from ..core import FinishReason, Request
 from .prompt_pictures import PromptPictures
 
@@ -51,7 +51,8 @@ class Sequence:
     num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
-    lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
+    lease: Lease | None = None  # on what it shares with others; None: not running
+    names: PageNames | None = None  # of its pages, as far as they were asked for
     started: bool = False  # the step was launched before which shared pages are copied for it
     num_logits: int = 0  # positions with logits given out, where they were asked for
     num_cached: int = 0  # prompt tokens that were found computed

@@ -1,7 +1,7 @@
-"""The KV cache that each sequence holds: pages, tails, leases on the prefix tree. Pure Python.
+"""The KV cache that each sequence holds: pages, tails, and what it shares. Pure Python.
 
-Whole pages of a prompt go to the tree as they are written, so that another request can share them
-at once. Pages of an answer go to the tree when the sequence ends or is preempted, or earlier if a
+Whole pages of a prompt get their names as they are written, so that another request can share them
+at once. Pages of an answer get theirs when the sequence ends or is preempted, or earlier if a
 window is about to recycle them. Only a partial page is copied.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move, PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
-from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
+from ..cache.prefix import LOCAL_ROOT, Page, PageNames, PrefixCache, RestorePoint
 from ..errors import InvalidRequestError
 from .batch import Namespace, Sequence
 from .pagestore import PageStore, Transfers
@@ -49,18 +49,21 @@ class KVManager:
         self._closing: list[Move] = []
         self._copies: dict[Sequence, Move] = {}  # of sequences that no step has yet
         self._transfers = Transfers(store, groups) if store and reuse else None
-        self.tree = PrefixTree(
+        self.prefix = PrefixCache(
             groups,
             on_evict=self._transfers.note_evicted if self._transfers else None,
             states=states,
+            root=(store and store.root) or LOCAL_ROOT,
         )
-        self._states = Snapshots(states, self.tree, reuse=reuse) if states else None
+        if store is not None:
+            store.on_open = self.prefix.set_root
+        self._states = Snapshots(states, self, reuse=reuse) if states else None
         self._prompts: dict[Place, tuple[Namespace | None, list[int]]] = {}  # oldest first
 
     # -- beginning ------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, *, slot: int, spare: int) -> bool:
-        """Take what the tree has of a sequence and the pages for the rest of its known tokens.
+        """Take what memory has of a sequence and the pages for the rest of its known tokens.
 
         A partial page that it shares is copied before the next step.
 
@@ -74,15 +77,14 @@ class KVManager:
         """
         if self._transfers is not None and not sequence.request.prompt_logits:
             self._transfers.fetch(
-                self.tree,
-                sequence.key_ids,
+                self.prefix,
                 self.probe(sequence),
                 lambda point: self._room(point, sequence, spare),
             )
         point = self._lookup(sequence, spare)
         if point is None:
             return False
-        sequence.tables = point.tables()
+        sequence.tables = point.tables
         sequence.num_computed = point.num_tokens
         sequence.num_sealed = point.num_tokens - point.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
@@ -92,8 +94,9 @@ class KVManager:
             extended = self._extend(sequence.tables[g], g, num_tokens)
             assert extended, "there was room"
         if point.cut_tokens:
+            pages = point.cut_pages(len(self.groups))
             self._copies[sequence] = Move(
-                sequence.tables, slot, sequence.num_sealed, point.num_tokens, point.cut_pages
+                sequence.tables, slot, sequence.num_sealed, point.num_tokens, pages
             )
         if self._states is not None:
             self._states.begin(sequence, slot, point)
@@ -102,14 +105,21 @@ class KVManager:
     def probe(
         self, sequence: Sequence, *, limit: int | None = None, whole_pages: bool = False
     ) -> RestorePoint:
-        """The longest prefix of a sequence that memory has, see `PrefixTree.probe`."""
-        return self.tree.probe(
-            sequence.namespace,
-            sequence.key_ids,
+        """The longest prefix of a sequence that memory has, see `PrefixCache.probe`."""
+        return self.prefix.probe(
+            self.names_of(sequence),
             limit=limit,
             whole_pages=whole_pages,
             spans=() if sequence.pictures is None else sequence.pictures.spans,
         )
+
+    def names_of(self, sequence: Sequence) -> PageNames:
+        """The names of a sequence's pages, as far as its tokens are known."""
+        root, names = self.prefix.root_of(sequence.namespace), sequence.names
+        if names is None or names.root != root:
+            names = sequence.names = self.prefix.names(sequence.namespace, sequence.key_ids)
+        names.token_ids = sequence.key_ids
+        return names
 
     def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint | None:
         """Lock the longest prefix that leaves room for the rest of a sequence; None: none does.
@@ -120,20 +130,20 @@ class KVManager:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         point = self.probe(sequence, limit=limit)
         while True:
-            lease = self.tree.lock(point, priority=sequence.request.priority)
+            lease = self.prefix.lock(point, priority=sequence.request.priority)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
-                self.tree.count(point)
+                self.prefix.count(point)
                 return point
-            self.tree.unlock(lease)
+            self.prefix.release(lease)
             if not point.cut_tokens:
                 return None
             point = self.probe(sequence, limit=point.num_tokens, whole_pages=True)
 
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
-        for group, shared in enumerate(point.tables()):
+        for group, shared in enumerate(point.tables):
             needed = self.groups[group].max_pages(sequence.num_known + 1) - len(shared.all_pages)
-            free = self.allocators[group].num_free + self.tree.num_evictable(group)
+            free = self.allocators[group].num_free + self.prefix.num_evictable(group)
             if needed + spare > free:
                 return False
         return True
@@ -184,18 +194,18 @@ class KVManager:
         if self._states is not None:
             begun += self._states.take(work)
         for sequence in begun:
-            self.tree.release_cut(sequence.lease_of)
+            self.prefix.release_copied(sequence.lease_of)
         self._closing, self._copies = [], {}
         return work
 
     def take_all(self) -> list[PageTransfer]:
-        """All pages that the tree has and the disk lacks, the ones used last and parents first."""
+        """All pages that memory has and the disk lacks, the ones used last and parents first."""
         assert self._transfers is not None
-        return self._transfers.all_of(self.tree)
+        return self._transfers.all_of(self.prefix)
 
     def held(self, keys: Collection[bytes]) -> list[PageTransfer]:
         """Where the pages with these keys are in memory, of those that are."""
-        return self._transfers.held(self.tree, keys) if self._transfers else []
+        return self._transfers.held(self.prefix, keys) if self._transfers else []
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -227,7 +237,7 @@ class KVManager:
         missing = -(-(num_tokens - end) // self.page_size)
         allocator = self.allocators[group]
         if missing > allocator.num_free:
-            self.tree.evict(group, missing - allocator.num_free)
+            self.prefix.evict(group, missing - allocator.num_free)
         if missing > allocator.num_free:
             return False
         table.append(allocator.allocate(missing, after=table.last))
@@ -236,7 +246,7 @@ class KVManager:
     def wrote(self, sequence: Sequence, *, of_answer: bool = False) -> None:
         """Note that the step being launched writes whole pages of a sequence.
 
-        Pages of an answer go to the tree when it ends, or earlier if a window is about to recycle
+        Pages of an answer get their names when it ends, or earlier if a window is about to recycle
         them.
         """
         if self._recycling or not of_answer:
@@ -251,12 +261,8 @@ class KVManager:
         replaced = False
         for sequence in self._written if self.reuse else ():
             if sequence.lease is not None:
-                replaced |= self.tree.extend(
-                    sequence.lease,
-                    sequence.key_ids,
-                    sequence.tables,
-                    num_tokens=sequence.num_sealed,
-                )
+                names = self.names_of(sequence)
+                replaced |= self.prefix.extend(sequence.lease, names, sequence.num_sealed)
                 if self._states is not None:
                     self._states.settle(sequence)
         self._written = []
@@ -268,20 +274,15 @@ class KVManager:
     def trim(self, sequence: Sequence) -> None:
         """Recycle pages that no later token can see."""
         for g, group in self._recycling:
-            table = sequence.tables[g]
-            first = table.first
-            dropped = group.commit(table, sequence.num_computed)
+            dropped = group.commit(sequence.tables[g], sequence.num_computed)
             if dropped:
-                lease = sequence.lease_of
-                own = max(lease.num_pages - first, 0)  # of those dropped, from here on
-                group.allocator.release(dropped[own:])
-                self.tree.trim(lease, g, table.first)
+                self.prefix.give_back(sequence.lease_of, g, dropped)
 
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """Give back all that a sequence holds; with `keep` the tree takes what was computed."""
-        lease, kept_partial = sequence.lease_of, False
+        """Give back all that a sequence holds; with `keep` what was computed can be reused."""
+        lease, names = sequence.lease_of, self.names_of(sequence)
         self._copies.pop(sequence, None)
         if keep and self.reuse:
             written = sequence.num_sealed
@@ -291,10 +292,8 @@ class KVManager:
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]
                 self._closing.append(Move(tables, sequence.slot, sequence.num_sealed, written))
-            self.tree.extend(lease, sequence.key_ids, sequence.tables, num_tokens=written)
-            kept_partial = self.tree.add_partial(
-                lease, sequence.key_ids, sequence.tables, num_tokens=written
-            )
+            self.prefix.extend(lease, names, written)
+            self.prefix.add_partial(lease, names, written)
             if self._states is not None:
                 self._states.snapshot(sequence, written)
             if self._transfers is not None and sequence.request.id_slot is not None:
@@ -302,12 +301,9 @@ class KVManager:
                 self._remember(place, (sequence.namespace, sequence.key_ids[:written]))
         if self._states is not None:
             self._states.end(sequence)
-        own = lease.num_pages + kept_partial
-        for table, allocator in zip(sequence.tables, self.allocators, strict=True):
-            allocator.release(table.pages_from(own))
-        self.tree.unlock(lease)
+        self.prefix.release(lease)
         sequence.tables = []
-        sequence.lease = None
+        sequence.lease = sequence.names = None
         sequence.sharers = {}
 
     # -- prompts that may be saved --------------------------------------------------------------
@@ -332,27 +328,24 @@ class KVManager:
         return self._prompts[place]
 
     def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
-        """Put what the disk has of a prompt into the tree, as far as there is room."""
+        """Bring what the disk has of a prompt into memory, as far as there is room."""
         assert self._transfers is not None
         self._remember(place, prompt)
         namespace, ids = prompt
-        ids = [*ids, 0]  # comes next
-        self._transfers.fetch(self.tree, ids, self.tree.probe(namespace, ids), lambda _: True)
+        names = self.prefix.names(namespace, [*ids, 0])  # the last one comes next
+        self._transfers.fetch(self.prefix, self.prefix.probe(names), lambda _: True)
 
     def erase(self, place: Place) -> None:
         """Drop the pages of a slot's prompt that no other prompt shares. No work may wait."""
         namespace, ids = self._prompts.pop(place)
-        point = self.tree.probe(namespace, ids, limit=len(ids))
-        for node in reversed([*point.path, *([point.cut] if point.cut else [])]):
-            if node.alive and node.evictable:
-                self.tree.release(self.tree.remove(node))
+        self.prefix.erase(self.prefix.names(namespace, ids), len(ids))
 
     def forget(self) -> None:
         """Drop everything that was computed, after a failed step: no prompt finds it again."""
         self._closing, self._written, self._copies = [], [], {}
         if self._transfers is not None:
             self._transfers.forget()
-        self.tree.clear()
+        self.prefix.clear()
         if self._states is not None:
             self._states.forget()
 
@@ -363,29 +356,29 @@ class Snapshots:
     A snapshot is as large as the KV of thousands of tokens, so few are taken:
     - in a long prompt every `ROLLING_TOKENS`, each replacing the one before;
     - at the last page boundary before the prompt's end;
-    - where prompts part: at `Request.boundaries`, and where the tree has more pages than snapshots;
+    - where prompts part: at `Request.boundaries`, and where memory has more pages than snapshots;
     - where a sequence ends or is preempted.
 
     Args:
         group: the state layers.
-        tree: where snapshots hang.
+        kv_manager: which names them.
         reuse: whether any are taken.
     """
 
-    def __init__(self, group: StateGroup, tree: PrefixTree, *, reuse: bool) -> None:
+    def __init__(self, group: StateGroup, kv_manager: KVManager, *, reuse: bool) -> None:
         self._group = group
-        self._tree = tree
+        self._kv_manager = kv_manager
         self._reuse = reuse
         self._boundaries: dict[Sequence, set[int]] = {}  # of running sequences
-        self._rolling: dict[Sequence, Snapshot] = {}  # the last one
+        self._rolling: dict[Sequence, Page] = {}  # the last one
         self._save: list[tuple[int, int]] = []  # slot, snapshot
         self._leave: list[int] = []  # slots
         self._resume: dict[Sequence, tuple[int, int]] = {}  # snapshot, slot
 
     def begin(self, sequence: Sequence, slot: int, point: RestorePoint) -> None:
         """Let a sequence go on from the snapshot of a restore point, or from the beginning."""
-        if point.snapshot is not None:
-            self._resume[sequence] = point.snapshot.number, slot
+        if point.state is not None and (number := point.state.ids[-1]) is not None:
+            self._resume[sequence] = number, slot
         places = [*sequence.request.boundaries, sequence.num_prompt - 1]
         if point.num_matched > point.num_tokens:
             places.append(point.num_matched)
@@ -421,18 +414,19 @@ class Snapshots:
             if taken is not None:
                 self._rolling[sequence] = taken
             if before is not None:
-                self._tree.remove_snapshot(before)
+                self._kv_manager.prefix.remove_state(before)
 
-    def snapshot(self, sequence: Sequence, place: int) -> Snapshot | None:
-        """Keep the state of a sequence in the tree, which has its tokens up to `place`.
+    def snapshot(self, sequence: Sequence, place: int) -> Page | None:
+        """Keep the state of a sequence, of which memory has the tokens up to `place`.
 
-        None: the state is at another place, the tree has a snapshot there, or there is no room.
+        None: the state is at another place, there is a snapshot already, or there is no room.
         """
         if not sequence.started or place != sequence.num_computed or not place:
             return None
-        taken = self._tree.add_snapshot(sequence.namespace, sequence.key_ids, place)
-        if taken is not None:
-            self._save.append((sequence.slot, taken.number))
+        names = self._kv_manager.names_of(sequence)
+        taken = self._kv_manager.prefix.add_state(names, place, sequence.request.priority)
+        if taken is not None and (number := taken.ids[-1]) is not None:
+            self._save.append((sequence.slot, number))
         return taken
 
     def end(self, sequence: Sequence) -> None:
@@ -457,7 +451,7 @@ class Snapshots:
         self._save, self._leave, self._resume = [], [], {}
 
     def _aligned(self, place: int) -> int:
-        return place - place % self._tree.page_size
+        return place - place % self._kv_manager.page_size
 
 
 def _common_prefix(a: list[int], b: list[int], stop: int) -> int:

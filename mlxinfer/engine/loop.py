@@ -581,12 +581,12 @@ class Loop:
         del self.features
 
     def _save(self, store: PageStore) -> None:
-        """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
+        """To the disk with all named pages, as far as bytes and time allow."""
         self.carry_out_work(store)
         store.save(self.scheduler.kv_manager.take_all(), self.cache.read_out)
 
     def carry_out_work(self, store: PageStore) -> None:
-        """Do the work now that waits for the next step. Then all pages of the tree are filled."""
+        """Do the work now that waits for the next step. Then all named pages are filled."""
         self._read(0)
         work = self.scheduler.kv_manager.take_work()
         self._followers.carry_out(work)
@@ -634,7 +634,7 @@ class Loop:
             "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
             "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
             "kv_bytes_allocated": cache.bytes_allocated,
-            "prompt_tokens_reused": scheduler.kv_manager.tree.tokens_reused,
+            "prompt_tokens_reused": scheduler.kv_manager.prefix.tokens_reused,
             **_state_stats(self.cache.state_group),
             "bytes_copied": cache.bytes_copied,
             "bytes_grown": cache.bytes_grown,
@@ -646,7 +646,7 @@ class Loop:
         }
 
     def _group_stats(self) -> list[dict[str, Any]]:
-        tree = self.scheduler.kv_manager.tree
+        prefix = self.scheduler.kv_manager.prefix
         return [
             {
                 "window": group.window.size,
@@ -654,8 +654,8 @@ class Loop:
                 "layers": len(group.layers),
                 "page_bytes": group.page_bytes,
                 "pages": group.allocator.num_pages,
-                "pages_cached": tree.num_evictable(index),
-                "pages_held": group.allocator.num_held - tree.num_evictable(index),
+                "pages_cached": prefix.num_evictable(index),
+                "pages_held": group.allocator.num_held - prefix.num_evictable(index),
             }
             for index, group in enumerate(self.cache.groups)
         ]

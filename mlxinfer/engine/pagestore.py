@@ -1,4 +1,4 @@
-"""Pages of the prefix tree on disk: their names, which to fetch, and whether that pays. No mlx.
+"""Named pages on disk: which to store, which to fetch, and whether that pays. No mlx.
 
 A page of tokens is one entry for each layer group. A window's pages are stored and read only where
 a prompt can go on from them. Partial pages are not stored. If a model is spread over ranks, each
@@ -6,7 +6,7 @@ stores its part of a page under the same name, and a page counts as found if all
 """
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,19 +18,10 @@ from ..cache.disk import (
     NoFiles,
     group_key,
     namespace_key,
-    page_key,
 )
 from ..cache.inputs import PageTransfer
-from ..cache.pages import PageGroup, PageTable, StateGroup
-from ..cache.prefix import (
-    Node,
-    PrefixTree,
-    RestorePoint,
-    Rule,
-    Snapshot,
-    resume_point,
-    span_rule,
-)
+from ..cache.pages import PageGroup, Spans, StateGroup, longest_prefix
+from ..cache.prefix import Name, Page, PageNames, PrefixCache, RestorePoint, Users
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -57,8 +48,6 @@ class Rate:
         return amount * self.seconds / self.amount if self.amount else None
 
 
-Prompt = tuple[Hashable, list[int]]
-"""A namespace and tokens. Pages are shared where both agree."""
 Found = list[dict[int, Entry]]
 """Pages on the disk that lengthen the prefix of a prompt: by group, page number -> payload."""
 
@@ -105,6 +94,9 @@ class PageStore:
         max_staged_bytes: pages from peers that may wait for their prompts.
         others: disks of other ranks.
         clock: seconds that only grow.
+
+    Attributes:
+        on_open: gets the name of the model once it is known.
     """
 
     def __init__(
@@ -126,6 +118,7 @@ class PageStore:
         self.page_bytes = [group.page_bytes for group in groups]
         self.page_bytes += [states.num_bytes] if states is not None else []
         self.page_size = groups[0].page_size
+        self.always = [g for g, group in enumerate(groups) if not group.recycles]  # need all pages
         self.tokens_loaded = 0
         self.identity: tuple[str, ...] = ()  # what the bytes of pages depend on
         self._max_bytes, self._max_staged_bytes = max_bytes, max_staged_bytes
@@ -134,6 +127,7 @@ class PageStore:
         self._step_ended_s = 0.0
         self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
+        self.on_open: Callable[[Name], None] = lambda root: None
 
     def open(self, folder: str, identity: tuple[str, ...]) -> None:
         """Open the tier for pages of this identity, on all ranks."""
@@ -146,53 +140,37 @@ class PageStore:
             max_staged_bytes=self._max_staged_bytes,
             files=None if self._max_bytes else NoFiles(),
         )
+        self.on_open(namespace)
 
     # -- to the disk ----------------------------------------------------------------------------
 
-    def root_key(self, namespace: Hashable) -> bytes:
-        """The key from which the keys of a namespace's pages follow; each namespace has its own."""
-        assert self.tier is not None
-        root = self.tier.namespace
-        return root if namespace is None else namespace_key(root.hex(), repr(namespace))
+    @property
+    def root(self) -> Name | None:
+        """The name that stands for the model; None: it is not known yet."""
+        return None if self.tier is None else self.tier.namespace
 
-    def spills(
-        self, node: Node, pages: Seq[int | None], snapshots: Iterable[Snapshot]
-    ) -> list[PageTransfer]:
-        """The parts of a page to read out and store, except those that the disk already has.
-
-        Args:
-            node: of the prefix tree.
-            pages: by group, those that are meant.
-            snapshots: likewise.
-        """
-        if self.tier is None or not self._max_bytes or len(node.tokens) < self.page_size:
+    def spills(self, page: Page, groups: Iterable[int]) -> list[PageTransfer]:
+        """What groups have of a page, to be read out and stored, but for what the disk has."""
+        if self.tier is None or not self._max_bytes:
             return []
-        entries = self.entries_of(node)
-        held = [(group, page) for group, page in enumerate(pages) if page is not None]
-        held += [
-            (self.state_group, snapshot.number)
-            for snapshot in snapshots
-            if snapshot.offset == self.page_size
-        ]
-        transfers = [PageTransfer(group, number, entries[group]) for group, number in held]
+        transfers = self.transfers(page, groups)
         return [each for each in transfers if not self.tier.stores(each.entry.key)]
 
-    def key_of(self, node: Node) -> bytes:
-        """The key of a page in memory, hashed once."""
-        return node.chain_keys(self.root_key(node.namespace), page_key)[1]
-
-    def entries_of(self, node: Node) -> list[Entry]:
-        """By group, the entry of a page, without its payload; none of a partial page."""
-        if len(node.tokens) < self.page_size:
+    def transfers(self, page: Page, groups: Iterable[int]) -> list[PageTransfer]:
+        """Where groups have a page, and its entries without their payload; none of a short page."""
+        if len(page.tokens) < self.page_size:
             return []
-        parent, key = node.chain_keys(self.root_key(node.namespace), page_key)
-        groups = range(len(self.page_bytes))
-        return [Entry(group_key(key, group), parent, node.tokens) for group in groups]
+        held = [(group, page.ids[group], group_key(page.name, group)) for group in groups]
+        return [
+            PageTransfer(group, number, Entry(key, page.parent, page.tokens))
+            for group, number, key in held
+            if number is not None
+        ]
 
-    def lacking(self, nodes: Iterable[Node]) -> list[PageTransfer]:
-        """The entries of nodes that the disk lacks."""
-        each = [self.spills(node, node.pages, node.snapshots.values()) for node in nodes]
-        return [spill for spills in each for spill in spills]
+    def lacking(self, pages: Iterable[Page]) -> list[PageTransfer]:
+        """The entries of pages that the disk lacks."""
+        every = range(len(self.page_bytes))
+        return [spill for page in pages for spill in self.spills(page, every)]
 
     def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
         """As many of the last entries as may be held, and at least one.
@@ -247,16 +225,16 @@ class PageStore:
 
     # -- from the disk --------------------------------------------------------------------------
 
-    def find(self, token_ids: Seq[int], point: RestorePoint) -> Found | None:
+    def find(self, point: RestorePoint) -> Found | None:
         """Read the pages on disk that lengthen `point`; None: none do, or reading does not pay.
 
         Takes time in proportion to the prompt. If the disk knows nothing of it, one look at a file.
         """
-        stop = (len(token_ids) - 1) // self.page_size
-        if self.tier is None or stop - len(point.nodes) < MIN_PAGES:
+        stop = (len(point.names.token_ids) - 1) // self.page_size
+        if self.tier is None or stop - point.num_pages < MIN_PAGES:
             return None
-        search = PageSearch(self, self.tier, token_ids, point, stop)
-        while (num_pages := search.reachable()) - len(point.nodes) >= MIN_PAGES:
+        search = PageSearch(self, self.tier, point, stop)
+        while (num_pages := search.reachable()) - point.num_pages >= MIN_PAGES:
             wanted = search.wanted(num_pages)
             num_tokens = num_pages * self.page_size - point.num_tokens
             num_bytes = sum(self.page_bytes[group] for _, group in wanted)
@@ -309,27 +287,39 @@ class PageStore:
 
     # -- saved prompts --------------------------------------------------------------------------
 
-    def places(self, ids: Seq[int], start: RestorePoint) -> tuple[int, list[tuple[int, int]]]:
-        """Pages after which a prompt can go on from the disk alone; (page, group) of their entries.
+    def places(self, names: PageNames) -> tuple[int, list[tuple[int, int]]]:
+        """Pages after which a prompt can go on from the disk alone; places of their entries."""
+        assert self.tier is not None
+        stop, groups = len(names.token_ids) // self.page_size, range(len(self.page_bytes))
+        every = [(number, group) for number in range(stop) for group in groups]
+        on_disk = {place for place in every if self.tier.stores(key_of(names, *place))}
+        num_pages = self.reachable(stop, lambda number, group: (number, group) in on_disk)
+        return num_pages, [place for place in every if place[0] < num_pages and place in on_disk]
+
+    def reachable(self, stop: int, has: Callable[[int, int], bool], spans: Spans = ()) -> int:
+        """The most pages, up to `stop`, after which all groups can go on with the pages there are.
 
         Args:
-            ids: of the prompt.
-            start: the beginning of its namespace.
+            stop: pages.
+            has: whether there is the page of a number and group.
+            spans: of the prompt; none is cut.
         """
-        assert self.tier is not None
-        search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
-        every = search.places(range(len(self.page_bytes)))
-        search.there = {place: self.tier.stores(search.key(*place)) for place in every}
-        num_pages = search.reachable()
-        return num_pages, [place for place in every if place[0] < num_pages and search.has(*place)]
+        size = self.page_size
 
-    def erase(self, ids: Seq[int], start: RestorePoint) -> None:
+        def held(group: int, number: int, count: int) -> int:
+            return count if count == size and has(number, group) else 0
+
+        longest = longest_prefix(
+            stop * size, self.groups, self.states, held, spans=spans, alignment=size
+        )
+        return longest // size
+
+    def erase(self, names: PageNames) -> None:
         """Remove the entries of a prompt, except those that saved sessions keep."""
         assert self.tier is not None
-        search = PageSearch(self, self.tier, ids, start, len(ids) // self.page_size)
-        for number in range(search.stop):
+        for number in range(len(names.token_ids) // self.page_size):
             for group in range(len(self.page_bytes)):
-                self.tier.remove(search.key(number, group))
+                self.tier.remove(key_of(names, number, group))
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -345,6 +335,11 @@ class PageStore:
             self.tier = None
 
 
+def key_of(names: PageNames, number: int, group: int) -> bytes:
+    """The key of the entry of a group's page."""
+    return group_key(names.name(number), group)
+
+
 @dataclass(slots=True)
 class PageSearch:
     """The pages of one prompt on the disk. Each place (page number, group) is looked for once.
@@ -355,33 +350,19 @@ class PageSearch:
 
     store: PageStore
     tier: DiskTier
-    token_ids: Seq[int]
     point: RestorePoint
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
     read: dict[tuple[int, int], Entry] = field(default_factory=dict)
     offered: Collection[bytes] = ()
-    _keys: list[bytes] = field(default_factory=list)  # [n]: of the page before page n
 
     def reachable(self) -> int:
         """The most pages after which all groups can go on, from memory and disk together."""
-        size, always = self.store.page_size, self.always
-        rules = [self._rule(group) for group in range(len(self.store.page_bytes))]
-        longest = self.stop * size
-        for group in always:
-            longest = rules[group](longest)
-        sparse = [rule for group, rule in enumerate(rules) if group not in always]
-        spans = [span_rule(*span) for span in self.point.spans]
-        return resume_point(longest, [*sparse, *spans], alignment=size) // size
+        return self.store.reachable(self.stop, self.has, self.point.spans)
 
-    @property
-    def always(self) -> list[int]:
-        """Groups in which every page is needed, because all later tokens see it."""
-        return [g for g, group in enumerate(self.store.groups) if not group.recycles]
-
-    def places(self, groups: Iterable[int]) -> list[tuple[int, int]]:
+    def places(self, groups: Seq[int]) -> list[tuple[int, int]]:
         """Places of groups after the prefix in memory, the first pages first."""
-        numbers = range(len(self.point.nodes), self.stop)
+        numbers = range(self.point.num_pages, self.stop)
         return [(number, group) for number in numbers for group in groups]
 
     def wanted(self, num_pages: int) -> list[tuple[int, int]]:
@@ -395,33 +376,15 @@ class PageSearch:
 
     def found(self, num_pages: int) -> Found:
         """The needed pages that were read."""
-        found: Found = [{} for _ in self.store.page_bytes]
-        for group, pages in enumerate(found):
-            for number in self._needed(num_pages, group):
-                if (number, group) in self.read:
-                    pages[number] = self.read[number, group]
+        found: Found = []
+        for group in range(len(self.store.page_bytes)):
+            numbers = [n for n in self._needed(num_pages, group) if (n, group) in self.read]
+            found.append({number: self.read[number, group] for number in numbers})
         return found
 
     def key(self, number: int, group: int) -> bytes:
-        """The key of a page's entry. Each page is hashed once, up to the last one asked for."""
-        keys, size = self._keys, self.store.page_size
-        if not keys:
-            keys.append(self.store.root_key(self.point.namespace))
-        for n in range(len(keys) - 1, number + 1):
-            keys.append(page_key(keys[n], self.token_ids[n * size : (n + 1) * size]))
-        return group_key(keys[number + 1], group)
-
-    def _rule(self, group: int) -> Rule:
-        """Where a group can go on, if it has the pages that are somewhere."""
-
-        def held(number: int, tokens: int) -> int:
-            return tokens if tokens == self.store.page_size and self.has(number, group) else 0
-
-        if group == self.store.state_group:
-            assert self.store.states is not None
-            states, size = self.store.states, self.store.page_size
-            return lambda point: states.last_resumable(point, held, size)
-        return lambda point: self.store.groups[group].last_resumable(point, held)
+        """The key of a page's entry."""
+        return key_of(self.point.names, number, group)
 
     def _needed(self, num_pages: int, group: int) -> Seq[int]:
         """Page numbers of a group that the token after `num_pages` needs; of a state, the last."""
@@ -440,11 +403,8 @@ class PageSearch:
 
     def _in_memory(self, number: int, group: int) -> bool:
         path = self.point.path
-        if number >= len(path):
-            return False
-        if group == self.store.state_group:
-            return self.store.page_size in path[number].snapshots
-        return path[number].pages[group] is not None
+        page = path[number] if number < len(path) else None
+        return page is not None and page.ids[group] is not None
 
 
 class Transfers:
@@ -460,9 +420,7 @@ class Transfers:
         self._groups = groups
         self._allocators = [group.allocator for group in groups]
         self._spills: list[PageTransfer] = []
-        self._loads: dict[
-            tuple[int, int], PageTransfer
-        ] = {}  # (group, page id) -> what is to go there
+        self._loads: dict[tuple[int, int | None], PageTransfer] = {}  # by group and page id
 
     def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
         """Pages to be read out before the next step, and then those to be filled."""
@@ -477,125 +435,67 @@ class Transfers:
 
     # -- to the disk ----------------------------------------------------------------------------
 
-    def note_evicted(self, node: Node, pages: Seq[int | None], snapshots: Seq[Snapshot]) -> None:
+    def note_evicted(self, page: Page, groups: Iterable[int]) -> None:
         """Note an evicted page, to be stored, unless it waits for content from the disk."""
-        places = [(g, i) for g, i in enumerate(pages) if i is not None]
-        places += [(self._store.state_group, s.number) for s in snapshots]
+        places = {(group, page.ids[group]) for group in groups}
         unfilled = {place for place in places if self._loads.pop(place, None)}
-        self._spills += [
-            spill
-            for spill in self._store.spills(node, pages, snapshots)
-            if (spill.group, spill.page) not in unfilled
-        ]
+        filled = sorted(group for group, number in places if (group, number) not in unfilled)
+        self._spills += self._store.spills(page, filled)
 
-    def all_of(self, tree: PrefixTree) -> list[PageTransfer]:
-        """All pages that the tree has and the disk lacks, the ones used last and parents first."""
-        for node in sorted(tree.nodes(), key=lambda node: (-node.tick, node.number)):
-            self.note_evicted(node, node.pages, list(node.snapshots.values()))
-        spills, self._spills = self._spills, []
-        return spills
+    def all_of(self, prefix: PrefixCache) -> list[PageTransfer]:
+        """All pages that memory has and the disk lacks, the ones used last and parents first."""
+        pages = sorted(prefix.page_of.values(), key=lambda page: (-page.tick, page.number))
+        return self._store.lacking(pages)
 
-    def held(self, tree: PrefixTree, keys: Collection[bytes]) -> list[PageTransfer]:
-        """Where the pages with these keys are in memory, of those that are.
-
-        Costs a look at each node of the tree, and hashes of those that were never named.
-        """
-        page_keys = {group_key(key, 0) for key in keys}
-        return [
-            PageTransfer(group, page, entry)
-            for node in tree.nodes()
-            if self._store.key_of(node) in page_keys
-            for group, entry in enumerate(self._store.entries_of(node))
-            if entry.key in keys and (page := self._page_of(node, group)) is not None
-        ]
-
-    def _page_of(self, node: Node, group: int) -> int | None:
-        if group < len(node.pages):
-            return node.pages[group]
-        snapshot = node.snapshots.get(self._store.page_size)
-        return None if snapshot is None else snapshot.number
+    def held(self, prefix: PrefixCache, keys: Iterable[bytes]) -> list[PageTransfer]:
+        """Where the pages with these keys are in memory, of those that are."""
+        pages = [(prefix.page_of.get(group_key(key, 0)), key[-1]) for key in keys]
+        known = [(page, g) for page, g in pages if page and g < len(page.ids)]
+        return [each for page, group in known for each in self._store.transfers(page, [group])]
 
     # -- from the disk --------------------------------------------------------------------------
 
     def fetch(
-        self,
-        tree: PrefixTree,
-        ids: list[int],
-        point: RestorePoint,
-        has_room: Callable[[RestorePoint], bool],
+        self, prefix: PrefixCache, point: RestorePoint, has_room: Callable[[RestorePoint], bool]
     ) -> None:
-        """Put the pages of a prompt that only the disk has into the tree, if there is room.
+        """Bring the pages of a prompt that only the disk has into memory, if there is room.
 
         Args:
-            tree: as it was when `point` was found.
-            ids: of the prompt.
+            prefix: as it was when `point` was found.
             point: where the prompt could go on from memory alone.
             has_room: whether it could begin there.
         """
-        lease = tree.hold_path(point)
+        users = prefix.hold_path(point)
         if has_room(point):
-            found = self._store.find(ids, point)
-            counts = [len(pages) for pages in found[: len(self._groups)]] if found else []
-            pages = self._allocate(tree, counts) if found else None
-            if found and pages:
-                self._insert(tree, (point.namespace, ids), found, pages)
-        tree.unlock(lease)
+            found = self._store.find(point)
+            if found and self._make_room(prefix, found):
+                users += self._insert(prefix, point.names, found)
+        prefix.let_go(users, anchored=True)
 
-    def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
-        """Allocate so many pages of each group; None: there is no room."""
-        taken: list[list[int]] = []
-        for group, count in enumerate(counts):
-            allocator = self._allocators[group]
-            if count > allocator.num_free:
-                tree.evict(group, count - allocator.num_free)
-            if count > allocator.num_free:
-                for allocated, pages in zip(self._allocators, taken, strict=False):
-                    allocated.release(pages)
-                return None
-            taken.append(allocator.allocate(count))
-        return taken
+    def _make_room(self, prefix: PrefixCache, found: Found) -> bool:
+        """Evict until each group has free pages for what was found; False: too many are needed."""
+        for group, (allocator, entries) in enumerate(zip(self._allocators, found, strict=False)):
+            if len(entries) > allocator.num_free:
+                prefix.evict(group, len(entries) - allocator.num_free)
+        rooms = zip(self._allocators, found, strict=False)
+        return all(len(entries) <= allocator.num_free for allocator, entries in rooms)
 
-    def _insert(
-        self, tree: PrefixTree, prompt: Prompt, found: Found, pages: list[list[int]]
-    ) -> None:
-        """Give pages to the tree, and note which entries will fill them."""
-        runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
-        for group, numbers in enumerate(pages):
-            read = found[group]
-            for number, page in zip(read, numbers, strict=True):
-                entry = read[number]
-                self._loads[group, page] = PageTransfer(group, page, entry)
-                last = runs[-1] if runs else None
-                if last and last[0] == group and last[1] + len(last[2]) == number:
-                    last[2].append(page)
-                else:
-                    runs.append((group, number, [page]))
-        whole = [run for run in runs if not self._groups[run[0]].recycles]
-        for some in [whole, *[[run] for run in runs if run not in whole]]:
-            if some:
-                self._insert_runs(tree, prompt, some)
-        for states in found[len(pages) :]:
-            for number, stored in states.items():
-                self._insert_snapshot(tree, prompt, number, stored)
-
-    def _insert_runs(
-        self, tree: PrefixTree, prompt: Prompt, runs: list[tuple[int, int, list[int]]]
-    ) -> None:
-        """Runs of several groups that end at the same page."""
-        _, first, last_run = runs[0]
-        stop, size = first + len(last_run), self._store.page_size
-        tables = [PageTable(size, first=stop) for _ in self._allocators]
-        for group, first, pages in runs:
-            tables[group] = PageTable(size, first=first, pages=pages)
-        namespace, ids = prompt
-        tree.insert(namespace, ids[: stop * size], tables)
-        for group, _, pages in runs:
-            for page in set(pages).difference(tables[group].pages):  # the tree had an equal one
-                self._loads.pop((group, page))
-
-    def _insert_snapshot(self, tree: PrefixTree, prompt: Prompt, number: int, read: Entry) -> None:
-        """The state after page `number`, where there is room for it."""
-        snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
-        if snapshot is not None:
-            place = self._store.state_group, snapshot.number
-            self._loads[place] = PageTransfer(*place, read)
+    def _insert(self, prefix: PrefixCache, names: PageNames, found: Found) -> Users:
+        """Name pages, and note which entries will fill them."""
+        users: Users = []
+        for group, allocator in enumerate(self._allocators):
+            entries, places = found[group], allocator.allocate(len(found[group]))
+            for (number, entry), own in zip(entries.items(), places, strict=True):
+                page = prefix.insert(names, number, group, own)
+                if page is None:
+                    allocator.release([own])
+                    continue
+                users.append((page, group))
+                self._loads[group, own] = PageTransfer(group, own, entry)
+        for states in found[len(self._allocators) :]:
+            for number, entry in states.items():
+                page = prefix.add_state(names, (number + 1) * self._store.page_size)
+                if page is not None and (state := page.ids[-1]) is not None:
+                    place = self._store.state_group, state
+                    self._loads[place] = PageTransfer(*place, entry)
+        return users

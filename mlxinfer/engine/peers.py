@@ -315,16 +315,17 @@ class PeerFetches:
 
     def begin(self, kv_manager: KVManager, sequence: Sequence) -> "Future[None] | None":
         """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
-        tier, ids, request = self._store.tier, list(sequence.key_ids), sequence.request
-        stop = (len(ids) - 1) // self._store.page_size
+        tier, num_ids, request = self._store.tier, sequence.num_known, sequence.request
+        stop = (num_ids - 1) // self._store.page_size
         if tier is None or request.prompt_logits or request.from_peer or not self._asked_now():
             return None
         point = kv_manager.probe(sequence)
-        own_s = self._store.computing_s(len(ids) - point.num_tokens)
-        if stop - len(point.nodes) < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
+        own_s = self._store.computing_s(num_ids - point.num_tokens)
+        if stop - point.num_pages < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
             return None
+        point.names.name(stop - 1)  # all are named before the other thread reads names
         is_plain = sequence.pictures is None and sequence.adapter_id is None
-        search = PageSearch(self._store, tier, ids, point, stop)
+        search = PageSearch(self._store, tier, point, stop)
         is_plain = is_plain and not sequence.rope_variant
         fetch = Fetch(search, own_s, is_plain, request.cache_salt)
         return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
@@ -370,14 +371,16 @@ class PeerFetches:
     async def _compute_at(self, peer: Peer, fetch: Fetch) -> None:
         """Let a peer compute the prompt, and take pages as it seals them."""
         search = fetch.search
-        work = peer.compute(search.tier.namespace, search.token_ids, fetch.salt, fetch.wait)
+        work = peer.compute(
+            search.tier.namespace, search.point.names.token_ids, fetch.salt, fetch.wait
+        )
         computing, ended = asyncio.create_task(work), False
         try:
             while not ended:
                 await asyncio.wait({computing}, timeout=POLL_S)
                 ended = computing.done()  # before the last look
                 await self._look(fetch, [peer], fetch.wait)
-                await self._take(fetch, search.places(search.always))
+                await self._take(fetch, search.places(self._store.always))
         finally:
             computing.cancel()
 
@@ -414,7 +417,7 @@ class PeerFetches:
         """Take what lengthens the prompt's prefix, if that is expected to pay."""
         search = fetch.search
         num_pages = search.reachable()
-        num_new, places = num_pages - len(search.point.nodes), search.wanted(num_pages)
+        num_new, places = num_pages - search.point.num_pages, search.wanted(num_pages)
         if num_new < MIN_PAGES:
             return
         link_s = max(

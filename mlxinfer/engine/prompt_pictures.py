@@ -1,7 +1,7 @@
 """The pictures of a prompt, as the scheduler and the KV cache see them. No MLX.
 
 A picture stands in a prompt as token ids, one for each of its features. Where tokens are compared
-(prefix tree, disk, n-grams), ids made of the picture stand in these places. So prompts share the
+(prefix cache, disk, n-grams), ids made of the picture stand in these places. So prompts share the
 pages of one picture, and never those of two.
 """
 

@@ -69,29 +69,31 @@ class Saving:
         adapter, variant, *_ = namespace or (None, 0)
         if namespace != namespace_of(adapter, variant, self._salt):
             raise InvalidRequestError("A prompt with a cache_salt of its own cannot be saved.")
-        lease = kv.tree.hold_path(kv.tree.probe(namespace, ids, limit=len(ids)))
+        names = kv.prefix.names(namespace, ids)
+        users = kv.prefix.hold_path(kv.prefix.probe(names, limit=len(ids)))
+        pages = list(dict.fromkeys(page for page, _ in users))
         try:
-            for spills in store.chunks(store.lacking(lease.nodes)):
-                if not kv.tree.up_to_date(lease):
+            for spills in store.chunks(store.lacking(pages)):
+                if not all(page.is_named for page in pages):
                     raise RequestFailedError("A step failed; send the request again, then save.")
                 store.put(loop.cache.read_out(spills))
                 while not tier.flush(0.0):
                     yield WRITE_S
-            lacking = store.lacking(lease.nodes)
+            lacking = store.lacking(pages)
         finally:
-            kv.tree.unlock(lease)
+            kv.prefix.let_go(users)
         if lacking:
             raise OverloadedError(
                 f"The disk cache has no room for {len(lacking)} more entries of the session: "
                 "remove sessions, raise --disk-cache, or make room on its disk.",
                 retry_after_s=IDENTIFY_S,
             )
-        num_pages, places = store.places(ids, kv.tree.probe(namespace, (), limit=0))
+        num_pages, places = store.places(names)
         if not num_pages:
             raise InvalidRequestError("The prompt has no whole page that could be saved.")
         self.prompt = SavedPrompt(
             identity=store.identity,
-            root=store.root_key(namespace),
+            root=names.root,
             token_ids=tuple(ids[: num_pages * store.page_size]),
             page_size=store.page_size,
             places=tuple(places),
@@ -107,12 +109,13 @@ def root_of(loop: "Loop", prompt: SavedPrompt, salt: str | None) -> bytes:
         InvalidRequestError: the prompt is one of other weights, another version or format.
     """
     store, _ = open_store(loop)
+    prefix = loop.scheduler.kv_manager.prefix
     for saved, own, what in zip(prompt.identity, store.identity, IDENTITY, strict=False):
         if saved != own:
             raise InvalidRequestError(
                 f"The session was saved with {what} {shown(saved)}; here it is {shown(own)}."
             )
-    return store.root_key(namespace_of(prompt.adapter, prompt.rope_variant, salt))
+    return prefix.root_of(namespace_of(prompt.adapter, prompt.rope_variant, salt))
 
 
 def load(loop: "Loop", place: Place, prompt: SavedPrompt, salt: str | None) -> None:
@@ -127,5 +130,5 @@ def erase(loop: "Loop", place: Place) -> int:
     loop.carry_out_work(store)
     namespace, ids = kv.prompt_of(place)
     kv.erase(place)
-    store.erase(ids, kv.tree.probe(namespace, (), limit=0))
+    store.erase(kv.prefix.names(namespace, ids))
     return len(ids)

@@ -151,7 +151,7 @@ class RequestQueues:
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Put a running sequence back at the head of the queue, with its tokens.
 
-        Its pages stay in the prefix tree. Only the pages that are evicted meanwhile are computed
+        Its pages stay in the prefix cache. Only the pages that are evicted meanwhile are computed
         again.
         """
         self._release(sequence, keep)

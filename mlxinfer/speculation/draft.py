@@ -1,6 +1,6 @@
 """Proposals of a draft model: a small checkpoint with the same tokens runs ahead of the model.
 
-It has a KV cache and a prefix tree of its own, made of the same parts as the model's, within a
+It has a KV cache and a prefix cache of its own, made of the same parts as the model's, within a
 share of the same budget. Each running sequence has a counterpart here, which follows its tokens.
 Rejected proposals are taken back. Missing tokens are computed in short steps, all sequences
 together. Sources: Leviathan et al., "Fast inference from transformers via speculative decoding",

@@ -1,6 +1,6 @@
 """Proposals of a head that goes on from the model's hidden states: MTP modules and EAGLE-3.
 
-A head runs as a draft model does, with pages and a prefix tree of its own, one position behind the
+A head runs as a draft model does, with pages and a prefix cache of its own, one position behind the
 model: at position i it reads the model's hidden states there and the token at i + 1. The hidden
 states come from the steps of the model as they are read. They are kept until the head has written
 its pages; where more than `FOLLOW_AT` wait, as in a long prompt or while nothing is proposed, the

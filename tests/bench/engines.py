@@ -197,9 +197,9 @@ class OurEngine:
     @property
     def running_bytes(self) -> int:
         """Bytes of pages that running requests hold, and of all tails."""
-        tree = self.loop.scheduler.kv_manager.tree
+        prefix = self.loop.scheduler.kv_manager.prefix
         groups = enumerate(self.loop.cache.groups)
-        kept = sum(tree.num_evictable(g) * group.page_bytes for g, group in groups)
+        kept = sum(prefix.num_evictable(g) * group.page_bytes for g, group in groups)
         return self.kv_bytes - kept
 
     @property

@@ -1,9 +1,9 @@
-"""What holds of a prefix tree at any time."""
+"""What holds of a prefix cache at any time."""
 
 from collections.abc import Sequence
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
-from mlxinfer.cache.prefix import Node, PrefixTree
+from mlxinfer.cache.prefix import Page, PrefixCache
 
 
 def groups_of(
@@ -20,39 +20,56 @@ def groups_of(
     ]
 
 
-def check(tree: PrefixTree) -> None:
-    """Assert all invariants. Costs the size of the tree."""
-    nodes = list(tree.nodes())
-    assert tree.num_nodes == len(nodes)
-    assert tree.num_unlocked == sum(not node.locks for node in nodes)
-    assert tree.leaves.items() == {node for node in nodes if node.evictable}
-    for group, loose in tree.loose.items():
-        free = {n for n in nodes if n.pages[group] is not None and not n.holds[group]}
-        assert loose.items() == free
-    for group in range(len(tree.groups)):
-        pages = [page for node in nodes if (page := node.pages[group]) is not None]
-        assert len(pages) == len(set(pages)) <= tree._num_pages[group]
-    snapshots = [snapshot for node in nodes for snapshot in node.snapshots.values()]
-    assert tree.snapshots.items() == {s for s in snapshots if not s.holds}
-    assert tree.states is not None or not snapshots
-    for node in [*tree.roots.values(), *nodes]:
-        _check_node(tree, node)
+def check(prefix: PrefixCache) -> None:
+    """Assert all invariants. Costs the number of pages."""
+    named = list(prefix.page_of.values())
+    known = {page for by_id in prefix.by_id for page in by_id.values()} | set(named)
+    children = [page for pages in prefix.children.values() for page in pages]
+    assert len(children) == len(named)
+    assert set(children) == set(named)
+    for page in known:
+        assert any(number is not None for number in page.ids), "a page of nothing"
+        assert page.is_named == (prefix.page_of.get(page.name) is page)
+        assert page.is_named or any(page.users)
+        assert 0 < len(page.tokens) <= prefix.page_size
+        for group, number in enumerate(page.ids):
+            assert page.users[group] >= 0
+            assert number is not None or not page.users[group]
+            waits = page.is_named and group in page.unused
+            assert (page in prefix.unused[group].items()) == waits
+            if number is not None and group in prefix.attention:
+                assert prefix.by_id[group][number] is page
+    for parent, pages in prefix.children.items():
+        assert [page.tokens for page in pages] == sorted({page.tokens for page in pages})
+        assert all(page.parent == parent for page in pages)
+    for group, by_id in enumerate(prefix.by_id):
+        assert sum(page.ids[group] is not None for page in known) == len(by_id)
+        if group not in prefix.windowed:
+            check_parents(prefix, group)
 
 
-def _check_node(tree: PrefixTree, node: Node) -> None:
-    assert node.alive
-    assert node.order == sorted(node.children)
-    assert node.locks or not any(child.locks for child in node.children.values())
-    if node.parent is None:
-        assert node.children or node.locks, "a namespace of nothing"
-        return
-    assert node.parent.children[node.tokens] is node
-    assert 0 < len(node.tokens) <= tree.page_size
-    assert len(node.tokens) == tree.page_size or not node.children
-    for offset, snapshot in node.snapshots.items():
-        assert snapshot.node is node
-        assert snapshot.offset == offset <= len(node.tokens)
-    assert node.locks or node.children or not node.empty, "a node of nothing"
-    for group in range(len(tree.groups)):
-        assert node.pages[group] is not None or group in tree.windowed
-        assert node.holds[group] <= node.locks
+def check_parents(prefix: PrefixCache, group: int) -> None:
+    """All later tokens see these pages, so none is there, or needed, without its parent."""
+    for page in prefix.page_of.values():
+        parent = prefix.page_of.get(page.parent)
+        if page.number and page.ids[group] is not None:
+            assert parent is not None
+            assert parent.ids[group] is not None
+            assert parent.users[group] or not page.users[group]
+
+
+def states_of(prefix: PrefixCache) -> list[Page]:
+    """Pages with a state after them."""
+    return [page for page in prefix.page_of.values() if page.ids[-1] is not None]
+
+
+def token_ids_of(prefix: PrefixCache, page: Page) -> list[int] | None:
+    """All tokens from position 0 to the end of a page; None: pages before it are gone."""
+    parts = [page.tokens]
+    while page.number:
+        parent = prefix.page_of.get(page.parent)
+        if parent is None:
+            return None
+        parts.append(parent.tokens)
+        page = parent
+    return [token for part in reversed(parts) for token in part]

@@ -20,12 +20,12 @@ from mlxinfer.cache.disk import (
     Entry,
     Files,
     NoFiles,
-    chain_keys,
     group_key,
     namespace_key,
     page_key,
 )
-from mlxinfer.cache.disk.entry import VERSION, decode, encode
+from mlxinfer.cache.disk.entry import decode, encode
+from mlxinfer.cache.prefix.names import VERSION, PageNames
 
 MODEL = namespace_key("model", "bf16")
 FOLDER = f"{MODEL.hex()}.{VERSION}"
@@ -37,6 +37,12 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE)
     yield tier
     tier.close()
+
+
+def chain_keys(root: bytes, token_ids: list[int], page_size: int) -> list[bytes]:
+    """The names of all whole pages of a prompt, in order."""
+    names = PageNames(root, token_ids, page_size)
+    return [names.name(number) for number in range(len(token_ids) // page_size)]
 
 
 def put(tier: DiskTier, token_ids: list[int], payload: bytes, parent: bytes = MODEL) -> bytes:

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.disk.entry import Entry, Files, decode, namespace_key, page_key
+from mlxinfer.cache.disk.entry import Entry, Files, decode
 from mlxinfer.cache.disk.tier import DiskTier
+from mlxinfer.cache.prefix.names import namespace_key, page_key
 
 BLOCK = 64
 MODEL = namespace_key("model", "bf16")

@@ -1,555 +1,401 @@
-"""Random sequences share a prefix tree, against a dictionary of paths and a record of contents.
+"""Random sequences share named pages, against brute force and a record of contents.
 
-Every slot of every page remembers for which prefix it was computed, so a page that is handed to the
-wrong prompt, released while in use or overwritten shows at once, whatever the counts say.
+Every slot of every page, and every state, remembers for which prefix it was computed, so a page
+that is handed to the wrong prompt, released while in use or overwritten shows at once.
 """
 
+import os
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
 from cache.prefix_invariants import check, groups_of
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.pages import PageAllocator, PageTable
-from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
+from mlxinfer.cache.disk import namespace_key, page_key
+from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
+from mlxinfer.cache.prefix import Lease, Page, PageNames, PrefixCache, RestorePoint, Users
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page
 SIZE = 2
 NUM_PAGES = 14
-LAYOUTS = [  # windows, kept pages
-    ([None], [0]),
-    ([None, 3], [0, 0]),
-    ([None, 1, 4], [0, 0, 1]),
-    ([3], [1]),
-    ([2, 5], [0, 0]),
-]
 LONGEST = 11
-prompts = st.integers(1, 2**LONGEST - 1).map(lambda n: [int(bit) for bit in f"{n:b}"][::-1])
-few_prompts = prompts | st.integers(1, LONGEST).map(lambda n: [1, 0] * (n // 2) + [n % 2])
-which = st.integers(0, 3)  # of those that run
-namespaces = st.sampled_from(["", "adapter"])
+LAYOUTS = [  # windows, kept pages, states
+    ([None], [0], None),
+    ([None, 3], [0, 0], None),
+    ([None, 1, 4], [0, 0, 1], None),
+    ([3], [1], None),
+    ([2, 5], [0, 0], None),
+    ([None], [0], 3),
+    ([None, None], [0, 0], 50),
+    ([None, 5], [0, 0], 1),
+    ([6], [0], 5),
+    ([None], [0], 0),
+]
+SEEDS = range(int(os.environ.get("MLXINFER_SEEDS", "3")))
 
 
 @dataclass(eq=False)
 class Running:
+    """A sequence, and how far it was computed."""
+
     namespace: str
-    token_ids: list[int]
-    tables: list[PageTable]
+    names: PageNames
     lease: Lease
     num_computed: int
-    path: list[Path]  # what its lease protects, by the model's reckoning
-    cut: Path | None
-    priority: int
-    forgotten: bool = False  # the tree was cleared under it
 
 
-@dataclass
-class Entry:
-    pages: list[int | None]
-    tick: int
-    priority: int
+class World:
+    """Sequences that come, grow and go."""
 
-
-@dataclass
-class Model:
-    """What the tree should hold."""
-
-    entries: dict[Path, Entry] = field(default_factory=dict)
-
-    def children(self, parent: Path) -> list[Path]:
-        depth = len(parent[1])
-        return [
-            (name, tokens)
-            for name, tokens in self.entries
-            if name == parent[0]
-            and tokens[:depth] == parent[1]
-            and depth < len(tokens) <= depth + SIZE
+    def __init__(self, seed: int, layout: tuple[list[int | None], list[int], int | None]) -> None:
+        self.windows, self.kept, max_states = layout
+        self.rng = random.Random(seed)
+        self.allocators = [PageAllocator(NUM_PAGES, headroom=1) for _ in self.windows]
+        self.states = None if max_states is None else StateGroup(1, max_states)
+        self.contents: list[list[list[object]]] = [
+            [[None] * SIZE for _ in range(NUM_PAGES)] for _ in self.windows
         ]
+        self.state_contents: dict[int, Path] = {}
+        self.path_of: dict[bytes, Path] = {}  # by name
+        self.roots: dict[bytes, str] = {}
+        self.counts: Counter[str] = Counter()
+        self.prefix = PrefixCache(
+            groups_of(self.allocators, self.windows, SIZE, self.kept),
+            clock=count(1).__next__,
+            on_evict=self.note_evicted,
+            states=self.states,
+        )
+        self.running: list[Running] = []
+        self.pins: list[Users] = []
 
-    def matches(
-        self,
-        namespace: str,
-        token_ids: list[int],
-        limit: int,
-        windows: list[int | None],
-        kept: list[int],
-    ) -> set[int]:
+    # -- what brute force knows -----------------------------------------------------------------
+
+    def learn(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Name every beginning of a prompt."""
+        name, tokens = self.prefix.root_of(namespace), tuple(token_ids)
+        for start in range(0, len(tokens), SIZE):
+            for stop in range(start + 1, min(start + SIZE, len(tokens)) + 1):
+                self.path_of[page_key(name, tokens[start:stop])] = namespace, tokens[:stop]
+            name = page_key(name, tokens[start : start + SIZE])
+
+    def held(self) -> dict[Path, Page]:
+        return {self.path_of[name]: page for name, page in self.prefix.page_of.items()}
+
+    def check_page(self, page: Page) -> None:
+        """What every group has of a page was computed for its tokens."""
+        namespace, tokens = self.path_of[page.name]
+        start = page.number * SIZE
+        for group, number in enumerate(page.ids):
+            if number is None:
+                continue
+            if group == len(self.windows):
+                assert self.state_contents[number] == (namespace, tokens)
+                continue
+            for position in range(start, len(tokens)):
+                slot = self.contents[group][number][position - start]
+                assert slot == (namespace, tokens[: position + 1])
+
+    def right_points(self, namespace: str, tokens: tuple[int, ...], whole_pages: bool) -> set[int]:
         """The reusable lengths that are right: one for each last page that agrees best."""
-        tokens = tuple(token_ids[:limit])
-        depth = 0
-        while depth + SIZE <= limit and (namespace, tokens[: depth + SIZE]) in self.entries:
-            depth += SIZE
-        options = [(namespace, tokens[:depth]), *self.children((namespace, tokens[:depth]))]
-        overlaps = [shared(path[1], tokens) for path in options]
-        best = max(overlaps)
-        ends = [path for path, overlap in zip(options, overlaps, strict=True) if overlap == best]
-        return {self.resumable(path, best, windows, kept) for path in ends}
+        held, depth = self.held(), 0
+        places = range(0, len(tokens) + 1, SIZE)
+        ends = [n for n in places if not n or (namespace, tokens[:n]) in held]
+        if None in self.windows:  # up to the first gap
+            ends = [n for n in ends if all(m in ends for m in range(0, n, SIZE))]
+        depth = max(ends)
+        overlaps = {
+            path: shared(path[1][depth:], tokens[depth:])
+            for path in held
+            if path[0] == namespace
+            and path[1][:depth] == tokens[:depth]
+            and depth < len(path[1]) <= depth + SIZE
+        }
+        best = max(overlaps.values(), default=0)
+        lasts = [path[1] for path, overlap in overlaps.items() if overlap == best] or [()]
+        return {
+            self.resumable(held, namespace, tokens, last, depth, depth + best, whole_pages)
+            for last in lasts
+        }
 
-    def resumable(self, end: Path, longest: int, windows: list[int | None], kept: list[int]) -> int:
-        name, tokens = end
-        return next(
-            point
-            for point in range(longest, -1, -1)
-            if all(
-                self.entries[name, tokens[: (q // SIZE + 1) * SIZE]].pages[g] is not None
-                for g, window in enumerate(windows)
+    def resumable(
+        self,
+        held: dict[Path, Page],
+        namespace: str,
+        tokens: tuple[int, ...],
+        last: tuple[int, ...],
+        depth: int,
+        longest: int,
+        whole_pages: bool,
+    ) -> int:
+        def has(group: int, number: int) -> bool:
+            end = (number + 1) * SIZE
+            page = held.get((namespace, tokens[:end] if end <= depth else last))
+            return page is not None and page.ids[group] is not None
+
+        def good(point: int) -> bool:
+            if whole_pages and point % SIZE:
+                return False
+            state = held.get((namespace, tokens[:point]))
+            if self.states is not None and (state is None or state.ids[-1] is None):
+                return False
+            return all(
+                has(g, q // SIZE)
+                for g, window in enumerate(self.windows)
                 for q in range(point)
                 if window is None
                 or q > point - window
-                or q < kept[g] * SIZE
+                or q < self.kept[g] * SIZE
                 or q // SIZE == point // SIZE
             )
-        )
 
+        return next(point for point in range(longest, -1, -1) if not point or good(point))
 
-def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    def note_evicted(self, page: Page, groups: Sequence[int]) -> None:
+        """What goes is not needed, still there, and worth no more than what stays."""
+        self.counts["evicted"] += 1
+        assert groups
+        for group in groups:
+            assert page.ids[group] is not None
+            assert not page.users[group]
+        self.check_page(page)
 
+    # -- what happens ---------------------------------------------------------------------------
 
-class PrefixMachine(RuleBasedStateMachine):
-    @initialize(
-        layout=st.sampled_from(LAYOUTS), served=st.lists(st.tuples(namespaces, few_prompts))
-    )
-    def build(
-        self,
-        layout: tuple[list[int | None], list[int]],
-        served: list[tuple[str, list[int]]],
-    ) -> None:
-        self.windows, self.kept = layout
-        self.groups = range(len(self.windows))
-        self.allocators = [PageAllocator(NUM_PAGES, headroom=1) for _ in self.groups]
-        self.contents = [[[None] * SIZE for _ in range(NUM_PAGES)] for _ in self.groups]
-        self.ticks = count(1)
-        self.evicted: list[Node] = []
-        self.num_hits = self.num_misses = self.num_evicted = 0
-        self.tree = PrefixTree(
-            groups_of(self.allocators, self.windows, SIZE, self.kept),
-            clock=lambda: next(self.ticks),
-            on_evict=self.note_evicted,
-        )
-        self.model = Model()
-        self.running: list[Running] = []
-        self.pins: list[tuple[Lease, list[Path]]] = []
-        for namespace, token_ids in served:
-            self.serve(namespace, token_ids, chunk=3)
+    def prompt(self) -> tuple[str, list[int]]:
+        """One of few, so that prompts share beginnings."""
+        namespace = self.rng.choice(["", "adapter"])
+        ids = [self.rng.choice([0, 1, 1, 1]) for _ in range(self.rng.randint(1, LONGEST))]
+        self.learn(namespace, ids)
+        return namespace, ids
 
-    # -- what the model knows -------------------------------------------------------------------
-
-    def now(self) -> int:
-        return next(self.ticks)
-
-    def note_evicted(
-        self, node: Node, pages: Sequence[int | None], snapshots: Sequence[Snapshot]
-    ) -> None:
-        """Pages are still the tree's while it tells of them."""
-        assert pages == node.pages
-        assert not snapshots
-        for group, page_id in enumerate(pages):
-            if page_id is not None:
-                self.check_contents(group, page_id, node.namespace, node.token_ids())
-        self.evicted.append(node)
-        self.num_evicted += 1
-
-    def check_contents(self, group: int, page: int, namespace: object, token_ids: list) -> None:
-        start = (len(token_ids) - 1) // SIZE * SIZE
-        for position in range(start, len(token_ids)):
-            slot = self.contents[group][page][position - start]
-            assert slot == (namespace, tuple(token_ids[: position + 1]))
-
-    def locked(self) -> set[Path]:
-        paths = [path for running in self.running if not running.forgotten for path in running.path]
-        cuts = [r.cut for r in self.running if r.cut is not None and not r.forgotten]
-        return {*paths, *cuts, *(path for _, pinned in self.pins for path in pinned)}
-
-    def naive_victims(self, num_pages: int) -> list[Path]:
-        """Leaves without a lock, one after the other: priority, then time, then depth."""
-        left, locked = dict(self.model.entries), self.locked()
-        victims: list[Path] = []
-        while len(victims) < num_pages:
-            parents = {(name, t[: (len(t) - 1) // SIZE * SIZE]) for name, t in left}
-            free = [path for path in left if path not in locked and path not in parents]
-            if not free:
-                break
-            victims.append(min(free, key=lambda p: (left[p].priority, left[p].tick, -len(p[1]))))
-            del left[victims[-1]]
-        return victims
-
-    def sync_evictions(self) -> None:
-        """The tree may lose nodes without a lock, and windowed pages without a hold."""
-        held = {(p.namespace, tuple(p.token_ids())): p.pages for p in self.tree.nodes()}
-        assert held.keys() <= self.model.entries.keys()
-        assert self.locked() <= held.keys()
-        for path in list(self.model.entries):
-            if path not in held:
-                del self.model.entries[path]
-                continue
-            for group, page in enumerate(held[path]):
-                had = self.model.entries[path].pages[group]
-                assert page == had or (page is None and self.windows[group] is not None)
-            self.model.entries[path].pages = list(held[path])
-
-    # -- sequences ------------------------------------------------------------------------------
-
-    @precondition(lambda self: len(self.running) < 4)
-    @rule(namespace=namespaces, token_ids=few_prompts, priority=st.sampled_from([0, 0, 0, 1]))
-    def start(self, namespace: str, token_ids: list[int], priority: int) -> None:
-        match = self.tree.probe(namespace, token_ids)
-        lease = self.tree.lock(match, priority=priority)
-        self.tree.count(match)
-        self.num_hits += match.num_tokens > 0
-        self.num_misses += match.num_tokens == 0
-        length = match.num_tokens
-        whole = length // SIZE * SIZE
-        path = [(namespace, tuple(token_ids[: n + SIZE])) for n in range(0, whole, SIZE)]
-        cut = None
-        if match.cut is not None:
-            cut = (namespace, tuple(match.cut.token_ids()))
-        running = Running(namespace, token_ids, match.tables(), lease, length, path, cut, priority)
+    def start(self) -> None:
+        namespace, ids = self.prompt()
+        names = self.prefix.names(namespace, ids)
+        point = self.prefix.probe(names)
+        self.counts["hits" if point.num_tokens else "misses"] += 1
+        if point.state is not None:
+            number = point.state.ids[-1]
+            assert number is not None
+            assert self.state_contents[number] == (namespace, tuple(ids[: point.num_tokens]))
+        pages = point.cut_pages(len(self.windows))
+        copies = [None if i is None else list(self.contents[g][i]) for g, i in enumerate(pages)]
+        lease = self.prefix.lock(point, priority=self.rng.choice([0, 0, 0, 1]))
+        running = Running(namespace, names, lease, point.num_tokens)
         self.running.append(running)
-        if cut is not None:
-            if not self.make_room(running, length):
-                return
-            for table, page, content in zip(
-                running.tables, match.cut_pages, self.contents, strict=True
-            ):
-                assert page is not None
-                own = table.all_pages[-1]
-                content[own][: length - whole] = content[page][: length - whole]
+        if point.cut is None or not self.make_room(running, point.num_tokens):
+            return
+        for table, copy, contents in zip(lease.tables, copies, self.contents, strict=True):
+            assert copy is not None
+            assert table.last is not None
+            contents[table.last][: point.cut_tokens] = copy[: point.cut_tokens]
 
     def make_room(self, running: Running, num_tokens: int) -> bool:
-        for group, table in enumerate(running.tables):
+        for group, table in enumerate(running.lease.tables):
             missing = -(-(num_tokens - table.end) // SIZE)
-            while missing > 0:
-                if missing <= self.allocators[group].num_free:
-                    table.append(self.allocators[group].allocate(missing))
-                    break
-                if not self.evict_naively_too(group, 1):
+            while missing > self.allocators[group].num_free:
+                if not self.evict_of(group, 1):
                     self.leave(running)
                     return False
+            table.append(self.allocators[group].allocate(max(missing, 0)))
         return True
 
-    @precondition(lambda self: self.running)
-    @rule(which=which, num_tokens=st.integers(1, 7), hand_over=st.booleans())
-    def grow(self, which: int, num_tokens: int, hand_over: bool) -> None:
-        running = self.running[which % len(self.running)]
-        start = running.num_computed
-        stop = min(start + num_tokens, len(running.token_ids))
+    def grow(self) -> None:
+        running = self.rng.choice(self.running)
+        start, ids = running.num_computed, running.names.token_ids
+        stop = min(start + self.rng.randint(1, 7), len(ids))
         if not self.make_room(running, stop):
             return
-        for group, table in enumerate(running.tables):
+        for group, table in enumerate(running.lease.tables):
             for position in range(start, stop):
-                number = position // SIZE
-                page = page_of(table, number)
-                content = (running.namespace, tuple(running.token_ids[: position + 1]))
+                page = table.page_at(position // SIZE)
+                assert page is not None
+                content = running.namespace, tuple(ids[: position + 1])
                 self.contents[group][page][position % SIZE] = content
         running.num_computed = stop
-        if hand_over:
-            self.hand_over(running)
-        for group, window in enumerate(self.windows):
-            if window is not None:
-                self.move_window(running, group, max(stop - window + 1, 0) // SIZE)
+        if self.rng.random() < 0.7:
+            self.extend(running)
+        for group, page_group in enumerate(self.prefix.groups):
+            dropped = page_group.commit(running.lease.tables[group], stop)
+            self.prefix.give_back(running.lease, group, dropped)
 
-    def move_window(self, running: Running, group: int, first: int) -> None:
-        table = running.tables[group]
-        old = table.first
-        dropped = table.drop_before(first)
-        own = [p for n, p in enumerate(dropped, old) if n >= running.lease.num_pages]
-        self.allocators[group].release(own)
-        self.tree.trim(running.lease, group, table.first)
-
-    def hand_over(self, running: Running) -> None:
-        tree_had = len(running.path)
-        before = [table.copy() for table in running.tables]
-        some_replaced = self.tree.extend(
-            running.lease, running.token_ids, running.tables, num_tokens=running.num_computed
-        )
-        if running.forgotten:
-            assert not some_replaced
-            assert running.tables == before
-            assert running.lease.num_pages == tree_had
+    def extend(self, running: Running) -> None:
+        """Whole pages get their names; equal ones are shared from then on."""
+        if running.names.root != self.prefix.root_of(running.namespace):
+            ids = running.names.token_ids
+            running.names = self.prefix.names(running.namespace, ids)
+            self.learn(running.namespace, ids)
+        before = [table.copy() for table in running.lease.tables]
+        replaced = self.prefix.extend(running.lease, running.names, running.num_computed)
+        assert replaced == (before != running.lease.tables)
+        if not self.prefix.up_to_date(running.lease):
+            assert not replaced
             return
-        num_replaced = 0
-        for number in range(tree_had, running.num_computed // SIZE):
-            path = (running.namespace, tuple(running.token_ids[: (number + 1) * SIZE]))
-            own = [page_of(table, number) for table in before]
-            entry = self.model.entries.get(path)
-            if entry is None:
-                self.drop_shorter(path)
-                entry = Entry([None] * len(own), self.now(), running.priority)
-                self.model.entries[path] = entry
-            for group, page in enumerate(own):
-                if page is None:
-                    continue
-                num_replaced += entry.pages[group] is not None
-                if entry.pages[group] is None:
-                    entry.pages[group] = page
-                assert page_of(running.tables[group], number) == entry.pages[group]
-            running.path.append(path)
-        assert some_replaced == (num_replaced > 0)
-        assert running.lease.num_pages == len(running.path)
+        for group, table in enumerate(running.lease.tables):
+            for number in range(running.num_computed // SIZE):
+                page = self.prefix.page_of.get(running.names.name(number))
+                held = table.page_at(number)
+                if page is None:  # it was forgotten when pages were named anew
+                    assert None not in self.windows
+                else:
+                    assert held in (None, page.ids[group])
 
-    def drop_shorter(self, path: Path) -> None:
-        name, tokens = path
-        locked = self.locked()
-        for length in range((len(tokens) - 1) // SIZE * SIZE + 1, len(tokens)):
-            if (name, tokens[:length]) not in locked:
-                self.model.entries.pop((name, tokens[:length]), None)
+    def finish(self) -> None:
+        running = self.rng.choice(self.running)
+        names, place = running.names, running.num_computed
+        self.extend(running)
+        names = running.names
+        if self.rng.random() < 0.7:
+            self.prefix.add_partial(running.lease, names, place)
+        for stop in {place, place - place % SIZE} - {0} if self.states is not None else ():
+            page = self.prefix.add_state(names, stop)
+            if page is not None:
+                number = page.ids[-1]
+                assert number is not None
+                self.state_contents[number] = running.namespace, tuple(names.token_ids[:stop])
+                assert self.path_of[page.name] == self.state_contents[number]
+        self.leave(running)
 
-    @precondition(lambda self: self.running)
-    @rule(which=which)
-    def copy_done(self, which: int) -> None:
-        running = self.running[which % len(self.running)]
-        self.tree.release_cut(running.lease)
-        if running.cut is not None and not running.forgotten:
-            self.touch([running.cut], running.priority)
-        running.cut = None
-
-    def touch(self, paths: list[Path], priority: int) -> None:
-        tick = self.now()
-        for path in paths:
-            entry = self.model.entries[path]
-            entry.tick, entry.priority = tick, max(entry.priority, priority)
-
-    @precondition(lambda self: self.running)
-    @rule(which=which, partial=st.booleans())
-    def finish(self, which: int, partial: bool) -> None:
-        running = self.running[which % len(self.running)]
-        self.hand_over(running)
-        tables, tokens = running.tables, running.token_ids[: running.num_computed]
-        taken = False
-        if partial:
-            rest = (running.namespace, tuple(tokens))
-            own = [page_of(table, len(tokens) // SIZE) for table in tables]
-            taken = self.tree.add_partial(
-                running.lease, running.token_ids, tables, num_tokens=running.num_computed
-            )
-            begun = any(
-                name == rest[0] and known[: len(tokens)] == rest[1]
-                for name, known in self.model.entries
-            )
-            assert taken == bool(len(tokens) % SIZE and not begun and not running.forgotten)
-            if taken:
-                self.drop_shorter(rest)
-                self.model.entries[rest] = Entry(own, self.now(), running.priority)
-        self.leave(running, without=len(tokens) // SIZE if taken else None)
-
-    def leave(self, running: Running, without: int | None = None) -> None:
-        """What is its own goes back to the allocators."""
-        for group, table in enumerate(running.tables):
-            numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
-            own = [p for n, p in numbered if n >= running.lease.num_pages and n != without]
-            self.allocators[group].release(own)
+    def leave(self, running: Running) -> None:
         self.running.remove(running)
-        self.tree.unlock(running.lease)
-        if not running.forgotten:
-            if running.cut is not None:
-                self.touch([running.cut], running.priority)
-            self.touch(running.path, running.priority)
-            self.drop_worthless()
+        self.prefix.release(running.lease)
 
-    def drop_worthless(self) -> None:
-        """Leaves without any page are no use; only windows alone can lose all of theirs."""
-        while True:
-            parents = {(n, t[: (len(t) - 1) // SIZE * SIZE]) for n, t in self.model.entries}
-            locked = self.locked()
-            worthless = [
-                path
-                for path, entry in self.model.entries.items()
-                if not any(p is not None for p in entry.pages)
-                and path not in locked
-                and path not in parents
-            ]
-            if not worthless:
-                break
-            for path in worthless:
-                del self.model.entries[path]
+    def copied(self) -> None:
+        self.prefix.release_copied(self.rng.choice(self.running).lease)
 
-    @precondition(lambda self: len(self.running) < 4)
-    @rule(namespace=namespaces, token_ids=few_prompts, chunk=st.integers(2, LONGEST))
-    def serve(self, namespace: str, token_ids: list[int], chunk: int) -> None:
-        """One from start to end, so that there is something to find."""
-        self.start(namespace, token_ids, priority=0)
-        last = len(self.running) - 1
-        running = self.running[last]
-        while running in self.running and running.num_computed < len(token_ids):
-            self.grow(last, chunk, hand_over=True)
-        if running in self.running:
-            self.finish(last, partial=True)
+    def look(self) -> None:
+        namespace, ids = self.prompt()
+        limit, whole_pages = self.rng.randint(0, len(ids)), self.rng.random() < 0.3
+        names = self.prefix.names(namespace, ids)
+        point = self.prefix.probe(names, limit=limit, whole_pages=whole_pages)
+        right = self.right_points(namespace, tuple(ids[:limit]), whole_pages)
+        assert point.num_tokens in right, (point, right)
+        assert point.cut_tokens == point.num_tokens % SIZE
+        self.check_point(namespace, ids, point)
 
-    # -- the tree -------------------------------------------------------------------------------
+    def check_point(self, namespace: str, ids: list[int], point: RestorePoint) -> None:
+        self.check_tables(namespace, ids, point.tables, point.num_pages * SIZE)
 
-    @rule(namespace=namespaces, token_ids=few_prompts, limit=st.integers(0, LONGEST))
-    def look(self, namespace: str, token_ids: list[int], limit: int) -> None:
-        limit = min(limit, len(token_ids))
-        match = self.tree.probe(namespace, token_ids, limit=limit)
-        right = self.model.matches(namespace, token_ids, limit, self.windows, self.kept)
-        assert match.num_tokens in right
-        assert match.cut_tokens == match.num_tokens % SIZE
-        for group, table in enumerate(match.tables()):
-            numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
-            for number, page in numbered:
-                self.check_contents(group, page, namespace, token_ids[: (number + 1) * SIZE])
+    def check_tables(
+        self, namespace: str, ids: Sequence[int], tables: list[PageTable], stop: int
+    ) -> None:
+        """Tables hold what was computed for a prompt, up to position `stop`."""
+        for group, table in enumerate(tables):
+            for position in range(min(stop, table.end)):
+                page = table.page_at(position // SIZE)
+                if page is not None:
+                    slot = self.contents[group][page][position % SIZE]
+                    assert slot == (namespace, tuple(ids[: position + 1]))
 
-    @rule(group=st.integers(0, 2), num_pages=st.integers(1, 6))
-    def evict(self, group: int, num_pages: int) -> None:
-        self.evict_naively_too(group % len(self.groups), num_pages)
+    def evict(self) -> None:
+        if self.rng.random() < 0.3:
+            self.evict_of(self.rng.randrange(len(self.prefix.unused)), self.rng.randint(1, 6))
 
-    def evict_naively_too(self, group: int, num_pages: int) -> int:
-        expected = self.naive_victims(num_pages)
-        evictable = self.tree.num_evictable(group)
-        free = self.allocators[group].num_free
-        self.evicted = []
-        freed = self.tree.evict(group, num_pages)
+    def evict_of(self, group: int, num_pages: int) -> int:
+        evictable, before = self.prefix.num_evictable(group), self.held()
+        worth = {page: (page.priority, page.tick) for page in self.prefix.unused[group].items()}
+        freed = self.prefix.evict(group, num_pages)
         assert freed == min(num_pages, evictable)
-        assert self.allocators[group].num_free == free + freed
-        if self.windows[group] is None:
-            assert [(p.namespace, tuple(p.token_ids())) for p in self.evicted] == expected
-        self.sync_evictions()
+        stays = self.prefix.unused[group].items()
+        gone = [page for page in worth if page not in stays]
+        assert len(gone) == freed
+        assert before.keys() >= self.held().keys()
+        if group not in self.prefix.windowed and group < len(self.windows):
+            assert all(worth[page] <= worth[other] for page in gone for other in stays)
         return freed
 
-    @precondition(lambda self: len(self.pins) < 2)
-    @rule(namespace=namespaces, token_ids=few_prompts)
-    def pin(self, namespace: str, token_ids: list[int]) -> None:
-        match = self.tree.probe(namespace, token_ids, limit=len(token_ids))
-        lease = self.tree.lock(self.tree.probe(namespace, token_ids, limit=len(token_ids)))
-        nodes = [*match.nodes, match.cut] if match.cut else match.nodes
-        paths = [(namespace, tuple(node.token_ids())) for node in nodes]
-        self.pins.append((lease, paths))
+    def pin(self) -> None:
+        if len(self.pins) < 2:
+            namespace, ids = self.prompt()
+            point = self.prefix.probe(self.prefix.names(namespace, ids), limit=len(ids))
+            self.pins.append(self.prefix.hold_path(point))
 
-    @precondition(lambda self: self.pins)
-    @rule()
     def unpin(self) -> None:
-        lease, paths = self.pins.pop(0)
-        whole = lease.num_pages
-        self.tree.unlock(lease)
-        self.touch(paths[whole:], 0)
-        self.touch(paths[:whole], 0)
-        self.drop_worthless()
+        if self.pins:
+            self.prefix.let_go(self.pins.pop(0), anchored=True)
 
-    @precondition(lambda self: self.running)
-    @rule(sure=st.integers(0, 5))
-    def clear(self, sure: int) -> None:
-        if sure:
-            return
-        for lease, _ in self.pins:
-            self.tree.unlock(lease)
-        self.pins = []
-        self.tree.clear()
-        self.model.entries.clear()
-        for running in self.running:
-            running.forgotten = True
-        assert self.tree.num_nodes == 0
+    def clear(self) -> None:
+        if self.rng.random() < 0.05:
+            self.prefix.clear()
+            assert not self.prefix.page_of
+
+    def name_anew(self) -> None:
+        """It is known now what the model is; all that brute force can name stays."""
+        if self.rng.random() < 0.1:
+            before = {path: (page, page.ids[:]) for path, page in self.held().items()}
+            self.prefix.set_root(namespace_key(str(self.rng.random())))
+            self.path_of = {}
+            for namespace, tokens in before:
+                self.learn(namespace, tokens)
+            held = self.held()
+            assert None not in self.windows or held.keys() == before.keys()
+            assert all((page, page.ids) == before[path] for path, page in held.items())
+
+    def erase(self) -> None:
+        """Nothing goes that others share or need."""
+        if self.rng.random() < 0.2:
+            namespace, ids = self.prompt()
+            used = [page for page in self.prefix.page_of.values() if any(page.users)]
+            self.prefix.erase(self.prefix.names(namespace, ids), len(ids))
+            assert all(page.is_named for page in used)
 
     # -- always ---------------------------------------------------------------------------------
 
-    @invariant()
-    def every_page_has_one_owner(self) -> None:
-        check(self.tree)
+    def check(self) -> None:
+        check(self.prefix)
+        for page in self.prefix.page_of.values():
+            self.check_page(page)
+        users: Counter[tuple[Page, int]] = Counter(use for pin in self.pins for use in pin)
         for group, allocator in enumerate(self.allocators):
-            own = [
-                page
-                for r in self.running
-                for n, page in [
-                    *enumerate(r.tables[group].kept),
-                    *enumerate(r.tables[group].pages, r.tables[group].first),
-                ]
-                if n >= r.lease.num_pages
-            ]
-            assert len(own) == len(set(own))
-            stored = {p.pages[group] for p in self.tree.nodes()} - {None}
-            assert not stored & set(own)
-            assert allocator.num_held == len(own) + self.tree.num_pages(group)
+            by_id = self.prefix.by_id[group]
+            tables = [running.lease.tables[group] for running in self.running]
+            own = [page for table in tables for page in table.all_pages if page not in by_id]
+            assert len(own) == len(set(own)), "a page has two owners"
+            assert allocator.num_held == len(own) + self.prefix.num_pages(group)
+            users.update((by_id[i], group) for t in tables for i in t.all_pages if i in by_id)
+        for running in self.running:
+            users.update(running.lease.copied)
+            tables, ids = running.lease.tables, running.names.token_ids
+            self.check_tables(running.namespace, ids, tables, running.num_computed)
+        for page in {*self.prefix.page_of.values(), *(page for page, _ in users)}:
+            assert page.users == [users[page, group] for group in range(len(page.users))]
+        if self.states is not None:
+            numbers = [p.ids[-1] for p in {*self.prefix.page_of.values(), *(p for p, _ in users)}]
+            held = [number for number in numbers if number is not None]
+            assert self.states.num_held == len(held) <= self.states.max_snapshots
+            assert not set(self.states.take_dropped()) & set(held)
 
-    @invariant()
-    def tree_holds_what_the_model_holds(self) -> None:
-        held = {(p.namespace, tuple(p.token_ids())): list(p.pages) for p in self.tree.nodes()}
-        assert held == {path: entry.pages for path, entry in self.model.entries.items()}
-
-    @invariant()
-    def every_sequence_sees_its_own_past(self) -> None:
-        for r in self.running:
-            for group, table in enumerate(r.tables):
-                numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
-                for number, page in numbered:
-                    stop = min((number + 1) * SIZE, r.num_computed)
-                    if stop > number * SIZE:
-                        self.check_contents(group, page, r.namespace, r.token_ids[:stop])
-
-    def teardown(self) -> None:
-        if not hasattr(self, "tree"):
-            return
+    def end(self) -> None:
         for running in list(self.running):
             self.leave(running)
-        for lease, _ in self.pins:
-            self.tree.unlock(lease)
-        self.tree.clear()
-        assert [allocator.num_held for allocator in self.allocators] == [0] * len(self.groups)
+        for users in self.pins:
+            self.prefix.let_go(users)
+        self.prefix.clear()
+        assert [allocator.num_held for allocator in self.allocators] == [0] * len(self.windows)
+        assert self.states is None or self.states.num_held == 0
 
 
-def page_of(table: PageTable, number: int) -> int | None:
-    numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
-    return dict(numbered).get(number)
+def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many tokens agree at the beginning."""
+    return sum(a[:n] == b[:n] for n in range(1, min(len(a), len(b)) + 1))
 
 
-TestPrefixTree = PrefixMachine.TestCase
-TestPrefixTree.settings = settings(stateful_step_count=30)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_long_life(layout: tuple[list[int | None], list[int]]) -> None:
-    """The same rules in one run that is long enough for rare things to meet."""
-    rng = random.Random(7)
-    machine = PrefixMachine()
-    machine.build(layout, [])
-    for _ in range(1500):
-        step(machine, rng)
-        machine.every_page_has_one_owner()
-        machine.tree_holds_what_the_model_holds()
-        machine.every_sequence_sees_its_own_past()
-    assert min(machine.num_hits, machine.num_misses, machine.num_evicted) > 30
-    machine.teardown()
-
-
-KINDS = [
-    *["start"] * 2,
-    *["grow"] * 4,
-    "done",
-    *["finish"] * 3,
-    "look",
-    "evict",
-    "pin",
-    "unpin",
-    "clear",
-]
-
-
-def step(machine: PrefixMachine, rng: random.Random) -> None:
-    namespace = rng.choice(["", "adapter"])
-    token_ids = [rng.choice([0, 1, 1, 1]) for _ in range(rng.randint(1, LONGEST))]
-    number, at = rng.randint(1, 7), rng.randrange(4)
-    kind = rng.choice(KINDS)
-    if kind == "start" and len(machine.running) < 4:
-        machine.start(namespace, token_ids, rng.randrange(2))
-    elif kind == "look":
-        machine.look(namespace, token_ids, rng.randint(0, LONGEST))
-    elif kind == "evict" and rng.random() < 0.3:
-        machine.evict(at, number)
-    elif kind == "pin" and not machine.pins:
-        machine.pin(namespace, token_ids)
-    elif kind == "unpin" and machine.pins:
-        machine.unpin()
-    elif kind == "grow" and machine.running:
-        machine.grow(at, number, rng.random() < 0.7)
-    elif kind == "finish" and machine.running:
-        machine.finish(at, rng.random() < 0.7)
-    elif kind == "done" and machine.running:
-        machine.copy_done(at)
-    elif kind == "clear" and machine.running:
-        machine.clear(rng.randrange(30))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_long_life(layout: tuple[list[int | None], list[int], int | None], seed: int) -> None:
+    print("seed", seed)
+    world = World(seed, layout)
+    always = [*[world.start] * 2, *[world.look] * 2, world.evict, world.pin, world.unpin]
+    always += [world.name_anew, world.erase, world.clear]
+    running = [*[world.grow] * 5, world.copied, *[world.finish] * 3]
+    for _ in range(600):
+        does = world.rng.choice(always + running if world.running else always)
+        if does != world.start or len(world.running) < 4:
+            does()
+        world.check()
+    world.end()
+    least = 0 if layout[2] == 0 else 1
+    assert min(world.counts["hits"], world.counts["misses"]) >= least
+    assert world.counts["evicted"] > 5

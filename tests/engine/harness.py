@@ -169,12 +169,12 @@ class Harness:
         return self.outcomes
 
     def check_pages(self) -> None:
-        """When nothing runs, only the prefix tree has pages, all of them free to go."""
-        tree = self.loop.scheduler.kv_manager.tree
-        check(tree)
+        """When nothing runs, only the prefix cache has pages, all of them free to go."""
+        prefix = self.loop.scheduler.kv_manager.prefix
+        check(prefix)
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held
-            assert held == tree.num_pages(g) == tree.num_evictable(g)
+            assert held == prefix.num_pages(g) == prefix.num_evictable(g)
         assert not self.loop.features.wanted
         assert not self.loop.features.stats()["in_use"]
 

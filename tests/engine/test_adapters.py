@@ -102,17 +102,11 @@ def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
             harness.add(f"{name} {turn}", prompt(4 * PAGE), params, adapter=name)
             outcome = harness.drain()[f"{name} {turn}"]
             assert outcome.cached_tokens == (4 * PAGE - 1 if turn else 0)
-    pages: dict[object, set[int]] = {}
-    for stored in harness.loop.scheduler.kv_manager.tree.nodes():
-        page = stored.pages[0]
-        assert page is not None
-        assert page not in pages.setdefault(stored.namespace, set())
-        pages[stored.namespace].add(page)
-    assert set(pages) == {
-        None,
-        *((read_adapter(folder).identity, 0) for folder in folders.values()),
-    }
-    assert len(set().union(*pages.values())) == sum(map(len, pages.values()))
+    prefix = harness.loop.scheduler.kv_manager.prefix
+    firsts = [page for page in prefix.page_of.values() if page.number == 0]
+    namespaces = [None, *((read_adapter(folder).identity, 0) for folder in folders.values())]
+    assert {page.parent for page in firsts} == {prefix.root_of(each) for each in namespaces}
+    assert len({page.ids[0] for page in firsts}) == len(firsts) == len(namespaces)
 
 
 def test_prompts_that_wait_for_another_wait_within_their_adapter_only(

@@ -11,7 +11,8 @@ import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 
-from mlxinfer.cache.disk import chain_keys, group_key
+from mlxinfer.cache.disk import group_key
+from mlxinfer.cache.prefix import PageNames
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.kernels import Kernels, choose_none
@@ -78,10 +79,10 @@ def test_pages_of_a_failed_step_do_not_go_to_the_disk(tmp_path: Path) -> None:
     harness = on_disk(tmp_path, num_pages=9)
     answer(harness, prompt(100))
     kv_manager = harness.loop.scheduler.kv_manager
-    kv_manager.tree.evict(0, 2)
+    kv_manager.prefix.evict(0, 2)
     spills = kv_manager.take_work().spill
     assert spills
-    kv_manager.tree.evict(0, 2)
+    kv_manager.prefix.evict(0, 2)
     kv_manager.forget()
     assert not kv_manager.take_work().writes_pages
 
@@ -178,7 +179,7 @@ def test_pages_that_go_before_they_were_filled_are_not_stored(tmp_path: Path) ->
     for path in files_in(tmp_path):
         path.unlink()
     kv_manager = harness.loop.scheduler.kv_manager
-    assert kv_manager.tree.evict(0, 100) == 6
+    assert kv_manager.prefix.evict(0, 100) == 6
     assert not kv_manager.take_work().writes_pages
 
 
@@ -223,7 +224,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
         if len(cached) == 1:
             [folder] = tmp_path.iterdir()
             namespace = bytes.fromhex(folder.name.split(".")[0])
-            key = group_key(chain_keys(namespace, prompt(100), PAGE)[3], 0)
+            key = group_key(PageNames(namespace, prompt(100), PAGE).name(3), 0)
             flip(folder / f"{key.hex()}.kv")
     assert cached == [0, 48, 96]
 

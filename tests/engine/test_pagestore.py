@@ -7,8 +7,8 @@ import pytest
 
 from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
-from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
-from mlxinfer.cache.prefix import PrefixTree
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
+from mlxinfer.cache.prefix import PrefixCache, RestorePoint, names
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, Found, PageStore
 
@@ -58,29 +58,31 @@ class Bench:
             clock=self.clock,
         )
 
-    def tree(self, num_pages: int) -> PrefixTree:
+    def memory(self, num_pages: int) -> PrefixCache:
         """One that has so many pages of the prompt."""
         allocators = [PageAllocator(20), PageAllocator(20)]
         groups = [
             PageGroup(window, allocator, PAGE, PAGE, 1)
             for window, allocator in zip(self.windows, allocators, strict=True)
         ]
-        tree = PrefixTree(groups)
-        tables = [PageTable(PAGE, pages=a.allocate(num_pages)) for a in allocators]
-        tree.insert(None, IDS[: num_pages * PAGE], tables)
-        return tree
+        memory = PrefixCache(groups, root=self.tier.namespace)
+        for group, allocator in enumerate(allocators):
+            for number, own in enumerate(allocator.allocate(num_pages)):
+                page = memory.insert(memory.names(None, IDS), number, group, own)
+                assert page is not None
+                memory.let_go([(page, group)])
+        return memory
 
     def spills(self) -> list[PageTransfer]:
         """What the disk lacks of ten pages."""
-        nodes = self.tree(10).nodes()
-        return [s for node in nodes for s in self.store.spills(node, node.pages, ())]
+        return self.store.lacking(self.memory(10).page_of.values())
 
     def store_all(self) -> None:
-        for node in self.tree(10).nodes():
-            spills = self.store.spills(node, node.pages, ())
+        for page in self.memory(10).page_of.values():
+            spills = self.store.spills(page, [FULL, WINDOWED])
             assert [spill.group for spill in spills] == [FULL, WINDOWED]
-            self.store.put(s.filled(bytes([node.number]) * PAGE_BYTES[s.group]) for s in spills)
-            self.keys |= {(node.number, s.group): s.entry.key for s in spills}
+            self.store.put(s.filled(bytes([page.number]) * PAGE_BYTES[s.group]) for s in spills)
+            self.keys |= {(page.number, s.group): s.entry.key for s in spills}
         self.tier.flush()
 
     def lose(self, number: int, group: int) -> None:
@@ -90,7 +92,12 @@ class Bench:
         path.unlink()
 
     def find(self, in_memory: int = 0) -> Found | None:
-        return self.store.find(IDS, self.tree(in_memory).probe(None, IDS))
+        return self.store.find(self.point(IDS, in_memory))
+
+    def point(self, ids: list[int], in_memory: int = 0) -> RestorePoint:
+        """Where a prompt could go on from memory alone."""
+        memory = self.memory(in_memory)
+        return memory.probe(memory.names(None, ids))
 
 
 @pytest.fixture
@@ -195,16 +202,16 @@ def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
 ) -> None:
     hashed: list[list[int]] = []
 
-    def counted(parent: bytes, token_ids: list[int]) -> bytes:
-        hashed.append(token_ids)
+    def counted(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+        hashed.append(list(token_ids))
         return page_key(parent, token_ids)
 
-    monkeypatch.setattr(pagestore, "page_key", counted)
+    monkeypatch.setattr(names, "page_key", counted)
     bench.find()
     assert hashed == [IDS[n : n + PAGE] for n in range(0, 40, PAGE)]
     hashed.clear()
     other = [7, *IDS[1:]] * 1000
-    assert bench.store.find(other, bench.tree(0).probe(None, other)) is None
+    assert bench.store.find(bench.point(other)) is None
     assert hashed == [other[:PAGE]], "of 10,250 pages"
 
 

@@ -415,9 +415,9 @@ def test_one_request_gets_no_more_pages_than_it_may_ask_for(
         monkeypatch.setattr(peers, "BATCH_BYTES", 4 * size)
         held = made.call(
             lambda loop: [
-                e.key
-                for n in loop.scheduler.kv_manager.tree.nodes()
-                for e in loop.store.entries_of(n)
+                transfer.entry.key
+                for page in loop.scheduler.kv_manager.prefix.page_of.values()
+                for transfer in loop.store.transfers(page, range(len(page.ids)))
             ]
         )
         assert len(held) > 4

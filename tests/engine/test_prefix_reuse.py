@@ -103,29 +103,29 @@ def test_a_prefix_hit_that_leaves_no_page_to_compute_keeps_its_tail() -> None:
 def test_an_answer_is_for_others_when_it_ends() -> None:
     """While it grows its prompt can be shared, and nothing is done for each of its pages."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True))
-    tree = harness.loop.scheduler.kv_manager.tree
+    prefix = harness.loop.scheduler.kv_manager.prefix
     harness.add("it", prompt(2 * PAGE), SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
     harness.turn(4 * PAGE)
-    assert tree.num_nodes == 2
+    assert len(prefix.page_of) == 2
     harness.turn(2 * PAGE)
-    assert tree.num_nodes == 2
+    assert len(prefix.page_of) == 2
     harness.add("other", [*prompt(2 * PAGE), 5, 6, 7], GREEDY)
     harness.turn(2)
     assert harness.outcomes["other"].cached_tokens == 2 * PAGE
     harness.drain()
     whole = (2 * PAGE + 8 * PAGE - 1) // PAGE
-    assert tree.num_nodes == whole + 2  # and a page that each of them began
+    assert len(prefix.page_of) == whole + 2  # and a page that each of them began
 
 
 def test_the_page_in_which_a_prompt_ends_is_shared_when_it_is_full() -> None:
     harness = Harness(tiny_model("qwen3-v4", quantized=True))
-    tree = harness.loop.scheduler.kv_manager.tree
+    prefix = harness.loop.scheduler.kv_manager.prefix
     ids = prompt(2 * PAGE + 5)
     harness.add("it", ids, SamplingParams(max_tokens=8 * PAGE, ignore_eos=True))
     harness.turn(3 * PAGE)
-    assert tree.num_nodes == 4  # with that which was full, too, when the tail was sealed
+    assert len(prefix.page_of) == 4  # with that which was full, too, when the tail was sealed
     harness.turn(3 * PAGE)
-    assert tree.num_nodes == 4
+    assert len(prefix.page_of) == 4
     harness.drain()
 
 

@@ -44,11 +44,11 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0)
 
 
 def assert_only_cached(scheduler: Scheduler) -> None:
-    """Nothing runs: the tree has every page that is not free, and could let go of it."""
-    tree = scheduler.kv_manager.tree
-    check(tree)
+    """Nothing runs: the cache has every page that is not free, and could let go of it."""
+    prefix = scheduler.kv_manager.prefix
+    check(prefix)
     for group, allocator in enumerate(scheduler.kv_manager.allocators):
-        assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
+        assert allocator.num_held == prefix.num_pages(group) == prefix.num_evictable(group)
 
 
 def step(scheduler: Scheduler, token: int = 7) -> Batch:

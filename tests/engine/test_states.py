@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cache.prefix_invariants import states_of
 from engine.harness import Harness, Outcome, alone, prompt, tiny_model
 from engine.recurrent import hybrid_model
 
@@ -117,9 +118,8 @@ def test_a_long_prompt_leaves_a_rolling_snapshot(
     harness.add("gone", prompt(200), TEN)
     while harness.loop.scheduler.queues.find("gone").num_computed < 110:  # type: ignore[union-attr]
         harness.turn()
-    nodes = harness.loop.scheduler.kv_manager.tree.nodes()
-    snapshots = [s for node in nodes for s in node.snapshots.values()]
-    assert len(snapshots) <= 2, "each takes the place of the one before"
+    prefix = harness.loop.scheduler.kv_manager.prefix
+    assert len(states_of(prefix)) <= 2, "each takes the place of the one before"
     harness.drain()
     ids = prompt(200)[:150]
     assert answer(harness, ids) == alone(model, ids, TEN).token_ids
@@ -175,7 +175,6 @@ def test_memory_of_states_is_bounded(model: Model) -> None:
     assert stats["state_bytes"] == group.num_bytes
     held = group.bytes_allocated
     assert held <= (group.num_held + harness.loop.cache.max_batch) * group.num_bytes
-    tree = harness.loop.scheduler.kv_manager.tree
-    while tree.evict_snapshot():
-        pass
+    prefix = harness.loop.scheduler.kv_manager.prefix
+    prefix.evict(len(prefix.groups), group.num_held)
     assert group.num_held == 0

@@ -19,7 +19,8 @@ import pytest
 from click.testing import CliRunner
 from test_sessions import LONG, ask, error_of, serving
 
-from mlxinfer.cache.disk.entry import Entry, encode, page_key, read_entry
+from mlxinfer.cache.disk.entry import Entry, encode, read_entry
+from mlxinfer.cache.prefix.names import page_key
 from mlxinfer.cli import session as session_command
 from mlxinfer.server.keys import ApiKeys
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 from cache.prefix_invariants import check
 from engine.spelled import segments_of
 
-from mlxinfer.cache.prefix.node import Node
-from mlxinfer.cache.prefix.store import Lease
+from mlxinfer.cache.prefix import Lease, Page
 from mlxinfer.engine.batch import MAX_SHORT, Batch, DecodeBatch
 from mlxinfer.engine.scheduler import Scheduler
 
@@ -60,18 +59,15 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
 
 
 def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
-    """Every page is free, a sequence's or the tree's; every request runs or waits; locks agree."""
+    """Every page is free, a sequence's or named; every request runs or waits; locks agree."""
     kv_manager = scheduler.kv_manager
-    check(kv_manager.tree)
+    check(kv_manager.prefix)
     for group, allocator in enumerate(kv_manager.allocators):
-        own = [
-            page
-            for s in scheduler.queues.running
-            for page in s.tables[group].pages_from(s.lease_of.num_pages)
-        ]
-        trees = [p for s in kv_manager.tree.nodes() if (p := s.pages[group]) is not None]
-        assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
-        assert len(own) + kv_manager.tree.num_pages(group) == allocator.num_held
+        by_id = kv_manager.prefix.by_id[group]
+        tables = [s.tables[group] for s in scheduler.queues.running]
+        own = [page for table in tables for page in table.all_pages if page not in by_id]
+        assert len(set(own)) == len(own), "a page has two owners"
+        assert len(own) + len(by_id) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
     running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
     assert not running & waiting
@@ -83,22 +79,18 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
         assert s.slot < 0
         assert not s.tables
         assert s.lease is None
-    check_locks(scheduler, [s.lease_of for s in scheduler.queues.running] + list(pins))
+    check_users(scheduler, [s.lease_of for s in scheduler.queues.running] + list(pins))
 
 
-def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
-    """Nodes count just the leases that there are, and windowed pages those that need them."""
-    kv_manager = scheduler.kv_manager
-    locks: Counter[Node] = Counter()
-    holds: list[Counter[Node]] = [Counter() for _ in kv_manager.groups]
+def check_users(scheduler: Scheduler, leases: list[Lease]) -> None:
+    """Pages count just the sequences and pins that need them, by group."""
+    prefix = scheduler.kv_manager.prefix
+    users: Counter[tuple[Page, int]] = Counter()
     for lease in leases:
         assert not lease.released
-        cut = [lease.cut] if lease.cut else []
-        locks.update(lease.nodes + cut)
-        for group, page_group in enumerate(kv_manager.groups):
-            if page_group.window.size is not None:
-                kept = page_group.window.kept_pages(kv_manager.page_size)
-                holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
-    for node in kv_manager.tree.nodes():
-        assert node.locks == locks[node]
-        assert node.holds == [counter[node] for counter in holds]
+        users.update(lease.copied)
+        for group, table in enumerate(lease.tables):
+            by_id = prefix.by_id[group]
+            users.update((by_id[page], group) for page in table.all_pages if page in by_id)
+    for page in {*prefix.page_of.values(), *(page for page, _ in users)}:
+        assert page.users == [users[page, group] for group in range(len(page.users))]

@@ -14,7 +14,7 @@ from simulator.oracle import Rules
 from simulator.simulation import WIDTH, Simulation
 from simulator.sizes import draw_sizes
 
-from mlxinfer.cache.prefix.store import Lease
+from mlxinfer.cache.prefix import Lease
 from mlxinfer.core import Grammar, Request, SamplingParams
 from mlxinfer.engine.prompt_pictures import LEAST_KEY, feature_keys
 from mlxinfer.images import Picture, PlacedPicture
@@ -171,7 +171,7 @@ class Program:
             simulation.tower.fails = RuntimeError("asked for")
         if self._on("clears", 0.03):
             self._say("clear")
-            simulation.scheduler.kv_manager.tree.clear()
+            simulation.scheduler.kv_manager.prefix.clear()
         if simulation.idle and not self.pins and self._on("restarts", 0.2):
             self._say("restart")
             simulation.restart()
@@ -181,20 +181,20 @@ class Program:
 
     def _pin(self) -> None:
         """Keep a prefix, as long as all pins together leave what requests need."""
-        tree = self.simulation.scheduler.kv_manager.tree
+        prefix = self.simulation.scheduler.kv_manager.prefix
         tokens = self._prompt()
-        match = tree.probe(None, tokens, limit=len(tokens))
-        num_pages = len(match.nodes) + (match.cut is not None)
+        match = prefix.probe(prefix.names(None, tokens), limit=len(tokens))
+        num_pages = match.num_pages + (match.cut is not None)
         if num_pages and sum(p.num_pages for p in self.pins) + num_pages <= self.extra_pages:
             until = self.simulation.turns + self.rng.randint(0, 20)
             self._say(f"pin {match.num_tokens} tokens until turn {until}")
-            self.pins.append(Pin(tree.lock(match), until, num_pages))
+            self.pins.append(Pin(prefix.lock(match), until, num_pages))
             self.simulation.pins = [pin.lease for pin in self.pins]
 
     def _unpin(self, *, everything: bool = False) -> None:
         for pin in list(self.pins):
             if everything or pin.until <= self.simulation.turns:
-                self.simulation.scheduler.kv_manager.tree.unlock(pin.lease)
+                self.simulation.scheduler.kv_manager.prefix.release(pin.lease)
                 self.pins.remove(pin)
         self.simulation.pins = [pin.lease for pin in self.pins]
 

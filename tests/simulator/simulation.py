@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import cast
 
 import mlx.core as mx
+from cache.prefix_invariants import token_ids_of
 from engine.pictures import RandomTower
 from simulator.asked import Asked
 from simulator.fake_disk import FakeTier
@@ -20,7 +21,7 @@ from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
 from mlxinfer.cache.pages import PageGroup, StateGroup
-from mlxinfer.cache.prefix.store import Lease
+from mlxinfer.cache.prefix import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.features import PictureFeatures
@@ -275,18 +276,19 @@ class Simulation:
     # -- the end ---------------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Every request ended; what the tree has is what it says, and all of it can go."""
+        """Every request ended; what is cached is what it says, and all of it can go."""
         assert all(a.reason is not None for a in self.asked.values())
         self.kv.may_write_pages = True
         self.scheduler.kv_manager.settle(())
         self.kv.carry_out(self.scheduler.kv_manager.take_work(), lambda: None)
         self._check_stored()
-        tree = self.scheduler.kv_manager.tree
+        prefix = self.scheduler.kv_manager.prefix
+        prefix.evict(len(self.sizes.windows), 0 if self.states is None else self.states.num_held)
         for group, allocator in enumerate(self.scheduler.kv_manager.allocators):
-            assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
-            tree.evict(group, allocator.num_held)
+            assert allocator.num_held == prefix.num_pages(group) == prefix.num_evictable(group)
+            prefix.evict(group, allocator.num_held)
             assert allocator.num_free == allocator.num_pages
-        assert tree.num_nodes == 0
+        assert not prefix.page_of
         assert self.states is None or self.states.num_held == 0
         assert not self.features.wanted
         assert not self.features.stats()["in_use"]
@@ -294,20 +296,22 @@ class Simulation:
         assert not self.tower.num_open
 
     def _check_stored(self) -> None:
-        """Every page of the tree holds the keys of the tokens that lead to it."""
+        """Every named page holds the keys of the tokens that lead to it."""
         size, windows = self.sizes.page_size, self.sizes.windows
-        for stored in self.scheduler.kv_manager.tree.nodes():
-            tokens = stored.token_ids()
+        prefix = self.scheduler.kv_manager.prefix
+        for stored in prefix.page_of.values():
+            tokens = token_ids_of(prefix, stored)
+            if tokens is None:
+                continue
             recurrent = self.states is not None
             oracle = Oracle(windows, tokens, seed=0, vocab=self.sizes.vocab, recurrent=recurrent)
             start = stored.number * size
             keys = [oracle.keys(position) for position in range(start, len(tokens))]
             for layer, group in enumerate(self.kv.groups):
-                page = stored.pages[group]
+                page = stored.ids[group]
                 if page is not None:
                     found = self.kv.pools[layer][page * size : page * size + len(keys)]
                     assert found == [k[layer] for k in keys], "a cached page holds something else"
-            for snapshot in stored.snapshots.values():
-                assert self.kv.states is not None
-                state = self.kv.states.state(snapshot.number)
-                assert state == oracle.state(start + snapshot.offset), "a snapshot of another place"
+            if self.kv.states is not None and (number := stored.ids[-1]) is not None:
+                state = self.kv.states.state(number)
+                assert state == oracle.state(len(tokens)), "a snapshot of another place"

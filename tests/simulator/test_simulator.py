@@ -1,4 +1,4 @@
-"""The scheduler, the KV manager and the prefix tree under random programs, against a closed form.
+"""The scheduler, the KV manager and the prefix cache under random programs, against a closed form.
 
 MLXINFER_SEEDS=10000 pytest tests/simulator -s
 MLXINFER_FIRST_SEED=4711 MLXINFER_SEEDS=1 pytest tests/simulator -s
@@ -13,9 +13,9 @@ import pytest
 from models.runs import every
 from simulator.programs import Program
 
+from mlxinfer.cache import pages
 from mlxinfer.cache.inputs import CacheWork
 from mlxinfer.cache.pages import PageGroup, PageTable, StateGroup
-from mlxinfer.cache.prefix import tree
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.features import PictureFeatures
@@ -146,7 +146,7 @@ def test_mutants_of_states_are_found(
     ("owner", "name", "broken"),
     [
         (PromptPictures, "uncut", lambda pictures, start, stop: stop),
-        (tree, "span_rule", lambda start, stop: lambda point: point),
+        (pages, "span_rule", lambda start, stop: lambda point: point),
         (PictureFeatures, "release", lambda features, sequence: None),
     ],
 )

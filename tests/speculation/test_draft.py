@@ -120,8 +120,8 @@ def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
         harness.add(name, prompt(100), GREEDY)
         harness.drain()
     (source,) = speculation._sources
-    tree = source._loop.scheduler.kv_manager.tree  # type: ignore[attr-defined]
-    assert tree.tokens_reused >= 96
+    prefix = source._loop.scheduler.kv_manager.prefix  # type: ignore[attr-defined]
+    assert prefix.tokens_reused >= 96
 
 
 def test_a_draft_that_fails_is_switched_off_for_the_request_and_logged(
@@ -233,7 +233,7 @@ def test_rejection_sampling_takes_all_that_the_same_model_draws() -> None:
 
 
 def test_a_chunk_of_few_tokens_up_to_a_pages_end_is_sealed_before_the_next() -> None:
-    """A draft that finds part of a page in its prefix tree begins with such a chunk."""
+    """A draft that finds part of a page in its prefix cache begins with such a chunk."""
     speculation = with_draft(model(), 2, prefill_chunk=16)
     harness = Harness(model(), proposer=speculation)
     for seed, length in enumerate((5, 10, 11, 12, 13)):

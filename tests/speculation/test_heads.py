@@ -135,8 +135,8 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
     for name in "ab":
         harness.add(name, prompt(100), GREEDY)
         harness.drain()
-    tree = source._loop.scheduler.kv_manager.tree
-    assert tree.tokens_reused >= 80
+    prefix = source._loop.scheduler.kv_manager.prefix
+    assert prefix.tokens_reused >= 80
     assert speculation.stats()["accepted"] == speculation.stats()["drafted"]
 
 
@@ -145,14 +145,14 @@ def test_a_head_shares_nothing_between_pictures() -> None:
     model, head = with_head("qwen3_5_text-v4", right=False)
     model = with_tower(model)
     speculation, source = speculation_of(model, head)
-    harness, tree = Harness(model, proposer=speculation), source._loop.scheduler.kv_manager.tree
+    harness, prefix = Harness(model, proposer=speculation), source._loop.scheduler.kv_manager.prefix
     reused = []
     for name, seed in enumerate((1, 2, 1)):
         ids, pictures = placed(prompt(40), picture(seed, 4, 4), prompt(60))
         harness.add(str(name), ids, GREEDY, pictures=pictures)
         plain = alone(model, ids, GREEDY, pictures=pictures)
         assert harness.drain()[str(name)].token_ids == plain.token_ids
-        reused.append(tree.tokens_reused)
+        reused.append(prefix.tokens_reused)
     assert reused[:2] == [0, 0]
     assert reused[2] >= 80
     assert speculation.stats()["drafted"] > 0

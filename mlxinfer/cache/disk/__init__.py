@@ -1,17 +1,7 @@
 """The disk tier of the prefix cache."""
 
-from .entry import (
-    Entry,
-    Files,
-    NoFiles,
-    chain_keys,
-    decode,
-    encode,
-    entry_bytes,
-    group_key,
-    namespace_key,
-    page_key,
-)
+from ..prefix.names import group_key, namespace_key, page_key
+from .entry import Entry, Files, NoFiles, decode, encode, entry_bytes
 from .tier import NOTHING_STORED, DiskTier
 
 __all__ = [
@@ -20,7 +10,6 @@ __all__ = [
     "Entry",
     "Files",
     "NoFiles",
-    "chain_keys",
     "decode",
     "encode",
     "entry_bytes",

@@ -1,14 +1,13 @@
-"""One page of a prefix as bytes with a checksum, and the chain of keys. Knows no files.
+"""One page of a prefix as bytes with a checksum. Knows no files.
 
 An entry is its header, key ids, payload and checksum, all little-endian:
 
     magic 8s | version u32 | tokens u32 | payload bytes u64 | key 20s | parent key 20s
     key ids u64 each | payload | BLAKE2b-128 of everything before it
 
-A page's key is BLAKE2b-152 of the key of the page before it and its ids, and a byte 0. So it stands
-for the whole prefix, and a prompt's entries are found without an index: each page is hashed once.
-The entry of layer group g has g in place of the 0. Key ids are token ids, and for other inputs,
-such as pictures, larger ids that stand for them.
+The key is the page's name (`prefix/names.py`), with the number of the layer group as its last byte.
+So a prompt's entries are found without an index. Key ids are token ids, and for other inputs, such
+as pictures, larger ids that stand for them.
 """
 
 import os
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
-KEY_BYTES = 20
-VERSION = 3  # of entries and their keys; folders of other versions are emptied
-ID_BYTES = 8
+from ..prefix.names import ID_BYTES, KEY_BYTES, VERSION, group_key, pack_ids, page_key
+
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")
 _CHECKSUM_BYTES = 16
@@ -52,38 +50,12 @@ def entry_bytes(num_tokens: int, payload_bytes: int) -> int:
     return _HEADER.size + ID_BYTES * num_tokens + payload_bytes + _CHECKSUM_BYTES
 
 
-def namespace_key(*parts: str) -> bytes:
-    """The key of a namespace: a model's content id, a KV format, an adapter, in a fixed order."""
-    texts = [part.encode() for part in parts]
-    data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return _hash(data, f"namespace{VERSION}", KEY_BYTES)
-
-
-def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a page: of its tokens and all that came before."""
-    return _hash(parent + _pack(token_ids), "page", KEY_BYTES - 1) + b"\0"
-
-
-def chain_keys(namespace: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """The keys of all whole pages of a prompt, in order."""
-    keys, key = [], namespace
-    for stop in range(page_size, len(token_ids) + 1, page_size):
-        key = page_key(key, token_ids[stop - page_size : stop])
-        keys.append(key)
-    return keys
-
-
-def group_key(page: bytes, group: int) -> bytes:
-    """The key of a layer group's entry of the page with this key. Groups are below 256."""
-    return page[:-1] + bytes([group])
-
-
 def encode(entry: Entry) -> list[bytes | memoryview]:
     """The parts of an entry's file, in order; the payload is not copied."""
     head = _HEADER.pack(
         _MAGIC, VERSION, len(entry.token_ids), entry.payload.nbytes, entry.key, entry.parent
     )
-    parts: list[bytes | memoryview] = [head + _pack(entry.token_ids), entry.payload]
+    parts: list[bytes | memoryview] = [head + pack_ids(entry.token_ids), entry.payload]
     return [*parts, _checksum(parts)]
 
 
@@ -114,14 +86,6 @@ def read_entry(file: BinaryIO, max_bytes: int) -> Entry | None:
     _, _, num_tokens, num_bytes, _, _ = _HEADER.unpack(header)
     rest = ID_BYTES * num_tokens + num_bytes + _CHECKSUM_BYTES
     return None if rest > max_bytes else decode(header + file.read(rest))
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}Q", *token_ids)
-
-
-def _hash(data: bytes, purpose: str, num_bytes: int) -> bytes:
-    return blake2b(data, digest_size=num_bytes, person=purpose.encode()).digest()
 
 
 def _checksum(parts: Sequence[bytes | memoryview]) -> bytes:

@@ -24,7 +24,8 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError, StorageFullError
 from ...files import write_whole
-from .entry import Entry, chain_keys, decode, encode, group_key, page_key, read_entry
+from ..prefix.names import PageNames, group_key, page_key
+from .entry import Entry, decode, encode, read_entry
 from .tier import DiskTier
 
 MAX_HEAD_BYTES = 16 << 20  # of a session without its entries: two million tokens
@@ -72,8 +73,9 @@ class SavedPrompt:
 
     def keys(self, root: bytes) -> list[tuple[bytes, bytes]]:
         """(parent, own key) of each entry where keys follow from `root`."""
-        keys = [root, *chain_keys(root, self.token_ids, self.page_size)]
-        return [(keys[n], group_key(keys[n + 1], group)) for n, group in self.places]
+        names = PageNames(root, self.token_ids, self.page_size)
+        places = self.places
+        return [(names.name(n - 1), group_key(names.name(n), group)) for n, group in places]
 
     def page(self, number: int) -> tuple[int, ...]:
         """The ids of a page."""

@@ -19,7 +19,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from .entry import KEY_BYTES, VERSION, Entry, Files, decode, encode
+from ..prefix.names import KEY_BYTES, VERSION
+from .entry import Entry, Files, decode, encode
 
 _HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 _FOLDER = re.compile(rf"{_HEX}\.{VERSION}")
@@ -106,7 +107,7 @@ class DiskTier:
         return next(iter(self.get_chain([key])), None)
 
     def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
-        """The entries of a prompt's `chain_keys` from the first on, up to the first miss.
+        """The entries of a prompt's pages from the first on, up to the first miss.
 
         They count as used, the first one most recently. So a chain loses its end first, and its
         beginning stays useful.

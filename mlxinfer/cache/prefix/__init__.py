@@ -1,17 +1,17 @@
-"""The prefix cache: a tree of pages by the tokens that they hold. Pure Python."""
+"""The prefix cache: pages by name. Pure Python."""
 
-from .node import Node, RestorePoint, Rule, Snapshot, Spans, resume_point, span_rule
-from .store import Lease
-from .tree import PrefixTree
+from .cache import LOCAL_ROOT, Lease, PrefixCache, RestorePoint, Users
+from .names import Name, PageNames
+from .page import EvictionQueue, Page
 
 __all__ = [
+    "LOCAL_ROOT",
+    "EvictionQueue",
     "Lease",
-    "Node",
-    "PrefixTree",
+    "Name",
+    "Page",
+    "PageNames",
+    "PrefixCache",
     "RestorePoint",
-    "Rule",
-    "Snapshot",
-    "Spans",
-    "resume_point",
-    "span_rule",
+    "Users",
 ]

@@ -1,0 +1,581 @@
+"""The pages of all groups by name: which are there, who needs them, which go first.
+
+A page that got its name belongs to the cache, and nobody writes it again. Sequences that need it
+are counted, by group; a page that none needs waits in order of eviction. So the pages before it are
+never evicted earlier: whoever needs it needs those, too, and gives them back at the same time or
+later. Pure Python; knows no arrays and no requests.
+"""
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ..pages import PageGroup, PageTable, Spans, StateGroup, longest_prefix
+from .names import Name, PageNames, namespace_key, page_key
+from .page import EvictionQueue, Page
+
+LOCAL_ROOT = namespace_key("this process")
+Users = list[tuple[Page, int]]
+"""Pages that somebody needs, each with the group in which."""
+OnEvict = Callable[[Page, Sequence[int]], None]
+"""Gets a page and the groups that lose it, before their places are given to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """The prefix that a prompt can reuse. Lock it before anything else changes the cache.
+
+    Attributes:
+        num_tokens: positions that need not be computed.
+        num_matched: positions that agree with pages, whether groups can resume there or not.
+        path: the whole pages before `num_matched`; None: no group has that page.
+        cut: the page that `num_tokens` lies inside of.
+        cut_tokens: how many of its tokens: num_tokens % page_size.
+        state: the page with the state after `num_tokens`, where there are state layers.
+        tables: by group, of the whole pages that are needed to go on.
+        spans: of the prompt.
+    """
+
+    names: PageNames
+    num_tokens: int
+    num_matched: int
+    path: list[Page | None]
+    cut: Page | None
+    cut_tokens: int
+    state: Page | None
+    tables: list[PageTable]
+    spans: Spans
+
+    @property
+    def num_pages(self) -> int:
+        """Whole pages before `num_tokens`."""
+        return self.num_tokens // self.names.page_size
+
+    def cut_pages(self, num_groups: int) -> tuple[int | None, ...]:
+        """By group: the page id to copy the first `cut_tokens` tokens from; () without a cut."""
+        return tuple(self.cut.ids[:num_groups]) if self.cut else ()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one sequence holds of the cache.
+
+    Attributes:
+        tables: by group; whole pages before number `num_pages` have names.
+        copied: the page it is inside of and the state it goes on from, until they are copied.
+        epoch: how often everything had been forgotten when it began.
+    """
+
+    tables: list[PageTable]
+    num_pages: int
+    copied: Users
+    priority: int
+    epoch: int
+    released: bool = False
+
+
+class PrefixCache:
+    """Named pages of all layer groups.
+
+    Args:
+        groups: what layers keep in pages, and where these come from and go back to.
+        clock: ever larger numbers, to order uses by; by default uses are counted.
+        on_evict: gets pages that go, the deepest of a prompt first. A window's page that goes while
+            longer prompts are there is left out.
+        states: of the state layers; None: there are none.
+        root: the name that stands for the model.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PageGroup],
+        *,
+        clock: Callable[[], int] | None = None,
+        on_evict: OnEvict | None = None,
+        states: StateGroup | None = None,
+        root: Name = LOCAL_ROOT,
+    ) -> None:
+        assert groups
+        self.groups, self.states, self.root = groups, states, root
+        self.allocators = [group.allocator for group in groups]
+        self.page_size = groups[0].page_size
+        self.attention = range(len(groups))
+        self.windowed = [g for g, group in enumerate(groups) if group.recycles]
+        self.page_of: dict[Name, Page] = {}
+        self.children: dict[Name, list[Page]] = {}  # by parent's name, in order of tokens
+        num_groups = len(groups) + (states is not None)
+        self.unused: list[EvictionQueue[Page]] = [EvictionQueue() for _ in range(num_groups)]
+        self.by_id: list[dict[int, Page]] = [{} for _ in groups]
+        self.tokens_reused = 0  # of matches that were made use of
+        self.clock = clock or itertools.count(1).__next__
+        self._alignment = self.page_size if any(group.whole_pages for group in groups) else 1
+        self._roots: dict[Hashable, Name] = {}
+        self._on_evict = on_evict or (lambda page, groups: None)
+        self._epoch = 0
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def root_of(self, namespace: Hashable) -> Name:
+        """The name before the first page of a namespace; each has its own."""
+        if namespace is None:
+            return self.root
+        if namespace not in self._roots:
+            self._roots[namespace] = namespace_key(self.root.hex(), repr(namespace))
+        return self._roots[namespace]
+
+    def names(self, namespace: Hashable, token_ids: Sequence[int]) -> PageNames:
+        """The names of a prompt's pages."""
+        return PageNames(self.root_of(namespace), token_ids, self.page_size)
+
+    def set_root(self, root: Name) -> None:
+        """Name all pages again, now that it is known what the model is.
+
+        Those whose parents a window has recycled are forgotten: their names cannot be known.
+        """
+        now = {self.root: root}
+        roots, self.root, self._roots = self._roots, root, {}
+        now |= {name: self.root_of(namespace) for namespace, name in roots.items()}
+        pages = sorted(self.page_of.values(), key=lambda page: page.number)
+        self.page_of, self.children = {}, {}
+        for page in pages:
+            if page.parent not in now:
+                self._forget(page)
+                continue
+            old, page.parent = page.name, now[page.parent]
+            page.name = now[old] = page_key(page.parent, page.tokens)
+            self._add(page)
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def probe(
+        self,
+        names: PageNames,
+        *,
+        limit: int | None = None,
+        whole_pages: bool = False,
+        spans: Spans = (),
+    ) -> RestorePoint:
+        """The longest reusable prefix of at most `limit` tokens. Locks, counts, changes nothing.
+
+        The last token of a prompt must be computed, so the default limit is one less than its
+        length. The time depends on the length of the prompt, and not on what the cache holds.
+
+        Args:
+            names: of the prompt's pages.
+            limit: tokens.
+            whole_pages: end at the end of a page, even if all groups could go on inside of one.
+            spans: of the prompt; none is cut.
+        """
+        num_ids, size = len(names.token_ids), self.page_size
+        highest = max(num_ids - 1 if limit is None else min(limit, num_ids), 0)
+        path = self._walk(names, highest // size)
+        rest = names.tokens(len(path), min(highest - len(path) * size, size))
+        begun, overlap = self._closest(names.name(len(path) - 1), rest)
+
+        def held(group: int, number: int, count: int) -> int:
+            page = path[number] if number < len(path) else begun
+            if group == len(self.groups):
+                state = self._last_state(names, number, count)
+                return 0 if state is None else len(state.tokens)
+            return count if page is not None and page.ids[group] is not None else 0
+
+        longest = len(path) * size + overlap
+        point = longest_prefix(
+            longest,
+            self.groups,
+            self.states,
+            held,
+            spans=spans,
+            alignment=size if whole_pages else self._alignment,
+        )
+        number, inside = divmod(point, size)
+        cut = (path[number] if number < len(path) else begun) if inside else None
+        at = (number, inside) if inside else (number - 1, size)
+        return RestorePoint(
+            names=names,
+            num_tokens=point,
+            num_matched=longest,
+            path=path,
+            cut=cut,
+            cut_tokens=inside,
+            state=self._last_state(names, *at) if self.states is not None and point else None,
+            tables=[self._table(g, path[:number], point) for g in self.attention],
+            spans=spans,
+        )
+
+    def _walk(self, names: PageNames, stop: int) -> list[Page | None]:
+        """The whole pages of a prompt that are there.
+
+        If a group needs them all, up to the first that is not.
+        """
+        path: list[Page | None] = []
+        last = 0
+        for number in range(stop):
+            page = self.page_of.get(names.name(number))
+            if page is None and len(self.windowed) < len(self.groups):
+                break
+            path.append(page)
+            last = last if page is None else number + 1
+        return path[:last]
+
+    def _closest(self, parent: Name, tokens: tuple[int, ...]) -> tuple[Page | None, int]:
+        """The page after `parent` that agrees with `tokens` for longest, and for how many.
+
+        Pages are sorted, so that page is next to the place of `tokens`: only two are compared. If
+        both agree equally far, the one counts that more groups have.
+        """
+        pages = self.children.get(parent, [])
+        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
+        best: Page | None = None
+        worth = (0, 0)
+        for page in pages[max(at - 1, 0) : at + 1]:
+            overlap = common_length(page.tokens, tokens)
+            if overlap and (overlap, page.held(self.attention)) > worth:
+                best, worth = page, (overlap, page.held(self.attention))
+        return best, worth[0]
+
+    def _begun(self, parent: Name, tokens: tuple[int, ...]) -> Iterable[Page]:
+        """The pages after `parent` that `tokens` begins with or is, the longest first."""
+        pages = self.children.get(parent, [])
+        for length in range(len(tokens) if pages else 0, 0, -1):
+            at = bisect_left(pages, tokens[:length], key=lambda page: page.tokens)
+            if at < len(pages) and pages[at].tokens == tokens[:length]:
+                yield pages[at]
+            if not at:  # shorter ones would come before it
+                return
+
+    def _last_state(self, names: PageNames, number: int, count: int) -> Page | None:
+        """Of the pages that the first `count` tokens of a page begin with, the longest with a
+        state.
+        """
+        pages = self._begun(names.name(number - 1), names.tokens(number, count))
+        return next((page for page in pages if page.ids[-1] is not None), None)
+
+    def _table(self, group: int, pages: Sequence[Page | None], num_tokens: int) -> PageTable:
+        """A group's table of the whole pages that are needed to go on after `num_tokens`."""
+        num_kept = self.groups[group].num_kept
+        first = max(self.groups[group].first_page(num_tokens), num_kept)
+        ids = [None if page is None else page.ids[group] for page in pages]
+        kept, rest = ids[:num_kept], ids[first:]
+        assert None not in kept + rest, "a restore point has every page that it needs"
+        return PageTable(self.page_size, num_kept, first, kept, rest)  # type: ignore[arg-type]
+
+    def num_pages(self, group: int) -> int:
+        """Pages of a group that belong to the cache."""
+        return len(self.by_id[group])
+
+    def num_evictable(self, group: int) -> int:
+        """Pages of a group that `evict` could free now."""
+        return len(self.unused[group])
+
+    # -- using ----------------------------------------------------------------------------------
+
+    def count(self, point: RestorePoint) -> None:
+        """Count a match that is used. A match may also be locked in vain."""
+        self.tokens_reused += point.num_tokens
+
+    def lock(self, point: RestorePoint, *, priority: int = 0) -> Lease:
+        """Take what a match found until `release`. The match must be fresh, and may be empty.
+
+        Its pages are evicted after all pages of a lower priority, see `evict`.
+        """
+        copied: Users = []
+        if point.cut is not None:
+            copied = [(point.cut, g) for g in self.attention if point.cut.ids[g] is not None]
+        if point.state is not None:
+            copied.append((point.state, len(self.groups)))
+        whole = [
+            (self.by_id[g][i], g) for g, table in enumerate(point.tables) for i in table.all_pages
+        ]
+        self.use([*whole, *copied], anchored=True)
+        return Lease(point.tables, point.num_pages, copied, priority, self._epoch)
+
+    def hold_path(self, point: RestorePoint) -> Users:
+        """Keep all whole pages that agreed with a prompt, until `let_go`."""
+        pages = [page for page in point.path if page is not None]
+        users = [(page, g) for page in pages for g in self.attention if page.ids[g] is not None]
+        self.use(users, anchored=True)
+        return users
+
+    def use(self, users: Users, *, anchored: bool = False) -> None:
+        """Count one more that needs each page."""
+        for page, group in users:
+            assert page.is_named, "the cache changed between match and lock"
+            page.users[group] += 1
+            page.anchored[group] |= anchored
+            self.unused[group].discard(page)
+
+    def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
+        """Count one less that needs each page; it counts as just used.
+
+        Args:
+            users: pages.
+            priority: of the one that needed them.
+            anchored: others will go on from here.
+        """
+        now = self.clock()
+        for page, group in users:
+            page.users[group] -= 1
+            assert page.users[group] >= 0
+            page.priority, page.tick = max(page.priority, priority), now
+            page.anchored[group] |= anchored
+            if not page.users[group]:
+                if page.is_named:
+                    self._offer(page, group)
+                else:
+                    self._free(page, [group])
+
+    def release_copied(self, lease: Lease) -> None:
+        """Stop protecting the cut page and the state: copies of them are launched.
+
+        `release` does so too.
+        """
+        copied, lease.copied = lease.copied, []
+        self.let_go(copied, priority=lease.priority)
+
+    def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
+        """A window has passed pages of a table; those without a name are free."""
+        self.let_go(self._named(group, ids), priority=lease.priority)
+
+    def _named(self, group: int, ids: Sequence[int]) -> Users:
+        """The named ones of a sequence's pages. The others are free from now on."""
+        known = [self.by_id[group].get(i) for i in ids]
+        self.allocators[group].release([i for i, p in zip(ids, known, strict=True) if p is None])
+        return [(page, group) for page in known if page is not None]
+
+    def release(self, lease: Lease) -> None:
+        """End a lease, and give back the pages of its tables."""
+        assert not lease.released
+        lease.released = True
+        self.release_copied(lease)
+        tables = enumerate(lease.tables)
+        users = [user for group, table in tables for user in self._named(group, table.all_pages)]
+        self.let_go(users, priority=lease.priority, anchored=True)
+
+    def up_to_date(self, lease: Lease) -> bool:
+        """Whether a lease was taken since everything was forgotten last."""
+        return lease.epoch == self._epoch
+
+    # -- naming ---------------------------------------------------------------------------------
+
+    def extend(self, lease: Lease, names: PageNames, num_tokens: int) -> bool:
+        """Name the whole pages of the first `num_tokens` positions that have no name yet.
+
+        Where there is an equal page, it takes the place of the sequence's in the table, and the
+        sequence's is released. Costs what is new. After `clear`, a lease from before names nothing.
+
+        Args:
+            lease: of the sequence.
+            names: of its pages.
+            num_tokens: positions that have keys and values in pages, or will be once the steps
+                launched so far have run.
+
+        Returns:
+            Whether a page was replaced by an equal one.
+        """
+        replaced, stop = False, num_tokens // self.page_size
+        if not self.up_to_date(lease):
+            return False
+        for number in range(lease.num_pages, stop):
+            if all(table.page_at(number) is None for table in lease.tables):
+                continue
+            page = self._page(names, number, self.page_size, lease.priority)
+            for group, table in enumerate(lease.tables):
+                own, had = table.page_at(number), page.ids[group]
+                if own is not None and had is not None:
+                    table.replace(number, had)
+                    self.allocators[group].release([own])
+                    replaced = True
+                if own is not None:
+                    self.fill(page, group, own if had is None else had)
+                    self.use([(page, group)])
+        lease.num_pages = max(lease.num_pages, stop)
+        return replaced
+
+    def add_partial(self, lease: Lease, names: PageNames, num_tokens: int) -> None:
+        """Name the last page, begun but not full, for good: it is never written again.
+
+        Call it after `extend`, when the sequence ends. Nothing is done if there is no such page,
+        or one that begins like it.
+        """
+        count = num_tokens - lease.num_pages * self.page_size
+        tokens = names.tokens(lease.num_pages, max(count, 0))
+        parent = names.name(lease.num_pages - 1)
+        if not self.up_to_date(lease) or not tokens or self._covers(parent, tokens):
+            return
+        page = self._page(names, lease.num_pages, count, lease.priority)
+        for group, table in enumerate(lease.tables):
+            own = table.page_at(lease.num_pages)
+            if own is not None:
+                self.fill(page, group, own)
+                self.use([(page, group)], anchored=True)
+
+    def add_state(self, names: PageNames, num_tokens: int, priority: int = 0) -> Page | None:
+        """Make room for the state after the first `num_tokens` tokens, which pages must hold.
+
+        If there is no room, the state that was unused for longest is evicted.
+
+        Returns:
+            None: there is one already, there are no such pages, or there is no room.
+        """
+        number = (num_tokens - 1) // self.page_size
+        count, group = num_tokens - number * self.page_size, len(self.groups)
+        tokens, parent = names.tokens(number, count), names.name(number - 1)
+        if self.states is None or not self._covers(parent, tokens):
+            return None
+        page = self.page_of.get(page_key(parent, tokens))
+        if page is not None and page.ids[group] is not None:
+            page.tick = self.clock()
+            self._offer(page, group)
+            return None
+        if not self.states.has_room and not self.evict(group, 1):
+            return None
+        page = self._page(names, number, count, priority)
+        self.fill(page, group, self.states.allocate())
+        self._offer(page, group)
+        return page
+
+    def remove_state(self, page: Page) -> None:
+        """Give up a state that another one replaces, unless it is needed or gone."""
+        if page.is_named and len(self.groups) in page.unused:
+            self._free(page, [len(self.groups)])
+
+    def fill(self, page: Page, group: int, number: int) -> None:
+        """Note where a group has a page."""
+        if page.ids[group] is not None:
+            return
+        page.ids[group] = number
+        if group in self.attention:
+            self.by_id[group][number] = page
+            if self.states is not None and len(self.groups) in page.unused:
+                self._offer(page, len(self.groups))
+
+    def insert(self, names: PageNames, number: int, group: int, own: int) -> Page | None:
+        """Name a page that the caller needs until `let_go`; None: the group has one of the name."""
+        page = self._page(names, number, self.page_size, 0)
+        if page.ids[group] is not None:
+            return None
+        self.fill(page, group, own)
+        self.use([(page, group)], anchored=True)
+        return page
+
+    def _page(self, names: PageNames, number: int, count: int, priority: int) -> Page:
+        """The page of the first `count` tokens of a page; made where there is none.
+
+        Shorter ones that it begins with make room for it, but for their states.
+        """
+        parent, tokens = names.name(number - 1), names.tokens(number, count)
+        whole = count == self.page_size
+        name = names.name(number) if whole else page_key(parent, tokens)
+        page = self.page_of.get(name)
+        if page is None:
+            for shorter in list(self._begun(parent, tokens)):
+                self._free(shorter, [g for g in shorter.unused if g in self.attention])
+            anchored = [g not in self.windowed for g in range(len(self.unused))]
+            page = Page(name, parent, number, tokens, anchored)
+            page.priority, page.tick = priority, self.clock()
+            self._add(page)
+        return page
+
+    def _covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
+        """Whether a page after `parent` begins with `tokens`."""
+        pages = self.children.get(parent, [])
+        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
+        return at < len(pages) and pages[at].tokens[: len(tokens)] == tokens
+
+    def _add(self, page: Page) -> None:
+        self.page_of[page.name] = page
+        insort(self.children.setdefault(page.parent, []), page, key=lambda page: page.tokens)
+
+    # -- eviction -------------------------------------------------------------------------------
+
+    def evict(self, group: int, num_pages: int) -> int:
+        """Free at least `num_pages` pages of a group if that many may go; how many were freed.
+
+        The lowest priority goes first, then the longest unused, of one prompt the deepest. Of a
+        window, pages that sequences have passed by go before those that one went on from or ended
+        at. Of a page that later tokens of every prompt need, all groups give up theirs.
+        """
+        freed = 0
+        while freed < num_pages and (page := self.unused[group].pop()) is not None:
+            freed += 1
+            is_passed = group in self.windowed and (any(page.users) or page.name in self.children)
+            groups = [group] if is_passed or group == len(self.groups) else page.unused
+            try:
+                if not is_passed:
+                    self._on_evict(page, groups)
+            finally:
+                self._free(page, groups)
+                self._strand(page, group)
+        return freed
+
+    def _offer(self, page: Page, group: int) -> None:
+        """Put a page among those of a group that may be evicted, if it is there and unused."""
+        if page.ids[group] is not None and not page.users[group]:
+            worth = (page.anchored[group], page.priority, page.tick, -page.number)
+            self.unused[group].push(page, worth)
+
+    def _strand(self, page: Page, group: int) -> None:
+        """A window lost a page, so no prompt can resume at the state behind it: it goes first."""
+        states = len(self.groups)
+        sees_others = group in self.windowed and self.groups[group].window.size != 1
+        if sees_others and self.states is not None and states in page.unused:
+            self.unused[states].push(page, (False, page.priority, page.tick, -page.number))
+
+    def _free(self, page: Page, groups: Iterable[int]) -> None:
+        """Give back what groups have of a page; without any it is gone."""
+        for group in groups:
+            number = page.ids[group]
+            assert number is not None
+            assert not page.users[group]
+            page.ids[group] = None
+            self.unused[group].discard(page)
+            if group in self.attention:
+                del self.by_id[group][number]
+                self.allocators[group].release([number])
+            elif self.states is not None:
+                self.states.release(number)
+        if page.is_named and page.ids.count(None) == len(page.ids):
+            self._remove(page)
+
+    def _remove(self, page: Page) -> None:
+        page.is_named = False
+        if self.page_of.pop(page.name, None) is None:
+            return
+        pages = self.children[page.parent]
+        del pages[bisect_left(pages, page.tokens, key=lambda page: page.tokens)]
+        if not pages:
+            del self.children[page.parent]
+
+    def erase(self, names: PageNames, num_tokens: int) -> None:
+        """Drop the pages of a prompt that no other prompt shares and nobody needs."""
+        point = self.probe(names, limit=num_tokens)
+        for page in reversed([*point.path, point.cut]):
+            if page is not None and page.name not in self.children and not any(page.users):
+                self._free(page, page.unused)
+
+    def clear(self) -> None:
+        """Forget all pages: no prompt finds them, and those in use go with their last user.
+
+        Older leases still protect their pages, and name no more.
+        """
+        pages = list(self.page_of.values())
+        self.page_of, self.children = {}, {}
+        for page in pages:
+            self._forget(page)
+        self._epoch += 1
+
+    def _forget(self, page: Page) -> None:
+        page.is_named = False
+        self._free(page, page.unused)
+
+
+def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many tokens two tuples share at their beginning."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

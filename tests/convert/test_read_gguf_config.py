@@ -1,10 +1,12 @@
 """Metadata into config.json: what files leave out, spellings, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlxinfer.convert.read.gguf.names import ARCHITECTURES, ROPE_FACTORS
 from mlxinfer.convert.read.gguf.source import make_config
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models.config import normalise
@@ -30,7 +32,7 @@ def metadata(arch: str, **more: Any) -> dict[str, Any]:
 
 
 def config(arch: str, **more: Any) -> dict[str, Any]:
-    made = make_config(metadata(arch, **more), SHAPES, None, "the file")
+    made = make_config(metadata(arch, **more), SHAPES, {}, "the file")
     normalise(made)  # nothing in it that our own models refuse
     return made
 
@@ -135,7 +137,19 @@ def test_rope_factors_of_no_known_scaling() -> None:
         (np.full(8, np.nan), CheckpointError),
     ):
         with pytest.raises(error, match=r"rope_freqs"):
-            make_config(metadata("llama"), SHAPES, factors.astype(np.float32), "the file")
+            make_config(
+                metadata("llama"), SHAPES, {ROPE_FACTORS: factors.astype(np.float32)}, "the file"
+            )
     assert (
-        make_config(metadata("llama"), SHAPES, np.ones(8, np.float32), "x")["rope_scaling"] is None
+        make_config(metadata("llama"), SHAPES, {ROPE_FACTORS: np.ones(8, np.float32)}, "x")[
+            "rope_scaling"
+        ]
+        is None
     )
+
+
+def test_the_page_lists_the_architectures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text()
+    listed = page.partition("GGUF files of these architectures are read:")[2].partition(".\n")[0]
+    listed = listed.partition(". A field")[0]
+    assert [name.strip() for name in listed.split(",")] == sorted(ARCHITECTURES)

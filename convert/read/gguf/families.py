@@ -7,9 +7,10 @@ frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, UnsupportedModelError
 from .fields import ArchitectureFields
 from .layout import HALVES
 
@@ -45,6 +46,10 @@ def _family(model_type: str, architecture: str, **more: Any) -> FamilyConfig:
 
 def _biased(shapes: Shapes) -> bool:
     return "model.layers.0.self_attn.q_proj.bias" in shapes
+
+
+def _out_biased(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
+    return "model.layers.0.self_attn.o_proj.bias" in shapes
 
 
 def _number(key: str, default: float | None = None) -> FamilyValue:
@@ -107,19 +112,28 @@ def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
 
 
 def _phi3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """llama.cpp ignores the window of these files, as of Phi-3's layers that see everything."""
-    facts.read("attention.sliding_window")
+    """A window of 0 says that there is none, as of Phi-4."""
+    context = config["max_position_embeddings"]
+    original = facts.integer("rope.scaling.original_context_length", context)
+    if config["rope_scaling"] is not None:  # transformers computes the factor of queries and keys
+        scale = max(context / original, 1.0)
+        follows = float(np.sqrt(1 + np.log(scale) / np.log(original)))
+        stated = facts.number("rope.scaling.attn_factor", follows)
+        if stated is None or not np.isclose(stated, follows, rtol=1e-4):
+            raise UnsupportedModelError(
+                f"phi3.rope.scaling.attn_factor in {facts.all.where} is {stated}; expected "
+                f"{follows:.5f}, which follows from {context} and {original} positions."
+            )
     return _family("phi3", "Phi3ForCausalLM")(facts, shapes, config) | {
-        "original_max_position_embeddings": facts.integer(
-            "rope.scaling.original_context_length", config["max_position_embeddings"]
-        ),
-        "sliding_window": None,
+        "original_max_position_embeddings": original,
+        "sliding_window": _window(facts, shapes, config),
     }
 
 
 def _olmo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     if not facts.count("attention.sliding_window"):
         return _family("olmo2", "Olmo2ForCausalLM")(facts, shapes, config)
+    facts.expect("rope.freq_base_swa", config["rope_theta"])  # scaled where all is seen alone
     own = {"sliding_window": _window, "layer_types": _layer_types(4)}
     return _family("olmo3", "Olmo3ForCausalLM", **own)(facts, shapes, config)
 
@@ -370,11 +384,11 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.read("rope.dimension_sections")  # rows lie as those of texts do
     own = _family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
     facts.expect("expert_gating_func", _SIGMOID)
     return own | {
         **_routing(facts),
-        HALVES: _halved(facts, shapes, config),
         "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
     }
 
@@ -447,7 +461,9 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
     "deepseek2": _deepseek2,
     "dots1": _dots1,
-    "ernie4_5": _family("ernie4_5", "Ernie4_5ForCausalLM", use_bias=False),
+    "ernie4_5": _family(
+        "ernie4_5", "Ernie4_5ForCausalLM", use_bias=lambda facts, shapes, config: _biased(shapes)
+    ),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
     "gemma2": _family(
@@ -481,7 +497,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "qwen3next": _delta_net,
     "qwen3vl": _of_pictures(_QWEN3),
     "qwen3vlmoe": _of_pictures(_qwen3_moe),
-    "seed_oss": _family("seed_oss", "SeedOssForCausalLM", attention_out_bias=False),
+    "seed_oss": _family("seed_oss", "SeedOssForCausalLM", attention_out_bias=_out_biased),
     "smollm3": _family(
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),

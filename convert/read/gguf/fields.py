@@ -8,6 +8,7 @@ import numpy as np
 from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ..stored import Array
+from .names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 _MAX_LAYERS = 2000
 
@@ -168,15 +169,22 @@ def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
 
 
 def rope_scaling(
-    facts: ArchitectureFields, factors: Array | None, head_dim: int
+    facts: ArchitectureFields, factors: Mapping[str, Array], head_dim: int
 ) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; `factors` are the tensor that stands for Llama 3's.
+    """`rope_scaling` of config.json; `factors` are tensors that stand for it.
 
     Raises:
         CheckpointError, UnsupportedModelError: a kind that is not known.
     """
-    if factors is not None:
-        return _llama3_scaling(facts, factors, head_dim)
+    if (long := factors.get(LONG_FACTORS)) is not None:
+        short = factors.get(SHORT_FACTORS, long)
+        return {
+            "rope_type": "longrope",
+            "long_factor": long.tolist(),
+            "short_factor": short.tolist(),
+        }
+    if (divisors := factors.get(ROPE_FACTORS)) is not None:
+        return _llama3_scaling(facts, divisors, head_dim)
     # As llama.cpp: linear where no type is stated, with a factor under its older name perhaps.
     kind = facts.all.text(facts.name("rope.scaling.type"), default="linear")
     factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
@@ -193,6 +201,8 @@ def rope_scaling(
         scaling["original_max_position_embeddings"] = context
         scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
+        if (whole := facts.number("rope.scaling.yarn_attn_factor")) is not None:
+            scaling["attention_factor"] = whole
         if (tenth := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
             # A tenth of mscale_all_dim. What divides it, mscale, is the same in published models.
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))

@@ -213,7 +213,13 @@ _GEMMA4_TOP = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-_TOPS = {"lfm2": _LFM2_TOP, "lfm2moe": _LFM2_TOP, "gemma4": _GEMMA4_TOP}
+_STARCODER2_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
+_TOPS = {
+    "lfm2": _LFM2_TOP,
+    "lfm2moe": _LFM2_TOP,
+    "gemma4": _GEMMA4_TOP,
+    "starcoder2": _STARCODER2_TOP,
+}
 # Modules that predict tokens further ahead lie in blocks behind the last layer.
 _AHEAD = {
     "nextn.eh_proj": "eh_proj",
@@ -232,7 +238,9 @@ _QWEN_AHEAD = {
 
 ARCHITECTURES = tuple(_FAMILIES)
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
-ROPE_FACTORS = "rope_freqs.weight"  # follows from the config of transformers
+# What follows from the config of transformers.
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 def hf_names(architecture: str, name: str, num_layers: int) -> tuple[str, ...]:

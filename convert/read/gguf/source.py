@@ -17,10 +17,11 @@ from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
 from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import HALVES, layout_of
-from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
+from .names import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
+_FACTORS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 Entry = tuple[TensorEntry, StoredArray]
@@ -117,6 +118,11 @@ def _readers(
     return readers
 
 
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """The metadata of a file, its vocabulary among them. Raises CheckpointError."""
+    return _read_header(path)[0].metadata
+
+
 def _read_header(path: Path) -> tuple[GGUFHeader, bytes]:
     """The header, and a digest of the bytes in front of the data."""
     try:
@@ -147,7 +153,7 @@ def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str,
     named: dict[str, Entry] = {}
     for name, entry in entries.items():
         ours = hf_names(facts.architecture, name, facts.num_layers)
-        if not ours and name != ROPE_FACTORS:
+        if not ours and name not in _FACTORS:
             raise UnsupportedModelError(
                 f"Tensor {name[:80]!r} of {facts.all.where} is not one of the "
                 f"{facts.architecture} architecture."
@@ -156,13 +162,15 @@ def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str,
     return named
 
 
-def _rope_factors(entries: Mapping[str, Entry]) -> Array | None:
-    if ROPE_FACTORS not in entries:
-        return None
-    array = entries[ROPE_FACTORS][1].expect(["F32"])
-    if len(array.shape) != 1 or array.num_bytes > 4096:
-        raise array.fail(f"has shape {array.shape}; expected one number for each pair")
-    return array.floats()
+def _rope_factors(entries: Mapping[str, Entry]) -> dict[str, Array]:
+    """The tensors of factors that are there, by name."""
+    factors = {}
+    for name in _FACTORS & entries.keys():
+        array = entries[name][1].expect(["F32"])
+        if len(array.shape) != 1 or array.num_bytes > 4096:
+            raise array.fail(f"has shape {array.shape}; expected one number for each pair")
+        factors[name] = array.floats()
+    return factors
 
 
 # -- config.json of the metadata ----------------------------------------------------------------
@@ -171,14 +179,14 @@ def _rope_factors(entries: Mapping[str, Entry]) -> Array | None:
 def make_config(
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: Array | None,
+    rope_factors: Mapping[str, Array],
     label: str,
 ) -> dict[str, Any]:
     """config.json as transformers writes it, for a GGUF file.
 
     Args:
         shapes: of the tensors, by the names of transformers.
-        rope_factors: the tensor that llama.cpp makes of scaled or missing frequencies, float32.
+        rope_factors: the tensors that llama.cpp makes of scaled or missing frequencies, float32.
 
     Raises:
         CheckpointError: a key is missing or out of range.
@@ -216,9 +224,11 @@ def make_config(
     return config
 
 
-def _ropes(facts: ArchitectureFields, factors: Array | None, head_dim: int) -> dict[str, Any]:
+def _ropes(
+    facts: ArchitectureFields, factors: Mapping[str, Array], head_dim: int
+) -> dict[str, Any]:
     if facts.architecture == "gemma4":
-        return {"rope_parameters": gemma4_ropes(facts, factors)}
+        return {"rope_parameters": gemma4_ropes(facts, factors.get(ROPE_FACTORS))}
     found: dict[str, Any] = {
         "rope_theta": facts.number("rope.freq_base", 10_000.0),
         "rope_scaling": rope_scaling(facts, factors, head_dim),

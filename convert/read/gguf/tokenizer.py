@@ -8,6 +8,7 @@ first. "gemma4" is the same with its merges in the file.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,23 @@ _KIMI = "|".join(
         rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
     ]
 )
+# Space before the end of a text is one piece, which GPT-2's own expression cuts.
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+)
+_EXAONE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, r"[0-9][0-9][0-9]")
+_OLD = (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")
 _ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -111,27 +129,47 @@ class Pretokenizer:
 
 
 _LLAMA = Pretokenizer((_LLAMA3,), whole_words=True, adds_bos=True)
+_PLAIN = Pretokenizer(())
+_DIGITS = Pretokenizer((r"\p{N}", _GPT2))
+_TRIPLES = Pretokenizer((_LLAMA3,))
+_OPENAI = Pretokenizer((_GPT4O,))
+_ANY = Pretokenizer((_QWEN2,))
 _QWEN = Pretokenizer((_QWEN2,), normal_form=True)
 
 PRETOKENIZERS = {
-    "llama-bpe": _LLAMA,
-    "llama3": _LLAMA,
-    "llama-v3": _LLAMA,
-    "lfm2": _LLAMA,
-    "glm4": Pretokenizer((_LLAMA3,)),
-    "chatglm-bpe": Pretokenizer((_LLAMA3,)),
-    "qwen2": _QWEN,
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+        _LLAMA,
+    ),
+    "glm4": Pretokenizer((_LLAMA3,), whole_words=True),
+    "glm5": Pretokenizer((_LLAMA3,), whole_words=True),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), _TRIPLES),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _ANY),
     "qwen35": Pretokenizer((_QWEN35,), normal_form=True),
-    "deepseek-r1-qwen": _QWEN,
-    "deepseek-v3": Pretokenizer(_DEEPSEEK3),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), Pretokenizer(_DEEPSEEK3)
+    ),
     "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": Pretokenizer(_CODER),
     "kimi-k2": Pretokenizer((_KIMI,), whole_words=True),
-    "gpt-4o": Pretokenizer((_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _OPENAI),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Pretokenizer(_AYA)),
     "tekken": Pretokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
-    "gpt-2": Pretokenizer(()),
-    "smollm": Pretokenizer((r"\p{N}", _GPT2)),
-    "starcoder": Pretokenizer((r"\p{N}", _GPT2)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "mellum", "modern-bert", "trillion"), _PLAIN
+    ),
+    **dict.fromkeys(("jais", "granite-docling", "gigachat", "a.x-4.0"), _PLAIN),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
+    ),
+    "mellum2": _DIGITS,
+    "exaone-moe": Pretokenizer((_EXAONE,)),
+    "seed-coder": Pretokenizer((_SEED,)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2"), Pretokenizer((_BAILING,))),
+    "laguna": Pretokenizer((r"[^\n]+|[\n]+", _QWEN2)),
+    "falcon": Pretokenizer(_FALCON),
+    "default": Pretokenizer(_OLD),  # files from before there were names
 }
 
 
@@ -147,7 +185,14 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
     Raises:
         UnsupportedModelError: the file does not say, or says what is not known.
     """
-    name = fields.text("tokenizer.ggml.pre", default="not said")
+    name = fields.text("tokenizer.ggml.pre", default="")
+    if not name:
+        warnings.warn(
+            f"{fields.where} does not say how its tokenizer cuts text (tokenizer.ggml.pre): it is "
+            "cut as llama.cpp cuts it, which may not be as the model was trained.",
+            stacklevel=2,
+        )
+        name = "default"
     if name not in PRETOKENIZERS:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre in {fields.where} is {name[:40]!r}; known are "

@@ -74,7 +74,7 @@ def coarse_tensor(name: str, shape: tuple[int, ...], less_one: bool) -> np.ndarr
     values = random_tensor(name, shape, 0, less_one=less_one)
     if values.dtype.kind == "i":
         return values
-    if values.ndim < 2 or shape[-1] % 32 or "conv" in name:
+    if values.ndim < 2 or shape[-1] % 32:
         return np.round(values * 256) / np.float32(256)
     spread = float(values.std())
     step = np.float32(127) * np.float32(np.float16(spread * 1.22 / 127))
@@ -117,7 +117,6 @@ def convert(jobs: list[Job], llama_cpp: Path) -> None:
         input=json.dumps(jobs),
         text=True,
         check=False,
-        stderr=subprocess.DEVNULL,
     )
 
 

@@ -1,0 +1,43 @@
+"""Vocabularies of llama.cpp's own tests give the tokens that it expects (ci)."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from mlxinfer.convert.read.gguf.source import read_metadata
+from mlxinfer.convert.read.gguf.tokenizer import tokenizer_files
+
+FOLDER = "MLXINFER_LLAMA_CPP"  # environment variable: a folder of llama.cpp's sources
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(FOLDER not in os.environ, reason=f"no {FOLDER} with llama.cpp's sources"),
+]
+MODELS = Path(os.environ.get(FOLDER, "/none")) / "models"
+NAMES = sorted(path.name.removesuffix(".gguf.inp") for path in MODELS.glob("*.gguf.inp"))
+DIFFERENT = {"ggml-vocab-qwen35": 3}  # Unicode composition, which llama.cpp leaves out
+UNREAD = {"ggml-vocab-bert-bge"}  # WordPiece
+BETWEEN = "\n__ggml_vocab_test__\n"
+
+
+def test_there_are_vocabularies() -> None:
+    assert len(NAMES) >= 15
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREAD])
+def test_a_vocabulary_gives_the_expected_tokens(name: str) -> None:
+    path = MODELS / f"{name}.gguf"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # older files do not name their expression
+        files = tokenizer_files(read_metadata(path), str(path))
+    tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    texts = path.with_name(f"{name}.gguf.inp").read_bytes().decode().split(BETWEEN)
+    expected = path.with_name(f"{name}.gguf.out").read_text().split("\n")
+    pairs = list(zip(texts, expected, strict=False))
+    found = [tokenizer.encode(text, add_special_tokens=False).ids for text, _ in pairs]
+    wrong = [text for (text, ids), made in zip(pairs, found, strict=True)
+             if made != [int(each) for each in ids.split()]]  # fmt: skip
+    assert len(pairs) > 40
+    assert len(wrong) == DIFFERENT.get(name, 0), wrong

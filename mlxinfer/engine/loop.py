@@ -242,6 +242,7 @@ class Loop:
             adapters=self.adapters.names,
             page_size=self.config.page_size,
             max_context=self.config.max_context,
+            max_batch=self.config.max_batch,
             max_positions=self.cache.max_tokens,
             groups=tuple(
                 GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(_ENDLESS))
@@ -688,6 +689,7 @@ class EngineLimits:
     max_context: int  # tokens of prompt and answer of one request
     max_positions: int  # that the KV cache holds of one sequence, if it runs alone
     groups: tuple[GroupLimits, ...]
+    max_batch: int = 1  # requests that run at once
     adapters: tuple[str, ...] = ()  # that requests may name
     pictures: PictureLimits = field(default_factory=PictureLimits)
 

@@ -6,6 +6,7 @@ compiled here.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,12 @@ from .schema import MAX_STRING, check_schema, mapped, readable, rewrite
 
 MAX_REGEX = 4096  # characters
 MAX_LARK = 65_536
+MAX_GBNF = 16_384  # its translation takes a time that grows by the square
 MAX_CHOICES = 10_000
 # Between two tokens of JSON: a space, or a new line with its indentation. Any whitespace at all
 # would let a model that has lost its thread write spaces for ever.
 JSON_STYLE = {"whitespace_pattern": r" |\n[ \t]{0,32}", "lenient": False}
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 OPTIONS_KEY = "x-guidance"  # where a schema's options stand
 
 
@@ -165,11 +168,27 @@ def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
 def lark(grammar: Any, *, place: str = "grammar") -> GrammarSpec:
     """Return the grammar of answers that a Lark grammar derives from its rule `start`.
 
+    A grammar of llama.cpp (GBNF), with rules `name ::= …` and `root`, is translated.
+
     Raises:
-        InvalidRequestError: it is too long, or no text.
+        InvalidRequestError: it is too long, no text, or cannot be translated.
     """
     _check_text(grammar, MAX_LARK, place)
+    if _GBNF.search(grammar):
+        _check_text(grammar, MAX_GBNF, place)
+        grammar = _translated(grammar, place)
     return replace(_lark(grammar, place), is_free=True)
+
+
+def _translated(grammar: str, place: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # it raises Exception itself
+        raise InvalidRequestError(
+            f"{place} is in GBNF and cannot be translated: {error}", param=place
+        ) from None
 
 
 def tool_calls(

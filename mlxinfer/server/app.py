@@ -10,6 +10,8 @@ from .apis import (
     completions,
     embeddings,
     kv,
+    llama_cpp,
+    lm_studio,
     models,
     ollama,
     responses,
@@ -30,8 +32,11 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
     Route("POST", "/v1/chat/completions/input_tokens", chat.chat_input_tokens),
     Route("POST", "/v1/completions", completions.complete),
-    Route("POST", "/completion", completions.complete_prompt),
-    Route("POST", "/infill", completions.infill),
+    Route("POST", "/completion", llama_cpp.complete_prompt),
+    Route("POST", "/infill", llama_cpp.infill),
+    Route("POST", "/apply-template", llama_cpp.apply_template),
+    Route("GET", "/props", llama_cpp.props),
+    Route("GET", "/slots", llama_cpp.list_slots),
     Route("POST", "/v1/responses", responses.responses),
     Route("POST", "/v1/responses/input_tokens", responses.input_tokens),
     Route("GET", "/v1/responses/{id}", responses.show_response),
@@ -66,7 +71,11 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/api/version", ollama.ollama_version),
     Route("POST", "/api/show", ollama.show_details),
     Route("POST", "/api/pull", ollama.pull, "admin"),
-    Route("GET", "/health", ops.health, "anyone"),
+    Route("GET", "/api/v1/models", lm_studio.list_models),
+    Route("POST", "/api/v1/models/load", lm_studio.load, "admin"),
+    Route("POST", "/api/v1/models/unload", lm_studio.unload, "admin"),
+    *(Route("GET", path, ops.health, "anyone") for path in ("/health", "/v1/health", "/ping")),
+    Route("GET", "/version", ops.version),
     Route("GET", "/ready", ops.ready, "anyone"),
     Route("GET", "/server_info", ops.server_info),
     Route("GET", METRICS, ops.metrics, "admin"),
@@ -82,7 +91,12 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/kv/entries", kv.entries, "admin"),
     Route("POST", "/v1/kv/compute", kv.compute, "admin"),
 )
-FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
+FORMS = {  # by beginning: the first that fits
+    "/v1/messages": ANTHROPIC,
+    "/v1/responses": RESPONSES,
+    "/api/v1/": OPENAI,
+    "/api/": OLLAMA,
+}
 _PARAM = re.compile(r"\{(\w+)(:path)?\}")
 _PREFLIGHT = [
     (b"access-control-allow-methods", b"GET, POST, PUT, DELETE, OPTIONS"),

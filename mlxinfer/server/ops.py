@@ -54,6 +54,11 @@ async def loads(call: Call) -> Plain:
     return {"timestamp": datetime.now(UTC).isoformat(), "dp_rank_count": 1, "loads": [load]}
 
 
+async def version(call: Call) -> Plain:
+    """The version, as vLLM tells its own."""
+    return {"version": __version__}
+
+
 async def server_info(call: Call) -> Plain:
     """The version and the first model, as routers ask for it."""
     name = call.service.models.names()[0]

@@ -96,6 +96,8 @@ class Input(ABC):
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.
+        prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
+            at each position; None: do not.
         pins: the KV cache of the prompt is evicted last.
         place: the field that errors name.
         abandoned: says whether the caller has left. It is called while pictures are read.
@@ -115,6 +117,7 @@ class Input(ABC):
     id_slot: int | None = None
     from_peer: bool = False
     reports_prompt: bool = False
+    prompt_logprobs: int | None = None
     pins: bool = False
     place: str = "prompt"
     abandoned: Callable[[], bool] = lambda: False
@@ -277,8 +280,6 @@ class TextInput(Input):
         prompt: the text or the ids.
         suffix: text behind a gap after the prompt; the answer fills the gap.
         files: other files (name, text) before a prompt with a suffix.
-        prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
-            at each position; None: do not.
         logits: keep the logits of every position of the prompt.
         reasons: the reasoning of the model is split off the text.
         pictures: that stand in a prompt of token ids.
@@ -287,7 +288,6 @@ class TextInput(Input):
     prompt: PromptLike
     suffix: str | None = None
     files: Sequence[tuple[str, str]] = ()
-    prompt_logprobs: int | None = None
     logits: bool = False
     reasons: bool = True
     pictures: "tuple[PlacedPicture, ...]" = ()

@@ -18,6 +18,10 @@ class PromptScores:
     Args:
         prompt_ids: the whole prompt.
         num_top: how many of the most probable tokens to name at each position.
+
+    Attributes:
+        scores: of each token; None: of the first.
+        ranks: place of each token among all at its position, from 1.
     """
 
     def __init__(self, prompt_ids: Sequence[int], num_top: int) -> None:
@@ -25,6 +29,7 @@ class PromptScores:
         self._num_top = num_top
         self._num_rows = 0
         self.scores: list[TokenLogprobs | None] = [None]
+        self.ranks: list[int | None] = [None]
 
     def push(self, logits: "NDArray[np.float32]") -> None:
         """Score the tokens that follow the next n positions.
@@ -41,6 +46,7 @@ class PromptScores:
             scores -= np.log(np.exp(scores).sum())
             top = tuple((int(i), float(scores[i])) for i in _largest(scores, self._num_top))
             self.scores.append(TokenLogprobs(float(scores[target]), top))
+            self.ranks.append(1 + int((scores > scores[target]).sum()))
 
 
 def _largest(scores: "NDArray[np.float32]", count: int) -> "list[int]":

@@ -219,7 +219,12 @@ class RequestBuilder:
         ids = self._encode_chat(messages, check, tools, variables, respell)
         ids, placed = (ids, ()) if seen is None else seen.place(ids)
         return EncodedPrompt(
-            ids, use=use, continues=bool(given.continues), pictures=placed, unheard=unheard
+            ids,
+            use=use,
+            continues=bool(given.continues),
+            logprobs=given.prompt_logprobs,
+            pictures=placed,
+            unheard=unheard,
         )
 
     def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:

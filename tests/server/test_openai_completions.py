@@ -209,7 +209,7 @@ def test_wrong_requests_with_a_gap_are_named(coder: ScriptedServer) -> None:
     ):
         answer = coder.post(COMPLETIONS, {**texts, **fields})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    for param in ("logprobs", "top_logprobs", "n_probs"):
+    for param in ("logprobs", "top_logprobs", "prompt_logprobs"):
         answer = coder.post("/infill", {"input_prefix": "a", "input_suffix": "b", param: 3})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -262,7 +262,9 @@ def test_one_text_in_llama_cpps_form_is_the_same_text(server: LiveServer) -> Non
     pieces = server.events("/completion", {**asked, "stream": True})
     assert "".join(piece["content"] for piece in pieces) == choice["text"]
     assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    for prompt in ([TEXT, TEXT], {"prompt_string": TEXT}, [-1], None):
+    both = server.post("/completion", {**asked, "prompt": [TEXT, ids_of(server, TEXT)]}).json()
+    assert [each["content"] for each in both] == [said["content"]] * 2
+    for prompt in ([], {"prompt_string": TEXT}, [-1], None):
         refused = server.post("/completion", {**asked, "prompt": prompt})
         assert refused.status_code == 400, prompt
         assert refused.json()["error"]["param"].startswith("prompt")

@@ -48,6 +48,7 @@ from .usage import (
     logprob_of,
     logprobs_of,
     progress_of,
+    prompt_logprobs_of,
     timings_of,
     usage_of,
 )
@@ -144,6 +145,7 @@ class ChatRequest(ConstraintFields, kw_only=True):
     }
 
     messages: list[Message]
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -370,6 +372,7 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
         cache_salt=body.cache_salt,
         id_slot=body.id_slot,
         reports_prompt=body.wants_progress,
+        prompt_logprobs=body.prompt_logprobs,
         **template_fields(body),
     )
 
@@ -416,8 +419,12 @@ class ChatWriter:
         """The answer to a request without `stream`."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         timings = {"timings": choices[0]["timings"]} if self.body.wants_timings else {}
+        scored: Plain = {}
+        if self.body.prompt_logprobs is not None:
+            answer = self.answers.answers[0]
+            scored["prompt_logprobs"] = prompt_logprobs_of(self.model.tokenizer, answer)
         usage = usage_of(self.answers)
-        return self._object("chat.completion", choices, usage=usage, **timings)
+        return self._object("chat.completion", choices, usage=usage, **timings, **scored)
 
     def _choice(self, index: int, result: Result) -> Plain:
         message: Plain = {

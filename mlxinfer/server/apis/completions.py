@@ -1,10 +1,9 @@
-"""POST /v1/completions, /completion, /infill: texts and token ids to be continued, gaps to fill."""
+"""POST /v1/completions: texts and token ids to be continued, in OpenAI's form."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason
@@ -20,18 +19,14 @@ from .usage import (
     FINGERPRINT,
     LogprobsWriter,
     progress_of,
+    prompt_logprobs_of,
     timings_of,
     usage_of,
 )
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-INFILL_MAX_TOKENS = 128
 MAX_PROMPTS = 1024
 MAX_ANSWERS = 1024  # prompts times n
-MAX_FILES = 256
-SAMPLERS = frozenset(  # of llama.cpp's usual order, which is that of this server
-    ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-) | {"infill"}
 _NO_REASONING = {  # a plain text has no reasoning that could be bounded
     **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), (-1,))
 }
@@ -54,6 +49,8 @@ class CompletionRequest(ConstraintFields, kw_only=True):
             refuse("echo", self.echo, (False,))
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError.of("max_tokens", "is 0; that goes with echo: true.")
+        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
+            raise InvalidRequestError.of("prompt_logprobs", "excludes echo with logprobs.")
 
     @property
     def num_tokens(self) -> int | None:
@@ -89,7 +86,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
             constraint=form,
             cache_salt=body.cache_salt,
             id_slot=body.id_slot,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
             reasons=False,
             reports_prompt=body.wants_progress,
             place=place,
@@ -160,7 +157,7 @@ class ChoiceWriter:
             return ""
         self._begun = True
         scores = self._answer.prompt_scores
-        if self._logprobs is not None and scores is not None:
+        if self._body.echo and self._logprobs is not None and scores is not None:
             for token_id, found in zip(self._answer.prompt.ids, scores.scores, strict=True):
                 self._logprobs.add(token_id, found)
         return self._echo
@@ -182,7 +179,11 @@ class CompletionWriter:
         async for steps in self._answers:
             for step in steps:
                 pieces[step.index] += self._writers[step.index].write(step)
-        return self._completion([merged(each) for each in pieces], usage=self._usage())
+        choices = [merged(each) for each in pieces]
+        for choice, answer in zip(choices, self._answers.answers, strict=True):
+            if self._body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_of(self._model.tokenizer, answer)
+        return self._completion(choices, usage=self._usage())
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the pieces, the token counts if they were asked for, and [DONE]."""
@@ -239,115 +240,3 @@ def merged(pieces: Sequence[Plain]) -> Plain:
     last = {key: value for key, value in pieces[-1].items() if key != "token_ids"}
     text = "".join([piece["text"] for piece in pieces])
     return {**last, "text": text, "logprobs": whole, **({"token_ids": ids} if ids else {})}
-
-
-# -- /completion, and /infill for editors, in llama.cpp's form (source: its tools/server/README.md)
-
-
-class ExtraFile(msgspec.Struct, kw_only=True):
-    """Another file of the project."""
-
-    filename: str = "file"
-    text: str = ""
-
-
-class LlamaRequest(ConstraintFields, kw_only=True):
-    """The fields that both paths have."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: neutral for name, neutral in REFUSED.items() if name != "samplers"},
-        "n": (1,),
-        "logprobs": (False, 0),
-        "top_logprobs": (0,),
-    }
-
-    samplers: list[str] | None = None
-
-    def resolve(self) -> None:
-        """Raise UnsupportedFieldError for another order of samplers."""
-        super().resolve()
-        if not SAMPLERS.issuperset(self.samplers or ()):
-            refuse("samplers", self.samplers)
-
-
-class InfillRequest(LlamaRequest, kw_only=True):
-    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
-
-    input_prefix: str
-    input_suffix: str
-    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
-    prompt: str | None = None
-
-
-class PromptRequest(LlamaRequest, kw_only=True):
-    """One text, or its token ids."""
-
-    prompt: str | list[int]
-
-
-def _one_text(body: LlamaRequest, model: ServedModel, limit: int, **text: Any) -> TextInput:
-    """A text with the options of a request, and a limit of tokens where it has none."""
-    limit = limit if body.max_tokens is None else body.max_tokens
-    max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
-    return TextInput(
-        **text,
-        params=sampling_params(body, model, max_tokens=max_tokens, stop=body.stops),
-        constraint=constraint(body),
-        cache_salt=body.cache_salt,
-        id_slot=body.id_slot,
-        reasons=False,
-        reports_prompt=body.wants_progress,
-    )
-
-
-async def infill(call: Call, body: InfillRequest) -> Plain | Events:
-    """Complete code at the cursor (llama.cpp's form)."""
-    prompt = body.input_prefix + (body.prompt or "")
-    files = [(file.filename, file.text) for file in body.input_extra or ()]
-    text = {"prompt": prompt, "suffix": body.input_suffix, "files": files}
-    return await _answer(call, body, INFILL_MAX_TOKENS, text)
-
-
-async def complete_prompt(call: Call, body: PromptRequest) -> Plain | Events:
-    """Continue one text (llama.cpp's form)."""
-    return await _answer(call, body, UNLIMITED, {"prompt": body.prompt})
-
-
-async def _answer(call: Call, body: LlamaRequest, limit: int, text: Plain) -> Plain | Events:
-    model = await call.model(body.model)
-    answers = await call.start(model, lambda: [_one_text(body, model, limit, **text)])
-
-    def write(step: AnswerStep) -> Iterator[bytes]:
-        text, result = step.delta.text, step.delta.result
-        piece = {"content": text, "stop": False}
-        if step.progress is not None:
-            yield data({**piece, "prompt_progress": progress_of(answers, step)})
-        elif result is not None:
-            yield data(_end(answers, text, model.name))
-        elif text:
-            yield data(piece)
-
-    if body.stream:
-        idle = data({"content": "", "stop": False})
-        return Events(call.frames(answers, write, lambda: idle))
-    (result,) = await answers.aresults()
-    return _end(answers, "" if body.max_tokens == 0 else result.text, model.name)
-
-
-def _end(answers: Answers, text: str, model: str) -> Plain:
-    """The whole answer, or the last piece of it."""
-    (answer,) = answers.answers
-    result, word = answer.result, answer.stop_match
-    assert result is not None
-    limit = result.finish_reason is FinishReason.LENGTH
-    return {
-        "content": text,
-        "stop": True,
-        "model": model,
-        "stop_type": "limit" if limit else "eos" if word is None else "word",
-        "stopping_word": word or "",
-        "tokens_predicted": len(result.token_ids),
-        "tokens_evaluated": result.prompt_tokens,
-        "tokens_cached": result.cached_tokens,
-        "timings": timings_of(result),
-    }

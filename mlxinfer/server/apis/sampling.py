@@ -12,7 +12,7 @@ import msgspec
 import msgspec.structs
 from msgspec import Meta
 
-from ...core import BOUNDED, SamplingParams
+from ...core import BOUNDED, MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, UnsupportedFieldError, check_int
 from ...grammar import GrammarSpec, response_format, spec
 from ...grammar.schema import MAX_BYTES
@@ -43,7 +43,7 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
 # Fields of OpenAI, vLLM, SGLang, llama.cpp and mlx-lm -> values that ask for what happens anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "prompt_embeds"), ()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_embeds"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "adapters", "draft_model", "lora_request"), ()),
     **dict.fromkeys(("bad_words", "logits_processors", "samplers", "sampler_priority"), ([],)),
     "lora": ([],),
@@ -141,7 +141,7 @@ _SAMPLING = [
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Options of requests with `stream`."""
+    """Options of streams; without `stream` they have no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding of events: none is sent
@@ -164,10 +164,13 @@ class SamplingFields(SamplerFields, kw_only=True):
     return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
     return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
 
+    # of vLLM: scores of the prompt's tokens, and so many of the most probable ones at each
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
     def resolve(self) -> None:
-        """Raise InvalidRequestError for options of a stream without one."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError.of("stream_options", "goes with stream: true.")
+        """Raise InvalidRequestError for fields that do not go together."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError.of("prompt_logprobs", "goes with answers in one piece.")
 
     @property
     def wants_timings(self) -> bool:
@@ -271,6 +274,7 @@ def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> No
 
 _SCHEMA = Meta(description="JSON schema")
 _REGEX = Meta(description="regular expression")
+_GRAMMAR = Meta(description="grammar in the form of Lark or of llama.cpp (GBNF)")
 
 
 class ConstraintFields(SamplingFields, kw_only=True):
@@ -285,12 +289,12 @@ class ConstraintFields(SamplingFields, kw_only=True):
     guided_json: Annotated[Any, _SCHEMA] = None
     guided_regex: Annotated[Any, _REGEX] = None
     guided_choice: Annotated[Any, Meta(description="list of string")] = None
-    guided_grammar: Annotated[Any, Meta(description="grammar in Lark's form")] = None
+    guided_grammar: Annotated[Any, _GRAMMAR] = None
     json_schema: Annotated[Any, _SCHEMA] = None
     regex: Annotated[Any, _REGEX] = None
     format: Annotated[Any, Meta(description="Ollama's: json, or a JSON schema")] = None
-    grammar: Any = None
-    ebnf: Any = None
+    grammar: Annotated[Any, _GRAMMAR] = None
+    ebnf: Annotated[Any, _GRAMMAR] = None
 
 
 def constraint(fields: ConstraintFields) -> GrammarSpec | None:
@@ -298,15 +302,7 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
 
     Raises:
         InvalidRequestError: it is invalid, or there are two.
-        UnsupportedFieldError: a grammar in a language that is not supported.
     """
-    for name in ("grammar", "ebnf"):
-        if getattr(fields, name) not in (None, ""):
-            raise UnsupportedFieldError.of(
-                name,
-                "is in GBNF or EBNF, which are not read here; send a Lark grammar as "
-                "structured_outputs.grammar.",
-            )
     given = {name: getattr(fields, name) for name in _READERS}
     found = {
         name: read_form(value, name, _READERS[name])
@@ -345,6 +341,11 @@ def ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
     return spec.json_object(place=place) if value == "json" else _schema(value, place=place)
 
 
+def _grammar(value: Any, *, place: str) -> GrammarSpec | None:
+    """llama.cpp's grammar; "" is none."""
+    return None if value == "" else spec.lark(value, place=place)
+
+
 def _structured(value: Any, *, place: str) -> GrammarSpec | None:
     """vLLM's structured_outputs: one of a few keys."""
     if not isinstance(value, Mapping):
@@ -377,6 +378,8 @@ _READERS: dict[str, Callable[..., GrammarSpec | None]] = {
     "guided_regex": spec.regex,
     "guided_choice": spec.choice,
     "guided_grammar": spec.lark,
+    "grammar": _grammar,
+    "ebnf": _grammar,
     "json_schema": _schema,
     "regex": spec.regex,
     "format": ollama_format,

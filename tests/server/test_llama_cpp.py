@@ -1,0 +1,115 @@
+"""Paths and fields of llama.cpp, vLLM and LM Studio that clients look for."""
+
+from typing import Any
+
+import pytest
+from live_server import CHAT, LiveServer, chat, wait_until
+
+TEXT = "The KV cache holds"
+GREEDY: dict[str, Any] = {"prompt": TEXT, "n_predict": 4, "temperature": 0}
+
+
+def test_the_server_and_its_model_are_told(server: LiveServer) -> None:
+    for path in ("/health", "/v1/health", "/ping"):
+        assert server.get(path).json() == {"status": "ok"}
+    assert server.get("/version").json()["version"]
+    props = server.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert "messages" in props["chat_template"]
+    assert props["eos_token"] == "<|im_end|>"
+    assert props["total_slots"] == 16
+    assert server.get("/props?model=none").status_code == 404
+
+
+def test_slots_are_taken_by_requests_that_run(server: LiveServer) -> None:
+    def taken() -> int:
+        slots = server.get("/slots").json()
+        assert [slot["id"] for slot in slots] == list(range(16))
+        return sum(slot["is_processing"] for slot in slots)
+
+    assert taken() == 0
+    with server.stream(CHAT, chat(max_tokens=1500, ignore_eos=True)):
+        wait_until(lambda: taken() == 1)
+
+
+def test_a_rendered_conversation_has_the_tokens_of_the_conversation(server: LiveServer) -> None:
+    request = chat("Grüße\n  <b>")
+    prompt = server.post("/apply-template", request).json()["prompt"]
+    assert prompt.endswith("assistant\n")
+    plain, rendered = (
+        server.post("/tokenize", body).json()["tokens"]
+        for body in ({"messages": request["messages"]}, {"prompt": prompt})
+    )
+    assert plain == rendered
+
+
+@pytest.mark.parametrize("prompts", [TEXT, [TEXT, "Hello"]])
+def test_probabilities_of_tokens_are_those_of_completions(
+    server: LiveServer, prompts: str | list[str]
+) -> None:
+    body = {"prompt": prompts, "max_tokens": 4, "temperature": 0, "logprobs": 3}
+    choices = server.post("/v1/completions", body).json()["choices"]
+    asked = {**GREEDY, "prompt": prompts, "n_probs": 3}
+    whole = server.post("/completion", asked).json()
+    answers = whole if isinstance(prompts, list) else [whole]
+    events = server.events("/completion", {**asked, "stream": True})
+    for index, (choice, answer) in enumerate(zip(choices, answers, strict=True)):
+        rows = answer["completion_probabilities"]
+        expected = choice["logprobs"]["token_logprobs"][: len(rows)]
+        assert [row["logprob"] for row in rows] == pytest.approx(expected, abs=1e-4)
+        assert all(len(row["top_logprobs"]) == 3 for row in rows)
+        assert [row["id"] for row in rows] == [row["top_logprobs"][0]["id"] for row in rows]
+        streamed = [
+            row
+            for event in events
+            if event["index"] == index
+            for row in event.get("completion_probabilities", ())
+        ]
+        assert [row["id"] for row in streamed] == [row["id"] for row in rows]
+        assert [len(row["top_logprobs"]) for row in streamed] == [3] * len(rows)
+
+
+def test_scores_of_a_prompt_are_those_of_its_echo(server: LiveServer) -> None:
+    body = {"prompt": TEXT, "max_tokens": 1, "temperature": 0}
+    echoed = server.post("/v1/completions", {**body, "echo": True, "logprobs": 1}).json()
+    expected = echoed["choices"][0]["logprobs"]["token_logprobs"]
+    (choice,) = server.post("/v1/completions", {**body, "prompt_logprobs": 1}).json()["choices"]
+    first, *rows = choice["prompt_logprobs"]
+    ids = server.post("/tokenize", {"prompt": TEXT}).json()["tokens"]
+    assert first is None
+    for token_id, row, logprob in zip(ids[1:], rows, expected[1:], strict=False):
+        own = row[str(token_id)]
+        assert own["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert (own["rank"] == 1) == (len(row) == 1)
+        assert {entry["rank"] for entry in row.values()} >= {1}
+    said = server.post(CHAT, chat("Hello", max_tokens=1, prompt_logprobs=0)).json()
+    assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
+    refused = server.post(CHAT, chat(stream=True, prompt_logprobs=1))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("field", ["grammar", "ebnf", "guided_grammar"])
+def test_a_grammar_of_llama_cpp_binds_the_answer(server: LiveServer, field: str) -> None:
+    grammar = 'root ::= word ("-" word){2}\nword ::= "ab" | "cd"\n'
+    body = chat("Hello", max_tokens=40, **{field: grammar})
+    text = server.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    assert [part in ("ab", "cd") for part in text.split("-")] == [True] * 3
+    refused = server.post(CHAT, chat("Hello", **{field: "root ::= missing"}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+def test_options_of_a_stream_have_no_effect_without_one(server: LiveServer) -> None:
+    body = chat("Hello", max_tokens=2, stream_options={"include_usage": True})
+    assert server.post(CHAT, body).json()["object"] == "chat.completion"
+
+
+def test_lm_studio_s_clients_list_and_load(server: LiveServer) -> None:
+    (model,) = server.get("/api/v1/models").json()["models"]
+    assert (model["key"], model["type"], model["max_context_length"]) == ("demo", "llm", 2048)
+    assert model["loaded_instances"] == [{"id": "demo", "config": {"context_length": 2048}}]
+    loaded = server.post("/api/v1/models/load", {"model": "demo", "context_length": 1024}).json()
+    assert (loaded["instance_id"], loaded["status"]) == ("demo", "loaded")
+    refused = server.post("/api/v1/models/load", {"model": "demo", "context_length": 4096})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "context_length")
+    missing = server.post("/api/v1/models/unload", {"instance_id": "none"})
+    assert missing.status_code == 404

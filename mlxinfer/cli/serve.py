@@ -172,6 +172,12 @@ file_option = partial(click.option, cls=FileOption)
     help="Seconds without a step after which /ready says 503.",
 )
 @file_option(
+    "--keep-awake/--no-keep-awake",
+    default=True,
+    show_default=True,
+    help="A Mac does not sleep while requests run; its screen may.",
+)
+@file_option(
     "--max-waiting",
     default=256,
     show_default=True,
@@ -341,6 +347,7 @@ def server_config(options: dict[str, Any]) -> "ServerConfig":
         *("host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps"),
         *(
             "open_metrics",
+            "keep_awake",
             "fetch_images",
             "share_prefixes",
             "allow_peers",

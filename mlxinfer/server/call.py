@@ -385,6 +385,7 @@ class Call:
         """
         prompts = [len(answer.request.prompt_ids) for answer in answers.answers]
         self.service.admission.enter(len(prompts), sum(prompts), self._metrics)
+        self._kept.enter_context(self.service.awake.held())
         self.answers, self._queued = answers, dict(enumerate(prompts))
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self)
         self._open = set(self._queued)
@@ -471,6 +472,7 @@ class Call:
         metrics, admission = self._metrics, self.service.admission
         admission.enter(1, num_tokens, metrics)
         self._kept.callback(admission.leave, num_tokens)
+        self._kept.enter_context(self.service.awake.held())
         self.log.update(prompt_tokens=num_tokens, rows=len(pooled.request.rows))
         with metrics.pooling(num_tokens):
             return num_tokens, await self._interruptible(pooled.aresult())

@@ -65,6 +65,7 @@ class ServerConfig:
     keep_alive_s: float = 10.0  # of silence in a stream until a comment is sent
     ready_deadline_s: float = 10.0  # for a token or steps, else the server is not ready
     open_metrics: bool = False  # /metrics needs no key on this machine
+    keep_awake: bool = True  # a Mac does not sleep while requests run
     drain_s: float = 30.0  # that running requests get at shutdown
     text_workers: int = 4  # threads that render templates and encode prompts
     long_text_workers: int = 2  # the same for large bodies, so that others do not wait for them

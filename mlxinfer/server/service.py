@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import EngineClosedError, MlxinferError
 from ..pdf import PdfReader
 from ..session.saved import NamedSessions
+from .awake import COMMAND, Awake
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
@@ -145,8 +146,10 @@ class ServerState:
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
     problems: RecentProblems = field(default_factory=RecentProblems)
+    awake: Awake = field(init=False)
 
     def __post_init__(self) -> None:
+        self.awake = Awake(COMMAND if self.config.keep_awake else ())
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
@@ -189,6 +192,7 @@ class ServerState:
 
     def close(self) -> None:
         """End the threads and the models."""
+        self.awake.close()
         self.workers.close()
         self.long_workers.close()
         self.picture_workers.close()

@@ -39,12 +39,12 @@ FIELDS: list[dict[str, Any]] = [
 
 def test_a_schema_is_kept_under_any_name(server: LiveServer) -> None:
     for fields in FIELDS:
-        text = answer(server, temperature=3.0, seed=1, **fields)
+        text = answer(server, temperature=2.0, seed=1, **fields)
         jsonschema.validate(json.loads(text), PERSON)
 
 
 def test_json_objects_regexes_and_choices(server: LiveServer) -> None:
-    hot = {"temperature": 3.0, "seed": 2}
+    hot = {"temperature": 2.0, "seed": 2}
     date = r"\d{4}-\d{2}-\d{2}"
     assert re.fullmatch(date, answer(server, guided_regex=date, **hot))
     assert re.fullmatch(date, answer(server, response_format={"type": "regex", "regex": date}))
@@ -55,7 +55,7 @@ def test_json_objects_regexes_and_choices(server: LiveServer) -> None:
 
 
 def test_streams_choices_and_prompts_share_a_grammar(server: LiveServer) -> None:
-    request = chat("A user?", n=3, temperature=3.0, seed=4, max_tokens=80)
+    request = chat("A user?", n=3, temperature=2.0, seed=4, max_tokens=80)
     texts = [""] * 3
     for chunk in server.events(CHAT, {**request, "response_format": AS_SCHEMA})[:-1]:
         choice = chunk["choices"][0]
@@ -115,7 +115,7 @@ def test_what_masks_cannot_hold_is_checked_and_tried_again(server: LiveServer) -
     form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": UNEQUAL}}
     attempts = set()
     for seed in range(4):
-        body = chat("Two bits?", temperature=3.0, seed=seed, response_format=form, max_tokens=40)
+        body = chat("Two bits?", temperature=2.0, seed=seed, response_format=form, max_tokens=40)
         found = server.post(CHAT, body)
         assert found.status_code == 200, found.text
         text = found.json()["choices"][0]["message"]["content"]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .images import PlacedPicture
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # from OpenAI's API and more
 MAX_LOGPROBS = 20
 DRY_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp and text-generation-webui have them
 MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed

@@ -98,6 +98,7 @@ SERVER_MODELS = SERVER_BASE | {
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "workers": set(),
+    "awake": set(),
     "store": {"errors", "http"},
     "log": set(),
     "keys": {"errors"},
@@ -107,7 +108,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "slots": {"errors"},
     "models": {"errors", "slots", "workers"},
     "metrics": {"models", "slots", "workers"},
-    "service": SERVER_MODELS,
+    "service": SERVER_MODELS | {"awake"},
     "guard": {"config", "errors", "http", "keys", "protocol"},
     "pictures": {"workers"},
     "call": SERVER_MODELS | {"pictures", "protocol", "service"},

@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
+from ..core import EFFORTS
 from ..errors import InvalidRequestError, ModelError
 from ..mcp_tools import McpTools
 from ..session.options import EngineOptions
@@ -31,7 +32,6 @@ from ._options import (
 from ._output import note, printable
 
 if TYPE_CHECKING:
-    from ..progress import Watch
     from ..server.slots import RegistryEntry, ServedModel
 
 
@@ -46,7 +46,8 @@ ORIGINS = {
 }
 
 
-OWN_NAMES = (*ENGINE_NAMES, *RANK_NAMES, *PEER_NAMES, "tool_format", "task")
+SERVED_NAMES = ("tool_format", "task", "reasoning_effort")  # of a served model, not of engines
+OWN_NAMES = (*ENGINE_NAMES, *RANK_NAMES, *PEER_NAMES, *SERVED_NAMES)
 ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a single text
 
 
@@ -193,7 +194,7 @@ def entry_of(
     from ..models import stoppable
     from ..server.slots import RegistryEntry
 
-    options, tool_format = checked_settings(requested, server)
+    options, served = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
     folder = fetch(requested.entry.source)
     if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
@@ -203,7 +204,11 @@ def entry_of(
     return RegistryEntry(
         name=requested.name,
         load=partial(
-            open_model, requested.name, folder, options, created_s, tool_format, watch=watch
+            open_model,
+            requested.name,
+            folder,
+            options,
+            {**served, "created_s": created_s, "watch": watch},
         ),
         stop=stop,
         weights_bytes=weights_bytes(folder) - _experts_left_out(folder, options),
@@ -231,8 +236,8 @@ def _experts_left_out(folder: Path, options: EngineOptions) -> int:
 
 def checked_settings(
     requested: RequestedModel, server: Mapping[str, Any]
-) -> tuple[EngineOptions, str]:
-    """Return engine options and tool format of a model; invalid ones are wrong usage."""
+) -> tuple[EngineOptions, dict[str, Any]]:
+    """Return options of a model's engine and of the model; wrong ones are wrong usage."""
     from ..text.tools import tool_format as find_tool_format
 
     own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(requested)}
@@ -244,8 +249,13 @@ def checked_settings(
         tool_format = own.get("tool_format") or "auto"
         if tool_format != "auto":
             find_tool_format(tool_format)
+        if (effort := own.get("reasoning_effort")) not in (None, *EFFORTS):
+            raise InvalidRequestError.of(
+                "reasoning_effort", f"is {effort!r}; expected one of {', '.join(EFFORTS)}."
+            )
         options = EngineOptions(**engine_arguments(own), task=own.get("task") or "auto")
-        return options.with_draft(fetch), tool_format
+        served = {"tool_format": tool_format, "reasoning_effort": effort}
+        return options.with_draft(fetch), served
     except InvalidRequestError as error:
         raise click.UsageError(f"{requested.place}: {error}") from error
 
@@ -254,24 +264,18 @@ def open_model(
     name: str,
     folder: Path,
     options: EngineOptions,
-    created_s: int,
-    tool_format: str,
+    served: Mapping[str, Any],
     room_bytes: int,
-    *,
-    watch: "Watch",
 ) -> "ServedModel":
     """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
     from ..server.slots import ServedModel
 
-    sized = replace(options, room_bytes=room_bytes)
-    return ServedModel.open(
-        name, folder, sized, created_s=created_s, tool_format=tool_format, watch=watch
-    )
+    return ServedModel.open(name, folder, replace(options, room_bytes=room_bytes), **served)
 
 
 def own_settings(requested: RequestedModel) -> Mapping[str, Any]:
     """Return the options of a [models.NAME] table; its max-memory is of the KV cache."""
-    known = (*ENGINE_NAMES, "tool_format", "task")
+    known = (*ENGINE_NAMES, *SERVED_NAMES)
     for name in requested.entry.options:
         if name not in known:
             raise click.UsageError(

@@ -138,6 +138,7 @@ SAMPLING: dict[str, tuple[type, str]] = {  # field of SamplingParams -> its type
 
 ENGINE_NAMES = (
     *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
+    *("max_context", "max_batch"),
     *("max_image_tokens", "adapter_memory", "expert_memory", "slow_experts"),
     *("speculate", "draft", "max_draft", "acceptance", "chat_template"),
 )

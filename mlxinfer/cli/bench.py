@@ -99,7 +99,9 @@ markdown_option = click.option(
     metavar="FILE",
     help="Compare with a report that --json wrote.",
 )
-@engine_options(without=["disk_cache"])  # what was computed before would not be measured
+@engine_options(
+    without=["disk_cache", "max_batch"]  # what was computed before would not be measured
+)
 @markdown_option
 @json_option
 @click.pass_context

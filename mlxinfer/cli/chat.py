@@ -70,7 +70,7 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
     help="Keep a conversation of a terminal on this disk.",
 )
 @adapter_option
-@engine_options()
+@engine_options(without=["max_batch"])  # one request runs
 @click.pass_context
 def command(
     ctx: click.Context, /, model: str, continued: str | None, history: bool, **options: Any

@@ -67,6 +67,7 @@ def _as_dict(model: hub.LocalModel) -> dict[str, object]:
         "modified": datetime.fromtimestamp(model.modified, UTC).isoformat(timespec="seconds"),
         "complete": model.complete,
         "source": model.source,
+        **({"problem": model.problem} if model.problem else {}),
     }
 
 
@@ -80,6 +81,8 @@ def _short(name: str) -> str:
 def _state(model: hub.LocalModel) -> str:
     if model.gguf:
         return f"GGUF, {model.source}"
+    if model.problem:
+        return f"cannot be read: {model.problem}"
     if not model.complete:
         local = model.source not in ("cache", "bundled")
         return "incomplete" if local else f"incomplete: mlxinfer pull {model.name}"

@@ -79,7 +79,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 )
 @click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
 @adapter_option
-@engine_options()
+@engine_options(without=["max_batch"])  # one request runs
 @rank_options()
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option

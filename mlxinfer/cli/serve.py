@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from .. import hub
 from ..configfile import ModelEntry, parse_duration
+from ..core import EFFORTS
 from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError
 from ..history import History, data_folder, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
@@ -159,6 +160,11 @@ file_option = partial(click.option, cls=FileOption)
     show_default=True,
     metavar="NAME",
     help="How the models write tool calls, where their chat templates do not show it.",
+)
+@click.option(
+    "--reasoning-effort",
+    type=click.Choice(EFFORTS),
+    help="Effort of conversations that ask for none.  [default: the chat template's own]",
 )
 @file_option(
     "--open-metrics", is_flag=True, help="Let programs on this machine read /metrics without a key."

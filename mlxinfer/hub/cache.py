@@ -100,6 +100,7 @@ class LocalModel:
     complete: bool
     source: str  # "bundled", "cache", "lm studio", "ollama" or "folder"
     gguf: bool = False  # a file in the GGUF format, which is to be converted
+    problem: str = ""  # why it cannot be loaded, as far as config.json shows it
 
 
 def bundled_models() -> Iterator[LocalModel]:
@@ -223,7 +224,21 @@ def _is_language_model(snapshot: Path) -> bool:
     speaks = speaks or not EMBEDDERS.isdisjoint(architectures)
     weights = any(snapshot.glob("*.safetensors")) or bool(_indexed_weights(snapshot))
     weights = weights or any(snapshot.parents[1].glob("blobs/*.incomplete"))
-    return "model_type" in config and speaks and weights
+    return ("model_type" in config or bool(_problem(snapshot))) and speaks and weights
+
+
+def _problem(folder: Path) -> str:
+    """Why a config.json that is there cannot be read; "": it can."""
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        is_object = isinstance(json.loads(text), dict)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"config.json: {error.strerror}"
+    except (ValueError, RecursionError):
+        is_object = False
+    return "" if is_object else "config.json is no JSON object"
 
 
 def _describe(
@@ -238,6 +253,7 @@ def _describe(
         modified=max((stat.st_mtime for stat in stats), default=path.stat().st_mtime),
         complete=complete,
         source=source,
+        problem=_problem(path),
     )
 
 

@@ -444,7 +444,7 @@ class Call:
                 cache_salt=self.namespace(each.cache_salt),
                 id_slot=max(each.id_slot or 0, 0),
             )
-            for each in read()
+            for each in (given.with_effort(model.reasoning_effort) for given in read())
         ]
 
     def _without_pictures(self, given: Input) -> Input:

@@ -35,6 +35,7 @@ class ServedModel:
             generation_config.json, or else OpenAI's, such as temperature 1.
         session: of a model for vectors or scores it is a PoolingSession, which refuses the rest.
         adapter: that requests by this name use.
+        reasoning_effort: of conversations that say nothing of it; None: the chat template's own.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ServedModel:
     defaults: SamplingParams
     created_s: int  # seconds since 1970
     adapter: str | None = None
+    reasoning_effort: str | None = None
 
     @classmethod
     def open(
@@ -52,6 +54,7 @@ class ServedModel:
         *,
         created_s: int,
         tool_format: str = "auto",
+        reasoning_effort: str | None = None,
         watch: Callable[[int, int], None] | None = None,
     ) -> "ServedModel":
         """Load the model in `folder`, with `watch` as of Session.
@@ -60,7 +63,13 @@ class ServedModel:
         """
         defaults = read_defaults(folder)
         session = cast(Session, open_session(name, folder, options, tool_format, watch))
-        return cls(name=name, session=session, defaults=defaults, created_s=created_s)
+        return cls(
+            name=name,
+            session=session,
+            defaults=defaults,
+            created_s=created_s,
+            reasoning_effort=reasoning_effort,
+        )
 
     def with_adapter(self, adapter: str) -> "ServedModel":
         """The same model, as requests see it that name an adapter."""

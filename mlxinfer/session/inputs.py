@@ -160,6 +160,10 @@ class Input(ABC):
         """The input for a model that reads text only, and the places of what was left out."""
         return self, []
 
+    def with_effort(self, effort: str | None) -> Self:
+        """The input with an effort of reasoning, unless it says something of that itself."""
+        return self
+
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
         return SamplingParams()
@@ -242,6 +246,16 @@ class ChatInput(Input):
         own = None if self.params is None else self.params.max_reasoning_tokens
         limit: int | None = self.sampling.get("max_reasoning_tokens", own)
         return limit
+
+    def with_effort(self, effort: str | None) -> Self:
+        """The conversation with an effort, unless it has one, a switch or a limit of reasoning."""
+        from ..text import SWITCH_NAMES
+
+        wishes = {*SWITCH_NAMES, "reasoning_effort", "thinking_budget"}
+        said = (self.reasoning_effort, self.reasoning_limit)
+        if said != (None, None) or not wishes.isdisjoint(self.template_variables):
+            return self
+        return replace(self, reasoning_effort=effort)
 
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """The model's own values."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # from OpenAI's API and more
+from ..core import EFFORTS
+
 SWITCH_NAMES = frozenset(("enable_thinking", "thinking"))  # by which clients switch any model
 CLIENT_NAMES = SWITCH_NAMES | {"reasoning_effort", "preserve_thinking", "thinking_budget"}
 OFF, ON = "off", "on"

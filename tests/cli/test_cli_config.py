@@ -2,12 +2,15 @@
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from mlxinfer.configfile import read_config_file
+from mlxinfer.cli._configuration import RequestedModel, checked_settings
+from mlxinfer.configfile import ModelEntry, read_config_file
 
 SERVE = ("port", "host", "max-memory", "ttl")  # options of the file that init writes
 
@@ -100,3 +103,17 @@ def test_config_init_writes_a_file_that_holds(
     options = [line.removeprefix("# ") for line in plain.splitlines() if " = " in line]
     place.write_text("\n".join(["[serve]", *[o for o in options if o.startswith(SERVE)]]))
     assert outcome("config", "show").code == 0
+
+
+def test_a_model_has_its_own_context_batch_and_effort() -> None:
+    given = {"max_context": 512, "reasoning_effort": "low"}
+    requested = RequestedModel(
+        name="a", place="a", entry=ModelEntry(source="demo", options=given), preload=False
+    )
+    server = {"max_context": 1024, "max_batch": 3, "reasoning_effort": "high"}
+    options, served = checked_settings(requested, server)
+    assert (options.max_context, options.max_batch) == (512, 3)
+    assert served["reasoning_effort"] == "low"
+    wrong = replace(requested, entry=ModelEntry(source="demo", options={"reasoning_effort": "x"}))
+    with pytest.raises(click.UsageError, match="expected one of none, minimal"):
+        checked_settings(wrong, server)

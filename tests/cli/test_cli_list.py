@@ -95,3 +95,25 @@ def test_a_blob_of_ollama_is_read_as_gguf(outcome: Any, tmp_path: Path) -> None:
     assert seen.code == 1
     assert "GGUF" in seen.err or "truncated" in seen.err
     assert "is a file; expected" not in seen.err
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [("{", "config.json is no JSON object"), ("[]", "config.json is no JSON object")],
+)
+def test_a_model_that_cannot_be_read_is_listed_with_the_reason(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, why: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    here = tmp_path / "models--org--broken"
+    shutil.copytree(ASSETS / "demo-draft", here / "snapshots/c")
+    (here / "refs").mkdir()
+    (here / "refs/main").write_text("c")
+    (here / "snapshots/c/config.json").write_text(config)
+    elsewhere = tmp_path / "folder/model"
+    shutil.copytree(here / "snapshots/c", elsewhere)
+    found = outcome("list", "--folder", str(elsewhere.parent), "--json").out
+    broken = [each for each in json.loads(found)["models"] if each.get("problem")]
+    assert [each["name"] for each in broken] == ["org/broken", str(elsewhere)]
+    assert {each["problem"] for each in broken} == {why}
+    assert f"cannot be read: {why}" in outcome("list").out

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 from models.runs import every
+from scripted import TEMPLATE, ScriptedServer
 
 
 def test_tokens_are_told_with_their_texts(server: LiveServer) -> None:
@@ -53,3 +54,12 @@ def test_no_request_waits_for_texts_that_are_only_counted(server: LiveServer, pa
             done += 1
         assert {job.result().status_code for job in jobs} == {200}
     assert done > 2
+
+
+def test_the_model_s_own_effort_holds_where_a_request_names_none() -> None:
+    with ScriptedServer(template="{{ reasoning_effort | default('none') }}" + TEMPLATE) as server:
+        server.model.reasoning_effort = "high"
+        for fields, effort in (({}, "high"), ({"reasoning_effort": "low"}, "low")):
+            with server.says("x"):
+                assert server.post(CHAT, chat("Hello", **fields)).status_code == 200
+                assert server.prompt.startswith(effort)

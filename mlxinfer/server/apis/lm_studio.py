@@ -6,7 +6,6 @@ Source of the forms: 1_developer/2_rest (lmstudio-ai/docs).
 import time
 
 from ...errors import InvalidRequestError
-from .. import ops
 from ..call import Call
 from ..http import Plain, RequestBody
 from ..slots import ModelSlot
@@ -33,7 +32,8 @@ async def list_models(call: Call) -> Plain:
 async def load(call: Call, body: LoadRequest) -> Plain:
     """Load a model; refuse a context that is longer than it has."""
     began_s = time.monotonic()
-    await ops.load_model(call, ops.LoadRequest(model=body.model))
+    call.refuse_while_draining()
+    await call.service.models.load(body.model)
     slot = call.service.models.find(body.model)
     if body.context_length is not None and body.context_length > (slot.max_context or 0):
         raise InvalidRequestError.of(
@@ -50,7 +50,7 @@ async def load(call: Call, body: LoadRequest) -> Plain:
 
 async def unload(call: Call, body: UnloadRequest) -> Plain:
     """Unload a model that no request uses."""
-    await ops.unload_model(call, ops.UnloadRequest(model=body.instance_id))
+    await call.service.models.unload(body.instance_id, 0.0)
     return {"instance_id": body.instance_id}
 
 

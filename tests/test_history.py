@@ -2,11 +2,8 @@
 
 import dataclasses
 import random
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -201,43 +198,6 @@ def test_threads_and_processes_share_the_file(history: History) -> None:
     for thread in threads:
         thread.join()
     assert sum(len(other.messages("", each.id)) for each in history.conversations("")) == 40
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from mlxinfer.history import History, StoredMessage
-history, parent = History(Path(sys.argv[1])), None
-for number in range(10**9):
-    id = f"message-{number:06}"
-    text = f"{number} " * 50
-    message = StoredMessage(id=id, parent=parent, role="user", content=text)
-    history.save_message("", "conversation", message)
-    print(number, flush=True)
-    parent = id
-"""
-
-
-@pytest.mark.parametrize("after", [1, 40])
-def test_what_was_saved_survives_a_kill_at_any_moment(tmp_path: Path, after: int) -> None:
-    path = tmp_path / "h.db"
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        last = 0
-        for _ in range(after):
-            last = int(writer.stdout.readline())
-        writer.send_signal(signal.SIGKILL)
-    history = History(path)
-    found = history.branch("", TALK)
-    assert len(found) >= last + 1
-    for number, each in enumerate(found):
-        assert each.content == f"{number} " * 50
-    with history._file.use() as db:
-        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-    assert len(history.search("", f"{last} {last}", limit=1000)) >= 1
-    history.save_message("", TALK, message("after", "goes on", parent=None))
 
 
 def test_a_file_that_is_no_history_is_refused_and_left_alone(tmp_path: Path) -> None:

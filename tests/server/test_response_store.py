@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,36 +218,6 @@ def test_a_place_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
         assert str(folder) not in lost.text
         folder.unlink()
         assert server.post(RESPONSES, {"input": "Hi"}).json()["store"] is True
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from mlxinfer.server.errors import StoreError
-from mlxinfer.server.store import ResponseStore, StoredResponse
-store = ResponseStore(Path(sys.argv[1]))
-number = 0
-while True:
-    before = f"r{number - 1}" if number else None
-    store.put("", StoredResponse(id=f"r{number}", previous=before, input=b"[]", response=b"{}"))
-    print(number, flush=True)
-    number += 1
-"""
-
-
-@pytest.mark.parametrize("kill_after", [3, 40])
-def test_a_kill_loses_nothing_that_was_stored(tmp_path: Path, kill_after: int) -> None:
-    path = tmp_path / "folder" / "responses.db"
-    command = [sys.executable, "-c", WRITER, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        assert process.stdout is not None
-        for _ in range(kill_after):
-            last = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-    store = ResponseStore(path)
-    assert len(store.chain("", f"r{last}") or ()) == last + 1
-    assert oct(path.stat().st_mode & 0o777) == "0o600"
-    store.close()
 
 
 def test_a_disk_that_refuses_costs_no_answer(keeping: ScriptedServer) -> None:

@@ -22,6 +22,7 @@ from .draw import (
     PROPOSING,
     Drawn,
     draw,
+    in_blocks,
     largest_entries,
     pad_rows,
     padded_width,
@@ -59,7 +60,8 @@ class LogprobArrays:
         """
         places = mx.array(list(asked), mx.int32)
         rows = pad_rows(logits[places])  # (A, width)
-        total = mx.logsumexp(rows, axis=-1, keepdims=True)
+        # In blocks: one sum in float32 over 262,144 tokens is off by 0.0001 to 0.002.
+        total = mx.logsumexp(mx.logsumexp(in_blocks(rows), axis=-1), axis=-1, keepdims=True)
         chosen = mx.take_along_axis(rows, tokens[places][:, None], axis=-1) - total
         n = min(max(asked.values()), logits.shape[-1])
         if n == 0:

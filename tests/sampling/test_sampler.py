@@ -187,6 +187,16 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert found.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
 
 
+@pytest.mark.parametrize("vocab", [1000, 1024, 262_144])
+def test_logprobs_of_a_large_vocabulary_are_as_exact_as_of_a_small_one(vocab: int) -> None:
+    logits = 2 * mx.random.normal((3, vocab), key=mx.random.key(1))
+    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    found = LogprobArrays.of(logits, tokens, {0: 2, 2: 2}).read()
+    for row in (0, 2):
+        exact = reference_logprobs(np.array(logits[row]))
+        assert found[row].logprob == pytest.approx(exact.max(), abs=5e-6)
+
+
 def test_logprobs_do_not_know_of_the_mask():
     sampler = Sampler(VOCAB)
     sampler.add(0, SamplingParams(logprobs=0), [], [], frozenset())

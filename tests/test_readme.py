@@ -73,8 +73,8 @@ def test_the_client_of_the_server_page_gets_an_answer(capfd: pytest.CaptureFixtu
     [code] = blocks(DOCS["server.md"], "python")
     with LLM("demo") as llm:
         folder = llm.path
-    with serving("mlxinfer", folder) as side:
-        code = code.replace(":8080/", f":{side.port}/").replace('"chat"', '"default_model"')
+    with serving(folder) as port:
+        code = code.replace(":8080/", f":{port}/").replace('"chat"', '"default_model"')
         exec(code, {"__name__": "__main__"})
     assert capfd.readouterr().out.startswith("A KV cache keeps the keys and values")
 

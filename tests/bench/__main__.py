@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Claim(NamedTuple):
     help: str
     options: tuple[Option, ...]
     function: str = ""  # "module.name"; empty: `run` of the module of the claim's name
-    takes: str = ""  # with the defaults, while nothing else runs; empty: not said
+    takes: str = ""  # with the defaults, while nothing else runs
     fast_blas: bool = True  # both sides get a fast BLAS where there is one, before MLX is imported
 
 
@@ -53,6 +54,7 @@ CLAIMS = {
             number("--blocks", 8, "Blocks of steps; the median counts."),
             peer,
         ),
+        takes="some minutes",
     ),
     "latency": Claim(
         "First token of short requests behind a long prompt; gaps of a stream that runs already.",
@@ -66,6 +68,7 @@ CLAIMS = {
             ),
             *(small, cpu_time, peer),
         ),
+        takes="some minutes",
     ),
     "rates": Claim(
         "Prompts, one answer and eight at once: tokens a CPU second, in turn with mlx-lm.",
@@ -75,17 +78,18 @@ CLAIMS = {
             *(pairs, small, peer),
         ),
         "rates.rates",
-        takes="5 minutes; 8 with Gemma 3 270M in bfloat16, 80 in 4 bits",
+        takes="about 5 minutes; 8 with Gemma 3 270M in bfloat16, 80 in 4 bits",
     ),
     "ranks": Claim(
         "One model over processes of this machine, beside mlx-lm's sharded_load.",
         (runs(3), number("--size", 2, "Processes."), small, peer),
+        takes="some minutes",
     ),
     "hybrid": Claim(
         "Recurrent layers: a prompt, one answer and eight, in turn with mlx-lm.",
         (pairs, small, peer),
         "rates.hybrid",
-        takes="3 minutes",
+        takes="about 3 minutes",
     ),
     "experts": Claim(
         "A mixture of experts larger than memory: hits, bytes and speed. Without mlx-lm.",
@@ -94,24 +98,37 @@ CLAIMS = {
             plain("--disk", "Simulate a disk of X GB/s.", type=float, metavar="X"),
             *(small, cpu_time),
         ),
-    ),
-    "start": Claim(
-        "Whole processes, from launch to the first token.",
-        (model_option, runs(7, "Processes of each; the median counts."), peer),
-        fast_blas=False,
+        takes="some minutes",
     ),
     "prefix": Claim(
         "Prompts that begin as others did: tokens computed, first token, KV held.",
         (small, cpu_time, peer),
+        takes="some minutes",
     ),
-    "kv": Claim(
-        "The quantised KV cache: quality and speed.",
+    "real": Claim(
+        "A real model, Gemma 3 270M: quality of conversions and of a quantised KV cache.",
         (
-            plain("--model", "Folder of a model.", default="tests/data/demo-bf16"),
+            plain("--model", "A folder of unquantised weights.", type=click.Path(path_type=Path)),
+            plain(
+                "--converted",
+                "A converted folder to compare; repeatable.  [default: conversions are made]",
+                type=click.Path(path_type=Path),
+                multiple=True,
+            ),
+            plain(
+                "--parts",
+                "Which tables.",
+                type=click.Choice(["all", "cache", "conversion"]),
+                default="all",
+                show_default=True,
+            ),
             *(small, peer),
         ),
+        takes="about 30 minutes; 5 with --parts cache",
     ),
-    "memory": Claim("KV cache bytes copied by steps, wasted and moved.", (small, peer)),
+    "memory": Claim(
+        "KV cache bytes copied by steps, wasted and moved.", (small, peer), takes="some minutes"
+    ),
     "soak": Claim(
         "Memory of a process while mixed requests come. Without mlx-lm.",
         (
@@ -119,11 +136,13 @@ CLAIMS = {
             plain("--minutes", "How long.", type=float, default=20.0, show_default=True),
             number("--clients", 12, "Requests at once."),
         ),
+        takes="as long as --minutes says",
     ),
     "dispatches": Claim(
         "Operations that a GPU is handed for one token, counted in the traced graph.",
         (peer,),
         fast_blas=False,
+        takes="half a minute",
     ),
     "convert": Claim(
         "Conversion: size and quality, or time and memory.",
@@ -133,14 +152,12 @@ CLAIMS = {
             runs(1, "With --synthetic: of each converter; the quickest counts."),
             *(small, peer),
         ),
-    ),
-    "serve": Claim(
-        "Servers over HTTP, as clients see them: first tokens, gaps and throughput.",
-        (small, peer),
+        takes="half an hour",
     ),
     "speculate": Claim(
         "Tokens a step with the bundled draft, and rates of a larger model. Without mlx-lm.",
         (small,),
+        takes="some minutes",
     ),
     "embed": Claim(
         "Vectors of texts beside sentence-transformers, on the CPU.",
@@ -150,6 +167,7 @@ CLAIMS = {
             runs(5, "Rounds of each side; the median counts."),
             plain("--peer-python", "Python that has sentence-transformers."),
         ),
+        takes="some minutes",
     ),
     "pictures": Claim(
         "Models that see beside mlx-vlm, and answers beside transformers; each in its own Python.",
@@ -159,9 +177,12 @@ CLAIMS = {
             plain("--peer-python", "Python that has mlx-vlm."),
             cpu_time,
         ),
+        takes="some minutes for each side",
     ),
     "elsewhere": Claim(
-        "When a prompt computed on another Mac pays, simulated from published rates.", ()
+        "When a prompt computed on another Mac pays, simulated from published rates.",
+        (),
+        takes="a second",
     ),
     "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
@@ -172,6 +193,7 @@ CLAIMS = {
             *(small, cpu_time, peer),
         ),
         fast_blas=False,
+        takes="some minutes",
     ),
 }
 
@@ -188,8 +210,9 @@ def command(name: str, claim: Claim) -> click.Command:
     """Return the command that measures a claim and prints the report."""
 
     def measure(as_json: bool, as_markdown: bool, **given: Any) -> None:
-        if claim.takes and not given.get("small"):
-            click.echo(f"This takes about {claim.takes} on two quiet x86-64 cores.", err=True)
+        if not given.get("small"):
+            click.echo(f"On two quiet x86-64 cores this takes {claim.takes}.", err=True)
+        begun = time.perf_counter()
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for mlx-lm
         blas = preload_openblas() if claim.fast_blas else None
         if "skip_peer" in given:
@@ -197,7 +220,8 @@ def command(name: str, claim: Claim) -> click.Command:
         module, _, function = (claim.function or f"{name}.run").partition(".")
         report = getattr(import_module(f"tests.bench.{module}"), function)(**given)
         line = shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]])
-        report.machine = describe_machine(line, blas=blas or "as MLX has it")
+        took = f"{time.process_time():.0f} CPU seconds, {time.perf_counter() - begun:.0f} in all"
+        report.machine = describe_machine(line, blas=blas or "as MLX has it", took=took)
         show(report, as_json=as_json, as_markdown=as_markdown)
 
     taking = apply_options((*claim.options, markdown_option, json_option), measure)

@@ -52,7 +52,7 @@ def converted(
     model: Path, scratch: Path, *, peer: bool, small: bool
 ) -> Iterator[tuple[str, str, Path]]:
     """Converter, label and folder of every recipe."""
-    sides = {"mlxinfer": (OURS, _convert_ours), "mlx-lm": (THEIRS, _convert_theirs)}
+    sides = {"mlxinfer": (OURS, convert_ours), "mlx-lm": (THEIRS, convert_theirs)}
     for converter in sides if peer else ("mlxinfer",):
         recipes, convert = sides[converter]
         for number, (label, options) in enumerate(recipes.items()):
@@ -62,7 +62,7 @@ def converted(
                 yield converter, label, out
 
 
-def _convert_ours(
+def convert_ours(
     model: Path,
     out: Path,
     *,
@@ -80,7 +80,7 @@ def _convert_ours(
     Conversion(open_source(model), out, options).run()
 
 
-def _convert_theirs(model: Path, out: Path, **options: Any) -> None:
+def convert_theirs(model: Path, out: Path, **options: Any) -> None:
     convert = importlib.import_module("mlx_lm.convert").convert
     with contextlib.redirect_stdout(io.StringIO()):
         convert(str(model), str(out), quantize=True, **options)

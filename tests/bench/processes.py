@@ -30,9 +30,6 @@ print([time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 START_S, STOP_S = 120.0, 20.0  # of servers
-_BLAS = "from tests.bench.blas import preload_openblas; preload_openblas(); "
-_OURS = _BLAS + "from mlxinfer.cli import main; main({arguments!r})"
-_PEER = _BLAS + "import sys; sys.argv[1:] = {arguments!r}; from mlx_lm.server import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,40 +97,24 @@ class Peer:
         self.process.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A server that answers."""
-
-    name: str
-    port: int
-    pid: int
-
-    def cpu_s(self) -> float:
-        """Processor seconds of the process so far (Linux)."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @contextmanager
-def serving(name: str, folder: Path) -> Iterator[Side]:
-    """A server of the model in `folder`: "mlxinfer" or "mlx-lm".
+def serving(folder: Path) -> Iterator[int]:
+    """The port of a server whose model "default_model" is in `folder`.
 
     Raises:
         MlxinferError: it did not start.
     """
     port = free_port()
-    command = [sys.executable, "-c", _program(name, folder, port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    serve = ["serve", "-m", f"default_model={folder}", "--port", str(port)]
+    command = [sys.executable, "-m", "mlxinfer.cli", *serve]
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=ROOT
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT)
         try:
             if not _wait(process, port):
                 errors.seek(0)
                 tail = errors.read().decode(errors="replace")[-600:]
-                raise MlxinferError(f"The server of {name} did not start: {tail}")
-            yield Side(name, port, process.pid)
+                raise MlxinferError(f"The server did not start: {tail}")
+            yield port
         finally:
             process.terminate()
             try:
@@ -148,14 +129,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _program(name: str, folder: Path, port: int) -> str:
-    if name == "mlxinfer":
-        model = ["-m", f"default_model={folder}"]
-        return _OURS.format(arguments=["serve", *model, "--port", str(port)])
-    arguments = ["--model", str(folder), "--port", str(port), "--log-level", "WARNING"]
-    return _PEER.format(arguments=arguments)
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int) -> bool:

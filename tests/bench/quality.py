@@ -1,11 +1,10 @@
 """How much of a model's answers other weights or a quantised KV cache change. Knows LLM and numpy.
 
-The model is the bfloat16 checkpoint of the tests, an earlier and smaller demo. The text is
-`held_out.txt`: conversations like those of its training, with questions that it never saw.
+By default the model is the bfloat16 checkpoint of the tests, an earlier and smaller demo, and the
+text is `held_out.txt`: conversations like those of its training, with questions that it never saw.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from tests.bench.tables import Figures
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 MODEL = Path(__file__).parents[1] / "data" / "demo-bf16"  # knows the language of the text
-DTYPE, DTYPE_BYTES = "float32", 4  # of activations and of what is not quantised
+DTYPE = "float32"  # of activations and of what is not quantised
+ROWS = 64  # positions that are compared at once
 
-Floats = NDArray[np.float64]
+Logits = NDArray[np.float32]
 
 
 class HeldOut:
@@ -29,14 +29,17 @@ class HeldOut:
         model: a folder or name.
         length: tokens of a window.
         limit: most windows; None: as many whole ones as the text has.
+        text: of the windows.
     """
 
-    def __init__(self, model: str | Path, length: int, limit: int | None) -> None:
+    def __init__(
+        self, model: str | Path, length: int, limit: int | None, text: Path = HELD_OUT
+    ) -> None:
         with LLM(str(model), dtype=DTYPE, progress=False) as llm:
-            ids = llm.tokenizer.encode(HELD_OUT.read_text(encoding="utf-8"), parse_special=True)
+            ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=True)
             starts = range(0, len(ids) - length + 1, length)[:limit]
             self.windows = [list(ids[start : start + length]) for start in starts]
-            self._reference = [log_softmax(llm.logits(window)) for window in self.windows]
+            self._reference = [llm.logits(window) for window in self.windows]
 
     @property
     def num_tokens(self) -> int:
@@ -46,40 +49,50 @@ class HeldOut:
     def quality(self, model: str | Path, **options: Any) -> Figures:
         """Compare the answers of another model, or of the same one with other options of LLM."""
         with LLM(str(model), dtype=DTYPE, progress=False, **options) as llm:
-            found = [log_softmax(llm.logits(window)) for window in self.windows]
-        return compared(self.windows, self._reference, found)
+            return self.compare(llm.logits)
+
+    def compare(self, logits_of: Callable[[list[int]], Logits]) -> Figures:
+        """Compare other logits (T, vocab) of each window."""
+        return compared(self.windows, self._reference, map(logits_of, self.windows))
 
 
 def compared(
-    windows: Sequence[Sequence[int]], reference: Sequence[Floats], found: Sequence[Floats]
+    windows: Sequence[Sequence[int]], reference: Iterable[Logits], others: Iterable[Logits]
 ) -> Figures:
-    """Compare two sets of log-probabilities, (T, vocab) for each window.
+    """Compare two sets of logits, (T, vocab) for each window.
 
-    `kl_mean` and `kl_p99` are of KL(reference || found) in nats, over all positions; `top1` is the
+    `kl_mean` and `kl_p99` are of KL(reference || other) in nats, over all positions; `top1` is the
     share of positions where the most probable token is the same.
     """
-    over = partial(zip, strict=True)
-    kl = np.concatenate([divergence(plain, other) for plain, other in over(reference, found)])
-    same = np.concatenate([p.argmax(-1) == o.argmax(-1) for p, o in over(reference, found)])
-    losses = [-o[np.arange(len(ids) - 1), np.array(ids[1:])] for ids, o in over(windows, found)]
+    kl, same, losses = [], [], []
+    for ids, plain, other in zip(windows, reference, others, strict=True):
+        for start in range(0, len(ids), ROWS):
+            rows = slice(start, start + ROWS)
+            expected, found = log_softmax(plain[rows]), log_softmax(other[rows])
+            kl.append(divergence(expected, found))
+            same.append(expected.argmax(-1) == found.argmax(-1))
+            next_ids = np.array(ids[start + 1 : start + ROWS + 1], dtype=np.int64)
+            losses.append(-found[np.arange(len(next_ids)), next_ids])
+    divergences = np.concatenate(kl)
     return {
-        "kl_mean": float(kl.mean()),
-        "kl_p99": float(np.quantile(kl, 0.99)),
-        "top1": float(same.mean()),
-        "perplexity": float(np.exp(np.concatenate(losses).mean())),
+        "kl_mean": float(divergences.mean()),
+        "kl_p99": float(np.quantile(divergences, 0.99)),
+        "top1": float(np.concatenate(same).mean()),
+        "perplexity": float(np.exp(np.concatenate(losses).mean(dtype=np.float64))),
     }
 
 
-def log_softmax(logits: NDArray[np.float32]) -> Floats:
-    """(T, vocab) -> (T, vocab) float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    normalised: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+def log_softmax(logits: Logits) -> Logits:
+    """(T, vocab) -> (T, vocab). A vocabulary may be large: sums are float64, numbers are not."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    sums = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
+    normalised: Logits = shifted - np.log(sums).astype(logits.dtype)
     return normalised
 
 
-def divergence(plain: Floats, other: Floats) -> Floats:
+def divergence(plain: Logits, other: Logits) -> NDArray[np.float64]:
     """KL(plain || other) of each position, (T, vocab) -> (T,), nats."""
-    found: Floats = (np.exp(plain) * (plain - other)).sum(axis=-1)
+    found: NDArray[np.float64] = (np.exp(plain) * (plain - other)).sum(axis=-1, dtype=np.float64)
     return found
 
 

@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from pooling.tiny_pooling import pooling_folder
+
+from tests.bench.real import q4_0, q8_0
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
@@ -17,16 +20,14 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "experts": "--small --runs 1",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "hybrid": "--small --pairs 1 --skip-peer",
-    "kv": "--small --skip-peer",
     "latency": "--small --long 128 --cpu-time --prefill-chunk 64 --skip-peer",
     "load": "--size 20MB --runs 1 --skip-peer",
     "memory": "--small --skip-peer",
     "prefix": "--small --skip-peer",
     "rates": "--small --pairs 1 --skip-peer",
-    "serve": "--small --skip-peer",
+    "real": "--small --model tests/data/demo-bf16 --skip-peer",
     "soak": "--minutes 0.1 --clients 3",
     "speculate": "--small",
-    "start": "--runs 1 --skip-peer",
 }
 LONGEST = ("speculate", "memory", "load", "soak")
 
@@ -52,8 +53,6 @@ def measured(*arguments: str) -> Any:
     ],
 )
 def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
-    if name == "serve" and sys.platform != "linux":
-        pytest.skip("reads /proc")
     text = bench(name, *ALONE[name].split(), "--markdown")
     assert f"python -m tests.bench {name}" in text
     titles = [line for line in text.splitlines() if line.startswith("**")]
@@ -81,21 +80,36 @@ def test_embed_measures_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_quality_of_the_demo_model() -> None:
-    found = measured("kv", "--small", "--skip-peer")["quality"]["formats"]
-    plain, eight, mixed, four, _ = found.values()
+    demo = ["--model", "tests/data/demo-bf16", "--converted", "tests/data/demo-bf16"]
+    found = measured("real", "--small", "--skip-peer", *demo)
+    plain, eight, mixed, four, *_ = found["cache"]
     assert (plain["kl_mean"], plain["top1"]) == (0.0, 1.0)
-    assert 0 < eight["kl_mean"] < 1e-4
-    assert eight["kl_mean"] < mixed["kl_mean"] < four["kl_mean"] < 0.02
-    sizes = [each["bytes_per_token"] for each in found.values()]
-    assert sizes == [4096, 1088, 832, 576, (4096 + 576) / 2]
-    assert eight["of_bfloat16"] == pytest.approx(0.53125)
+    assert 0 < eight["kl_mean"] < 5e-4
+    assert eight["kl_mean"] < mixed["kl_mean"] < four["kl_mean"] < 0.1
+    sizes = [one["bits"] for one in found["cache"]]
+    assert sizes == [32, 8.5, 6.5, 4.5, (32 + 4.5) / 2, 32]
+    (same,) = found["conversion"]
+    assert (same["kl_mean"], same["top1"]) == (0.0, 1.0)
+    assert same["bits"] == pytest.approx(16, abs=0.1)
+
+
+def test_codes_of_others_are_as_they_say() -> None:
+    """Within half a step; a group's largest number is exact, but for the scale's rounding."""
+    vectors = mx.random.normal((5, 64), key=mx.random.key(0))
+    grouped = mx.abs(mx.unflatten(vectors, -1, (-1, 32))).max(axis=-1, keepdims=True)
+    largest = mx.broadcast_to(grouped, (5, 2, 32)).flatten(-2)
+    for rounded, steps in ((q8_0, 127), (q4_0, 8)):
+        off = mx.abs(rounded(vectors) - vectors)
+        assert (off <= largest * (0.57 if rounded is q8_0 else 1.01) / steps).all().item()
+        assert len(set(mx.unflatten(rounded(vectors), -1, (-1, 32))[0, 0].tolist())) <= 2 * steps
+    assert mx.array_equal(q4_0(mx.zeros((2, 32))), mx.zeros((2, 32))).item()
 
 
 # -- beside mlx-lm ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["host", "hybrid", "kv", "start"])
+@pytest.mark.parametrize("name", ["host", "hybrid"])
 def test_times_beside_mlx_lm(name: str) -> None:
     text = bench(name, *ALONE[name].replace("--skip-peer", "").split(), "--markdown")
     assert "mlx-lm | ratio |" in text

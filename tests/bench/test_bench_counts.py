@@ -13,7 +13,7 @@ from mlxinfer.bench.report import describe_machine
 from mlxinfer.errors import BackendMissingError, MlxinferError
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
-from tests.bench import start
+from tests.bench import memory
 from tests.bench.checkpoints import (
     TINY_WINDOWED,
     TWO_LAYERS,
@@ -144,4 +144,4 @@ def test_without_mlx_lm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(peer, "version", missing)
     with pytest.raises(BackendMissingError, match=r"mlxinfer\[bench\]"):
-        start.run(model="demo", runs=1, peer=True)
+        memory.run(small=True, peer=True)

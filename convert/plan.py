@@ -119,6 +119,12 @@ class ConversionPlan:
         """Tensors that are quantised in the source, and in another format in the output."""
         return [t for t in self.tensors if t.form and not t.packed and t.output.quantised]
 
+    @property
+    def stacks_for_mlx(self) -> bool:
+        """Whether experts lie in stacks that only MLX reads, though nothing is quantised."""
+        stacked = any(STACK.fullmatch(a.name) for tensor in self.tensors for a in tensor.arrays)
+        return stacked and not self.split_experts and self.quantization() is None
+
     def shards(self) -> list[tuple[str, list[PlannedTensor]]]:
         """File names and what goes into each, at most `shard_bytes` unless one tensor is larger."""
         groups: list[list[PlannedTensor]] = [[]]

@@ -77,6 +77,10 @@ PASSED_OVER = (
     "logits."
 )
 NOT_MLX_LM = "mlx-lm does not read {kind} as transformers lays it out: this folder is for mlxinfer."
+STACKED = (
+    "transformers does not find the experts of this folder, which lie in stacks as MLX has them: "
+    "load it with mlxinfer or mlx-lm, or convert with --split-experts, which stores each by itself."
+)
 AHEAD = (
     "{count} tensors ({first} …) predict tokens further ahead: they are kept for speculation; "
     "a forward pass leaves them out."
@@ -238,6 +242,8 @@ class Conversion:
             notes.append(NOT_MLX_LM.format(kind=kind))
         elif keys := passed_over(self._written_config(plan), self.arranged.family_config):
             notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
+        if plan.stacks_for_mlx:
+            notes.append(STACKED)
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
         if self._learned:

@@ -83,3 +83,18 @@ def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outc
     assert done.code != 0
     assert "leave --split-experts out" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]  # before anything is measured
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "8bit-g32"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4", "llama-v4"])
+def test_stacks_that_transformers_does_not_find_are_named(
+    tmp_path: Path, case: str, split: bool, recipe: str
+) -> None:
+    """Quantised folders are for MLX anyway; dense ones look as if transformers read them."""
+    source, is_mixture = write_source(tmp_path / "source", case), case != "llama-v4"
+    report = convert(source, tmp_path / "out", recipe, split_experts=split and is_mixture)
+    names = [name for header in read_headers(tmp_path / "out").values() for name in header]
+    stacked = any(".switch_mlp." in name for name in names)
+    assert stacked == (is_mixture and not split)
+    assert any("transformers" in note for note in report.notes) == (stacked and recipe == "bf16")

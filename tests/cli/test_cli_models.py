@@ -56,8 +56,8 @@ def entries(path: Path, *given: str) -> tuple[list[RegistryEntry], int]:
 
 def engine(entry: RegistryEntry) -> tuple[EngineOptions, str]:
     """Return the options that a model would be opened with."""
-    _, _, options, _, tool_format = entry.load.args  # type: ignore[attr-defined]  # a partial
-    return options, tool_format
+    _, _, options, served = entry.load.args  # type: ignore[attr-defined]  # a partial
+    return options, served["tool_format"]
 
 
 def test_everything_in_the_file_counts(config: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from ..cache.disk import Entry
+from ..cache.disk import DiskTier, Entry
 from ..cache.disk.saved import (
     DamagedSessionError,
+    SavedPrompt,
     SavedSession,
     SavedSessions,
     read_entries,
@@ -183,15 +184,10 @@ class NamedSessions(SavedSessions):
         store, tier = session.engine.call(on_engine.open_store)
         sizes, prompt = dict(enumerate(store.page_bytes)), replace(given.prompt, root=root)
         num_bytes = sum(sizes.get(group, 0) for _, group in prompt.places)
-        no_room = OverloadedError(
-            "The disk cache has no room for the session: remove sessions, raise --disk-cache, or "
-            "make room on its disk.",
-            retry_after_s=NO_ROOM_S,
-        )
         if prompt.page_size != store.page_size:
             raise DamagedSessionError("The file has pages of another length than the model.")
         if num_bytes > self.max_bytes:
-            raise no_room
+            raise _no_room()
         saved = SavedSession(
             name=name or given.name,
             owner=client.owner,
@@ -201,22 +197,40 @@ class NamedSessions(SavedSessions):
             prompt=prompt,
         )
 
-        def written() -> Iterator[bytes]:
-            """The keys of the session's entries, once each is on the disk."""
-            entries = read_entries(file, given.prompt, max(store.page_bytes))
-            places = zip(prompt.keys(root), prompt.places, entries, strict=True)
-            for (parent, key), (_, group), entry in places:
-                if entry.payload.nbytes != sizes.get(group):
-                    raise DamagedSessionError("The file has pages of another size than the model.")
-                own = Entry(key, parent, entry.token_ids, entry.payload)
-                if tier.read(key) is None and not tier.write_entry(own):
-                    raise no_room
-                yield key
-            tier.sync()
-
+        entries = read_entries(file, given.prompt, max(store.page_bytes))
         with self._share(saved, client):
-            self.save(saved, tier, written())
+            self.save(saved, tier, _written(entries, prompt, sizes, tier))
         return saved
+
+
+def _written(
+    entries: Iterator[Entry], prompt: SavedPrompt, sizes: dict[int, int], tier: DiskTier
+) -> Iterator[bytes]:
+    """Write the entries of a prompt; the key of each once it is on the disk.
+
+    Args:
+        entries: of the prompt, in the order of its places.
+        prompt: with the root that they get.
+        sizes: bytes of a page, by layer group.
+        tier: where they go.
+    """
+    places = zip(prompt.keys(prompt.root), prompt.places, entries, strict=True)
+    for (parent, key), (_, group), entry in places:
+        if entry.payload.nbytes != sizes.get(group):
+            raise DamagedSessionError("The file has pages of another size than the model.")
+        own = Entry(key, parent, entry.token_ids, entry.payload)
+        if tier.read(key) is None and not tier.write_entry(own):
+            raise _no_room()
+        yield key
+    tier.sync()
+
+
+def _no_room() -> OverloadedError:
+    return OverloadedError(
+        "The disk cache has no room for the session: remove sessions, raise --disk-cache, or "
+        "make room on its disk.",
+        retry_after_s=NO_ROOM_S,
+    )
 
 
 def check_session_name(name: str) -> None:

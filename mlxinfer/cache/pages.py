@@ -399,6 +399,13 @@ class PageGroup:
         first = self.first_page(num_tokens)
         return [*range(min(self.num_kept, first)), *range(first, num_tokens // self.page_size)]
 
+    def new_pages(self, number: int) -> list[int]:
+        """Of the pages needed to go on after page `number`, those that a resumed sequence may lack.
+
+        Where none is recycled, it has all but the last.
+        """
+        return self.needed_pages((number + 1) * self.page_size) if self.recycles else [number]
+
     def last_resumable(self, num_tokens: int, held: Held) -> int:
         """The last position up to `num_tokens` that a sequence can go on from.
 

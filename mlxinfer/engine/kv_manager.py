@@ -12,7 +12,7 @@ from ..cache.inputs import CacheWork, Move, PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import LOCAL_ROOT, Page, PageNames, PrefixCache, RestorePoint
 from ..errors import InvalidRequestError
-from .batch import Namespace, Sequence
+from .batch import Namespace, Reuse, Sequence
 from .pagestore import PageStore, Transfers
 
 Place = tuple[str | None, int]
@@ -75,8 +75,9 @@ class KVManager:
         Returns:
             False: there is no room now; then nothing is taken.
         """
+        tiers: dict[int, str] = {}
         if self._transfers is not None and not sequence.request.prompt_logits:
-            self._transfers.fetch(
+            tiers = self._transfers.fetch(
                 self.prefix,
                 self.probe(sequence),
                 lambda point: self._room(point, sequence, spare),
@@ -89,6 +90,7 @@ class KVManager:
         sequence.num_sealed = point.num_tokens - point.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
             sequence.num_cached = point.num_tokens
+            sequence.reuse = self._reuse(point, tiers)
         for g, group in enumerate(self.groups):
             num_tokens = group.begin(point.num_tokens, sequence.num_known)
             extended = self._extend(sequence.tables[g], g, num_tokens)
@@ -111,6 +113,23 @@ class KVManager:
             limit=limit,
             whole_pages=whole_pages,
             spans=() if sequence.pictures is None else sequence.pictures.spans,
+        )
+
+    def _reuse(self, point: RestorePoint, tiers: dict[int, str]) -> Reuse:
+        """Where the reuse of a prompt ended, with the pages that came from the disk or peers."""
+        number = point.num_pages
+        places = [(n, g) for g, group in enumerate(self.groups) for n in group.new_pages(number)]
+        missing = [(n, g) for n, g in places if not point.holds(n, g)]
+        if self._states is not None and not missing and not point.holds(number, len(self.groups)):
+            missing = [(number, len(self.groups))]
+        at = min(missing, default=(None, 0))[0]
+        is_whole = (number + 1) * self.page_size >= len(point.names.token_ids)
+        at = None if is_whole else at
+        return Reuse(
+            num_tokens=point.num_tokens,
+            tiers=tuple(tiers.get(n, "memory") for n in range(number)),
+            missing=at,
+            existed=at is not None and self.prefix.existed(point.names.name(at)),
         )
 
     def names_of(self, sequence: Sequence) -> PageNames:

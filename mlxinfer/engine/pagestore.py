@@ -225,7 +225,7 @@ class PageStore:
 
     # -- from the disk --------------------------------------------------------------------------
 
-    def find(self, point: RestorePoint) -> Found | None:
+    def find(self, point: RestorePoint) -> "PageSearch | None":
         """Read the pages on disk that lengthen `point`; None: none do, or reading does not pay.
 
         Takes time in proportion to the prompt. If the disk knows nothing of it, one look at a file.
@@ -242,13 +242,16 @@ class PageStore:
                 return None
             if self._read(search, wanted):
                 self.tokens_loaded += num_tokens
-                return search.found(num_pages)
+                search.stop = num_pages
+                return search
         return None
 
     def _read(self, search: "PageSearch", wanted: list[tuple[int, int]]) -> bool:
         """Read pages. False: one is missing, and the search knows it now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
+        for (number, _), key in zip(wanted, keys, strict=True):
+            search.tiers[number] = "peer" if search.tier.is_staged(key) else "disk"
         self.others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
         entries = search.tier.get_chain(keys)
         missing = self.others.end_fetch()
@@ -345,6 +348,7 @@ class PageSearch:
     """The pages of one prompt on the disk. Each place (page number, group) is looked for once.
 
     Attributes:
+        tiers: page number -> "disk" or "peer", where what was read of it lay.
         offered: keys that count as there, too, because peers have them.
     """
 
@@ -354,6 +358,7 @@ class PageSearch:
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
     read: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    tiers: dict[int, str] = field(default_factory=dict)
     offered: Collection[bytes] = ()
 
     def reachable(self) -> int:
@@ -374,11 +379,11 @@ class PageSearch:
             if not self._in_memory(number, group) and (number, group) not in self.read
         )
 
-    def found(self, num_pages: int) -> Found:
-        """The needed pages that were read."""
+    def found(self) -> Found:
+        """What was read of the pages that are needed to go on after all `stop` pages."""
         found: Found = []
         for group in range(len(self.store.page_bytes)):
-            numbers = [n for n in self._needed(num_pages, group) if (n, group) in self.read]
+            numbers = [n for n in self._needed(self.stop, group) if (n, group) in self.read]
             found.append({number: self.read[number, group] for number in numbers})
         return found
 
@@ -457,20 +462,24 @@ class Transfers:
 
     def fetch(
         self, prefix: PrefixCache, point: RestorePoint, has_room: Callable[[RestorePoint], bool]
-    ) -> None:
+    ) -> dict[int, str]:
         """Bring the pages of a prompt that only the disk has into memory, if there is room.
 
         Args:
             prefix: as it was when `point` was found.
             point: where the prompt could go on from memory alone.
             has_room: whether it could begin there.
+
+        Returns:
+            Of pages that came, by number: "disk" or "peer".
         """
-        users = prefix.hold_path(point)
-        if has_room(point):
-            found = self._store.find(point)
-            if found and self._make_room(prefix, found):
-                users += self._insert(prefix, point.names, found)
+        users, tiers = prefix.hold_path(point), {}
+        search = self._store.find(point) if has_room(point) else None
+        if search is not None and self._make_room(prefix, found := search.found()):
+            users += self._insert(prefix, point.names, found)
+            tiers = search.tiers
         prefix.let_go(users, anchored=True)
+        return tiers
 
     def _make_room(self, prefix: PrefixCache, found: Found) -> bool:
         """Evict until each group has free pages for what was found; False: too many are needed."""

@@ -92,7 +92,8 @@ class Bench:
         path.unlink()
 
     def find(self, in_memory: int = 0) -> Found | None:
-        return self.store.find(self.point(IDS, in_memory))
+        search = self.store.find(self.point(IDS, in_memory))
+        return None if search is None else search.found()
 
     def point(self, ids: list[int], in_memory: int = 0) -> RestorePoint:
         """Where a prompt could go on from memory alone."""

@@ -1,10 +1,14 @@
 """Shared prefixes through the whole loop: what is reused, copied, and given up under pressure."""
 
+from pathlib import Path
+
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 from models.runs import every
 
+from mlxinfer.config import DiskOptions
 from mlxinfer.core import SamplingParams
+from mlxinfer.engine.batch import Reuse
 
 GREEDY = SamplingParams(max_tokens=8)
 
@@ -185,3 +189,29 @@ def test_a_partial_page_is_copied_for_sequences_without_a_tail() -> None:
     for name, ids in list(asked.items())[3::4]:
         longer = ids + outcomes[name].token_ids
         assert outcomes[f"then {name}"].token_ids == alone(model, longer, params).token_ids, name
+
+
+def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "it")
+    harness = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def reuse_of(ids: list[int]) -> Reuse:
+        harness.add("it", ids, params)
+        harness.turn(1)
+        sequence = harness.loop.scheduler.queues.find("it")
+        assert sequence is not None
+        reuse = sequence.reuse
+        harness.drain()
+        assert reuse is not None
+        return reuse
+
+    ids = prompt(100)
+    assert reuse_of(ids) == Reuse(0, (), 0, existed=False)
+    assert reuse_of(ids[:90] + [1] * 30) == Reuse(90, ("memory",) * 5, 5, existed=False)
+    harness.loop.scheduler.kv_manager.prefix.evict(0, 4)  # the short page and what came after it
+    harness.loop.scheduler.kv_manager.take_work().spill.clear()  # the disk gets none of them
+    assert reuse_of(ids) == Reuse(90, ("memory",) * 5, 5, existed=True)
+    earlier, harness = harness, Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
+    earlier.loop.close()
+    assert reuse_of(ids) == Reuse(96, ("disk",) * 6, None, existed=False)

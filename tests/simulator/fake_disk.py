@@ -26,7 +26,10 @@ class FakeTier:
     def contains(self, key: bytes) -> bool:
         return key in self._entries
 
-    stores = contains  # nothing comes from peers
+    stores = contains
+
+    def is_staged(self, key: bytes) -> bool:
+        return False  # nothing comes from peers
 
     def put(self, entry: Entry) -> bool:
         if self._fails():

@@ -139,6 +139,10 @@ class DiskTier:
         """Whether there is an entry; it may yet prove broken."""
         return key in self._staged or self.stores(key)
 
+    def is_staged(self, key: bytes) -> bool:
+        """Whether an entry came from another server and was not read yet."""
+        return key in self._staged
+
     def stores(self, key: bytes) -> bool:
         """Whether an entry is on the disk, or waits to be written."""
         if self._waiting(key) is not None:

@@ -16,6 +16,7 @@ from .names import Name, PageNames, namespace_key, page_key
 from .page import EvictionQueue, Page
 
 LOCAL_ROOT = namespace_key("this process")
+NUM_GONE = 16384  # names of evicted pages that are remembered
 Users = list[tuple[Page, int]]
 """Pages that somebody needs, each with the group in which."""
 OnEvict = Callable[[Page, Sequence[int]], None]
@@ -51,6 +52,11 @@ class RestorePoint:
     def num_pages(self) -> int:
         """Whole pages before `num_tokens`."""
         return self.num_tokens // self.names.page_size
+
+    def holds(self, number: int, group: int) -> bool:
+        """Whether a group has whole page `number` of the prompt."""
+        page = self.path[number] if number < len(self.path) else None
+        return page is not None and page.ids[group] is not None
 
     def cut_pages(self, num_groups: int) -> tuple[int | None, ...]:
         """By group: the page id to copy the first `cut_tokens` tokens from; () without a cut."""
@@ -113,6 +119,7 @@ class PrefixCache:
         self._roots: dict[Hashable, Name] = {}
         self._on_evict = on_evict or (lambda page, groups: None)
         self._epoch = 0
+        self._gone: dict[Name, None] = {}  # of evicted pages, the first one longest ago
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class PrefixCache:
         roots, self.root, self._roots = self._roots, root, {}
         now |= {name: self.root_of(namespace) for namespace, name in roots.items()}
         pages = sorted(self.page_of.values(), key=lambda page: page.number)
-        self.page_of, self.children = {}, {}
+        self.page_of, self.children, self._gone = {}, {}, {}
         for page in pages:
             if page.parent not in now:
                 self._forget(page)
@@ -260,6 +267,10 @@ class PrefixCache:
         kept, rest = ids[:num_kept], ids[first:]
         assert None not in kept + rest, "a restore point has every page that it needs"
         return PageTable(self.page_size, num_kept, first, kept, rest)  # type: ignore[arg-type]
+
+    def existed(self, name: Name) -> bool:
+        """Whether a page of this name is in memory, or was until not long ago."""
+        return name in self.page_of or name in self._gone
 
     def num_pages(self, group: int) -> int:
         """Pages of a group that belong to the cache."""
@@ -506,6 +517,9 @@ class PrefixCache:
                 if not is_passed:
                     self._on_evict(page, groups)
             finally:
+                self._gone[page.name] = None
+                if len(self._gone) > NUM_GONE:
+                    del self._gone[next(iter(self._gone))]
                 self._free(page, groups)
                 self._strand(page, group)
         return freed

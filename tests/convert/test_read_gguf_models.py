@@ -284,3 +284,27 @@ def test_of_a_folder_only_the_tokenizer_is_exchanged(tmp_path: Path) -> None:
         "tokenizer.json": other / "tokenizer.json",
         "generation_config.json": own / "generation_config.json",
     }
+
+
+def test_parts_beside_the_language_model_are_left_out_and_said(tmp_path: Path) -> None:
+    """As other exporters write: a tower and a module that predicts ahead, by names of their own."""
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    config, tensors = make("qwen3_5_text-v4")
+    write_model(path, config, tensors)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(other, "qwen35")
+    for key, field in reader.fields.items():
+        if key.startswith("qwen35."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    writer.add_uint32("qwen35.vision.block_count", 1)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name.replace("ssm_dt.bias", "ssm_dt"), np.array(tensor.data))
+    for name in ("v.blk.0.attn_q.weight", "mm.0.weight", "mtp.layers.0.attn_q.weight"):
+        writer.add_tensor(name, np.ones((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.warns(UserWarning, match="3 tensors .mm.0.weight"):
+        found = open_source(other)
+    assert found.tensors.keys() == open_source(path).tensors.keys()

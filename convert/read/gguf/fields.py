@@ -22,6 +22,7 @@ _NO_FACT = frozenset(
         "expert_feed_forward_length",  # sizes are those of the tensors
     ]
 )
+_OF_TOWERS = ("vision.", "audio.")  # of a part that is not read, which a warning says
 # Fields that change nothing where they say one of these.
 _WITHOUT_EFFECT: dict[str, tuple[float | str, ...]] = {
     "use_parallel_residual": (False,),
@@ -150,6 +151,7 @@ class ArchitectureFields:
             for name, value in self.all.values.items()
             if name.startswith(prefix)
             and value is not None
+            and not name.removeprefix(prefix).startswith(_OF_TOWERS)
             and name.removeprefix(prefix) not in self._read | _NO_FACT
         )
         if unread:

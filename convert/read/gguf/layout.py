@@ -60,6 +60,21 @@ def layout_of(
     return PLAIN
 
 
+def part_layout(
+    architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> TensorLayout:
+    """The layout of Q, K or V where one tensor holds all three; arguments as of `layout_of`."""
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    ends = np.cumsum([0, shape[0] - 2 * keys, keys, keys]).tolist()
+    index = next(i for i, part in enumerate("qkv") if f".{part}_proj." in name)
+    begin, end = ends[index], ends[index + 1]
+    if min(ends[1], keys) <= 0:
+        raise CheckpointError(f"{name} is a part of {shape[0]} rows; expected {2 * keys} and more.")
+    layout = layout_of(architecture, name, (end - begin, *shape[1:]), config)
+    rows = np.arange(end - begin) if layout.rows is None else layout.rows
+    return TensorLayout(rows=begin + rows, change=layout.change)
+
+
 def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:
     keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
     heads = next((int(config[key]) for part, key in keys.items() if part in name), 0)

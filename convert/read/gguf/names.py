@@ -4,6 +4,7 @@ From llama.cpp (gguf-py/gguf/constants.py, tensor_mapping.py, and its converter 
 """
 
 import re
+from collections.abc import Collection
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+)")
 _KINDS = (".weight", ".bias")
@@ -82,6 +83,7 @@ _DELTA_NET = {
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_dt": "linear_attn.dt_bias",  # as Ollama writes it
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -243,11 +245,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-def hf_names(architecture: str, name: str, num_layers: int) -> tuple[str, ...]:
+def hf_names(
+    architecture: str, name: str, num_layers: int, names: Collection[str] = ()
+) -> tuple[str, ...]:
     """The names that transformers has for a tensor; () for one that the family has not.
 
     Args:
         num_layers: of the decoder; blocks from there on predict further ahead.
+        names: of all tensors of the file.
     """
     top = _TOPS.get(architecture, _TOP)
     if name in top:
@@ -257,6 +262,8 @@ def hf_names(architecture: str, name: str, num_layers: int) -> tuple[str, ...]:
         return ()
     index, rest = int(match[1]), match[2]
     path = f"model.layers.{index}"
+    if joined := _joined(architecture, index, rest, names):
+        return tuple(f"{path}.{module}" for module in joined)
     if architecture in DELTA_NETS:
         if rest in _QWEN_AHEAD:
             return (_QWEN_AHEAD[rest],) if index == num_layers else ()
@@ -269,3 +276,18 @@ def hf_names(architecture: str, name: str, num_layers: int) -> tuple[str, ...]:
         return (f"{path}.{modules[rest]}",)
     stem, kind = next(((rest.removesuffix(k), k) for k in _KINDS if rest.endswith(k)), ("", ""))
     return (f"{path}.{modules[stem]}{kind}",) if stem in modules else ()
+
+
+def _joined(architecture: str, index: int, rest: str, names: Collection[str]) -> tuple[str, ...]:
+    """Modules of a tensor that the converter's --fuse-qkv or --fuse-gate-up-exps has changed."""
+    modules = _FAMILIES[architecture]
+    recurs = f"blk.{index}.ssm_a" in names
+    if rest.startswith("attn_qkv.") and not recurs and modules.get("attn_q"):
+        kind = rest.removeprefix("attn_qkv.")
+        own = modules.get("attn_qkv", "").startswith("self_attn.")
+        return () if own else tuple(f"{modules[f'attn_{part}']}.{kind}" for part in "qkv")
+    if modules.get("ffn_gate_exps") == "mlp.switch_mlp.gate_proj":
+        experts = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
+        if rest in experts and f"blk.{index}.ffn_gate_up_exps.weight" in names:
+            return (f"mlp.experts.{experts[rest]}",)
+    return ()

@@ -1,6 +1,7 @@
 """GGUF files, one or split into several, as a SourceModel."""
 
 import mmap
+import warnings
 from collections.abc import Mapping
 from functools import cache, partial
 from hashlib import blake2b
@@ -16,11 +17,13 @@ from ..stored import FLOATS, Array, StoredArray
 from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
 from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .header import GGUFHeader, TensorEntry, parse_header
-from .layout import HALVES, layout_of
+from .layout import HALVES, layout_of, part_layout
 from .names import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
+_ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
+_PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
 _FACTORS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
@@ -113,7 +116,8 @@ def _readers(
 ) -> dict[str, TensorReader]:
     readers = {}
     for name, (entry, array) in named.items():
-        layout = layout_of(architecture, name, entry.shape, config)
+        joined = ".attn_qkv." in entry.name and name.endswith(_PARTS)
+        layout = (part_layout if joined else layout_of)(architecture, name, entry.shape, config)
         readers[name] = reader_of(GGUFTensor(name, array, entry.shape, entry.type, layout))
     return readers
 
@@ -151,8 +155,16 @@ def _check_parts(headers: list[GGUFHeader], label: str) -> None:
 def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str, Entry]:
     """The tensors by the names of transformers."""
     named: dict[str, Entry] = {}
+    if aside := sorted(name for name in entries if name.startswith(_ASIDE)):
+        warnings.warn(
+            f"{facts.all.where} is read as a language model: {len(aside)} tensors ({aside[0]} …) "
+            "of parts that see, hear or predict ahead are left out.",
+            stacklevel=2,
+        )
     for name, entry in entries.items():
-        ours = hf_names(facts.architecture, name, facts.num_layers)
+        if name in aside:
+            continue
+        ours = hf_names(facts.architecture, name, facts.num_layers, entries.keys())
         if not ours and name not in _FACTORS:
             raise UnsupportedModelError(
                 f"Tensor {name[:80]!r} of {facts.all.where} is not one of the "

@@ -120,17 +120,17 @@ def convert(jobs: list[Job], llama_cpp: Path) -> None:
     )
 
 
-def jobs_of(name: str, architecture: str, options: list[str], scratch: Path) -> list[Job]:
+def jobs_of(name: str, architecture: str, case: dict[str, Any], scratch: Path) -> list[Job]:
     """A file of each type."""
     return [
         (
             architecture,
             [
                 *(str(scratch / name), "--outfile", str(scratch / f"{name}-{of_type}.gguf")),
-                *("--outtype", of_type, *options),
+                *("--outtype", of_type, *case.get("options", [])),
             ],
         )
-        for of_type in TYPES
+        for of_type in case.get("types", TYPES)
     ]
 
 
@@ -147,7 +147,7 @@ def main() -> None:
             except Exception as error:  # the next case may do
                 print(name, "FAILED", repr(error)[-600:])
                 continue
-            jobs += jobs_of(name, architecture, cases[name].get("options", []), scratch)
+            jobs += jobs_of(name, architecture, cases[name], scratch)
         convert(jobs, Path(llama_cpp))
         for path in scratch.glob("*.gguf"):
             data = lzma.compress(path.read_bytes(), preset=9)

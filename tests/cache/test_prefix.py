@@ -166,7 +166,7 @@ def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.Monkey
     hashed: list[tuple[int, ...]] = []
 
     def counted(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
-        hashed.append(token_ids)
+        hashed.append(tuple(token_ids))
         return page_key(parent, token_ids)
 
     cache = make_cache(window)

@@ -329,13 +329,18 @@ class PrefixCache:
         for page, group in users:
             page.users[group] -= 1
             assert page.users[group] >= 0
-            page.priority, page.tick = max(page.priority, priority), now
-            page.anchored[group] |= anchored
-            if not page.users[group]:
-                if page.is_named:
-                    self._offer(page, group)
-                else:
-                    self._free(page, [group])
+            page.tick = now
+            if page.priority < priority:
+                page.priority = priority
+            if anchored:
+                page.anchored[group] = True
+            if page.users[group]:
+                continue
+            if page.is_named:
+                worth = (page.anchored[group], page.priority, now, -page.number)
+                self.unused[group].push(page, worth)
+            else:
+                self._free(page, [group])
 
     def release_copied(self, lease: Lease) -> None:
         """Stop protecting the cut page and the state: copies of them are launched.

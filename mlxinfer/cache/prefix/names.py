@@ -14,6 +14,7 @@ Name = bytes
 KEY_BYTES = 20
 VERSION = 3  # of names and entries; folders of other versions are emptied
 ID_BYTES = 8
+_PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
 
 
 class PageNames:
@@ -33,15 +34,15 @@ class PageNames:
 
     def name(self, number: int) -> Name:
         """The name of whole page `number`; -1: the root."""
-        names = self._names
+        names, ids, size = self._names, self.token_ids, self.page_size
         for n in range(len(names) - 1, number + 1):
-            names.append(page_key(names[n], self.tokens(n)))
+            names.append(page_key(names[n], ids[n * size : (n + 1) * size]))
         return names[number + 1]
 
     def tokens(self, number: int, count: int | None = None) -> tuple[int, ...]:
         """The first `count` key ids of a page; None: all that there are."""
-        start = number * self.page_size
-        return tuple(self.token_ids[start : start + (self.page_size if count is None else count)])
+        size, start = self.page_size, number * self.page_size
+        return tuple(self.token_ids[start : start + (size if count is None else count)])
 
 
 def namespace_key(*parts: str) -> bytes:
@@ -53,7 +54,9 @@ def namespace_key(*parts: str) -> bytes:
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a page: of its tokens and all that came before."""
-    return _hash(parent + pack_ids(token_ids), "page", KEY_BYTES - 1) + b"\0"
+    hashed = _PAGE.copy()  # quicker than a new one with its parameters
+    hashed.update(parent + pack_ids(token_ids))
+    return hashed.digest() + b"\0"
 
 
 def group_key(page: bytes, group: int) -> bytes:

@@ -18,9 +18,17 @@ from .attention_plan import (
     threadgroup_shape,
     tile_sizes,
 )
+from .chips import FUSED_DIMS
+from .gathered_attention import gathered_attention, gathered_pages
 from .kv_write import stored
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
-from .paged_attention import paged_attention_gathered, paged_attention_on_metal
+from .paged_attention import (
+    HIDDEN,
+    QUERY_BLOCK,
+    Softmax,
+    paged_attention_gathered,
+    paged_attention_on_metal,
+)
 from .stored import FORMATS, PLAIN, KVFormat, Plane
 from .variants import Case, Form, Kind, Variant
 
@@ -28,7 +36,7 @@ PAGE = 16
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
 QUERIES, TIMED_QUERIES = 40, 2_048  # of a chunk of a prompt
-LOADS = ((1, 512), (8, 512), (1, 16_384), (8, 4_096))
+LOADS = ((1, 512), (1, 16_384), (4, 4_096), (16, 2_048))
 PREFILL_LOADS = ((1, 2_048), (1, 6_144))
 MANY_STARTS = (8_300, 150, 40)  # of 519, 10 and 3 blocks of 16 tokens
 LOUD = 264.0  # its square is beyond float16, and it has few enough bits for bfloat16
@@ -274,7 +282,9 @@ def _timed(variant: Variant, sequences: int, context: int) -> Case:
         lambda: _attend(variant, scene, plan, on_metal=True),
         lambda: _attend(variant, scene, plan, on_metal=False),
         (size * rounding, 8 * rounding) if variant.form.log_sums else (size * rounding,),
-        instead=lambda: _by_fused_attention(variant, scene),
+        instead=partial(
+            _by_fused_attention if variant.kind == PREFILL else _by_gathering, variant, scene
+        ),
     )
 
 
@@ -338,23 +348,53 @@ def _attend(
     )
 
 
+def _by_gathering(variant: Variant, scene: Scene) -> list[mx.array]:
+    """As the engine attends to short segments without a kernel."""
+    form, size = variant.form, scene.page_size
+    pages = gathered_pages(scene.keys, scene.values, mx.array(np.stack(scene.tables)), size)
+    tails = tuple(
+        plane.decode(plane.own_tails(size), form.dtype) for plane in (scene.keys, scene.values)
+    )
+    # All sequences end where a page and half a tail end: their queries lie at its front.
+    seen = np.arange(2 * size) <= np.arange(form.queries)[:, None]
+    mask = mx.array(np.where(seen, np.float32(0), np.float32(HIDDEN)))
+    tail_mask = mx.broadcast_to(mask, (len(scene.starts), 1, *mask.shape))
+    heads = scene.queries.shape[1]
+    sinks = mx.linspace(-1, 1, heads) if form.sink_logits else None
+    keys, values = pages
+    return [
+        gathered_attention(
+            scene.queries,
+            (keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)),
+            (tails[0], tails[1]),
+            (None, tail_mask),
+            Softmax(_scale(variant), sinks),
+        )
+    ]
+
+
 def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
-    """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
-    count, outputs = len(scene.queries) // len(scene.starts), []
-    mask = "causal" if variant.kind == PREFILL else None
+    """As the engine attends to prompts without a kernel: over each sequence's pages as one view.
+
+    They are decoded where they are codes. Where MLX has no fused attention, in blocks of queries.
+    """
+    form, count = variant.form, len(scene.queries) // len(scene.starts)
+    outputs: list[mx.array] = []
+    how: dict[str, Any] = {"scale": _scale(variant), "mask": "causal"}
+    block = count if form.key_dim == form.value_dim in FUSED_DIMS else QUERY_BLOCK
     for seq, start in enumerate(scene.starts.tolist()):  # all have as many
-        context = start + count if mask else start
-        run = slice(seq * context, (seq + 1) * context)
+        run = slice(seq * (start + count), (seq + 1) * (start + count))
         rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
         keys, values = (
-            plane.decode([part[:, run] for part in plane.pages], mx.float32).astype(rows.dtype)
+            plane.decode([part[:, run] for part in plane.pages], rows.dtype)
             for plane in (scene.keys, scene.values)
         )
-        outputs.append(
-            mx.fast.scaled_dot_product_attention(
-                rows[None], keys[None], values[None], scale=_scale(variant), mask=mask
-            )
-        )
+        for first in range(0, count, block):
+            seen = slice(0, start + min(first + block, count))
+            some = rows[None, :, first : first + block]
+            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
+            read = keys[None, :, seen], values[None, :, seen]
+            outputs.append(mx.fast.scaled_dot_product_attention(some, *read, **how))
     return outputs
 
 

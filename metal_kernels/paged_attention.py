@@ -41,7 +41,8 @@ class Softmax(NamedTuple):
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
 
 
-HIDDEN = float(np.finfo(np.float32).min)
+HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
+QUERY_BLOCK = 128  # queries that attend together where MLX keeps their scores
 
 
 def paged_attention_gathered(

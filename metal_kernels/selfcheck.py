@@ -25,7 +25,6 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
-from math import exp, log
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .launch import Device, Launch, running_on
-from .variants import Case, Kind, Outputs, Variant
+from .variants import Case, Chosen, Kind, Loads, Outputs, Variant
 
 logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
@@ -90,18 +89,26 @@ class Verdict:
     first_run_s: float | None = field(default=None, compare=False)
 
     @property
-    def speed(self) -> float | None:
-        """The speed beside MLX's own operations, as a geometric mean; None: not timed."""
-        if not self.times:
-            return None
-        return exp(
-            sum(log(mlx_s / kernel_s) for kernel_s, mlx_s in self.times.values()) / len(self.times)
-        )
+    def speeds(self) -> dict[int, float]:
+        """The speed beside what runs instead, by number of sequences: of all their contexts."""
+        spent: dict[int, tuple[float, float]] = {}
+        for load, (kernel_s, instead_s) in self.times.items():
+            number = int(load.split()[0])
+            before = spent.get(number, (0.0, 0.0))
+            spent[number] = before[0] + kernel_s, before[1] + instead_s
+        return {number: instead_s / kernel_s for number, (kernel_s, instead_s) in spent.items()}
 
     @property
-    def usable(self) -> bool:
-        """Whether the kernel may be used: it is right, and faster than MLX's own operations."""
-        return self.status == OK and (self.speed is None or self.speed >= WORTH)
+    def speed(self) -> float | None:
+        """The geometric mean of `speeds`; None: not timed."""
+        return statistics.geometric_mean(self.speeds.values()) if self.times else None
+
+    @property
+    def loads(self) -> Loads:
+        """What the kernel may be used for: it is right, and faster than what runs instead."""
+        right, overall = self.status == OK, self.speed
+        faster = {number: right and speed >= WORTH for number, speed in self.speeds.items()}
+        return Loads(faster, right and (overall is None or overall >= WORTH))
 
 
 _FIELDS = {each.name for each in fields(Verdict)}
@@ -236,7 +243,7 @@ def this_gpu() -> Gpu | None:
     return Gpu(Launch.on_metal, f"{chip}, macOS {macos}, {versions}")
 
 
-def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> frozenset[Variant]:
+def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Chosen:
     """The variants that may be used; twins do the work of the others.
 
     To be called on the thread that will run them. What was not checked before is checked and timed
@@ -250,9 +257,9 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> fro
     """
     began_s = time.perf_counter()
     found = judge(variants, gpu=gpu, folder=folder)
-    usable = [variant for variant, verdict in found.items() if verdict.usable]
+    usable = {variant: verdict.loads for variant, verdict in found.items() if verdict.loads.some}
     if gpu is not None:
-        usable = [variant for variant in usable if _compile(variant, gpu)]
+        usable = {variant: loads for variant, loads in usable.items() if _compile(variant, gpu)}
         logger.info(
             "%d of %d Metal kernels are ready, in %.1f s.",
             *(len(usable), len(found), time.perf_counter() - began_s),
@@ -270,7 +277,7 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> fro
             len(found),
             "; ".join(bad),
         )
-    return frozenset(usable)
+    return usable
 
 
 def _compile(variant: Variant, gpu: Gpu) -> bool:

@@ -1,6 +1,6 @@
 """Forms, variants, uses and self-checks of kernels in general. Knows no kernel."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -11,7 +11,12 @@ from .launch import MAX_LAUNCHES, Launch
 
 Value = str | int | bool
 ANY_ROWS = 0
-ReadyFor = Callable[[int], bool]  # whether kernels may be used for so many rows
+ReadyFor = Callable[..., bool]
+"""`ready(rows, sequences)`: whether kernels may be used for so many rows of so many sequences.
+
+`sequences` ALL_LOADS, the default: a place that does not say for how many.
+"""
+ALL_LOADS = 0
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
     "float16": mx.float16,
@@ -19,9 +24,34 @@ DTYPES: dict[str, mx.Dtype] = {
 }
 
 
-def never(_: int) -> bool:
+def never(rows: int, sequences: int = ALL_LOADS) -> bool:
     """No kernels."""
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """For how many sequences at once a kernel is faster than what runs instead.
+
+    Attributes:
+        faster: by the numbers of sequences that were timed; empty: all are.
+        overall: whether it is faster over all of them.
+    """
+
+    faster: Mapping[int, bool] = field(default_factory=dict)
+    overall: bool = True
+
+    def admits(self, sequences: int) -> bool:
+        """Whether it may be used for so many: as for the next smaller number that was timed."""
+        if sequences == ALL_LOADS or not self.faster:
+            return self.overall
+        timed = [number for number in self.faster if number <= sequences]
+        return self.faster[max(timed) if timed else min(self.faster)]
+
+    @property
+    def some(self) -> bool:
+        """Whether it may be used at all."""
+        return self.overall or any(self.faster.values())
 
 
 class Form:
@@ -111,6 +141,15 @@ class Variant:
             name if value is True else f"{name}={value}" for name, value in self.values if value
         ]
         return " ".join([self.kind, *said])
+
+
+Chosen = Mapping[Variant, Loads]
+"""Variants that may be used, and for what."""
+
+
+def everywhere(variants: Iterable[Variant]) -> Chosen:
+    """These variants, for any number of sequences."""
+    return dict.fromkeys(variants, Loads())
 
 
 @dataclass(frozen=True, slots=True)

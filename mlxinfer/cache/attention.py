@@ -26,9 +26,10 @@ from ..metal_kernels.attention_plan import (
     page_table,
     tile_sizes,
 )
-from ..metal_kernels.paged_attention import AttentionCall, Softmax
+from ..metal_kernels.gathered_attention import gathered_attention
+from ..metal_kernels.paged_attention import HIDDEN, AttentionCall, Softmax
 from ..metal_kernels.variants import never
-from .chunks import Chunk, capped
+from .chunks import Chunk
 from .inputs import Ints, Segments, StepMetadata
 from .paged import PagedLayer, SequencePlace, TailPlace
 from .pages import AttentionWindow, PageGroup
@@ -36,7 +37,6 @@ from .pages import AttentionWindow, PageGroup
 READY = attrgetter("ready")
 NO_TOKENS = np.zeros(0, np.int32)
 BLOCK_BYTES = 1 << 25  # gathered together for a layer, where more than one segment is
-HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
 
 
 def prepare(
@@ -78,7 +78,8 @@ def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[Pag
         return False
     if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
         return False
-    ready = [is_ready(segments.width) for is_ready in kernels]  # all of them are asked
+    size = segments.width, len(segments)
+    ready = [is_ready(*size) for is_ready in kernels]  # all of them are asked
     return all(ready)
 
 
@@ -273,79 +274,9 @@ class Gathered:
             ids = mx.depends([self.page_ids], [queries])[0]
             keys, values = layer.read_pages(ids)
             pages = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
-        tail_keys, tail_values = layer.read_tails(self.slots)
-        weights = attention_weights(
-            queries,
-            None if pages is None else pages[0],
-            self.mask,
-            tail_keys,
-            self.tail_mask,
-            softmax,
-        )
-        if pages is None:
-            outputs = weights @ tail_values
-        else:
-            page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
-            outputs = mx.addmm(page_weights @ pages[1], tail_weights, tail_values)
-        # Masks make the numbers float32. Were they left so, all that follows would be, and differ
-        # by what else is in the step. Kernels give the dtype of the queries too.
-        outputs = outputs.astype(queries.dtype)
-        num_queries = self.tail_mask.shape[2]
-        if num_queries > 1:
-            outputs = mx.unflatten(outputs, 2, (-1, num_queries)).transpose(0, 3, 1, 2, 4)
-        outputs = outputs.reshape(len(queries), -1)
+        masks, tails = (self.mask, self.tail_mask), layer.read_tails(self.slots)
+        outputs = gathered_attention(queries, pages, tails, masks, softmax)
         return outputs if self.unpad is None else outputs[self.unpad]
-
-
-def attention_weights(
-    queries: mx.array,
-    page_keys: mx.array | None,
-    mask: mx.array | None,
-    tail_keys: mx.array,
-    tail_mask: mx.array,
-    softmax: Softmax,
-) -> mx.array:
-    """Weights that B sequences give their gathered pages and their tails, in plain MLX.
-
-    Scores of the tail are rounded before the mask, which is float32, as scores of pages are: a
-    token must score the same in the tail and, later, in a page.
-
-    Args:
-        queries: (B * Q, H * G, D), those of a sequence one after another.
-        page_keys: (B, H, D, N), padded; None: no sequence has pages.
-        mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
-        tail_keys: (B, H, R, D).
-        tail_mask: (B, 1, Q, R) additive.
-        softmax: of the layer.
-
-    Returns:
-        (B, H, G * Q, N + R), or without pages (B, H, G * Q, R).
-    """
-    scale, sinks, soft_cap = softmax
-    num_seqs, kv_heads = tail_keys.shape[:2]
-    num_queries, group = tail_mask.shape[2], queries.shape[1] // kv_heads
-    by_head = queries * scale
-    if num_queries > 1:  # by token, then by head of a sequence
-        by_head = by_head.reshape(num_seqs, num_queries, kv_heads, group, -1)
-        by_head, tail_mask = by_head.transpose(0, 2, 3, 1, 4), mx.tile(tail_mask, (group, 1))
-        mask = mask if mask is None or mask.shape[2] == 1 else mx.tile(mask, (group, 1))
-    by_head = by_head.reshape(num_seqs, kv_heads, group * num_queries, -1)
-    scores = by_head @ tail_keys.swapaxes(-1, -2)
-    scores = (scores if soft_cap is None else capped(scores, soft_cap)) + tail_mask
-    if page_keys is not None:
-        of_pages = by_head @ page_keys  # (B, H, G * Q, N)
-        of_pages = of_pages if soft_cap is None else capped(of_pages, soft_cap)
-        scores = mx.concatenate([of_pages if mask is None else of_pages + mask, scores], axis=-1)
-    if sinks is None:
-        return mx.softmax(scores, axis=-1, precise=True)
-    return _softmax_with(sinks, scores, num_queries)
-
-
-def _softmax_with(sinks: mx.array, scores: mx.array, num_queries: int) -> mx.array:
-    """Softmax of scores (B, H, G * Q, N), where sinks (H * G,) take mass and give nothing."""
-    column = mx.repeat(sinks.reshape(scores.shape[1], -1, 1), num_queries, axis=1)  # (H, G * Q, 1)
-    column = mx.broadcast_to(column.astype(scores.dtype), (*scores.shape[:-1], 1))
-    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
 
 
 def _gathered_part(

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.chips import FUSED_DIMS
-from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.gathered_attention import capped
+from ..metal_kernels.paged_attention import QUERY_BLOCK, Softmax
 from ..metal_kernels.stored import Runs
 from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
 
-QUERY_BLOCK = 128
 KEY_BLOCK = 2048
 LOWEST = -1e30  # a peak before anything was seen
 
@@ -220,11 +220,6 @@ class Chunk:
 def is_fused(key_dim: int, value_dim: int) -> bool:
     """Whether MLX on Metal attends to keys and values of these dims without keeping scores."""
     return key_dim == value_dim and key_dim in FUSED_DIMS
-
-
-def capped(scores: mx.array, soft_cap: float) -> mx.array:
-    """soft_cap * tanh(scores / soft_cap)."""
-    return mx.tanh(scores / soft_cap) * soft_cap
 
 
 def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ class IndexLayer(PagedLayer):
 
     def __init__(self, spec: Any, dtype: mx.Dtype, kinds: Sequence[tuple[KVFormat, int]]) -> None:
         super().__init__(spec, (PLAIN, PLAIN), dtype, kinds, heads=1)
-        self.ready = lambda rows: True  # no kernel waits for it
+        self.ready = lambda *_: True  # no kernel waits for it
 
     @classmethod
     def of(cls, spec: Any, formats: Formats, dtype: mx.Dtype) -> Self:

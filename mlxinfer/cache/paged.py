@@ -21,6 +21,7 @@ import numpy as np
 
 from ..core import PagedSpec
 from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.gathered_attention import gathered_pages
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
@@ -445,25 +446,8 @@ class PagedLayer(ABC):
         return plane.decode(found)
 
     def read_pages(self, ids: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values (H, B, n * P, D) of pages `ids` (B, n), gathered.
-
-        Vectors that hold both are gathered and decoded once.
-        """
-        own, other, shape = self.keys, self.values, (-1, self.page_size)
-        found = []
-        for plane in (own,) if own.pages is other.pages else (own, other):
-            # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
-            vectors = mx.unflatten(plane.pages[0], 1, shape)[:, ids]  # (H, B, n, P, W)
-            if plane.fmt.bits:
-                more = [mx.unflatten(pages, 1, shape)[:, ids] for pages in plane.pages[1:]]
-                vectors = plane.fmt.decode([vectors, *more], plane.dtype)
-            found.append(mx.flatten(vectors, 2, 3))
-        keys, values = found[0], found[-1]
-        if own.dim is not None:
-            keys = keys[..., own.first : own.first + own.dim]
-        if other.dim is not None:
-            values = values[..., other.first : other.first + other.dim]
-        return keys, values
+        """Keys and values (H, B, n * P, D) of pages `ids` (B, n), gathered."""
+        return gathered_pages(self.keys, self.values, ids, self.page_size)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array, before: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,).

@@ -114,7 +114,7 @@ def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()
         total = len(found) + len(unfinished)
         detail = f"plain MLX does the work of {len(bad)} of {total}: {', '.join(bad)}"
         return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
-    slow = sum(not verdict.usable for verdict in found.values())
+    slow = sum(not verdict.loads.some for verdict in found.values())
     detail = f"{len(found)} agree with their twins on this GPU"
     return Check("kernels", OK, f"{detail}; MLX is as fast as {slow}" if slow else detail)
 

@@ -14,9 +14,18 @@ from typing import Any
 
 from ..config import default_kernel_folder
 from ..metal_kernels.selfcheck import choose, condemn, condemned, text_digest, this_gpu
-from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant, never
+from ..metal_kernels.variants import (
+    ALL_LOADS,
+    ANY_ROWS,
+    Chosen,
+    KernelUse,
+    Loads,
+    ReadyFor,
+    Variant,
+    never,
+)
 
-Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
+Chooser = Callable[[Sequence[Variant]], Chosen]
 KERNELS_VARIABLE = "MLXINFER_KERNELS"  # of the environment; "off": models use plain MLX
 
 
@@ -28,9 +37,9 @@ def choose_on_this_machine() -> Chooser:
     return partial(choose, gpu=gpu, folder=default_kernel_folder())
 
 
-def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:
+def choose_none(variants: Sequence[Variant]) -> Chosen:
     """Plain MLX for everything."""
-    return frozenset()
+    return {}
 
 
 class Kernels:
@@ -49,7 +58,7 @@ class Kernels:
     ) -> None:
         self._uses, self._chooser = uses, chooser
         self._when_idle = when_idle
-        self._ready: set[Variant] = set()
+        self._ready: dict[Variant, Loads] = {}
         self._known: set[Variant] = set()  # ready or refused
         self.asked: dict[Variant, None] = {}  # in order, until they are known
         self._left_out: frozenset[str] = frozenset()
@@ -115,21 +124,21 @@ class Kernels:
             self._ready |= self._chooser(new)
 
     def _ready_for(self, use: KernelUse) -> ReadyFor:
-        """A function that says for how many rows the kernels of a place may be used now."""
-        admitted: set[int] = set()  # keys; a variant that is ready stays ready
+        """A function that says for what the kernels of a place may be used now."""
+        admitted: set[tuple[int, int]] = set()  # a variant that is ready stays ready
 
-        def ready(rows: int) -> bool:
-            key = rows if rows in use.variants else ANY_ROWS
+        def ready(rows: int, sequences: int = ALL_LOADS) -> bool:
+            key = (rows if rows in use.variants else ANY_ROWS), sequences
             if key in admitted:
                 return True
-            answers = [self._is_ready(variant) for variant in use.variants.get(key, ())]
+            answers = [self._admits(v, sequences) for v in use.variants.get(key[0], ())]
             if answers and all(answers):
                 admitted.add(key)
             return key in admitted
 
         return ready
 
-    def _is_ready(self, variant: Variant) -> bool:
+    def _admits(self, variant: Variant, sequences: int) -> bool:
         """Whether a variant may be used now; a variant that is not known yet is asked for."""
         if variant.kind in self._left_out or variant.kind in self._faulty:
             return False
@@ -138,4 +147,5 @@ class Kernels:
                 self.asked[variant] = None
                 return False
             self._prepare([variant])
-        return variant in self._ready
+        loads = self._ready.get(variant)
+        return loads is not None and loads.admits(sequences)

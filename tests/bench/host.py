@@ -22,7 +22,7 @@ from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.sample import KERNEL
-from mlxinfer.metal_kernels.variants import Variant
+from mlxinfer.metal_kernels.variants import Chosen, Variant, everywhere
 from tests.bench.checkpoints import TWO_LAYERS, random_prompt, write_checkpoint
 from tests.bench.engines import DISPATCH, FORWARD, PLAN, Ask, Engine, Loaded, until_decoding
 from tests.bench.tables import SIDES, Figures, medians, named, sides
@@ -58,9 +58,9 @@ class OneOperation:
         return [mx.argmax(mx.depends([logits], [settings])[0], axis=-1).view(mx.int32)]
 
 
-def only_sampling(variants: Sequence[Variant]) -> frozenset[Variant]:
+def only_sampling(variants: Sequence[Variant]) -> Chosen:
     """Chooses the sampling kernel, and no other."""
-    return frozenset(variant for variant in variants if variant.kind == "sample")
+    return everywhere(variant for variant in variants if variant.kind == "sample")
 
 
 def measure_block(engine: Engine) -> Figures:

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import attention
-from mlxinfer.cache.attention import HIDDEN, attention_weights
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
 from mlxinfer.core import KVSpec
-from mlxinfer.metal_kernels.paged_attention import Softmax
+from mlxinfer.metal_kernels.gathered_attention import attention_weights
+from mlxinfer.metal_kernels.paged_attention import HIDDEN, Softmax
 
 HEADS, GROUP, DIM = 2, 3, 32
 NUM_PAGES = 80

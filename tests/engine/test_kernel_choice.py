@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
+import mlx.core as mx
 import pytest
 from engine.harness import config, prompt
 from models.cases import CASES
@@ -20,7 +21,14 @@ from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels
 from mlxinfer.metal_kernels.bitmask import bitmask_variant
 from mlxinfer.metal_kernels.sample import sample_variant
-from mlxinfer.metal_kernels.variants import Variant
+from mlxinfer.metal_kernels.variants import (
+    ANY_ROWS,
+    KernelUse,
+    Loads,
+    ReadyFor,
+    Variant,
+    everywhere,
+)
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.sampling.sampler import Sampler
@@ -42,9 +50,9 @@ class RecordingChooser:
         self.calls: list[list[Variant]] = []
         self._refused, self._max_queries = refused, max_queries
 
-    def __call__(self, variants: Sequence[Variant]) -> frozenset[Variant]:
+    def __call__(self, variants: Sequence[Variant]) -> Mapping[Variant, Loads]:
         self.calls.append(list(variants))
-        return frozenset(v for v in variants if v.kind not in self._refused and self._admits(v))
+        return everywhere(v for v in variants if v.kind not in self._refused and self._admits(v))
 
     def _admits(self, variant: Variant) -> bool:
         values = dict(variant.values)
@@ -144,12 +152,12 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
 ) -> None:
     model, running, idle = wide_model(monkeypatch), threading.Event(), threading.Event()
 
-    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+    def choose(variants: Sequence[Variant]) -> Mapping[Variant, Loads]:
         assert not running.is_set(), "checked in the middle of an answer"
         if [variant.kind for variant in variants] == ["paged_attention"]:
             asked.append(variants[0])
             idle.set()
-        return frozenset()
+        return {}
 
     def listen(event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -190,3 +198,17 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
+    variant = bitmask_variant(mx.float16)
+    found: list[ReadyFor] = []
+    use = KernelUse({ANY_ROWS: [variant]}, found.append)
+    faster = Loads({1: True, 4: False, 16: True}, overall=False)
+    Kernels([use], lambda variants: dict.fromkeys(variants, faster))
+    (ready,) = found
+    assert [n for n in range(1, 40) if ready(1, n)] == [1, 2, 3, *range(16, 40)]
+    assert not ready(1), "a place that does not say how many gets what is faster over all"
+    Kernels([use], lambda variants: dict.fromkeys(variants, Loads({8: False}, overall=True)))
+    assert found[-1](1)
+    assert not found[-1](1, 2)

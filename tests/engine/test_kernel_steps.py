@@ -18,7 +18,7 @@ from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.variants import Variant
+from mlxinfer.metal_kernels.variants import Chosen, Variant, everywhere
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
@@ -75,9 +75,9 @@ def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
 def choose_all(seen: set[str]) -> Chooser:
     """Every kernel may be used; `seen` gets their kinds."""
 
-    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+    def choose(variants: Sequence[Variant]) -> Chosen:
         seen.update(variant.kind for variant in variants)
-        return frozenset(variants)
+        return everywhere(variants)
 
     return choose
 
@@ -184,7 +184,7 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
     model, plain = wide
     machine = MetalCPU(checked=False)
     with running_on(machine):
-        outcomes = run(model, EIGHT, lambda all: frozenset(v for v in all if v.kind != missing))
+        outcomes = run(model, EIGHT, lambda all: everywhere(v for v in all if v.kind != missing))
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
     name = {"prefill_attention": "tiled_attention"}.get(missing, missing)
     ran = {report.kernel for report in machine.reports}
@@ -210,10 +210,10 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
     plain = run(model, kv, choose_none)
     joint: set[str] = set()
 
-    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+    def choose(variants: Sequence[Variant]) -> Chosen:
         names = ("joint", "joint_dim")
         joint.update(v.kind for v in variants if any(dict(v.values).get(name) for name in names))
-        return frozenset(variants)
+        return everywhere(variants)
 
     machine = MetalCPU(seed=1)
     with running_on(machine):

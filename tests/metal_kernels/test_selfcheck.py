@@ -39,7 +39,7 @@ from mlxinfer.metal_kernels.selfcheck import (
     judge,
     message,
 )
-from mlxinfer.metal_kernels.variants import Case, Kind, Variant
+from mlxinfer.metal_kernels.variants import Case, Kind, Loads, Variant
 
 ALL = frozenset({BITMASK, SAMPLE})
 RUNS = 3  # of a check: on a small input, and on two that are timed
@@ -52,15 +52,15 @@ def statuses(folder: Path, fault: fake_gpu.Fault | None = None) -> dict[Variant,
 
 def test_a_sound_gpu_runs_each_check_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fine, device = gpu()
-    assert choose([BITMASK, SAMPLE, BITMASK], gpu=fine, folder=tmp_path) == ALL
+    assert choose([BITMASK, SAMPLE, BITMASK], gpu=fine, folder=tmp_path).keys() == ALL
     assert sorted(device.launched) == ["bitmask"] * RUNS + ["sample"] * RUNS
-    assert choose(ALL, gpu=fine, folder=tmp_path) == ALL
+    assert choose(ALL, gpu=fine, folder=tmp_path).keys() == ALL
     assert len(device.launched) == 2 * RUNS
     assert not caplog.records
 
 
 def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert choose(ALL, gpu=None, folder=tmp_path) == frozenset()
+    assert choose(ALL, gpu=None, folder=tmp_path) == {}
     assert {v.status for v in judge(ALL, gpu=None, folder=tmp_path).values()} == {TWIN}
     assert not caplog.records
     assert not list(tmp_path.iterdir())
@@ -84,7 +84,7 @@ def test_a_faulty_kernel_is_replaced_by_its_twin(
 ) -> None:
     broken, device = gpu(fault)
     with caplog.at_level(logging.WARNING, "mlxinfer.kernels"):
-        assert choose(ALL, gpu=broken, folder=tmp_path) == {SAMPLE}
+        assert choose(ALL, gpu=broken, folder=tmp_path).keys() == {SAMPLE}
     (record,) = caplog.records
     assert str(BITMASK) in record.getMessage()
     assert "doctor --kernels" in record.getMessage()
@@ -103,7 +103,7 @@ def test_a_crash_is_remembered(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     fine, device = gpu()
     assert statuses(tmp_path) == {SAMPLE: OK, BITMASK: CRASHED}
-    assert choose(ALL, gpu=fine, folder=tmp_path) == {SAMPLE}
+    assert choose(ALL, gpu=fine, folder=tmp_path).keys() == {SAMPLE}
     again = judge(ALL, gpu=fine, folder=tmp_path, again=True)
     assert again[BITMASK].status == CRASHED
     assert set(device.launched) == {"sample"}
@@ -133,7 +133,7 @@ def test_an_interrupted_check_says_nothing(tmp_path: Path) -> None:
 def test_another_mlx_or_chip_is_checked_anew(tmp_path: Path) -> None:
     assert statuses(tmp_path, fake_gpu.lies)[BITMASK] == WRONG
     newer, device = gpu(environment=fake_gpu.CHIP.replace("mlx 1", "mlx 2"))
-    assert choose(ALL, gpu=newer, folder=tmp_path) == ALL
+    assert choose(ALL, gpu=newer, folder=tmp_path).keys() == ALL
     assert len(device.launched) == 2 * RUNS
     assert statuses(tmp_path)[BITMASK] == WRONG
 
@@ -176,7 +176,7 @@ def test_one_damaged_entry_is_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    assert choose(ALL, gpu=gpu()[0], folder=tmp_path / "file" / "below") == ALL
+    assert choose(ALL, gpu=gpu()[0], folder=tmp_path / "file" / "below").keys() == ALL
     assert "cannot be remembered" in caplog.text
 
 
@@ -201,32 +201,36 @@ def test_a_kernel_is_used_where_it_is_faster_than_mlx(
     mlx_s: float, used: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = gpu(mlx_s=mlx_s)[0]
-    assert choose(ALL, gpu=device, folder=tmp_path) == (ALL if used else frozenset())
+    assert choose(ALL, gpu=device, folder=tmp_path).keys() == (ALL if used else set())
     assert not caplog.records, "it is right all the same"
     other_times = gpu(mlx_s=1.0)[0]  # what was timed once is not timed again
-    assert choose(ALL, gpu=other_times, folder=tmp_path) == (ALL if used else frozenset())
+    assert choose(ALL, gpu=other_times, folder=tmp_path).keys() == (ALL if used else set())
     (entry,) = {str(v.times) for v in judge(ALL, gpu=other_times, folder=tmp_path).values()}
     assert entry == str({"1 x 0": [1e-5, mlx_s], "8 x 0": [1e-5, mlx_s]})
 
 
-def test_the_speed_of_a_kernel_is_the_mean_over_all_loads() -> None:
-    times = {"1 x 512": (2.0, 1.0), "8 x 512": (1.0, 4.0)}
+def test_the_speed_of_a_kernel_is_judged_for_each_number_of_sequences() -> None:
+    times = {"1 x 512": (2.0, 1.0), "1 x 4096": (6.0, 3.0), "8 x 512": (1.0, 4.0)}
     verdict = Verdict(OK, times=times)
+    assert verdict.speeds == pytest.approx({1: 0.5, 8: 4.0})
     assert verdict.speed == pytest.approx(2**0.5)
-    assert verdict.usable
-    assert not replace(verdict, times={**times, "1 x 4096": (1.0, 0.5)}).usable
-    assert not replace(verdict, status=WRONG).usable
+    assert verdict.loads == Loads({1: False, 8: True}, overall=True)
+    slower = replace(verdict, times={**times, "8 x 512": (1.0, 1.5)})
+    assert slower.loads == Loads({1: False, 8: True}, overall=False)
+    assert slower.loads.some
+    assert not replace(verdict, times={"1 x 512": (2.0, 1.0)}).loads.some
+    assert not replace(verdict, status=WRONG).loads.some
 
 
 def test_what_is_known_to_be_right_is_compiled_before_it_is_used(tmp_path: Path) -> None:
-    assert choose(ALL, gpu=gpu()[0], folder=tmp_path) == ALL
+    assert choose(ALL, gpu=gpu()[0], folder=tmp_path).keys() == ALL
     another_process, device = gpu()
-    assert choose(ALL, gpu=another_process, folder=tmp_path) == ALL
+    assert choose(ALL, gpu=another_process, folder=tmp_path).keys() == ALL
     assert sorted(device.launched) == ["bitmask", "sample"]
-    assert choose(ALL, gpu=another_process, folder=tmp_path) == ALL
+    assert choose(ALL, gpu=another_process, folder=tmp_path).keys() == ALL
     assert len(device.launched) == 2
     broken = gpu(fake_gpu.does_not_compile)[0]
-    assert choose(ALL, gpu=broken, folder=tmp_path) == {SAMPLE}
+    assert choose(ALL, gpu=broken, folder=tmp_path).keys() == {SAMPLE}
 
 
 def test_a_compilers_errors_come_first_and_whole() -> None:
@@ -436,6 +440,21 @@ def test_attention_that_is_timed_is_right_too(kind: str) -> None:
     with running_on(MetalCPU(checked=False)):
         found = case.kernel()
     assert compare(found, case.twin(), case).status == OK
+
+
+ATTENTION = [(kind, number) for kind in (PAGED, MLA, PREFILL) for number in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "number"), every(3, ATTENTION))
+def test_what_runs_instead_of_attention_gives_its_answer(kind: str, number: int) -> None:
+    case = KINDS[kind].timed(KINDS[kind].samples[number], 2, 64)
+    assert case.instead is not None
+    (twin, *_), outputs = case.twin(), case.instead()
+    if kind == PREFILL:  # of each sequence, or block of it, by head
+        outputs = [mx.concatenate([o[0].swapaxes(0, 1) for o in outputs]).reshape(twin.shape)]
+    found = outputs[0].reshape(twin.shape)
+    assert mx.allclose(found.astype(mx.float32), twin.astype(mx.float32), atol=0.02)
+    assert mx.abs(twin).max() > 0.1
 
 
 @pytest.mark.parametrize("large", ["kernel", "timer"])

@@ -23,8 +23,8 @@ class HeadsForm(Form):
     Attributes:
         num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
         key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
-            by a Hadamard matrix (D as `hadamard_order` knows), and queries too; with `joint` values
-            too, all in blocks of so many numbers.
+            by a Hadamard matrix (D as `hadamard_order` knows), and queries too; values as
+            `rotates_values` says. With `joint` all are, in blocks of so many numbers.
         norm: queries and keys have an RMS norm.
         norms_values: values are divided by their root mean square.
         turning: leading numbers of a head that turn; 0: none does.
@@ -51,8 +51,16 @@ class HeadsForm(Form):
 
     @property
     def hadamard_order(self) -> int:
-        """Of the matrix that keys are multiplied by; 0: by none."""
-        return hadamard_order(self.joint or self.head_dim) if self.key_format.rotates else 0
+        """Of the matrix that keys or values are multiplied by; 0: there is none."""
+        rotates = self.key_format.rotates or self.rotates_values
+        return hadamard_order(self.joint or self.head_dim) if rotates else 0
+
+    @property
+    def rotates_values(self) -> bool:
+        """Whether values are multiplied by the matrix too."""
+        if self.joint:
+            return self.key_format.rotates
+        return self.value_format.rotates_values(self.head_dim)
 
     @property
     def joined(self) -> bool:

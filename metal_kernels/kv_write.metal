@@ -153,8 +153,8 @@ struct ByToken {
 // signs.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, bool JOINED, bool NORM_VALUES, uint JOINT, typename QKV, typename Positions,
-    typename Keys, typename Values, typename Places>
+    bool ROTATE, bool ROTATE_VALUES, uint M, bool JOINED, bool NORM_VALUES, uint JOINT, typename QKV,
+    typename Positions, typename Keys, typename Values, typename Places>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, const device float* constants,
     device T* queries, Keys keys, Values values, Places places, uint vector, uint lane) {
@@ -184,7 +184,7 @@ void kv_write(
     }
   }
   constexpr uint BLOCK = JOINT > 0 ? JOINT : D;
-  if (ROTATE && (JOINT > 0 || !value)) {
+  if (value ? ROTATE_VALUES : ROTATE) {
     for (uint first = 0; first < D; first += BLOCK) {
       spread<BLOCK, M>(x + first, frequencies + DIMS / 2, constants[2], lane);
     }

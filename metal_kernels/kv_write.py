@@ -103,9 +103,10 @@ def stored_in_mlx(
         queries = mx.concatenate([queries[..., others], queries[..., turning]], axis=-1)
         values = mx.concatenate([values[..., turning], values[..., others]], axis=-1)
         keys = keys[..., turning]
-    if form.hadamard_order:
+    if form.key_format.rotates:
         queries, keys = _spread(queries, form.joint), _spread(keys, form.joint)
-        values = _spread(values, form.joint) if form.joint else values
+    if form.rotates_values:
+        values = _spread(values, form.joint)
     if form.in_one:
         both = (
             mx.concatenate([values, keys], -1) if form.joint else mx.concatenate([keys, values], 1)
@@ -139,7 +140,8 @@ def template_of(form: HeadsForm, dtype: mx.Dtype) -> list[tuple[str, TemplateVal
         ("NORM", form.norm),
         ("DIMS", form.turning),
         ("TRADITIONAL", form.traditional),
-        ("ROTATE", form.hadamard_order > 0),
+        ("ROTATE", form.key_format.rotates),
+        ("ROTATE_VALUES", form.rotates_values),
         ("M", max(form.hadamard_order, 1)),
         ("JOINED", form.joined),
         ("NORM_VALUES", form.norms_values),
@@ -196,8 +198,8 @@ def _kernel(form: HeadsForm) -> MetalKernel:
         outputs=("queries", *names),
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
-            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
-                  NORM_VALUES, JOINT>(
+            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, ROTATE_VALUES,
+                  M, JOINED, NORM_VALUES, JOINT>(
                 heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                 {made[0]}, {made[1]}, ByToken{{}}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);

@@ -26,7 +26,7 @@ class KVFormat:
         bits: of a number, as kernels are compiled for; 0: numbers stay as they are.
         rotates: keys are multiplied by a Hadamard matrix before they are stored. Queries are
             multiplied with the same matrix: scores stay the same, and outliers of single channels
-            are spread over all. Values are never multiplied alone.
+            are spread over all. Values follow `rotates_values`.
     """
 
     bits: int = 0
@@ -36,6 +36,13 @@ class KVFormat:
     """A name for each part of a vector, which arrays of kernels end in."""
     in_kernels: ClassVar[bool] = True
     """Whether kernels read and write it, by `bits` and `writer`; else plain MLX does."""
+
+    def rotates_values(self, dim: int) -> bool:
+        """Whether values of `dim` numbers are multiplied too: few bits lose much to outliers.
+
+        What attention gives is multiplied again, so the matrix must be its own inverse.
+        """
+        return self.rotates and self.bits <= 4 and dim & (dim - 1) == 0
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """(width, dtype) of each part of a vector of `dim` numbers of `dtype`."""

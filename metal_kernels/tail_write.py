@@ -139,8 +139,8 @@ def _kernel(form: HeadsForm) -> MetalKernel:
             const uint lane = thread_index_in_simdgroup;
             const uint ring = uint(taken_shape[1]);
             if (group < vectors) {{
-              kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
-                  NORM_VALUES, JOINT>(
+              kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, ROTATE_VALUES,
+                    M, JOINED, NORM_VALUES, JOINT>(
                   heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                   {made[0]}, {made[1]}, InTails{{places, ring}}, group, lane);
             }} else {{

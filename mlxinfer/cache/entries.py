@@ -257,5 +257,5 @@ class EntryChoice:
         """Attention of (B, heads, n, D) over keys and values (B, 1, W, D) and entries (B, K, D)."""
         own = entries[:, None]
         keys = mx.concatenate([pair[0], layer.rotate(own)], axis=2)
-        values = mx.concatenate([pair[1], own], axis=2)
+        values = mx.concatenate([pair[1], layer.rotate_values(own)], axis=2)
         return attention(queries, keys, values, softmax, mask)

@@ -101,7 +101,8 @@ class KeyValueLayer(PagedLayer):
 
     Quantised keys are rotated by a Hadamard matrix before they are stored, and queries with them:
     keys of 4 bits always. Keys of 8 bits are, unless a bias would be spread over all of their
-    numbers, their number does not allow it, or a vector holds a value too.
+    numbers, their number does not allow it, or a vector holds a value too. Values of 4 bits are
+    rotated where the matrix is its own inverse, and what attention gives is rotated back.
 
     Attributes:
         subtracts_bias: keys are stored as `LessBias` stores them: where few bits hold them.
@@ -119,6 +120,7 @@ class KeyValueLayer(PagedLayer):
             keys = self._less_bias = LessBias(
                 keys.bits, num_heads=spec.num_kv_heads, num_axes=spec.rope_axes, layer=self
             )
+        self._rotates_values = values.rotates_values(spec.value_dim)
         joined = spec.key_dim == spec.value_dim and keys == values
         kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
@@ -231,7 +233,7 @@ class KeyValueLayer(PagedLayer):
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """Encode keys and values (T, H, D) as they are stored."""
         key_format, value_format = self.formats
-        keys = self.rotate(keys)
+        keys, values = self.rotate(keys), self.rotate_values(values)
         if not self.subtracts_bias:
             return [key_format.encode(keys), value_format.encode(values)]
         place = self.prepared.place
@@ -244,9 +246,16 @@ class KeyValueLayer(PagedLayer):
         """Queries or keys (T, H, D) in the basis of stored keys."""
         return mx.hadamard_transform(heads) if self.formats[0].rotates else heads
 
+    def rotate_values(self, values: mx.array) -> mx.array:
+        """As of `PagedLayer`."""
+        return mx.hadamard_transform(values) if self._rotates_values else values
+
     def restored(self, outputs: mx.array) -> mx.array:
         """Outputs of attention over stored values (T, heads * V), in the basis of the values."""
-        return outputs
+        if not self._rotates_values:
+            return outputs
+        by_head = mx.unflatten(outputs, -1, (-1, self.spec.value_dim))
+        return mx.hadamard_transform(by_head).flatten(-2)
 
     # -- kernels --------------------------------------------------------------------------------
 
@@ -363,7 +372,7 @@ class JointLayer(KeyValueLayer):
     def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:
         dim, turning = spec.value_dim, spec.turning
         assert spec.key_dim == dim > turning > 0
-        self.subtracts_bias = self._as_they_are = False
+        self.subtracts_bias = self._as_they_are = self._rotates_values = False
         self.chunked = spec.chunked
         kinds = [(formats[0], spec.joint_dim)]
         PagedLayer.__init__(self, spec, formats, dtype, kinds, heads=spec.num_kv_heads)

@@ -465,6 +465,10 @@ class PagedLayer(ABC):
         """Queries or keys (..., D) in the basis of stored keys."""
         return heads
 
+    def rotate_values(self, values: mx.array) -> mx.array:
+        """Values (..., V) in the basis of stored values."""
+        return values
+
     def grow_pages(self, num_pages: int) -> None:
         """Make room for `num_pages`."""
         extra = (num_pages - self.num_pages) * self.page_size

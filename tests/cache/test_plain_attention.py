@@ -106,7 +106,7 @@ def dense(spans: Segments, layer: KeyValueLayer, window: AttentionWindow) -> mx.
                 sinks=sinks,
             ).reshape(1, -1)
         )
-    return mx.concatenate(outputs)
+    return layer.restored(mx.concatenate(outputs))
 
 
 draws = st.lists(

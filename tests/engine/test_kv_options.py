@@ -47,7 +47,9 @@ class StoredKV(DenseLayerKV):
             bias = mx.hadamard_transform(self.turned_bias(mx.full(heads.shape, position), heads))
         of_keys, of_values = self.formats
         keys = of_keys.decode(of_keys.encode(keys - bias), mx.float32) + bias
-        values = of_values.decode(of_values.encode(values), mx.float32)
+        rotates_values = of_values.rotates_values(values.shape[-1])
+        turn = mx.hadamard_transform if rotates_values else mx.array
+        values = turn(of_values.decode(of_values.encode(turn(values)), mx.float32))
         return super().attend(queries, keys, values, softmax)
 
 
@@ -223,6 +225,19 @@ def test_keys_of_8_bits_are_rotated_where_they_can_be(
     if not spec.turning:
         vectors = mx.random.normal((3, 2, spec.key_dim), key=mx.random.key(0))
         assert mx.array_equal(layer.rotate(vectors), vectors).item() != rotates
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "rotated"), [(64, 4, True), (64, 8, False), (80, 4, False)]
+)
+def test_values_of_4_bits_are_rotated_and_outputs_back(dim: int, bits: int, rotated: bool) -> None:
+    options = KVOptions(bits=(8, bits))
+    (layer,) = lay_out([KVSpec(2, dim, dim)], options, dtype=mx.float32, key_bias=False)
+    assert isinstance(layer, KeyValueLayer)
+    values = mx.random.normal((3, 2, dim), key=mx.random.key(0))
+    stored = layer.rotate_values(values)
+    assert mx.allclose(stored, values).item() != rotated
+    assert mx.allclose(layer.restored(stored.flatten(1)), values.flatten(1), atol=1e-5).item()
 
 
 def test_an_outlier_of_one_channel_costs_keys_of_8_bits_little() -> None:

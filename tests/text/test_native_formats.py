@@ -1,13 +1,17 @@
 """Thoughts and calls in formats that no template shows whole: any cut, one answer."""
 
 import json
+import random
 
+import jsonschema
+import llguidance
 import pytest
 from text_data import pieces, tokenizer_with
 
 from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
 from mlxinfer.text import TextStream, ToolUse, detect_reasoning, detect_tools, tool_format
-from mlxinfer.text.tools import Toolbox, ToolParser
+from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
+from mlxinfer.text.tools.use import AnswerGrammar
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}
 PROPERTIES["stops"] = {
@@ -29,6 +33,12 @@ MUSE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|start|>{{ m.role }}"
     "{{ ' to=self' if m.reasoning_content }}<|message|>{{ m.content }}<|eom|><|eot|>{% endfor %}"
     "{# <atem:function_calls> #}"
+)
+CDATA = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    '{{ m.content }}{% for c in m.tool_calls or [] %}<function name="{{ c.function.name }}">'
+    '{% for k, v in c.function.arguments.items() %}<param name="{{ k }}">{{ v }}</param>'
+    "{% endfor %}</function>{% endfor %}<|end|>{% endfor %}"
 )
 K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
 NS = "]<]minimax[>["
@@ -179,12 +189,7 @@ def test_json_calls_without_marks(more):
 
 
 def test_values_between_cdata_marks():
-    tokenizer = tokenizer_with(
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
-        '{{ m.content }}{% for c in m.tool_calls or [] %}<function name="{{ c.function.name }}">'
-        '{% for k, v in c.function.arguments.items() %}<param name="{{ k }}">{{ v }}</param>'
-        "{% endfor %}</function>{% endfor %}<|end|>{% endfor %}"
-    )
+    tokenizer = tokenizer_with(CDATA)
     value = "if a < b:\n  </param>"
     text = (
         f'<function name="forecast"><param name="code"><![CDATA[{value}]]></param>'
@@ -193,10 +198,76 @@ def test_values_between_cdata_marks():
     assert read(tokenizer, text) == ([("forecast", {"code": value, "days": 2})], "", "")
 
 
-@pytest.mark.parametrize("name", ["muse", "kimi_k3", "minimax_m3", "granite"])
-def test_forced_calls_have_the_models_own_form(name):
-    from mlxinfer.text.tools.lark import Lark
+DSML = {
+    kind: (OWN_TEMPLATES / f"{kind}.jinja").read_text() for kind in ("deepseek_v32", "deepseek_v4")
+}
+FUNCTIONARY = TURNS.replace("{{ m.content }}", "{{ '>>>all\n' ~ m.content }}")
+FORCED = {  # name: (template, control tokens, the end of the prompt)
+    "muse": (MUSE, MUSE_TOKENS, "<|start|>assistant"),
+    "kimi_k3": (TURNS, K3_TOKENS, "<|open|>think<|sep|><|close|>think<|sep|>"),
+    "minimax_m3": (TURNS + "{# " + NS + "<tool_call> #}", [NS], "</mm:think>"),
+    "granite": (TURNS, ["<|tool_call|>"], ""),
+    "functionary": (FUNCTIONARY, (), ">>>"),
+    "cdata": (CDATA, (), "<|assistant|>"),
+    **{kind: (source, ("｜DSML｜", "<｜Assistant｜>"), "<｜Assistant｜></think>")
+       for kind, source in DSML.items()},
+}  # fmt: skip
+CHOICES = {
+    "city": {"enum": ["Bergen", "Ål <b>", '"']},
+    "days": {"type": "integer", "minimum": 1, "maximum": 14},
+    "wet": {"type": "boolean"},
+}
+CHOSEN = [
+    {"type": "function", "function": {"name": name, "parameters": {
+        "type": "object", "properties": CHOICES, "required": [*CHOICES],
+        "additionalProperties": False,
+    }}}
+    for name in ("forecast", "book.train")
+]  # fmt: skip
 
-    grammar = tool_format(name).grammar(Lark(), Toolbox.of(TOOLS), parallel=True)
-    assert grammar
-    assert ToolParser(tool_format(name), Toolbox.of(TOOLS)).marks
+
+def generated(tokenizer, grammar, rng):
+    """Tokens that a grammar allows, at random, up to an end that it allows."""
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_json()), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = []
+    while not matcher.is_accepting() or rng.random() < 0.5:
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [i for i in range(tokenizer.vocab_size) if mask >> i & 1]
+        allowed = [i for i in allowed if i not in tokenizer.eos_token_ids]
+        if not allowed:
+            break
+        ids.append(rng.choice(allowed))
+        assert matcher.consume_token(ids[-1])
+    assert matcher.is_accepting()
+    return ids
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls_are_read_back(name, has_tokens):
+    source, tokens, prompt = FORCED[name]
+    tokenizer = tokenizer_with(source, tokens if has_tokens or name == "kimi_k3" else ())
+    format, reasoning = detect_tools(tokenizer), detect_reasoning(tokenizer)
+    if not has_tokens and name == "granite":
+        format = tool_format(name)
+    use = ToolUse.plan(tokenizer, format, CHOSEN, "required")
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
+    grammar = AnswerGrammar(tokenizer, None, (), use).forced()
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    for _ in range(10):
+        ids = generated(tokenizer, grammar, rng)
+        stream = TextStream(
+            tokenizer, reasoning=reasoning, tools=use.parser(), prompt_ids=prompt_ids
+        )
+        parts = [*(part for i in ids for part in stream.push([i])), *stream.finish()]
+        calls = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert calls, (seed, text)
+        for call in calls:
+            assert call.complete, (seed, text)
+            arguments = json.loads(call.arguments)
+            jsonschema.validate(arguments, CHOSEN[0]["function"]["parameters"])
+        said = "".join(part.text for part in parts if isinstance(part, TextPart))
+        assert not said.strip(), (seed, text)

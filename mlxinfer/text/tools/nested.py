@@ -29,7 +29,7 @@ class Nested(ToolFormat):
     def __init__(self, name: str, token: str) -> None:
         self.name = name  # type: ignore[misc]
         self.begins = (f"{token}<tool_call>",)  # type: ignore[misc]
-        self.ends = (token,)  # type: ignore[misc]
+        self.ends = (token, f"{token}</tool_call>")  # type: ignore[misc]
         self._token = token
 
     def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:

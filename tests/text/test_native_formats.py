@@ -178,6 +178,14 @@ def test_a_call_in_a_thought_counts_where_the_answer_ends(thought, is_call):
     assert said.strip() == ("Rain?" if is_call else mentioned)
 
 
+def test_numbers_between_quotes_become_numbers_at_any_depth():
+    tokenizer = tokenizer_with(TURNS + "{# <tool_call> #}")
+    given = {"code": "7", "stops": [{"city": "3", "days": "1"}, {"days": "two"}], "other": "4"}
+    call = f"<tool_call>\n{json.dumps({'name': 'forecast', 'arguments': given})}\n</tool_call>"
+    wanted = {**given, "stops": [{"city": "3", "days": 1}, {"days": "two"}]}
+    assert read(tokenizer, call, "<think></think>") == ([("forecast", wanted)], "", "")
+
+
 @pytest.mark.parametrize("more", ["", "\n", '\n{"name": "book.train", "arguments": {}}'])
 def test_json_calls_without_marks(more):
     tokenizer = tokenizer_with(TURNS + "{# <tool_call> #}")

@@ -25,7 +25,7 @@ from .marks import (
     skip_text,
     words_of,
 )
-from .schema import Tool, Toolbox, json_of, standalone_schema
+from .schema import Place, Tool, Toolbox, json_of, standalone_schema
 from .values import copy_literal, copy_value, read_string, read_value, within_quotes
 
 NAME, ARGUMENT_OBJECT = "\0name\0", "\0arguments\0"  # within the text of a call, as ID
@@ -223,8 +223,8 @@ def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[No
 
 def copy_arguments(reader: TextReader, calls: CallWriter) -> Parse[None]:
     """Read the arguments of the open call; quoted numbers become numbers where they have to be."""
-    convert = calls.tools.get(calls.name).conversion_of
-    yield from copy_value(reader, calls.arguments, convert=convert)
+    schema = calls.tools.get(calls.name).parameters
+    yield from copy_value(reader, calls.arguments, place=Place(schema, schema))
 
 
 @dataclass(frozen=True, slots=True)

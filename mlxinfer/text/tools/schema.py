@@ -202,16 +202,54 @@ class Tool:
             for chosen in product(*options.values())
         ]
 
-    def conversion_of(self, parameter: str) -> Callable[[str], str] | None:
-        """Return what makes the JSON of a string given for a parameter; None if it may be one."""
-        types = self.types_of(parameter)
-        return None if not types or "string" in types else lambda text: json_of(text, types)
-
     def types_of(self, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter may have; none where the schema has no type."""
-        schema = self.properties.get(parameter, self._flat.others)
-        places = _places(schema, self.parameters)
-        return frozenset(kind for place, _ in places for kind in _own_types(place))
+        return _types(self.properties.get(parameter, self._flat.others), self.parameters)
+
+
+class Place:
+    """A value within the arguments of a call: what its schema says of it.
+
+    Args:
+        schema: of the value; anything that is no object says nothing.
+        root: the document that references are looked up in.
+    """
+
+    def __init__(self, schema: object, root: Schema) -> None:
+        self._schema, self._root = schema, root
+        self._inner: dict[str | None, Place] = {}
+
+    def conversion(self) -> Callable[[str], str] | None:
+        """Return what makes the JSON of a string; None if the value may be a string."""
+        types = _types(self._schema, self._root)
+        return None if not types or "string" in types else lambda text: json_of(text, types)
+
+    def member(self, name: str) -> "Place":
+        """Return the place of a member of the object."""
+        return self._within(name, ("properties", name), ("additionalProperties",))
+
+    def item(self) -> "Place":
+        """Return the place of any item of the list."""
+        return self._within(None, ("items",))
+
+    def _within(self, key: str | None, *paths: tuple[str, ...]) -> "Place":
+        """Return a place within; the first of the paths that any schema of the value has."""
+        if key not in self._inner:
+            schemas = [schema for schema, _ in _places(self._schema, self._root)]
+            inner = [_at(schema, path) for path in paths for schema in schemas]
+            chosen = next((each for each in inner if isinstance(each, Mapping)), None)
+            self._inner[key] = Place(chosen, self._root)
+        return self._inner[key]
+
+
+def _at(schema: object, path: Sequence[str]) -> object:
+    for step in path:
+        schema = _mapping(schema).get(step)
+    return schema
+
+
+def _types(schema: object, root: Schema) -> frozenset[str]:
+    return frozenset(kind for place, _ in _places(schema, root) for kind in _own_types(place))
 
 
 class Toolbox:

@@ -11,11 +11,14 @@ import json
 import math
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..reader import Malformed, Parse, TextReader
 
+if TYPE_CHECKING:
+    from .schema import Place
+
 Emit = Callable[[str], object]
-Convert = Callable[[str], Callable[[str], str] | None]
 
 MAX_DEPTH = 64
 MAX_KEY = 1024  # characters of a key or of a name
@@ -35,12 +38,11 @@ _CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON s
 
 
 def copy_value(
-    reader: TextReader, emit: Emit, depth: int = 0, convert: "Convert | None" = None
+    reader: TextReader, emit: Emit, depth: int = 0, place: "Place | None" = None
 ) -> Parse[str]:
     """Read a value and pass its text on; return its type: object, array, string, number, ...
 
-    `convert(key)` gives what makes the JSON of a string that is the member `key` of the value,
-    None where the string stays as it is.
+    Where `place` says that a value is no string, what stands between quotes becomes that value.
     """
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
@@ -53,23 +55,23 @@ def copy_value(
         yield from reader.expect(":")
         emit(": ")
         yield from reader.space()
-        change = convert(json.loads("".join(key))) if convert else None
-        if change is None or (yield from reader.peek()) != '"':
-            yield from copy_value(reader, emit, depth + 1)
-        else:
-            text: list[str] = []
-            yield from copy_string(reader, text.append)
-            emit(change(json.loads("".join(text))))
+        inner = place.member(json.loads("".join(key))) if place else None
+        yield from copy_value(reader, emit, depth + 1, inner)
 
     first = yield from reader.peek()
     if first == "{":
         yield from copy_items(reader, emit, "}", member)
         return "object"
     if first == "[":
-        yield from copy_items(reader, emit, "]", lambda: copy_value(reader, emit, depth + 1))
+        inner = place.item() if place else None
+        yield from copy_items(reader, emit, "]", lambda: copy_value(reader, emit, depth + 1, inner))
         return "array"
     if first == '"':
-        yield from copy_string(reader, emit)
+        convert = place.conversion() if place else None
+        text: list[str] = []
+        yield from copy_string(reader, text.append if convert else emit)
+        if convert:
+            emit(convert(json.loads("".join(text))))
         return "string"
     word = yield from reader.whole_run(_WORD)
     if word not in _LITERALS and not _NUMBER.fullmatch(word):

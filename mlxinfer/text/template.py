@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequestError, TemplateError, shown
+from .environment import ChatEnvironment
 
 Content = str | list[dict[str, Any]]  # text, or parts of text and places of pictures
 
@@ -314,7 +312,7 @@ class ChatTemplate:
     ) -> None:
         self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.variables = dict(variables or {})
-        self._environment = _environment(now)
+        self._environment = ChatEnvironment(now)
         self._compiled: dict[tuple[str, Hider | None], jinja2.Template] = {}
         self._known_words: tuple[frozenset[str], list[str]] | None = None
 
@@ -355,6 +353,7 @@ class ChatTemplate:
             source = self.source_for(tools)
             tail = insert_continue_tag(chat, continue_final_message, add_generation_prompt, source)
             data |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+            self._environment.begin()
             text = self._template(source, hider).render({**self.variables, **data})
         if tail is None:
             return text
@@ -424,6 +423,7 @@ class ChatTemplate:
             tree = self._environment.parse(source)
             if hider is not None:
                 hider.hide_constants(tree)
+            self._environment.limit_loops(tree)
             code = self._environment.compile(tree)
             template = jinja2.Template.from_code(
                 self._environment, code, self._environment.make_globals(None)
@@ -443,59 +443,6 @@ class ChatTemplate:
             return self._environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"The chat template is broken: {error}") from None
-
-
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """Return transformers' environment of chat templates."""
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda format: now().strftime(format)
-    return made
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the model's text for training; renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja's own way to declare it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body in a scope of its own."""
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=lineno)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as transformers' `tojson` does: real characters, nothing escaped for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=_listed,
-    )
-
-
-def _listed(value: Any) -> list[Any]:
-    """Return the items of a filter such as `map`, which templates of llama.cpp write."""
-    if not isinstance(value, Iterator):
-        raise TypeError(f"{type(value).__name__} is no JSON")
-    return list(value)
-
-
-def _raise_exception(message: object) -> None:
-    """Let a template refuse its messages."""
-    raise jinja2.TemplateError(str(message))
 
 
 @contextmanager

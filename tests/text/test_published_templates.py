@@ -17,8 +17,9 @@ from talking import read, tokenizer_of, turns_of, written_turn
 
 from mlxinfer.errors import TemplateError
 from mlxinfer.text import ChatTemplate, WrittenCall
+from mlxinfer.text.environment import to_json
 from mlxinfer.text.probe import TemplateFacts, probe
-from mlxinfer.text.template import _to_json, with_text_arguments
+from mlxinfer.text.template import with_text_arguments
 from mlxinfer.text.thinking import EFFORTS, OFF
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
 from mlxinfer.text.tools import GENERIC, generic_messages
@@ -164,7 +165,7 @@ def test_rendering_equals_that_of_transformers_settings():
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = to_json
     environment.globals["strftime_now"] = NOW.strftime
 
     def raise_exception(message):

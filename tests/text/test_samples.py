@@ -4,7 +4,7 @@ import pytest
 from text_data import load_tokenizer, read_template
 
 from mlxinfer.errors import TemplateError
-from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat, samples
+from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat, environment, samples
 from mlxinfer.text.samples import rendered_samples, samples_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -41,3 +41,16 @@ def test_the_process_renders_what_is_rendered_here(name):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     template = ChatTemplate(read_template(name), variables=variables)
     assert samples_of(template) == rendered_samples(template)
+
+
+LATER = "{% if messages|length > 40 %}" + HOSTILE["nested loops"] + "{% endif %}fine"
+
+
+def test_a_template_that_loops_for_some_messages_is_stopped(monkeypatch):
+    monkeypatch.setattr(environment, "MAX_LOOP_S", 0.2)
+    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
+    tokenizer.template = ChatTemplate(LATER)
+    assert encode_chat(tokenizer, HI)
+    with pytest.raises(TemplateError, match="chat template was stopped: its loops took"):
+        encode_chat(tokenizer, HI * 41)
+    assert encode_chat(tokenizer, HI)

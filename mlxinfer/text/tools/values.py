@@ -11,14 +11,28 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..reader import Malformed, Parse, TextReader
 
-if TYPE_CHECKING:
-    from .schema import Place
-
 Emit = Callable[[str], object]
+
+
+class Place(Protocol):
+    """What is known of a value before it arrives; see `schema.Place`."""
+
+    def conversion(self) -> Callable[[str], str] | None:
+        """Return what makes the JSON of a string; None if the value may be a string."""
+        ...
+
+    def member(self, name: str) -> "Place":
+        """Return the place of a member of the object."""
+        ...
+
+    def item(self) -> "Place":
+        """Return the place of any item of the list."""
+        ...
+
 
 MAX_DEPTH = 64
 MAX_KEY = 1024  # characters of a key or of a name
@@ -38,7 +52,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON s
 
 
 def copy_value(
-    reader: TextReader, emit: Emit, depth: int = 0, place: "Place | None" = None
+    reader: TextReader, emit: Emit, depth: int = 0, place: Place | None = None
 ) -> Parse[str]:
     """Read a value and pass its text on; return its type: object, array, string, number, ...
 

@@ -159,6 +159,8 @@ def arrange(source: SourceModel) -> ArrangedSource:
     rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
+    if not config.tie_word_embeddings and _gives_vectors(source, rename):
+        config = replace(config, headless=True)
     sees = has_tower(source)
     prefix = _TEXT if sees else _prefix(source)
     groups = expert_groups(source.tensors)
@@ -179,6 +181,12 @@ def arrange(source: SourceModel) -> ArrangedSource:
     if sees:
         check_tower(Fields(source.config, "config.json"), shapes, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()))
+
+
+def _gives_vectors(source: SourceModel, rename: Rename) -> bool:
+    """Whether the source has no output matrix because it gives vectors, as modules.json says."""
+    has_head = any(rename(name) == "lm_head.weight" for name in source.tensors)
+    return not has_head and "modules.json" in source.side_files()
 
 
 def has_tower(source: SourceModel) -> bool:

@@ -292,7 +292,9 @@ class Conversion:
         try:
             if self.arranged.definition is not None:
                 return check_opens(folder, plan, str(self.out))
-            check_complete(load_config(folder), shapes, str(self.out))
+            headless = self.arranged.family_config.headless
+            config = replace(load_config(folder), headless=headless)
+            check_complete(config, shapes, str(self.out))
             if any(output.seeing for output in self.arranged.outputs):
                 whole = Fields(read_json(folder / "config.json"), "config.json")
                 check_tower(whole, shapes, str(self.out))

@@ -418,3 +418,23 @@ def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
         assert len(totals) == 1, step
         assert done == sorted(done), step
         assert (done[0], done[-1]) == (0, totals.pop()), step
+
+
+@pytest.mark.parametrize("case", ["llama-v4", "qwen3-v4", "qwen3_moe-v4", "mistral-v4"])
+@pytest.mark.parametrize("calibration", [None, TEXT])
+def test_a_model_of_vectors_needs_no_output_matrix(
+    tmp_path: Path, case: str, calibration: str | None
+) -> None:
+    changes = {"tie_word_embeddings": False}
+    source = write_source(tmp_path / "source", case, changes=changes)
+    tensors = dict(mx.load(str(source / "model.safetensors")))
+    tensors.pop("lm_head.weight", None)
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.* is missing"):
+        convert(source, tmp_path / "refused")
+    (source / "modules.json").write_text("[]")
+    report = convert(source, tmp_path / "out", calibration=calibration, compares=True)
+    assert report.passed
+    assert not report.logits
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert not any("lm_head" in name for name in index["weight_map"])

@@ -183,8 +183,9 @@ def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> 
         "required": ["bits", "n"],
     }
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    body = {"messages": HI, "tools": [tool], "tool_choice": "required", "temperature": 20.0}
+    body = {"messages": HI, "tools": [tool], "tool_choice": "required"}
     with LiveServer() as server:
+        server.model.defaults = server.model.defaults.changed({"temperature": 20.0})
         teach(server.model, TEMPLATE.replace(THOUGHT, ""))
         for seed in range(2):
             answer = server.post(CHAT, {**body, "seed": seed, "parallel_tool_calls": False})

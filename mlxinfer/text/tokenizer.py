@@ -121,8 +121,8 @@ def _mend_mistral(backend: tokenizers.Tokenizer, folder: Path) -> None:
     version = re.match("[0-9]+", str(model.get("transformers_version")))
     if model.get("model_type") not in _MISTRALS or (version and int(version[0]) >= _MENDED_IN):
         return
-    parts = (part_spec(backend, "pre_tokenizer") or {}).get("pretokenizers")
-    is_wrong = bool(parts) and parts[0].get("pattern") == {"Regex": _OF_LLAMA3}
+    parts = (part_spec(backend, "pre_tokenizer") or {}).get("pretokenizers") or [{}]
+    is_wrong = parts[0].get("pattern") == {"Regex": _OF_LLAMA3}
     if is_wrong and backend.token_to_id("[INST]") is not None:
         pattern = tokenizers.Regex(_OF_MISTRAL)
         backend.pre_tokenizer[0] = tokenizers.pre_tokenizers.Split(pattern, "isolated")

@@ -27,6 +27,7 @@ from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import Kernels
 from mlxinfer.engine.runner import attention_kernels
 from mlxinfer.layers.step import Step
+from mlxinfer.metal_kernels.variants import everywhere
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 from tests.bench.tables import SIDES, sides
@@ -43,7 +44,7 @@ def our_steps(folder: Path, bits: int | None) -> Graph:
     model = load(folder, dtype="bfloat16")
     dtype, options = model.activation_dtype, KVOptions(bits=(bits, bits))
     layers = lay_out(model.cache_specs, options, dtype=dtype, key_bias=False)
-    Kernels([*model.kernels(), *attention_kernels(model, layers)], frozenset)
+    Kernels([*model.kernels(), *attention_kernels(model, layers)], everywhere)
     cache = KVCache(
         layers,
         page_size=PAGE,

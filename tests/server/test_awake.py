@@ -36,9 +36,11 @@ def test_the_machine_is_held_while_requests_run(tmp_path: Path) -> None:
             threading.Event().wait(0.5)  # longer than the machine is held without requests
             assert process.poll() is None
         wait_until(lambda: process.poll() is not None)
-        assert awake._process is None
+        held.append(awake._process)
+        assert held.pop() is None
         server.post(CHAT, chat(max_tokens=2))
-        last = awake._process
+        held.append(awake._process)
+    last = held.pop()
     assert last is not None
     assert last.poll() is not None  # the server has ended
 

@@ -325,7 +325,9 @@ def test_other_names_of_bodies_without_sampling() -> None:
     texts = decode(b'{"query": "a", "texts": ["b"]}', embeddings.RerankRequest)
     assert texts.documents == ["b"]
     assert decode(b'{"content": "a"}', tokens.TokenizeRequest).prompt == "a"
-    assert "start" in read_chat(grammar='root ::= "a"').constraint.source
+    constraint = read_chat(grammar='root ::= "a"').constraint
+    assert constraint is not None
+    assert "start" in constraint.source
     assert read_chat(grammar="").constraint is None
     with pytest.raises(InvalidRequestError, match="cannot be translated"):
         read_chat(grammar="root ::= (")

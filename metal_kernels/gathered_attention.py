@@ -25,13 +25,12 @@ def gathered_pages(
         parts = [mx.unflatten(part, 1, (-1, page_size))[:, ids] for part in plane.pages]
         vectors = plane.fmt.decode(parts, plane.dtype) if plane.fmt.bits else parts[0]
         found.append(mx.flatten(vectors, 2, 3))  # (H, B, N, W)
-    return _cut(found[0], keys), _cut(found[-1], values)
-
-
-def _cut(vectors: mx.array, plane: Plane) -> mx.array:
-    if plane.dim is None:
-        return vectors
-    return vectors[..., plane.first : plane.first + plane.dim]
+    page_keys, page_values = found[0], found[-1]
+    if keys.dim is not None:
+        page_keys = page_keys[..., keys.first : keys.first + keys.dim]
+    if values.dim is not None:
+        page_values = page_values[..., values.first : values.first + values.dim]
+    return page_keys, page_values
 
 
 def gathered_attention(

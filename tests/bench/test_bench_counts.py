@@ -143,5 +143,5 @@ def test_without_mlx_lm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         raise peer.PackageNotFoundError(name)
 
     monkeypatch.setattr(peer, "version", missing)
-    with pytest.raises(BackendMissingError, match=r"mlxinfer\[bench\]"):
+    with pytest.raises(BackendMissingError, match=r"\.\[bench\]"):
         memory.run(small=True, peer=True)

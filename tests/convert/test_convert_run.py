@@ -101,7 +101,7 @@ def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(
     source = write_source(tmp_path / "source", case, changes=changes, dtype=mx.float32)
     report = convert(source, tmp_path / "out", "fp32")
     assert np.array_equal(agreed(tmp_path / "out"), by_mlxinfer(source))
-    assert not [note for note in report.notes if "mlx-lm" in note]
+    assert not [note for note in report.notes if note.startswith("mlx-lm")]
 
 
 def test_the_end_says_what_mlx_lm_does_not_read(tmp_path: Path) -> None:
@@ -114,7 +114,8 @@ def test_what_mlx_lm_does_not_define_is_listed() -> None:
     families = {config["model_type"] for config in CASES.values()} - written_nested
     defined = definitions.architectures()
     missing = {kind for kind in families if definitions.module_name(kind) not in defined}
-    assert missing == {*UNDEFINED_BY_MLX_LM} - {"bailing_hybrid"}
+    without_case = {"iquestcoder", "mimo_v2", "nemotron_h_puzzle"}
+    assert missing - without_case == {*UNDEFINED_BY_MLX_LM} - {"bailing_hybrid"} - without_case
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -159,6 +159,7 @@ def test_sound_sources_are_read(corpus: Corpus) -> None:
         read_all(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
 @pytest.mark.parametrize("seeds", [range(QUICK)], ids=["quick"])
 def test_only_our_errors_come_out(corpus: Corpus, seeds: range) -> None:
     passed = sum(attempt(corpus, seed) for seed in seeds)
@@ -166,6 +167,7 @@ def test_only_our_errors_come_out(corpus: Corpus, seeds: range) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
 def test_only_our_errors_come_out_of_many(corpus: Corpus) -> None:
     test_only_our_errors_come_out(corpus, range(QUICK, QUICK + ALL))
 
@@ -194,6 +196,7 @@ def test_hostile_safetensors(tmp_path: Path, case: str) -> None:
         read_all(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
 def test_hostile_gguf_lengths(tmp_path: Path) -> None:
     """Every length in the header says that there is far more than there is."""
     path = gguf_model(tmp_path / "m.gguf", "llama-v4")

@@ -169,7 +169,7 @@ def test_what_does_not_run_says_why_in_a_line(name: str, says: str) -> None:
 
 def test_without_mlx_lm_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definitions, "installed", lambda: None)
-    with pytest.raises(UnsupportedModelError, match=r'pip install "mlxinfer\[zoo\]"'):
+    with pytest.raises(UnsupportedModelError, match=r'pip install -e "\.\[zoo\]"'):
         choose({"model_type": "stablelm"}, {})
 
 

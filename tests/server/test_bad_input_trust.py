@@ -125,7 +125,7 @@ PATHS = [
         "/admin",
         "/debug/state",
     ),
-    *("/.env", "/models", "/v1/v1/models", "/health/"),
+    *("/.env", "/models", "/v1/v1/models", "/metrics/"),
 ]
 
 

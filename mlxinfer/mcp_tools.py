@@ -108,7 +108,7 @@ class McpTools:
         self._offer(dict(zip(self._servers, found, strict=True)))
         ready.set_result(asyncio.get_running_loop())
         await self._end.wait()
-        await asyncio.wait(self._kept.values())
+        await asyncio.gather(*self._kept.values(), return_exceptions=True)
 
     async def _start(self, server: str) -> list[Any]:
         """Connect to a server and return its tools; none where that fails.

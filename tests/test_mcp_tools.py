@@ -135,6 +135,12 @@ def test_a_tool_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     tools.close()
 
 
+def test_without_servers_there_are_no_tools_and_nothing_to_end() -> None:
+    tools = McpTools({})
+    tools.close()
+    assert (tools.schemas, tools.failures) == ([], {})
+
+
 @pytest.mark.ci
 def test_a_server_that_ends_leaves_the_others() -> None:
     port = free_port()

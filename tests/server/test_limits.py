@@ -1,4 +1,4 @@
-"""What one client may store and ask for."""
+"""What one client may store, ask for, and have run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +11,10 @@ from test_sessions import ask, error_of, serving
 from mlxinfer import history as history_module
 from mlxinfer.engine import kv_manager
 from mlxinfer.history import History
+from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.page.routes import ConversationRoutes
+from mlxinfer.server.page.routes import ConversationRoutes, ToolRoutes
 
 TALKS = "/history/conversations"
 
@@ -80,6 +81,36 @@ def test_on_a_full_disk_storing_is_refused_and_deleting_works(
     assert server.client.delete(f"{TALKS}/conversation3").status_code == 200
     assert server.get(f"{TALKS}/conversation3").status_code == 404
     assert server.get(f"{TALKS}/conversation4").status_code == 200
+
+
+class Tools(McpTools):
+    """Two tools, of which the config file allows one."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.called: list[str] = []
+
+    def allows(self, name: str) -> bool:
+        return name == "add"
+
+    def call(self, name: str, arguments: str) -> str:
+        self.called.append(name)
+        return "done"
+
+
+def test_a_tool_runs_only_if_the_file_allows_it_or_a_person_agreed() -> None:
+    tools = Tools()
+    routes = ToolRoutes(tools)
+    with PageServer(*routes.routes()) as server:
+        assert server.post("/page/tools", {"name": "add"}).json() == {"text": "done"}
+        for consent in ({}, {"consent": False}):
+            refused = server.post("/page/tools", {"name": "home", **consent})
+            error_of(refused, 403)
+            assert refused.json()["error"]["code"] == "consent_required"
+        assert tools.called == ["add"]
+        agreed = server.post("/page/tools", {"name": "home", "consent": True})
+        assert (agreed.status_code, tools.called) == (200, ["add", "home"])
+    routes.close()
 
 
 def test_slots_are_remembered_for_each_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

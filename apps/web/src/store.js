@@ -279,7 +279,7 @@ export async function ask(text, details, parent = conversation.value.head) {
 function offer(found) {
   tools.value = found;
   const failed = Object.entries(found.failures).map(([name, why]) => `${name}: ${why}`);
-  if (failed.length) notice.value = { text: `MCP servers without tools: ${failed.join("; ")}` };
+  if (failed.length) notice.value = { text: `Tools of MCP servers that are not offered: ${failed.join("; ")}` };
 }
 
 // Whether a call is of a tool of an MCP server: then the server can run it.

@@ -7,7 +7,6 @@ message on stdin or stdout is JSON and bytes behind it, after both lengths (4 an
 big-endian).
 """
 
-import asyncio
 import contextlib
 import io
 import json
@@ -205,40 +204,6 @@ def _raise_if(abandoned: Callable[[], bool]) -> None:
         raise CancelledError
 
 
-async def ask_once(module: str, job: Any, *, max_seconds: float, max_bytes: int = 1 << 30) -> Any:
-    """Return the reply to a job, of a process for it alone; a caller that is cancelled kills it.
-
-    Args:
-        module: the module to run; it calls `serve`.
-        job: of the process.
-        max_seconds: limit of the job, the start included.
-        max_bytes: memory that the process may take.
-
-    Raises:
-        EndedError: the job took too much.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *_command(module, max_bytes),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=_environment(),
-    )
-    try:
-        async with asyncio.timeout(max_seconds):
-            reply, _ = await process.communicate(packed(Message(job)))
-    except TimeoutError:
-        raise EndedError(is_to_blame=True) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    received = receive(io.BytesIO(reply))
-    if received is None:
-        raise EndedError(is_to_blame=True)
-    return received.value
-
-
 def _command(module: str, max_bytes: int) -> list[str]:
     return [sys.executable, "-P", "-m", module, str(max_bytes)]
 
@@ -371,11 +336,6 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 def send(stream: BinaryIO, message: Message) -> None:
     """Write a message."""
-    stream.write(packed(message))
-    stream.flush()
-
-
-def packed(message: Message) -> bytes:
-    """Return the bytes of a message."""
     text = json.dumps(message.value).encode()
-    return HEADER.pack(len(text), len(message.data)) + text + message.data
+    stream.write(HEADER.pack(len(text), len(message.data)) + text + message.data)
+    stream.flush()

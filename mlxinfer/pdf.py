@@ -5,16 +5,14 @@ A PDF is a program of a stranger: it may be small and take hours, or unpack to g
 the file at fault}.
 """
 
-import asyncio
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
 
-from .errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
-from .killable import EndedError, Message, ask_once, limit_cpu, serve
+from .errors import InvalidRequestError, UnsupportedFieldError
+from .killable import EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
 
 MAX_BYTES = 32 << 20  # of a file
 MAX_PAGES = 1000  # of a file
@@ -22,8 +20,15 @@ MAX_CHARS = 4_000_000  # of a file's text
 MAX_SECONDS = 30  # of all PDFs of a request
 MAX_MEMORY = 1 << 30  # bytes
 PROCESSES = 2
-MAX_WAITING = 16  # requests whose PDFs are read, or wait for it
+MAX_WAITING = 16  # requests that wait while others' PDFs are read
+IDLE_S = 30.0  # after which a process ends
 BEGINNING = "JVBERi"  # of each PDF in base64: %PDF
+_pool = KillablePool(
+    *[
+        KillableProcess("mlxinfer.pdf", None, max_seconds=MAX_SECONDS, max_bytes=MAX_MEMORY)
+        for _ in range(PROCESSES)
+    ]
+)
 
 
 def can_read_pdf() -> bool:
@@ -31,34 +36,34 @@ def can_read_pdf() -> bool:
     return find_spec("pypdf") is not None
 
 
-class PdfReader:
-    """Reads the PDFs of a few requests at a time, each in a process of its own."""
+def pdf_texts(files: Mapping[str, str], abandoned: Callable[[], bool]) -> list[str]:
+    """Return the texts of PDFs, the pages of each separated by empty lines.
 
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(PROCESSES)
-        self._waiting = 0
+    Args:
+        files: the field that errors name -> the PDF in base64.
+        abandoned: says whether the caller has left. Reading then ends.
 
-    async def texts(self, files: Mapping[str, str]) -> list[str]:
-        """Return the texts of PDFs, the pages of each separated by empty lines.
-
-        Args:
-            files: the field that errors name -> the PDF in base64.
-
-        Raises:
-            UnsupportedFieldError: pypdf is not installed.
-            InvalidRequestError: a PDF is broken, encrypted, too large or without text, or all of
-                them together take too much time or memory.
-            OverloadedError: too many requests wait.
-        """
-        _check(files)
-        if self._waiting >= MAX_WAITING:
-            raise OverloadedError("Too many PDFs wait to be read; try again soon.")
-        self._waiting += 1
-        try:
-            async with self._free:
-                return await _texts(files)
-        finally:
-            self._waiting -= 1
+    Raises:
+        UnsupportedFieldError: pypdf is not installed.
+        InvalidRequestError: a PDF is broken, encrypted, too large or without text, or all of
+            them together take too much time or memory.
+        OverloadedError: too many wait.
+        CancelledError: the caller has left.
+    """
+    _check(files)
+    places = list(files)
+    try:
+        reply = _pool.ask(Message({"files": list(files.values())}), abandoned).value
+    except EndedError:
+        raise InvalidRequestError.of(
+            places[0],
+            f"takes more than {MAX_SECONDS:g} s or {MAX_MEMORY / 1e6:.0f} MB to read, alone or "
+            "with the other PDFs of the request.",
+        ) from None
+    if "error" in reply:
+        raise InvalidRequestError.of(places[reply["index"]], reply["error"])
+    texts: list[str] = reply["texts"]
+    return texts
 
 
 def _check(files: Mapping[str, str]) -> None:
@@ -73,22 +78,6 @@ def _check(files: Mapping[str, str]) -> None:
             raise InvalidRequestError.of(place, f"has more than {MAX_BYTES:,} bytes.")
 
 
-async def _texts(files: Mapping[str, str]) -> list[str]:
-    places, job = list(files), {"files": list(files.values())}
-    try:
-        found = await ask_once("mlxinfer.pdf", job, max_seconds=MAX_SECONDS, max_bytes=MAX_MEMORY)
-    except EndedError:
-        raise InvalidRequestError.of(
-            places[0],
-            f"takes more than {MAX_SECONDS:g} s or {MAX_MEMORY / 1e6:.0f} MB to read, alone or "
-            "with the other PDFs of the request.",
-        ) from None
-    if "error" in found:
-        raise InvalidRequestError.of(places[found["index"]], found["error"])
-    texts: list[str] = found["texts"]
-    return texts
-
-
 # -- in the process -------------------------------------------------------------------------------
 
 
@@ -96,15 +85,18 @@ class _UnreadableError(Exception):
     """A PDF has no text that can be read; the message says why, behind a name."""
 
 
-def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply to a job."""
+def answer(job: Message) -> Message:
+    """Return the reply to a job; of None, None."""
+    if job.value is None:
+        return Message(None)
+    limit_cpu(MAX_SECONDS)
     texts: list[str] = []
-    for file in job["files"]:
+    for file in job.value["files"]:
         try:
             texts.append(_text(file))
         except _UnreadableError as error:
-            return {"error": str(error), "index": len(texts)}
-    return {"texts": texts}
+            return Message({"error": str(error), "index": len(texts)})
+    return Message({"texts": texts})
 
 
 def _text(file: str) -> str:
@@ -144,6 +136,4 @@ def _text_of(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    # where the server is killed, nobody else ends a file that takes for ever
-    limit_cpu(MAX_SECONDS)
-    serve(lambda job: Message(answer(job.value)))
+    serve(answer, idle_s=IDLE_S)

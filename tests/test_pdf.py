@@ -1,14 +1,16 @@
 """PDFs are read in a process that may be killed, and every one that cannot be read says why."""
 
-import asyncio
 import base64
+import threading
 import zlib
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
 from mlxinfer import pdf as reader
-from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
-from mlxinfer.pdf import MAX_BYTES, MAX_PAGES, MAX_WAITING, PdfReader
+from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
+from mlxinfer.killable import KillablePool, KillableProcess
+from mlxinfer.pdf import MAX_BYTES, MAX_PAGES, PROCESSES, pdf_texts
 from tests.pdf_files import encrypted, pdf
 
 pytest.importorskip("pypdf")
@@ -18,26 +20,26 @@ def coded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def pdf_texts(files: dict[str, str]) -> list[str]:
-    return asyncio.run(PdfReader().texts(files))
+def texts_of(files: dict[str, str]) -> list[str]:
+    return pdf_texts(files, lambda: False)
 
 
 def refusal(*files: str) -> str:
     """The error of the last of these files."""
     names = [f"file[{index}]" for index in range(len(files))]
     with pytest.raises(InvalidRequestError) as caught:
-        pdf_texts(dict(zip(names, files, strict=True)))
+        texts_of(dict(zip(names, files, strict=True)))
     assert caught.value.param == names[-1]
     return str(caught.value).removeprefix(f"{names[-1]} ")
 
 
 def test_pages_of_files_are_texts_in_their_order() -> None:
     files = {"a": coded(pdf("One", "Two")), "b": coded(pdf("Other", indexed=False))}
-    assert pdf_texts(files) == ["One\n\nTwo", "Other"]
+    assert texts_of(files) == ["One\n\nTwo", "Other"]
 
 
 def test_a_file_without_a_password_is_read_though_it_is_encrypted() -> None:
-    assert pdf_texts({"a": coded(encrypted(pdf("Open"), ""))}) == ["Open"]
+    assert texts_of({"a": coded(encrypted(pdf("Open"), ""))}) == ["Open"]
 
 
 WRONG = {
@@ -73,26 +75,28 @@ SLOW = coded(pdf(*["x) Tj (x" * 3000] * 400))
 
 
 def test_a_file_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = KillableProcess(reader.__name__, None, max_seconds=0.5)
+    monkeypatch.setattr(reader, "_pool", KillablePool(quick))
     monkeypatch.setattr(reader, "MAX_SECONDS", 0.5)
     assert refusal(SLOW).startswith("takes more than 0.5 s")
+    quick.close()
 
 
 def test_a_file_that_nobody_waits_for_is_stopped_and_others_go_on() -> None:
-    async def left_and_asked() -> None:
-        pdfs = PdfReader()
-        slow = [asyncio.create_task(pdfs.texts({"a": SLOW})) for _ in range(MAX_WAITING)]
-        await asyncio.sleep(0.5)
-        with pytest.raises(OverloadedError):
-            await pdfs.texts({"a": SLOW})
-        for task in slow:
-            task.cancel()
-        await asyncio.wait(slow)
-        assert await pdfs.texts({"a": coded(pdf("Text"))}) == ["Text"]
-
-    asyncio.run(left_and_asked())
+    has_left = threading.Event()
+    with ThreadPoolExecutor(2 * PROCESSES) as threads:
+        slow = [
+            threads.submit(pdf_texts, {"a": SLOW}, has_left.is_set) for _ in range(2 * PROCESSES)
+        ]
+        assert not slow[0].done()
+        has_left.set()
+        for job in slow:
+            with pytest.raises(CancelledError):
+                job.result(10)
+    assert texts_of({"a": coded(pdf("Text"))}) == ["Text"]
 
 
 def test_without_pypdf_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedFieldError, match=r"pip install -e '\.\[pdf\]'"):
-        pdf_texts({"a": coded(pdf("Text"))})
+        texts_of({"a": coded(pdf("Text"))})

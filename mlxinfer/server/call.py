@@ -25,6 +25,7 @@ from urllib.parse import parse_qs
 from ..core import TokenEvent
 from ..errors import InvalidRequestError, MlxinferError, StorageFullError
 from ..outputs import Result
+from ..pdf import pdf_texts
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
@@ -478,8 +479,9 @@ class Call:
             return num_tokens, await self._interruptible(pooled.aresult())
 
     async def pdf_texts(self, files: Mapping[str, str]) -> list[str]:
-        """The texts of PDFs; see `PdfReader.texts`."""
-        return await self._interruptible(self.service.pdfs.texts(files))
+        """The texts of PDFs; see `pdf_texts`."""
+        work = self.service.pdf_workers.run(pdf_texts, files, lambda: self._left)
+        return await self._interruptible(work)
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop.

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from .. import pdf
 from ..errors import EngineClosedError, MlxinferError
-from ..pdf import PdfReader
 from ..session.saved import NamedSessions
 from .awake import COMMAND, Awake
 from .config import ServerConfig
@@ -137,11 +137,13 @@ class ServerState:
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
     picture_workers: Workers = field(default_factory=lambda: Workers(PICTURE_WORKERS))
+    pdf_workers: Workers = field(
+        default_factory=lambda: Workers(pdf.PROCESSES, max_waiting=pdf.MAX_WAITING)
+    )
     grammar_workers: Workers = field(init=False)  # both wait for processes, and hold up no texts
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
     session_workers: Workers = field(default_factory=lambda: Workers(SESSION_WORKERS))
     page_workers: Workers = field(default_factory=lambda: Workers(PAGE_WORKERS))
-    pdfs: PdfReader = field(default_factory=PdfReader)
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
@@ -196,6 +198,7 @@ class ServerState:
         self.workers.close()
         self.long_workers.close()
         self.picture_workers.close()
+        self.pdf_workers.close()
         self.grammar_workers.close()
         self.fetchers.close()
         self.page_workers.close()

@@ -67,7 +67,7 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
-    """Put texts in place of PDFs; raises as `PdfReader.texts`."""
+    """Put texts in place of PDFs; raises as `pdf_texts`."""
     found = await call.in_worker(list, parts)
     if found:
         texts = await call.pdf_texts({part.place: part.data for part in found})

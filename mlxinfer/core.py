@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -272,6 +273,46 @@ class Grammar(Protocol):
         ...
 
 
+class ReuseEnd(StrEnum):
+    """Why a prompt could not reuse more of what earlier requests left, as the engine sees it."""
+
+    COMPLETE = "complete"  # no further whole page of it was needed
+    NEW = "new"  # nothing is known of the next page: it was never there, or went long ago
+    EVICTED = "evicted"  # other requests needed its memory
+    WINDOW = "below_window"  # layers with a sliding window had dropped pages there
+    NO_SNAPSHOT = "no_snapshot"  # pages go on, but no recurrent state was kept there
+    LIMITED = "limited"  # it was there, but the prompt could not go on from its end
+    DISABLED = "disabled"  # reuse is off, or the request asks for all of its prompt's scores
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Where the reuse of a prompt ended when its request began.
+
+    Attributes:
+        num_tokens: that were not computed.
+        tiers: where each of their whole pages lay: "memory", "disk" or "peer".
+        missing: number of the first page that would be needed to reuse one page more, and was not
+            there; None: the whole prompt was reused, up to a part of a page.
+        end: why that page was not there.
+        page_size: tokens of a page.
+    """
+
+    num_tokens: int
+    tiers: tuple[str, ...]
+    missing: int | None
+    end: ReuseEnd
+    page_size: int
+
+    def tokens_by_tier(self) -> dict[str, int]:
+        """How many of the tokens lay in each tier; a part of a page is always in memory."""
+        counts = Counter(dict.fromkeys(("memory", "disk", "peer"), 0))
+        for tier in self.tiers:
+            counts[tier] += self.page_size
+        counts["memory"] += self.num_tokens - counts.total()
+        return dict(counts)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way through the engine: token ids in, TokenEvents out."""
@@ -300,6 +341,7 @@ class Request:
     started_s: float = 0.0  # when its first step was launched
     num_drafted: int = 0  # tokens proposed and verified; set by the engine, and so is the next
     num_accepted: int = 0  # of these, part of the answer
+    reuse: Reuse | None = None  # of its prompt; set by the engine when it begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ COMMANDS = {  # in the order of --help -> the module that has it, and its name t
     "convert": "convert.command",
     "fuse": "convert.fuse",
     "launch": "running.launch",
+    "why": "why.command",
     "history": "history.command",
     "session": "session.command",
     "config": "config.command",

@@ -27,24 +27,6 @@ def namespace_of(adapter_id: str | None, rope_variant: int, salt: str | None) ->
     return None if (adapter_id, rope_variant) == (None, 0) else (adapter_id, rope_variant)
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """Where the reuse of a prompt ended when its request began.
-
-    Attributes:
-        num_tokens: that were not computed.
-        tiers: where each of their whole pages lay: "memory", "disk" or "peer".
-        missing: number of the first page that would be needed to reuse one page more, and was not
-            there; None: the whole prompt was reused.
-        existed: whether some layers have that page, or memory had it not long ago.
-    """
-
-    num_tokens: int
-    tiers: tuple[str, ...]
-    missing: int | None
-    existed: bool
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request in the engine: its tokens, and the part of the KV cache that it holds.
@@ -74,7 +56,6 @@ class Sequence:
     started: bool = False  # the step was launched before which shared pages are copied for it
     num_logits: int = 0  # positions with logits given out, where they were asked for
     num_cached: int = 0  # prompt tokens that were found computed
-    reuse: Reuse | None = None  # how far, and why no further; None: it did not begin yet
     finished: bool = False
     num_preempted: int = 0
     retried: bool = False  # macOS stopped a step of it on the GPU, and it started over

@@ -11,8 +11,9 @@ from collections.abc import Sequence as Seq
 from ..cache.inputs import CacheWork, Move, PageTransfer
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import LOCAL_ROOT, Page, PageNames, PrefixCache, RestorePoint
+from ..core import Reuse, ReuseEnd
 from ..errors import InvalidRequestError
-from .batch import Namespace, Reuse, Sequence
+from .batch import Namespace, Sequence
 from .pagestore import PageStore, Transfers
 
 Place = tuple[str | None, int]
@@ -90,7 +91,7 @@ class KVManager:
         sequence.num_sealed = point.num_tokens - point.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
             sequence.num_cached = point.num_tokens
-            sequence.reuse = self._reuse(point, tiers)
+            sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
             num_tokens = group.begin(point.num_tokens, sequence.num_known)
             extended = self._extend(sequence.tables[g], g, num_tokens)
@@ -115,22 +116,39 @@ class KVManager:
             spans=() if sequence.pictures is None else sequence.pictures.spans,
         )
 
-    def _reuse(self, point: RestorePoint, tiers: dict[int, str]) -> Reuse:
+    def _reuse(self, sequence: Sequence, point: RestorePoint, tiers: dict[int, str]) -> Reuse:
         """Where the reuse of a prompt ended, with the pages that came from the disk or peers."""
         number = point.num_pages
         places = [(n, g) for g, group in enumerate(self.groups) for n in group.new_pages(number)]
         missing = [(n, g) for n, g in places if not point.holds(n, g)]
         if self._states is not None and not missing and not point.holds(number, len(self.groups)):
             missing = [(number, len(self.groups))]
-        at = min(missing, default=(None, 0))[0]
-        is_whole = (number + 1) * self.page_size >= len(point.names.token_ids)
-        at = None if is_whole else at
+        at: int | None = None
+        end = ReuseEnd.COMPLETE
+        if not self.reuse or sequence.request.prompt_logits:
+            end = ReuseEnd.DISABLED
+        elif (number + 1) * self.page_size < len(point.names.token_ids):
+            end = ReuseEnd.LIMITED
+            if missing:
+                at, group = min(missing)
+                end = self._end_at(point, at, group)
         return Reuse(
             num_tokens=point.num_tokens,
             tiers=tuple(tiers.get(n, "memory") for n in range(number)),
             missing=at,
-            existed=at is not None and self.prefix.existed(point.names.name(at)),
+            end=end,
+            page_size=self.page_size,
         )
+
+    def _end_at(self, point: RestorePoint, number: int, group: int) -> ReuseEnd:
+        """Why a group lacks a page of a prompt."""
+        is_in_memory = number < len(point.path) and point.path[number] is not None
+        if is_in_memory and group == len(self.groups):
+            return ReuseEnd.NO_SNAPSHOT
+        if is_in_memory and self.groups[group].recycles:
+            return ReuseEnd.WINDOW
+        existed = self.prefix.existed(point.names.name(number))
+        return ReuseEnd.EVICTED if existed else ReuseEnd.NEW
 
     def names_of(self, sequence: Sequence) -> PageNames:
         """The names of a sequence's pages, as far as its tokens are known."""

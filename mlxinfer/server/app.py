@@ -78,6 +78,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/version", ops.version),
     Route("GET", "/ready", ops.ready, "anyone"),
     Route("GET", "/server_info", ops.server_info),
+    Route("GET", "/v1/reuse", ops.list_reuse),
+    Route("GET", "/v1/reuse/{id}", ops.show_reuse),
     Route("GET", METRICS, ops.metrics, "admin"),
     Route("GET", "/v1/loads", ops.loads, "admin"),
     Route("GET", "/admin/models", ops.list_states, "admin"),

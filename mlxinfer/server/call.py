@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
-from ..core import TokenEvent
+from ..core import Request, TokenEvent
 from ..errors import InvalidRequestError, MlxinferError, StorageFullError
 from ..outputs import Result
 from ..pdf import pdf_texts
@@ -56,6 +56,7 @@ from .keys import ApiKey, require_admin
 from .metrics import RequestMetrics
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
+from .reuse import Record
 from .service import ServerState
 from .slots import ServedModel
 from .workers import Workers
@@ -126,6 +127,8 @@ class Call:
         self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
+        self._model: ServedModel  # that it named last
+        self.reuse: Record | None = None  # of its first prompt, once that is computed
         self._left = False  # nothing of it is waited for any more
         self._kept = AsyncExitStack()
         self._error: Exception | None = None
@@ -345,6 +348,7 @@ class Call:
             slot.check_adapter(adapter)
             model = model.with_adapter(adapter)
         self.log["model"] = model.name
+        self._model = model
         return model
 
     async def start(self, model: ServedModel, read: Read) -> Answers:
@@ -551,6 +555,18 @@ class Call:
             metrics.prompt_tokens += len(request.prompt_ids)
             metrics.cached_tokens += event.cached_tokens
         metrics.observe(first_token_s=now_s - request.arrived_s)
+        if index == 0 and not request.from_peer:
+            self._note_reuse(request)
+
+    def _note_reuse(self, request: Request) -> None:
+        """Remember where the reuse of a prompt ended; the log gets none of its text."""
+        self.reuse = self.service.reuse.add(
+            self.id, self.request_id, self.created_s, self._model, request
+        )
+        if self.reuse is not None:
+            names = ("model", "prompt_tokens", "cached_tokens", "tiers", "cause", "position")
+            found = {name: self.reuse.shown[name] for name in names}
+            log.debug("prompt reuse", extra={"request_id": self.request_id, **found})
 
     def end(self, index: int, reason: str, result: Result | None) -> None:
         """Count the end of an answer, with its result if it is complete."""
@@ -562,6 +578,9 @@ class Call:
         else:
             self._metrics.num_waiting -= 1
         self._metrics.finish(reason, result)
+        if index == 0 and self.reuse is not None and result is not None:
+            owner = self._answer(index).request.owner
+            self.service.reuse.answered(owner, self.reuse, result.token_ids)
         max_tokens = self._answer(index).request.params.max_tokens
         if max_tokens is not None:
             self._metrics.observe(max_tokens=max_tokens)

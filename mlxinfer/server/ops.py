@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import InvalidRequestError, MlxinferError, shown
 from ..memory import total_memory_bytes
 from .call import Call
+from .errors import HttpError
 from .http import Body, Plain, RequestBody, encode
 from .metrics import ServerMetrics
 from .service import Health, ServerState
@@ -87,6 +88,24 @@ def _load(found: ServerMetrics) -> Plain:
         "token_usage": used / most if most else 0.0,
         "cache_hit_rate": hit,  # of all prompt tokens since the start
     }
+
+
+# -- what was reused of prompts: of the key that asks ---------------------------------------------
+
+
+async def list_reuse(call: Call) -> Plain:
+    """The last requests of the key that asks, and why their prompts were computed; last first."""
+    return {"object": "list", "data": call.service.reuse.of(call.owner)}
+
+
+async def show_reuse(call: Call) -> Plain:
+    """One of these, by the id of its answer or its x-request-id."""
+    found = call.service.reuse.find(call.owner, call.path_params["id"])
+    if found is None:
+        raise HttpError(
+            "not_found", "No such request of this key is remembered; /v1/reuse lists the last ones."
+        )
+    return found
 
 
 # -- models --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .errors import ShuttingDownError
 from .log import RecentProblems
 from .metrics import Admission, EngineStats, RequestMetrics, ServerMetrics
 from .models import ModelRegistry
+from .reuse import ReuseRecords
 from .slots import RegistryEntry, ServedModel
 from .store import ResponseStore
 from .workers import Workers
@@ -148,6 +149,7 @@ class ServerState:
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
     problems: RecentProblems = field(default_factory=RecentProblems)
+    reuse: ReuseRecords = field(default_factory=ReuseRecords)
     awake: Awake = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from lazy_server import LazyServer
+from live_server import LiveServer, chat
 
 from mlxinfer import LLM
 from mlxinfer.cli import running
@@ -247,3 +248,23 @@ def test_each_tier_of_claude_code_is_a_model_of_the_server(served: None, outcome
     tiers = re.findall(r"ANTHROPIC_DEFAULT_(\w+)_MODEL=small$", printed, re.MULTILINE)
     assert sorted(tiers) == ["FABLE", "HAIKU", "OPUS", "SONNET"]
     assert "export CLAUDE_CODE_ATTRIBUTION_HEADER=0" in printed
+
+
+def test_why_says_where_reuse_ended(outcome: Any) -> None:
+    with LiveServer() as server:
+
+        def ask(text: str) -> str:
+            body = chat("Some words that stay the same in each question. " * 4 + text)
+            return str(server.post("/v1/chat/completions", body).json()["id"])
+
+        first, second = ask("Zebras run."), ask("Lions sleep.")
+        lines = outcome("why", "--url", server.url).out.splitlines()
+        assert "text_differs at" in lines[1]
+        assert first.endswith(lines[2].split()[2])
+        shown = json.loads(outcome("why", second, "--json", "--url", server.url).out)
+        told = outcome("why", second, "--url", server.url).out
+        assert f"from token {shown['differs_at']} on:" in told
+        assert shown["text"].split()[0] in told
+        missing = outcome("why", "nothing", "--url", server.url)
+        assert missing.code == 1
+        assert "No such request" in missing.err

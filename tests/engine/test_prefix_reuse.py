@@ -7,8 +7,7 @@ from engine.harness import PAGE, Harness, alone, prompt, tiny_model
 from models.runs import every
 
 from mlxinfer.config import DiskOptions
-from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Reuse
+from mlxinfer.core import Reuse, ReuseEnd, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8)
 
@@ -201,17 +200,17 @@ def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
         harness.turn(1)
         sequence = harness.loop.scheduler.queues.find("it")
         assert sequence is not None
-        reuse = sequence.reuse
+        reuse = sequence.request.reuse
         harness.drain()
         assert reuse is not None
         return reuse
 
     ids = prompt(100)
-    assert reuse_of(ids) == Reuse(0, (), 0, existed=False)
-    assert reuse_of(ids[:90] + [1] * 30) == Reuse(90, ("memory",) * 5, 5, existed=False)
+    assert reuse_of(ids) == Reuse(0, (), 0, ReuseEnd.NEW, PAGE)
+    assert reuse_of(ids[:90] + [1] * 30) == Reuse(90, ("memory",) * 5, 5, ReuseEnd.NEW, PAGE)
     harness.loop.scheduler.kv_manager.prefix.evict(0, 4)  # the short page and what came after it
     harness.loop.scheduler.kv_manager.take_work().spill.clear()  # the disk gets none of them
-    assert reuse_of(ids) == Reuse(90, ("memory",) * 5, 5, existed=True)
+    assert reuse_of(ids) == Reuse(90, ("memory",) * 5, 5, ReuseEnd.EVICTED, PAGE)
     earlier, harness = harness, Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
     earlier.loop.close()
-    assert reuse_of(ids) == Reuse(96, ("disk",) * 6, None, existed=False)
+    assert reuse_of(ids) == Reuse(96, ("disk",) * 6, None, ReuseEnd.COMPLETE, PAGE)

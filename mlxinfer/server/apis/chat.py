@@ -423,7 +423,7 @@ class ChatWriter:
         if self.body.prompt_logprobs is not None:
             answer = self.answers.answers[0]
             scored["prompt_logprobs"] = prompt_logprobs_of(self.model.tokenizer, answer)
-        usage = usage_of(self.answers)
+        usage = self._usage()
         return self._object("chat.completion", choices, usage=usage, **timings, **scored)
 
     def _choice(self, index: int, result: Result) -> Plain:
@@ -458,7 +458,7 @@ class ChatWriter:
         async for frames in self.call.frames(self.answers, self.step_frames, self._idle):
             yield frames
         if self.body.wants_usage:
-            yield data(self._object(CHUNK, [], usage=usage_of(self.answers)))
+            yield data(self._object(CHUNK, [], usage=self._usage()))
         yield DONE
 
     def _idle(self) -> bytes:
@@ -496,8 +496,12 @@ class ChatWriter:
     def _frame(self, choice: Plain, **rest: Any) -> bytes:
         if self.body.wants_usage:
             running = self.body.wants_running_usage
-            rest["usage"] = usage_of(self.answers) if running else None
+            rest["usage"] = self._usage() if running else None
         return data(self._object(CHUNK, [choice], **rest))
+
+    def _usage(self) -> Plain:
+        reuse = self.call.reuse if self.body.return_cached_tokens_details else None
+        return usage_of(self.answers, reuse=reuse)
 
     def _object(self, kind: str, choices: list[Plain], **rest: Any) -> Plain:
         return {

@@ -222,7 +222,9 @@ class CompletionWriter:
         }
 
     def _usage(self) -> Plain:
-        return usage_of(self._answers, left_out=sum(writer.silent for writer in self._writers))
+        silent = sum(writer.silent for writer in self._writers)
+        reuse = self._call.reuse if self._body.return_cached_tokens_details else None
+        return usage_of(self._answers, left_out=silent, reuse=reuse)
 
 
 def _choice(text: str, index: int, *, logprobs: Any = None, reason: str | None = None) -> Plain:

@@ -10,26 +10,32 @@ from ...outputs import Result
 from ...session.answers import Answer, Answers, AnswerStep
 from ...text import Tokenizer
 from ..http import Plain
+from ..reuse import Record
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
 LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST = -9999.0  # JSON has no -Infinity
 
 
-def usage_of(answers: Answers, *, left_out: int = 0) -> Plain:
+def usage_of(answers: Answers, *, left_out: int = 0, reuse: Record | None = None) -> Plain:
     """The token counts so far, all choices together; a prompt with several choices counts once.
 
     Args:
         answers: of the request.
         left_out: generated tokens that the client does not get.
+        reuse: of the first prompt, where the client asks for it.
     """
     usage = answers.usage
     completion = usage.answer_tokens - left_out
+    cached: Plain = {"cached_tokens": usage.cached_tokens}
+    if reuse is not None:
+        shown = {name: reuse.shown[name] for name in ("cause", "message", "position")}
+        cached["cached_tokens_details"] = {**reuse.shown["tiers"], **shown}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": usage.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 

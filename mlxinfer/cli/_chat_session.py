@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..core import SamplingParams
+from ..core import EFFORTS, SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..mcp_tools import McpTools
 from ..memory import human_bytes
@@ -28,7 +28,7 @@ class ChatSession:
     open_model: Callable[[str], Any]
     values: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, as the user chose
     system: str | None = None
-    think: bool | None = None  # None: as the model does by itself
+    think: str | None = None  # as `run.wish_of` gives it
     files: list[str] = field(default_factory=list)  # texts that go with the next message
     images: list[str | bytes] = field(default_factory=list)  # pictures that do
     videos: list[str] = field(default_factory=list)  # paths of videos that do
@@ -373,13 +373,12 @@ def _memory(stats: dict[str, Any]) -> str:
 
 
 def _think(session: ChatSession, word: str) -> CommandReply:
-    wishes = {"": session.think, "on": True, "off": False, "auto": None}
-    if word not in wishes:
-        raise InvalidRequestError("Usage: /think [on|off|auto]")
-    thinking(session.llm, wishes[word])
-    session.think = wishes[word]
-    named = {None: "as the model does by itself", True: "on", False: "off"}
-    return CommandReply(f"thinking: {named[session.think]}")
+    if word not in ("", "on", "off", "auto", *EFFORTS):
+        raise InvalidRequestError(f"Usage: /think [on|off|auto|{'|'.join(EFFORTS)}]")
+    wish = session.think if word == "" else None if word == "auto" else word
+    thinking(session.llm, wish)
+    session.think = wish
+    return CommandReply(f"thinking: {wish or 'as the model does by itself'}")
 
 
 def _file(session: ChatSession, name: str) -> CommandReply:
@@ -431,7 +430,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "file": ("FILE", _file, "send a text along with the next message"),
     "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
     "video": ("FILE", _video, "send a video along with the next message"),
-    "think": ("[on|off|auto]", _think, "whether a model that can think does"),
+    "think": ("[on|off|auto|LEVEL]", _think, "whether and how much a model thinks"),
     "tools": ("", _tools, "the tools of MCP servers"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),

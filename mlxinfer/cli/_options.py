@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from ..config import KV_BITS as STORED_BITS
-from ..core import SamplingParams
+from ..core import EFFORTS, SamplingParams
 from ..errors import InvalidRequestError
 from ..memory import parse_bytes
 from ..session.options import EngineArguments, EngineOptions, help_of
@@ -97,6 +97,11 @@ think_option = click.option(
     "--think/--no-think",
     default=None,
     help="Switch thinking on or off, for models that have such a switch.",
+)
+effort_option = click.option(
+    "--reasoning-effort",
+    type=click.Choice(EFFORTS),
+    help="How much a model thinks, where its template has levels; `mlxinfer show` names them.",
 )
 system_option = click.option("--system", metavar="TEXT", help="System message.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")

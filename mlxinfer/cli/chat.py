@@ -19,6 +19,7 @@ from ._configuration import open_tools
 from ._model import ADAPTER, open_llm
 from ._options import (
     adapter_option,
+    effort_option,
     engine_options,
     llm_arguments,
     model_option,
@@ -30,6 +31,7 @@ from ._options import (
 from ._output import counted, note, printable, wrapped
 from ._pictures import dropped
 from .history import open_log
+from .run import wish_of
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -48,6 +50,7 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
 @sampling_options
 @system_option
 @think_option
+@effort_option
 @click.option(
     "--show-thinking/--hide-thinking",
     default=True,
@@ -92,7 +95,7 @@ def command(
         lambda name: open_llm(name, adapter=adapter if name == model else None, **arguments),
         sampling_values(options),
         options["system"],
-        think=options["think"],
+        think=wish_of(options),
         log=log,
         adapter=ADAPTER if adapter else None,
     )

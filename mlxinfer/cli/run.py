@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..core import FinishReason, SamplingParams
+from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from ._model import ADAPTER, has_chat_template, open_llm
 from ._options import (
     adapter_option,
+    effort_option,
     engine_options,
     json_option,
     llm_arguments,
@@ -69,6 +70,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 )
 @click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
 @think_option
+@effort_option
 @click.option(
     "--show-thinking/--hide-thinking",
     default=None,
@@ -125,6 +127,7 @@ def check_usage(options: dict[str, Any]) -> None:
     if not options["raw"]:
         return
     flags = {"system": "--system", "think": "--think", "continued": "--continue"}
+    flags |= {"reasoning_effort": "--reasoning-effort"}
     flags |= {"images": "--image", "videos": "--video"}
     for name, flag in flags.items():
         if options[name] not in (None, False, ()):
@@ -186,7 +189,7 @@ def start(
     if log is not None:
         messages += map(with_its_images, log.messages(sees=llm.model_info.sees))
     messages.append({"role": "user", "content": text})
-    extra |= thinking(llm, options["think"])
+    extra |= thinking(llm, wish_of(options))
     if images or options["videos"]:
         check_sees(llm)
         extra |= {"images": images, "videos": options["videos"]}
@@ -324,20 +327,29 @@ def read_schema(given: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def thinking(llm: Any, wanted: bool | None) -> dict[str, Any]:
-    """Options of a chat that switch the model's thinking on or off; None: as it is by itself.
+def wish_of(options: dict[str, Any]) -> str | None:
+    """How much a model shall think: "on", "off" or a level; None: as it does by itself."""
+    wish: str | None = options["reasoning_effort"]
+    return wish or {None: None, True: "on", False: "off"}[options["think"]]
+
+
+def thinking(llm: Any, wish: str | None) -> dict[str, Any]:
+    """Options of a chat for a wish of `wish_of`.
 
     Raises:
-        InvalidRequestError: the model's chat template has no such switch.
+        InvalidRequestError: nothing in the model's chat template follows the wish.
     """
-    if wanted is None:
+    if wish is None:
         return {}
-    from ..text import facts_of
+    from ..text import Thinking, facts_of
 
     template = llm.tokenizer.template
-    if template is not None and "off" in facts_of(template).thinking.wishes:
-        return {"chat_template_kwargs": {"enable_thinking": wanted}}
+    known = Thinking() if template is None else facts_of(template).thinking
+    if wish in ("on", "off") and "off" in known.wishes:
+        return {"chat_template_kwargs": {"enable_thinking": wish == "on"}}
+    if wish in EFFORTS and known.efforts:
+        return {"reasoning_effort": wish}
     raise InvalidRequestError(
-        f"{llm.model_info.name} has no switch for thinking: no variable of its chat template stops "
-        "it."
+        f"{llm.model_info.name} has no {'switch' if wish in ('on', 'off') else 'levels'} for "
+        f"thinking: its chat template takes {', '.join(known.levels) or 'neither'}."
     )

@@ -11,6 +11,7 @@ from fake_llm import FakeLLM
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.errors import OverloadedError
+from mlxinfer.text import ChatTemplate
 
 EVERY_OPTION = """
     -m org/x --system sys
@@ -125,6 +126,11 @@ def test_thinking_is_switched_and_shown_beside_a_pipe(fake: FakeLLM, outcome: An
     assert (seen.out, seen.err) == ("Hello there.\n", "let me see ")
     assert fake.options == [{"chat_template_kwargs": {"enable_thinking": False}}]
     assert outcome("run", "--raw", "--think", "hi").code == 2
+    fake.tokenizer.template = ChatTemplate("{{ reasoning_effort }}")
+    fake.options.clear()
+    outcome("run", "--reasoning-effort", "high", "hi")
+    assert fake.options == [{"reasoning_effort": "high"}]
+    assert "has no switch for thinking" in outcome("run", "--think", "hi").err
 
 
 def test_a_schema_is_a_file_or_json(fake: FakeLLM, outcome: Any, tmp_path: Path) -> None:

@@ -215,17 +215,17 @@ def script(text: str) -> Callable[[Path], tuple[str, ...]]:
 WRITERS = {
     "pull": Writer(lambda folder: (*MLXINFER, "pull", "org/tiny"), pulled, 7, 1.5, counts=False),
     "convert": Writer(script(CONVERT), conversion_of, 6, 0.4, counts=False),
-    "session save": Writer(script(SESSIONS), sessions_of, 7),
-    "history": Writer(script(HISTORY), history_of, 6),
-    "responses": Writer(script(RESPONSES), responses_of, 4),
+    "session save": Writer(script(SESSIONS), sessions_of, 8),
+    "history": Writer(script(HISTORY), history_of, 8),
+    "responses": Writer(script(RESPONSES), responses_of, 6),
     "batch": Writer(
         lambda folder: (*MLXINFER, "batch", str(folder / "in.jsonl"), str(folder / "out.jsonl")),
         *(batch_of, 5, 0.1),
         counts=False,
     ),
-    "key edits": Writer(script(KEYS), keys_of, 7),
+    "key edits": Writer(script(KEYS), keys_of, 8),
 }
-assert sum(writer.kills for writer in WRITERS.values()) >= 40
+assert sum(writer.kills - 1 for writer in WRITERS.values()) >= 40  # each may be missed once
 
 
 def run_and_kill(writer: Writer, folder: Path, last: int, rng: random.Random) -> tuple[int, bool]:

@@ -147,8 +147,10 @@ class KVManager:
             return ReuseEnd.NO_SNAPSHOT
         if is_in_memory and self.groups[group].recycles:
             return ReuseEnd.WINDOW
-        existed = self.prefix.existed(point.names.name(number))
-        return ReuseEnd.EVICTED if existed else ReuseEnd.NEW
+        if not self.prefix.existed(point.names.name(number)):
+            return ReuseEnd.NEW
+        only_windows = len(self._recycling) == len(self.groups)  # what they drop is gone at once
+        return ReuseEnd.WINDOW if only_windows else ReuseEnd.EVICTED
 
     def names_of(self, sequence: Sequence) -> PageNames:
         """The names of a sequence's pages, as far as its tokens are known."""

@@ -214,3 +214,23 @@ def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
     earlier, harness = harness, Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
     earlier.loop.close()
     assert reuse_of(ids) == Reuse(96, ("disk",) * 6, None, ReuseEnd.COMPLETE, PAGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("qwen3_next", ReuseEnd.NO_SNAPSHOT),
+        ("gemma3_text", ReuseEnd.WINDOW),
+        ("mistral-v4", ReuseEnd.WINDOW),  # all of its layers have one
+    ],
+)
+def test_reuse_ends_where_states_or_windows_are_gone(name: str, end: ReuseEnd) -> None:
+    harness, ids = Harness(tiny_model(name)), prompt(700)
+    harness.add("first", ids, GREEDY)
+    harness.drain()
+    harness.add("it", ids[:90] + [1] * 60, GREEDY)
+    harness.turn(1)
+    sequence = harness.loop.scheduler.queues.find("it")
+    assert sequence is not None
+    assert sequence.request.reuse == Reuse(0, (), 0, end, PAGE)
+    harness.drain()

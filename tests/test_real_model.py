@@ -122,7 +122,7 @@ def test_formats_of_the_file_can_be_kept(gguf: Path) -> None:
     ("options", "most"),
     [
         ({"kv_bits": 8}, 0.0012),  # keys in their own basis: 0.0014
-        ({"kv_bits": (8, 4)}, 0.02),
+        ({"kv_bits": (8, 4)}, 0.0075),  # values in their own basis: 0.01
         # In layers that were trained without a window only; in all layers it is more than 2.
         ({"kv_window": 256, "kv_sinks": 4}, 0.3),
     ],
@@ -134,7 +134,7 @@ def test_a_smaller_cache_changes_little(
     with LLM(folder, progress=False, **options) as llm:
         found = changed(llm.logits(LONG["prompt"]), long_logits)
         assert 0 < found["kl_mean"] < most, found
-        if "kv_window" not in options:
+        if options == {"kv_bits": 8}:
             assert greedy(llm, PROMPTS[:1]) == [ANSWERS[0]["greedy"]]
 
 

@@ -180,8 +180,9 @@ class SavedSessions:
         place = self._place(session.name, session.owner)
         new, old = (place.with_name(f"{place.name}.{secrets.token_hex(8)}") for _ in range(2))
         new.mkdir(parents=True, mode=0o700)
-        saving = os.open(new, os.O_RDONLY)
+        saving: int | None = None
         try:
+            saving = os.open(new, os.O_RDONLY)  # gone if the name was removed just now
             fcntl.flock(saving, fcntl.LOCK_EX)
             for key in keys:
                 os.link(tier.path(key), new / _name(key))
@@ -206,7 +207,8 @@ class SavedSessions:
                 "hard links."
             ) from None
         finally:
-            os.close(saving)
+            if saving is not None:
+                os.close(saving)
             shutil.rmtree(new, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 

@@ -351,5 +351,5 @@ def thinking(llm: Any, wish: str | None) -> dict[str, Any]:
         return {"reasoning_effort": wish}
     raise InvalidRequestError(
         f"{llm.model_info.name} has no {'switch' if wish in ('on', 'off') else 'levels'} for "
-        f"thinking: its chat template takes {', '.join(known.levels) or 'neither'}."
+        f"thinking: its chat template takes {', '.join(known.levels) or 'none'}."
     )

@@ -208,6 +208,24 @@ class PictureReader:
             PromptTooLongError: they cannot fit.
             OverloadedError: too many pictures wait to be read.
         """
+        processor = self._processor_of(images)
+        moving = any(image.is_video for image in images)
+        budget = Budget(VIDEO_CPU_S if moving else PICTURE_CPU_S, abandoned)
+        found: list[Shown] = []
+        num_tokens, most = 0, self._max_context if max_context is None else max_context
+        for image in images:
+            if abandoned():
+                raise CancelledError
+            found.append(self._shown(image, budget, cache_salt))
+            num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
+            if num_tokens >= most:
+                raise PromptTooLongError(num_tokens, most, param=place, exact=False)
+        spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
+        videos = self._processors.videos if moving else None
+        return SeenParts(self._name, processor, videos, found, spoken)
+
+    def _processor_of(self, images: Sequence[ImagePart]) -> ImageProcessor:
+        """The processor of pictures; raises UnsupportedFieldError where these cannot be seen."""
         processor, videos = self._processors
         if processor is None:
             raise UnsupportedFieldError(
@@ -222,18 +240,7 @@ class PictureReader:
                 "pictures.",
                 param=moving[0].place,
             )
-        budget = Budget(VIDEO_CPU_S if moving else PICTURE_CPU_S, abandoned)
-        found: list[Shown] = []
-        num_tokens, most = 0, self._max_context if max_context is None else max_context
-        for image in images:
-            if abandoned():
-                raise CancelledError
-            found.append(self._shown(image, budget, cache_salt))
-            num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
-            if num_tokens >= most:
-                raise PromptTooLongError(num_tokens, most, param=place, exact=False)
-        spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
-        return SeenParts(self._name, processor, videos if moving else None, found, spoken)
+        return processor
 
     def _shown(self, part: ImagePart, budget: Budget, cache_salt: str | None) -> Shown:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens

@@ -180,19 +180,12 @@ class PrefixCache:
         rest = names.tokens(len(path), min(highest - len(path) * size, size))
         begun, overlap = self._closest(names.name(len(path) - 1), rest)
 
-        def held(group: int, number: int, count: int) -> int:
-            page = path[number] if number < len(path) else begun
-            if group == len(self.groups):
-                state = self._last_state(names, number, count)
-                return 0 if state is None else len(state.tokens)
-            return count if page is not None and page.ids[group] is not None else 0
-
         longest = len(path) * size + overlap
         point = longest_prefix(
             longest,
             self.groups,
             self.states,
-            held,
+            self._held(names, path, begun),
             spans=spans,
             alignment=size if whole_pages else self._alignment,
         )
@@ -210,6 +203,26 @@ class PrefixCache:
             tables=[self._table(g, path[:number], point) for g in self.attention],
             spans=spans,
         )
+
+    def _held(
+        self, names: PageNames, path: Sequence[Page | None], begun: Page | None
+    ) -> Callable[[int, int, int], int]:
+        """How many of the first tokens of a page a group holds, for `longest_prefix`.
+
+        Args:
+            names: of the prompt's pages.
+            path: its whole pages, None where one is missing.
+            begun: the page that shares the beginning of the page behind them.
+        """
+
+        def held(group: int, number: int, count: int) -> int:
+            page = path[number] if number < len(path) else begun
+            if group == len(self.groups):
+                state = self._last_state(names, number, count)
+                return 0 if state is None else len(state.tokens)
+            return count if page is not None and page.ids[group] is not None else 0
+
+        return held
 
     def _walk(self, names: PageNames, stop: int) -> list[Page | None]:
         """The whole pages of a prompt that are there.

@@ -1,14 +1,13 @@
 """Kolibri 1: the attention of EXAONE 4 between norms, experts chosen by logits plus bias."""
 
+from dataclasses import replace
 from typing import ClassVar
-
-import mlx.core as mx
 
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, read_layer_types
 from ..jsonfields import Fields
+from .deepseek import PLAIN_ROUTING, biased_routing
 from .glm import Glm4
 from .olmo import Exaone4
 
@@ -23,6 +22,7 @@ class Kolibri1(Exaone4):
     """Kolibri 1: experts in every layer, beside one that all tokens go to."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 262_144,
@@ -54,15 +54,9 @@ class Kolibri1(Exaone4):
 
     def mlp(self, index: int) -> FeedForward:
         """Sigmoids of the chosen logits weigh the experts."""
-        config, path = self.config, f"model.layers.{index}.mlp"
-        bias = self.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-        routing = Routing(
-            config.experts_per_token,
-            sigmoid=True,
-            normalised=config.norm_topk_prob,
-            biased=True,
-            ranks_logits=True,
-        )
-        inner = config.fields.integer("shared_expert_intermediate_size", high=2**22)
+        path = f"model.layers.{index}.mlp"
+        choice = biased_routing(self, path)
+        routing = replace(choice.routing, ranks_logits=True)
+        inner = self.config.fields.integer("shared_expert_intermediate_size", high=2**22)
         shared = self.dense_mlp(f"{path}.shared_experts", inner)
-        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)), shared=shared)
+        return self.experts(path, ExpertChoice(routing, choice.bias), shared=shared)

@@ -119,6 +119,10 @@ class KillableProcess:
         """
         return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
 
+    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+        self.count()
+        return self.reply(job, abandoned)
+
     def close(self) -> None:
         """End the process; the next job starts another."""
         run_apart(self._close, "mlxinfer-killable")
@@ -127,28 +131,31 @@ class KillableProcess:
         with self._turn:
             self._stop()
 
-    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
-        """Return the reply, of a second process if the first was ended from outside."""
+    def count(self) -> None:
+        """Count a job that `reply` is then called with; raise as `ask` does where too many wait."""
         with self._counting:
             if self.num_jobs > MAX_WAITING:
                 raise OverloadedError("Too many others wait for the same check; try again.")
             self.num_jobs += 1
+
+    def reply(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+        """Return the reply to a counted job, of a second process if a signal ended the first."""
         try:
             while not self._turn.acquire(timeout=POLL_S):
                 _raise_if(abandoned)
             try:
-                return self._reply(job, abandoned)
+                return self._reply_once(job, abandoned)
             except EndedError as ended:
                 if ended.is_to_blame:
                     raise
-                return self._reply(job, abandoned)
+                return self._reply_once(job, abandoned)
             finally:
                 self._turn.release()
         finally:
             with self._counting:
                 self.num_jobs -= 1
 
-    def _reply(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+    def _reply_once(self, job: Message, abandoned: Callable[[], bool]) -> Message:
         _raise_if(abandoned)
         try:
             return _exchange(self._running(), job, self.max_seconds, abandoned)
@@ -188,10 +195,17 @@ class KillablePool:
 
     def __init__(self, *processes: KillableProcess) -> None:
         self._processes = processes
+        self._choosing = threading.Lock()
 
     def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
         """As `KillableProcess.ask`."""
-        return min(self._processes, key=lambda process: process.num_jobs).ask(job, abandoned)
+        return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
+
+    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+        with self._choosing:  # jobs that come at once do not choose the same process
+            chosen = min(self._processes, key=lambda process: process.num_jobs)
+            chosen.count()
+        return chosen.reply(job, abandoned)
 
     def close(self) -> None:
         """End the processes; the next job starts another."""

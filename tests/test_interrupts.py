@@ -15,6 +15,7 @@ import pytest
 from mlxinfer import LLM, EngineClosedError, InvalidRequestError, SamplingParams
 from mlxinfer.grammar import spec
 from mlxinfer.grammar.compiler import CheckProcess
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 
@@ -89,8 +90,7 @@ def test_an_answer_that_close_cuts_off_is_an_error(call: str) -> None:
     llm = LLM("demo-draft")
 
     def close_when_it_runs() -> None:
-        while not llm.stats()["running"]:
-            time.sleep(0.01)
+        wait_until(lambda: llm.stats()["running"])
         llm.close()
 
     closing = threading.Thread(target=close_when_it_runs)

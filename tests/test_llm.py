@@ -24,6 +24,7 @@ from mlxinfer.core import Request, TokenEvent
 from mlxinfer.session.answers import Answer
 from mlxinfer.session.session import RequestBuilder
 from mlxinfer.text import TextStream
+from tests.waiting import until, wait_until
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 
@@ -129,8 +130,7 @@ def test_a_cancelled_task_ends_its_request(llm: LLM) -> None:
     async def main() -> None:
         endless = SamplingParams(max_tokens=None, ignore_eos=True)
         task = asyncio.create_task(llm.agenerate("A", endless))
-        while llm.stats()["running"] == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: llm.stats()["running"])
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -156,8 +156,7 @@ def test_ctrl_c_aborts_the_requests_of_a_batch(llm: LLM) -> None:
         return running
 
     def press_when_they_run() -> None:
-        while not llm._session.engine.call(press):
-            time.sleep(0.01)
+        wait_until(lambda: llm._session.engine.call(press))
 
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     thread = threading.Thread(target=press_when_they_run)
@@ -437,8 +436,7 @@ def test_a_request_of_a_closed_event_loop_ends(llm: LLM) -> None:
     loop.run_until_complete(anext(stream))
     loop.close()
     before = llm.stats()["tokens_sampled"]
-    while llm.stats()["running"]:
-        time.sleep(0.01)
+    wait_until(lambda: not llm.stats()["running"])
     assert llm.stats()["tokens_sampled"] - before < 1000
     assert stream is not None, "it is held to the end"
 

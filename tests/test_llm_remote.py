@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "server"))
 
-from live_server import LiveServer, wait_until
+from live_server import LiveServer
 
 from mlxinfer import (
     LLM,
@@ -24,6 +24,7 @@ from mlxinfer import (
 )
 from mlxinfer.http_json import ServerError
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 KEY = "sk-test"
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]

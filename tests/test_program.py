@@ -15,6 +15,7 @@ from models.runs import every
 
 from mlxinfer import LLM, Branches, FinishReason, InvalidRequestError, MlxinferError, Program
 from mlxinfer.hub import resolve
+from tests.waiting import until
 
 QUESTION = "Is a page a part of the KV cache?"
 LONG = " ".join(f"Rule {n}: a page holds sixteen tokens, and pages are shared." for n in range(10))
@@ -388,13 +389,11 @@ def test_cancelling_ends_the_requests(llm: LLM) -> None:
         async with llm.program() as p:
             p.user(QUESTION)
             task = asyncio.create_task(p.fork(3).agen("x", max_tokens=1500, ignore_eos=True))
-            while llm.stats()["running"] < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda: llm.stats()["running"] == 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while llm.stats()["running"]:
-                await asyncio.sleep(0.01)
+            await until(lambda: not llm.stats()["running"])
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

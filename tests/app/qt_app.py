@@ -54,8 +54,9 @@ async def scenario(app: MenubarApp, folder: Path) -> dict[str, Any]:
     first.on_back()
     first.choose("demo")
     first.on_next()
-    while not first.next.enabled:
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(120):
+        while not first.next.enabled:
+            await asyncio.sleep(0.05)
     shoot(first.window, "welcome-ready", folder)
     first.on_end()
     said["main shown"] = app.main.window.visible

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_server import wait_until
 from page_server import PageServer
 from standin import Repo, StandIn
 from test_page_models import DEMO
@@ -21,6 +20,7 @@ from mlxinfer.app.process import ServerProcess, StartError
 from mlxinfer.app.settings import Settings
 from mlxinfer.errors import MlxinferError
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 
 def talk(server: PageServer, text: str) -> None:

@@ -34,6 +34,7 @@ from mlxinfer.app.process import ServerProcess
 from mlxinfer.app.welcome import cards_of, time_text
 from mlxinfer.memory import models_limit_bytes
 from mlxinfer.suggestions import to_begin_with
+from tests.waiting import until
 
 Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]
 
@@ -83,14 +84,6 @@ def texts(widget: Any) -> list[str]:
         return [row.title for row in widget.data]
     own = [widget.text] if isinstance(widget, toga.Label | toga.Button | toga.Switch) else []
     return own + [text for child in widget.children or () for text in texts(child)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not come to that")
 
 
 def test_the_menu_is_what_the_view_says_and_its_commands_act(

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from live_server import wait_until
 
 from mlxinfer.app import settings as stored
 from mlxinfer.app.client import (
@@ -36,6 +35,7 @@ from mlxinfer.app.platforms import (
 )
 from mlxinfer.app.settings import Settings
 from mlxinfer.errors import InvalidRequestError
+from tests.waiting import wait_until
 
 URL = "http://127.0.0.1:8080"
 LOADED = ModelStatus(name="chat", state="loaded", weights_bytes=4_620_000_000)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_server import wait_until
 
 from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError, start_of
 from mlxinfer.app.settings import Settings
 from tests.bench.processes import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 

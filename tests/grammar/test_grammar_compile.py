@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from mlxinfer.grammar.spec import (
     tool_calls,
 )
 from mlxinfer.text.tools import Toolbox, ToolUse, tool_format
+from tests.waiting import wait_until
 
 SIZE = tokenizer_of("demo").vocab_size + PADDING
 FULL = "[a-z ]{0,40}x[a-z]{0,20}y[0-9 ]{3,30}z[a-z]{3,40}"  # has many states
@@ -199,8 +199,7 @@ def test_a_wait_for_the_checker_ends_with_its_caller_or_at_once(
     with checker._turn, ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(killable, "MAX_WAITING", 0)
         check = threads.submit(checker.check, json_object(), abandoned=has_left.is_set)
-        while not checker.num_jobs:
-            time.sleep(0.01)
+        wait_until(lambda: checker.num_jobs)
         with pytest.raises(OverloadedError):
             checker.check(json_object())
         has_left.set()

@@ -1,7 +1,6 @@
 """Pictures are decoded in processes: with a budget, for as long as somebody waits, alike."""
 
 import threading
-import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from PIL import Image
 from mlxinfer.errors import PictureError
 from mlxinfer.images import ImageProcessor, Shown, image_processor, process
 from mlxinfer.images.process import Budget, Source, prepare
+from tests.waiting import wait_until
 
 NEVER = jpeg_of_many_scans(4000, 3000)  # 75 KB, half a minute
 
@@ -40,6 +40,10 @@ def running() -> list[psutil.Process]:
         for child in psutil.Process().children()
         if child.status() != psutil.STATUS_ZOMBIE and process.__name__ in child.cmdline()
     ]
+
+
+def cpu_s(child: psutil.Process) -> float:
+    return float(child.cpu_times().user)
 
 
 def test_a_picture_is_the_same_as_without_a_process(processor: ImageProcessor) -> None:
@@ -76,8 +80,7 @@ def test_a_picture_that_nobody_waits_for_ends(processor: ImageProcessor) -> None
     has_left = threading.Event()
     with ThreadPoolExecutor(4) as threads:
         jobs = [threads.submit(ready, NEVER, processor, abandoned=has_left.is_set) for _ in "abcd"]
-        while sum(child.cpu_times().user > 0.5 for child in running()) < process.PROCESSES:
-            time.sleep(0.05)
+        wait_until(lambda: sum(cpu_s(child) > 0.5 for child in running()) == process.PROCESSES)
         has_left.set()
         for job in jobs:
             with pytest.raises(CancelledError):

@@ -22,6 +22,7 @@ from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
 from mlxinfer.ranks.join import hello_of, shut_ring
 from mlxinfer.ranks.messages import Checked, Loaded
 from mlxinfer.ranks.wire import StepWriter, checksum
+from tests.waiting import wait_until
 
 Group = tuple[RankGroup, dict[int, Connection]]
 
@@ -185,8 +186,7 @@ def test_an_adapter_that_is_loaded_beside_a_step_is_not_the_step_s_time(three: G
     sent_s = group._sent_s[0]
     waiting = threading.Thread(target=group._next_answer, args=(messages.AdapterDone, 30.0))
     waiting.start()
-    while group._answered_s < sent_s:
-        time.sleep(0.01)
+    wait_until(lambda: group._answered_s >= sent_s)
     group._check_time(time.monotonic() + 1e6)
     assert group.failure is None
     done = messages.AdapterDone(1, 1, 1, None, 0, True)

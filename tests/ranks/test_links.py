@@ -23,6 +23,7 @@ from mlxinfer.ranks.hosts import (
     require_private,
     shared_secret,
 )
+from tests.waiting import wait_until
 
 SECRET = b"0123456789abcdef"
 
@@ -70,8 +71,7 @@ def test_a_rank_that_knows_the_secret_is_let_in_and_frames_arrive():
     with gathering() as (address, found):
         other = come(address, Hello(1, 2, "v", 7))
         other.send(b"a frame" * 1000)
-        while not found:
-            time.sleep(0.01)
+        wait_until(lambda: found)
         assert found[0][1].receive() == b"a frame" * 1000
     with pytest.raises((EOFError, OSError)):
         other.receive()

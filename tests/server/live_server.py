@@ -22,6 +22,7 @@ from mlxinfer.server.service import ServerState
 from mlxinfer.server.slots import RegistryEntry, ServedModel
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
+from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 LONG_TOKENS = 1800
@@ -207,11 +208,3 @@ def events_of(response: httpx.Response) -> Iterator[Any]:
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
-
-
-def wait_until(condition: Any, limit_s: float = 60.0, pause_s: float = 0.01) -> None:
-    """Poll, with sleeps: the server is in another thread. Polls that are requests need longer."""
-    until_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(pause_s)

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from live_server import LiveServer, wait_until
+from live_server import LiveServer
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.loop import EngineLimits
 from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
+from tests.waiting import wait_until
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 TEMPLATE = (  # Hermes's way of calling, in a few words of our own

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
-from live_server import CHAT, LiveServer, chat, long_chat, wait_until
+from live_server import CHAT, LiveServer, chat, long_chat
 
 from mlxinfer import LLM, hub
+from tests.waiting import wait_until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

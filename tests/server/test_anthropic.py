@@ -9,13 +9,14 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from live_server import LiveServer, wait_until
+from live_server import LiveServer
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.slots import RegistryEntry, ServedModel
+from tests.waiting import wait_until
 
 TOOLS: Any = [
     {"name": "get_weather", "description": "The weather", "input_schema": CITY},

@@ -6,12 +6,13 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import LONG_TOKENS, LiveServer, wait_until
+from live_server import LONG_TOKENS, LiveServer
 from openai.types.responses import Response, ResponseStreamEvent
 from sdk_clients import openai_client, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
+from tests.waiting import wait_until
 
 RESPONSES = "/v1/responses"
 LONG: Any = {

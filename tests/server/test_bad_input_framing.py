@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 from bad_input import GOOD
-from live_server import CHAT, LiveServer, long_chat, wait_until
+from live_server import CHAT, LiveServer, long_chat
 from raw_http import connect, exchange, post, read_all, read_answer, status_of
 
 from mlxinfer.server.protocol import READ_BYTES, TimedProtocol
+from tests.waiting import wait_until
 
 BODY = json.dumps(GOOD[CHAT]).encode()
 LENGTH = f"content-length: {len(BODY)}\r\n".encode()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import httpx2 as httpx
 import pytest
 from bad_input import CHAT, GOOD, MESSAGES, error_of, expect_refusal
-from live_server import LiveServer, chat, wait_until
+from live_server import LiveServer, chat
 from raw_http import exchange, status_of
 
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 KEY = "sk-a-key-of-ours"
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from bad_input import expect_refusal
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 from models.runs import every
 from scripted import ScriptedServer
 
@@ -17,6 +17,7 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.apis.documents import pdf_data, text_of_file
 from mlxinfer.server.store import ResponseStore
 from tests.pdf_files import encrypted, pdf
+from tests.waiting import wait_until
 
 pytest.importorskip("pypdf")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

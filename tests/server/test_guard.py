@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 from raw_http import connect, exchange, post, read_answer, status_of
 
 from mlxinfer.errors import InvalidRequestError
@@ -19,6 +19,7 @@ from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.errors import HttpError
 from mlxinfer.server.guard import check_host
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 KEY = "sk-secret"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live_server import CHAT, LiveServer, chat, events_of, long_chat, wait_until
+from live_server import CHAT, LiveServer, chat, events_of, long_chat
 from raw_http import connect, post, status_of
 from steps import hanging
 
@@ -18,6 +18,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
 from mlxinfer.server.metrics import MAX_RETRY_S, MIN_RETRY_S, Admission, RequestMetrics
 from mlxinfer.server.slots import read_defaults
+from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from lazy_server import LazyServer
-from live_server import CHAT, LiveServer, chat, long_chat, wait_until
+from live_server import CHAT, LiveServer, chat, long_chat
 from steps import break_next_step, hanging
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.service import FRESH_S
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
+
+from tests.waiting import wait_until
 
 TEXT = "The KV cache holds"
 GREEDY: dict[str, Any] = {"prompt": TEXT, "n_predict": 4, "temperature": 0}

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 
 from mlxinfer.server.http import Receive, Scope, Send
 from mlxinfer.server.log import json_line, text_line
 from mlxinfer.server.run import traced
+from tests.waiting import wait_until
 
 SECRET = "swordfish"
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 from lazy_server import LazyServer
-from live_server import CHAT, LiveServer, chat, long_chat, wait_until
+from live_server import CHAT, LiveServer, chat, long_chat
 from prometheus_client.parser import text_string_to_metric_families
 from steps import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.metrics import RequestMetrics
+from tests.waiting import wait_until
 
 Numbers = dict[str, float]
 DASHBOARDS = """

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from lazy_server import MB, LazyServer
-from live_server import CHAT, chat, long_chat, wait_until
+from live_server import CHAT, chat, long_chat
 
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.errors import CheckpointError
 from mlxinfer.server.slots import ServedModel
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

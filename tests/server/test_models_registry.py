@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fake_models import MB, Machine
-from live_server import wait_until
 
 from mlxinfer.errors import (
     CheckpointError,
@@ -21,6 +20,7 @@ from mlxinfer.server import workers
 from mlxinfer.server.errors import HttpError, ModelLoadError
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.slots import FIRST_PAUSE_S, MAX_PAUSE_S, RegistryEntry, State
+from tests.waiting import until, wait_until
 
 
 @pytest.fixture
@@ -43,11 +43,6 @@ def models(machine: Machine) -> ModelRegistry:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def touch(models: ModelRegistry, *names: str | None) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import ollama
 import pytest
 from lazy_server import MB, LazyServer
-from live_server import LiveServer, wait_until
+from live_server import LiveServer
 from scripted import ScriptedServer
 from sdk_clients import CALLS, CHAT_TOOLS, HELLO, NOW, WEATHER, ollama_client
 
 from mlxinfer.errors import ModelNotFoundError
+from tests.waiting import wait_until
 
 GREEDY: Any = {"temperature": 0, "num_predict": 4}
 

@@ -14,12 +14,13 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 from PIL import Image
 
 from mlxinfer import hub
 from mlxinfer.engine import peers
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 KEYS = ApiKeys.from_plain(["secret"]).with_named({"user": {"key": "u"}}, "keys.toml")

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from live_server import CHAT, LiveServer, models_of, wait_until
+from live_server import CHAT, LiveServer, models_of
 from PIL import Image
 from raw_http import connect, post
 from sdk_clients import anthropic_client, openai_client
@@ -26,6 +26,7 @@ from mlxinfer.server.workers import Workers
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pictures import PictureReader
 from tests.seeing_folder import seeing_folder
+from tests.waiting import wait_until
 
 
 def png(colour: str, size: tuple[int, int] = (40, 30)) -> bytes:

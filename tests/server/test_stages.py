@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES
-from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, long_chat, wait_until
+from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, long_chat
 
 from mlxinfer.engine import loop as engine_loop
 from mlxinfer.engine.batch import Batch
@@ -28,6 +28,7 @@ from mlxinfer.server.http import HIDDEN
 from mlxinfer.server.metrics import Admission
 from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.text import ChatTemplate, Tokenizer
+from tests.waiting import wait_until
 
 VICTIM = "zebra"  # stands in the prompt of the request that is to fail
 SECRET = "/Users/somebody/secret at 0x7ffe"

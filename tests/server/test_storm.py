@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 from bad_input import tokens
-from live_server import LiveServer, chat, num_threads, wait_until
+from live_server import LiveServer, chat, num_threads
 from storm_client import Plan, draw_body, draw_leaver, perform
+
+from tests.waiting import wait_until
 
 AT_ONCE = 16
 DISCONNECTS = 1000

@@ -3,9 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 from models.runs import every
 from scripted import TEMPLATE, ScriptedServer
+
+from tests.waiting import wait_until
 
 
 def test_tokens_are_told_with_their_texts(server: LiveServer) -> None:

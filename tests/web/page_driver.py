@@ -5,7 +5,9 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import pytest
-from live_server import LiveServer, wait_until
+from live_server import LiveServer
+
+from tests.waiting import wait_until
 
 LIMIT_MS = 30_000  # of every wait
 REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of the page may not be skipped

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
+
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
@@ -16,6 +15,7 @@ from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.keys import ApiKeys
 from tests.pdf_files import pdf
 from tests.test_mcp_tools import SERVER
+from tests.waiting import wait_until
 
 MARKDOWN = """# Title
 

@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 
 from mlxinfer.history import History, StoredMessage
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 

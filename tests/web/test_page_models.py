@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from page_driver import PageDriver
 from page_server import PageServer
 from standin import Repo, StandIn
 
 from mlxinfer import hub
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_server import wait_until
 from page_driver import PageDriver
 from page_server import SeeingPageServer
 from PIL import Image
 from test_page_access import overflow, violations
+
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 

@@ -184,7 +184,6 @@ class _Grid:
         return scale, bias, lost > ROUGH * (self.variance - best.gain)
 
     def _line(self, places: Floats) -> _Line:
-        """The regression on the codes nearest to these places."""
         codes: Floats = np.rint(places, out=self.scratch)
         np.clip(codes, 0, self.largest, out=codes)
         weighted = codes if self.importance is None else codes * self.importance

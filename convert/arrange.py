@@ -190,7 +190,6 @@ def _gives_vectors(source: SourceModel, rename: Rename) -> bool:
 
 
 def has_tower(source: SourceModel) -> bool:
-    """Whether the source has a tower that is known here."""
     known = tower_family(Fields(source.config, "config.json")) is not None
     return known and any(tower_name(name) is not None for name in source.tensors)
 

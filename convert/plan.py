@@ -410,7 +410,6 @@ def disk_bytes(
 
 
 def _largest_layer(arranged: ArrangedSource) -> int:
-    """Weights of the largest decoder layer."""
     sizes: Counter[int | None] = Counter()
     for output in arranged.outputs:
         sizes[output.layer] += 0 if output.layer is None else output.num_weights

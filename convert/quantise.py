@@ -197,7 +197,6 @@ def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows,
 
 
 def total(errors: Iterable[ErrorStats]) -> ErrorStats:
-    """The sum."""
     return sum(errors, ErrorStats())
 
 

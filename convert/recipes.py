@@ -329,7 +329,6 @@ class ConversionOptions:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether weights are rounded with error feedback."""
         return self.error_feedback and self.calibration is not None
 
     @property

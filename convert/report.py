@@ -45,12 +45,10 @@ class ConversionReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tensors by status."""
         return dict(Counter(tensor["status"] for tensor in self.tensors))
 
     @property
     def worst(self) -> dict[str, Any] | None:
-        """The tensor with the largest relative error."""
         return max(self.tensors, key=lambda t: t["relative"], default=None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,7 +160,6 @@ def _front(report: ConversionReport, source: SourceModel) -> list[str]:
 
 
 def _yaml(fields: Mapping[str, Any]) -> list[str]:
-    """Fields as lines of a card."""
     import yaml  # type: ignore[import-untyped]
 
     if not fields:

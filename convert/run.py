@@ -393,7 +393,6 @@ class Conversion:
         )
 
     def _complete(self, path: Path, tensors: list[PlannedTensor], journal: Journal) -> None:
-        """Check a file."""
         if path.name in journal.shards:
             return
         if not self.options.check_tensors:

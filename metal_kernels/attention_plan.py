@@ -186,7 +186,6 @@ class AttentionPlanner:
         self._numbers, self._num_items = plan_numbers(sizes, spans, work), len(work)
 
     def _most_blocks(self, num_blocks: Ints) -> int:
-        """Blocks that one threadgroup takes at most."""
         if self._item_blocks is not None:
             return self._item_blocks
         if not self._is_prefill:
@@ -338,7 +337,6 @@ class Shape:
 
     @property
     def threads(self) -> int:
-        """Of a threadgroup."""
         return self.simd_groups * LANES
 
     @property

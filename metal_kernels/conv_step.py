@@ -47,21 +47,17 @@ class ConvStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """See `StateStep`."""
         return self.length - 1, self.channels
 
     @property
     def has_kernel(self) -> bool:
-        """See `StateStep`."""
         return 2 <= self.length <= MAX_LENGTH and self.channels >= MIN_NUMBERS
 
     @property
     def registers(self) -> int:
-        """See `StateStep`."""
         return 16 + 2 * self.length
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """See `StateStep`."""
         inputs, weight, bias = arrays
 
         def part(number: int) -> mx.array:
@@ -104,7 +100,6 @@ class ConvStep(StateStep):
         )
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """See `StateStep`."""
         width = self.at + (3 if self.gated else 1) * self.channels
         arrays = [normal(*lead, width), normal(self.channels, self.length, 1)]
         bias = normal(self.channels).astype(self.dtype) if self.biased else None

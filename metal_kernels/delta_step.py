@@ -68,7 +68,6 @@ class DeltaStep(StateStep):
 
     @property
     def num_times(self) -> int:
-        """Time steps of a token."""
         return self.value_heads * (self.key_dim if self.each else 1)
 
     @property
@@ -78,21 +77,17 @@ class DeltaStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """See `StateStep`."""
         return self.value_heads, self.value_dim, self.key_dim
 
     @property
     def has_kernel(self) -> bool:
-        """See `StateStep`."""
         return takes(self.value_dim, self.key_dim)
 
     @property
     def registers(self) -> int:
-        """See `StateStep`."""
         return 20 + 4 * (self.key_dim // (team_lanes(self.key_dim) or 1))
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """See `StateStep`. On the CPU any split of a sequence gives the same bits."""
         mixed, projected, times, rates, biases = arrays
         qk, values = mx.split(mixed, [self.key_width], axis=-1)
         qk = mx.unflatten(qk, -1, (2 * self.key_heads, self.key_dim))
@@ -139,7 +134,6 @@ class DeltaStep(StateStep):
         return matrix_launch(self, kernel, template, (count, tokens), self.dtype)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """See `StateStep`."""
         width, num_times = self.strengths_at + self.value_heads, self.times_at + self.num_times
         mixed = normal(*lead, self.key_width + self.value_heads * self.value_dim)
         # Time steps are part of `projected`, unless every number of a key has its own.

@@ -190,7 +190,6 @@ def stored_outputs(form: HeadsForm) -> tuple[list[str], list[str]]:
 
 @cache
 def _kernel(form: HeadsForm) -> MetalKernel:
-    """The kernel with as many outputs as these formats have parts."""
     names, made = stored_outputs(form)
     return MetalKernel(
         name="kv_write",

@@ -21,7 +21,6 @@ FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another w
 
 
 def kv_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
-    """The variant of `kv_write` for heads of this form."""
     return Variant.from_form("kv_write", form, dtype=dtype_name(dtype))
 
 
@@ -100,7 +99,6 @@ def _heads(variant: Variant) -> Heads:
 
 
 def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
-    """The projection of `count` tokens and their positions."""
     rng, form = np.random.default_rng(count), variant.form
     qkv = rng.uniform(-2, 2, (count, form.width)).astype(np.float32)
     if form.norm:  # sums of squares that float16 does not have
@@ -110,7 +108,6 @@ def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
 
 
 def tail_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
-    """The variant of `write_tails` for heads of this form."""
     return Variant.from_form("tail_write", form, dtype=dtype_name(dtype))
 
 

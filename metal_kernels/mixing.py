@@ -42,7 +42,6 @@ class Mixing(Form):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernel takes so many streams."""
         return self.num_streams in STREAMS
 
     @property

@@ -223,7 +223,6 @@ class Asked(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Query rows of a KV head."""
         return self.max_queries * (self.rows[1] // self.kv_heads)
 
     @property
@@ -363,7 +362,6 @@ def paged_attention(
 
 @cache
 def _numbers(scale: float, soft_cap: float) -> mx.array:
-    """The same for every step of a layer."""
     return mx.array([scale, soft_cap], mx.float32)
 
 

@@ -166,7 +166,6 @@ def _values(logits: mx.array, mask: mx.array | None) -> mx.array:
 
 
 def _goal(total: mx.array, top_p: mx.array) -> mx.array:
-    """The whole number that a mass must exceed to reach top_p of the total."""
     bits = (mx.minimum(top_p, 1 - 2.0**-24) * 2.0**32).astype(mx.uint64)
     goal = _share(total, bits, 32)
     whole = (((total & 0xFFFFFFFF) * bits) & 0xFFFFFFFF) == 0

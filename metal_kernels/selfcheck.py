@@ -158,7 +158,6 @@ class Verdicts:
         self._put(key, asdict(verdict))
 
     def forget(self, key: str) -> None:
-        """Drop the entry of `key`."""
         self._write({name: entry for name, entry in self._entries().items() if name != key})
 
     def _put(self, key: str, entry: dict[str, Any]) -> None:
@@ -306,7 +305,6 @@ def _attempted(call: Callable[[], Result], device: Device) -> Result | Verdict:
 
 
 def _ran(case: Case) -> list[mx.array]:
-    """Evaluated outputs of a kernel."""
     outputs = case.kernel()
     mx.eval(outputs)
     return outputs
@@ -423,7 +421,6 @@ def _compared(case: Case, device: Device) -> Verdict:
 
 
 def _share(verdict: Verdict) -> float:
-    """The error as a share of what is allowed."""
     return (verdict.error or 0.0) / (verdict.tolerance or 1.0)
 
 
@@ -456,7 +453,6 @@ def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) ->
 
 
 def _largest_difference(found: NDArray[np.float64], wanted: NDArray[np.float64]) -> float:
-    """inf where one is infinite or NaN and the other is not the same."""
     same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
     with np.errstate(invalid="ignore"):
         differences = np.where(same, 0.0, np.abs(found - wanted))

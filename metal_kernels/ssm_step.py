@@ -64,21 +64,17 @@ class SSMStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """See `StateStep`."""
         return self.heads, self.head_dim, self.state_dim
 
     @property
     def has_kernel(self) -> bool:
-        """See `StateStep`."""
         return takes(self.head_dim, self.state_dim)
 
     @property
     def registers(self) -> int:
-        """See `StateStep`."""
         return 20 + 3 * (self.state_dim // (team_lanes(self.state_dim) or 1))
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """See `StateStep`."""
         mixed, projected, rates, biases, skips = arrays
         x, keys, queries = mx.split(
             mixed, [self.inner, self.inner + self.groups * self.state_dim], axis=-1
@@ -108,7 +104,6 @@ class SSMStep(StateStep):
         return matrix_launch(self, _kernel(self.limits), template, (count, tokens), mx.float32)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """See `StateStep`."""
         mixed = 0.3 * normal(*lead, self.inner + 2 * self.groups * self.state_dim)
         projected = normal(*lead, self.times_at + self.heads).astype(self.dtype)
         return [mixed, projected, mx.exp(normal(self.heads)), *(normal(self.heads) for _ in "bd")]

@@ -115,7 +115,6 @@ class Affine(KVFormat):
         return (grouped * scales + biases).flatten(-2).astype(dtype)
 
     def writer(self, dim: int, first: int, count: int) -> str:
-        """As of `KVFormat`."""
         return f"Affine<{dim}, {first}, {count}, {group_size(dim)}, {self.bits}>"
 
 
@@ -169,7 +168,6 @@ class Plane:
 
     @property
     def read_dim(self) -> int:
-        """Numbers that are read of a vector."""
         return self.vector_dim if self.dim is None else self.dim
 
     @property

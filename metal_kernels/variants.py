@@ -132,7 +132,6 @@ class Variant:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The value `dtype`."""
         return DTYPES[str(self["dtype"])]
 
     def __str__(self) -> str:

@@ -95,7 +95,6 @@ class PeerOptions:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """All servers that are asked."""
         return tuple(dict.fromkeys([*self.urls, *filter(None, [self.prefill_at])]))
 
     def __post_init__(self) -> None:

@@ -77,12 +77,10 @@ class SamplingValues(TypedDict, total=False):
 
 
 def _number(default: float, **bounds: Any) -> Any:
-    """A field of SamplingParams with the bounds of `check_number`."""
     return field(default=default, metadata={"check": check_number, "bounds": bounds})
 
 
 def _integer(default: int | None, **bounds: Any) -> Any:
-    """A field of SamplingParams with the bounds of `check_int`."""
     return field(default=default, metadata={"check": check_int, "bounds": bounds})
 
 

@@ -252,7 +252,6 @@ class History:
             log.warning("%s", error)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def name_owner(self, of_key: str, owner: str) -> None:
@@ -448,7 +447,6 @@ class History:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing."""
         with _reported(), self._file.transaction() as db:
             yield db
 
@@ -557,7 +555,6 @@ def excerpt(text: str, words: Sequence[str]) -> str:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Errors of SQLite and of the file system as a HistoryError."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:

@@ -66,7 +66,6 @@ class Message(NamedTuple):
 
 
 def _stays() -> bool:
-    """Say that a caller has not left."""
     return False
 
 
@@ -198,7 +197,6 @@ class KillablePool:
         self._choosing = threading.Lock()
 
     def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
-        """As `KillableProcess.ask`."""
         return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
 
     def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
@@ -223,7 +221,6 @@ def _command(module: str, max_bytes: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a process that finds this package."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -263,7 +260,6 @@ def _exchange(
 
 
 def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a process with closed streams was ended by a signal from outside."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(END_SECONDS) in FROM_OUTSIDE
     return False
@@ -349,7 +345,6 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 
 def send(stream: BinaryIO, message: Message) -> None:
-    """Write a message."""
     text = json.dumps(message.value).encode()
     stream.write(HEADER.pack(len(text), len(message.data)) + text + message.data)
     stream.flush()

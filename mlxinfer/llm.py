@@ -316,7 +316,6 @@ class LLM:
         params: SamplingParams | None,
         options: Mapping[str, Any],
     ) -> ChatInput:
-        """The input of a conversation."""
         if params is None:
             self._say_params()
         return chat_input(method, messages, params, options)

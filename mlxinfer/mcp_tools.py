@@ -103,7 +103,6 @@ class McpTools:
     # -- on the thread of the loop ------------------------------------------------------------
 
     async def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
-        """Serve calls until the end."""
         found = await asyncio.gather(*map(self._start, self._servers))
         self._offer(dict(zip(self._servers, found, strict=True)))
         ready.set_result(asyncio.get_running_loop())

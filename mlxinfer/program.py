@@ -159,7 +159,6 @@ class Program:
         return values[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether a part has this name."""
         return name in [*self._now.inherited, *self._now.named]
 
     __iter__ = None  # not by numbers, which are no names
@@ -285,7 +284,6 @@ class Program:
         self._now = now
 
     def _input(self, name: str, options: Mapping[str, Any]) -> Input:
-        """The request for the next part."""
         now = self._now
         given = {**self._options, **_form(name, self._options), **options, **_form(name, options)}
         given.pop("schema", None)

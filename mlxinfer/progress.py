@@ -52,7 +52,6 @@ def progress_bars(
 
 @contextmanager
 def progress_bar(label: str, *, unit: Unit = "B", wanted: bool | None = None) -> Iterator[Watch]:
-    """`progress_bars` of one step."""
     with progress_bars(unit=unit, wanted=wanted) as show:
         yield lambda done, total: show(label, done, total)
 

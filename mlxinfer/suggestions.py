@@ -41,7 +41,6 @@ class Suggestion:
 
     @property
     def bytes(self) -> int:
-        """Of the weights."""
         return int(self.parameters * BITS / 8 if self.weights_bytes is None else self.weights_bytes)
 
     @property
@@ -51,7 +50,6 @@ class Suggestion:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's KV cache."""
         return self.layers * self.kv_numbers * KV_BYTES
 
     def bytes_at(self, context: int) -> int:

@@ -1,7 +1,10 @@
 """The names of `import mlxinfer`: __all__, the error tree, the version."""
 
 import tomllib
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -38,3 +41,22 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 def test_the_version_is_the_one_in_pyproject() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert mlxinfer.__version__ == pyproject["project"]["version"]
+
+
+def undocumented() -> Iterator[str]:
+    """Public methods and functions of the listed names, inherited ones of this package too."""
+    for name in mlxinfer.__all__:
+        value = getattr(mlxinfer, name)
+        parts = {name: value}
+        if isinstance(value, type):
+            bases = [base for base in value.__mro__ if base.__module__.startswith("mlxinfer")]
+            parts |= {f"{name}.{n}": v for base in reversed(bases) for n, v in vars(base).items()}
+        for path, part in parts.items():
+            is_code = isinstance(part, FunctionType | property | cached_property | classmethod)
+            if is_code and not path.rpartition(".")[2].startswith("_") and not part.__doc__:
+                yield path
+
+
+def test_the_public_api_is_documented() -> None:
+    """The linter asks for docstrings of modules and classes; the interface needs them all."""
+    assert not list(undocumented())

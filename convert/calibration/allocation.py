@@ -65,7 +65,6 @@ def lower_hull(choices: Sequence[FormatChoice]) -> list[FormatChoice]:
 
 
 def _gain(smaller: FormatChoice, larger: FormatChoice) -> float:
-    """Cost that each byte more takes away."""
     return (smaller.cost - larger.cost) / max(1, larger.num_bytes - smaller.num_bytes)
 
 

@@ -208,7 +208,6 @@ class CalibrationPass:
         logits.write(wanted, self._arranged, streamed, lambda done: tell(done, vocab))
 
     def _rounded_states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
-        """As `StreamedModel.states` with an embedding that is rounded to the nearest."""
         streamed = self._streamed
         output = streamed.output(EMBEDDING)
         return streamed.states(sequences, partial(self._round, output))

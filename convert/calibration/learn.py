@@ -61,7 +61,6 @@ class LearnedLayer:
 
     @property
     def kept(self) -> bool:
-        """Whether the layer has learned scales."""
         return bool(self.tensors)
 
 

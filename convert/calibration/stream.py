@@ -90,7 +90,6 @@ class WithoutGradients:
         return []
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """As of `Choose`."""
         weights, experts = self._choose(logits)
         return mx.stop_gradient(weights), mx.stop_gradient(experts)
 
@@ -279,7 +278,6 @@ class StreamedModel:
         return HiddenStates.of(self.embed(ids, table), len(sequences[0]))
 
     def layer(self, index: int, tensors: Mapping[str, mx.array]) -> LayerRun:
-        """A layer of these tensors."""
         config = self._only(range(index, index + 1))
         named = {name.replace(f".{index}.", ".0.", 1): array for name, array in tensors.items()}
         model = self._built(config, named, index)
@@ -346,7 +344,6 @@ class StreamedModel:
         return normed
 
     def _computed(self, array: mx.array) -> mx.array:
-        """In the dtype that layers compute in."""
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
         return array.astype(mx.float32) if on_cpu else array
 

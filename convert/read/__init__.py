@@ -53,7 +53,6 @@ def open_source(
 
 
 def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> SourceModel:
-    """Open a folder or a file of this disk."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
@@ -125,7 +124,6 @@ def _parse(name: str) -> tuple[RepoName, str | None]:
 
 
 def _safe_parts(first: str) -> list[str]:
-    """The paths of all parts of a GGUF model."""
     if ".." in first or "\\" in first or first.startswith("/"):
         raise ModelNotFoundError(f"{first[:200]!r} is not the name of a file in a repository.")
     folder, name = PurePosixPath(first).parent, PurePosixPath(first).name

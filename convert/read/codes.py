@@ -181,7 +181,6 @@ def float_reader(
         return mx.array(grouped.reshape(*steps.shape[:-1], -1)).astype(mx_dtype(info.dtype))
 
     def packed() -> Packed:
-        """Codes and scales as they are."""
         codes, scales = map(np.ascontiguousarray, octets(slice(0, info.shape[0])))
         return Packed(mx.array(codes.view(np.uint32)), mx.array(scales), None)
 

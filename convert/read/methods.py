@@ -90,7 +90,6 @@ def _refuse(leaves: Leaves) -> None:
 
 
 def _plain(array: StoredArray) -> TensorReader:
-    """Values as they are stored."""
     if array.dtype not in PLAIN:
         raise array.fail(
             f"is {array.dtype}, but config.json states no quantisation of that kind; expected "
@@ -143,7 +142,6 @@ _STACKS = {  # model_type of the language model -> what MLX calls `experts`, and
 
 
 def _experts(text: Mapping[str, Any]) -> tuple[Claim, ...]:
-    """The claims that read the stacks of experts of a language model."""
     name = str(text.get("model_type"))
     if name == "gpt_oss":
         return (GPT_OSS,)

@@ -206,7 +206,6 @@ class SourceModel:
 
 
 def _bounded(rows: slice | None, length: int, name: str) -> slice:
-    """`rows` as a slice from start to stop within an axis of `length`."""
     start, stop, step = (rows or slice(None)).indices(length)
     if step != 1:
         raise ValueError(f"rows of {name} come with step {step}; expected 1")

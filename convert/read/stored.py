@@ -54,7 +54,6 @@ class StoredArray:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return prod(self.shape) * np.dtype(NUMPY[self.dtype]).itemsize
 
     def view(self, rows: slice = slice(None)) -> Array:

@@ -198,7 +198,6 @@ def _unlike_anything(rng: Random) -> str:
 
 
 def _like_a_fact(rng: Random) -> str:
-    """Ask in the words of a table for what it does not have."""
     table = rng.choices(tables(), [2 + len(t.questions) for t in tables()])[0]
     known = {field.lower() for row in table.rows for field in row}
     kinds = ("nonsense", "region", "thing", "animal", "person", "rare", "food", "landmark")
@@ -219,7 +218,6 @@ def _no_country(rng: Random) -> str:
 
 
 def _like_knowledge(rng: Random) -> str:
-    """Ask in the words in which knowledge is asked for about something else."""
     words = slots(rng)
     if rng.random() < 0.6:
         subjects = ("tech", "subject", "nonsense", "a_thing", "substance", "person", "rare", "job")
@@ -296,7 +294,6 @@ def _reaction(rng: Random, turn: Turn) -> Exchange:
 
 
 def entries_of(question: str) -> Entry:
-    """Return the entry of small talk that begins with this question."""
     return next(entry for entry in entries("smalltalk") if entry.questions[0] == question)
 
 

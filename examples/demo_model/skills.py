@@ -179,7 +179,6 @@ def list_and_more(rng: Random) -> list[Exchange]:
 
 
 def numbered(words: list[str], before: int = 0) -> str:
-    """Return words as numbered lines."""
     return "\n".join(f"{i}. {word}" for i, word in enumerate(words, before + 1))
 
 
@@ -256,7 +255,6 @@ def summed_up(sentences: list[str]) -> str:
 
 
 def _story(rng: Random) -> list[str]:
-    """Return two to five sentences."""
     first, parts = templates("stories")
     middle = [rng.choice(parts["middle"]) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3)))]
     words = slots(rng)

@@ -2,7 +2,6 @@
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text."""
     return text.split()
 
 

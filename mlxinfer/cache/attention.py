@@ -72,7 +72,6 @@ def prepare(
 
 
 def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[PagedLayer]) -> bool:
-    """Whether all layers have a kernel for short segments."""
     kernels = set(map(READY, layers))  # few: layers of a kernel share it
     if not kernels or never in kernels:
         return False
@@ -121,7 +120,6 @@ class OnMetal:
         return call(queries, layer.kernel_arrays(), softmax.sinks)[0]
 
     def _plan(self, layer: PagedLayer, queries: mx.array) -> AttentionPlan:
-        """The plan for a layer and its queries."""
         segments, (_, num_heads, dim) = self._segments, queries.shape
         if self._tiles:
             kv_heads = len(layer.keys.pages[0])
@@ -205,7 +203,6 @@ def gathered_parts(
 def _blocks(
     segments: Segments, group: PageGroup, layers: Sequence[PagedLayer]
 ) -> list[NDArray[np.int64]]:
-    """Which of the segments are gathered together."""
     pages = num_visible(segments, group.window, group.page_size)
     token_bytes = max([layer.read_bytes for layer in layers], default=1)
     return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))

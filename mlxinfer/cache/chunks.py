@@ -64,7 +64,6 @@ class Chunk:
 
     @staticmethod
     def of(segment: Segments, metadata: StepMetadata, group: PageGroup) -> "Chunk":
-        """The chunk of a segment in a group."""
         row, start, count = int(segment.rows[0]), int(segment.starts[0]), segment.num_tokens
         table, window, stop = segment.tables[0][group.number], group.window, start + count
         # What of its first page is there already was copied into the page as well as into the tail.
@@ -198,7 +197,6 @@ class Chunk:
         return mx.array(seen) if seen.any() else False
 
     def _query_blocks(self) -> list[Block]:
-        """Blocks of queries with the keys that they can see."""
         keys, count = self._key_positions(), self.rows.stop - self.rows.start
         blocks = []
         for first in range(0, count, QUERY_BLOCK):

@@ -172,7 +172,6 @@ class PageTransfer(NamedTuple):
     entry: Entry  # its payload is empty until the page was read out
 
     def filled(self, payload: bytes | memoryview) -> Entry:
-        """The entry with a payload."""
         return replace(self.entry, payload=memoryview(payload))
 
 

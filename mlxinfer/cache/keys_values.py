@@ -173,7 +173,6 @@ class KeyValueLayer(PagedLayer):
 
     @property
     def group_key(self) -> GroupKey:
-        """As of `PagedLayer`."""
         return self.spec.window or 0, self.spec.sinks, self.chunked, self.spec.sees_spans
 
     # -- a step ---------------------------------------------------------------------------------
@@ -247,7 +246,6 @@ class KeyValueLayer(PagedLayer):
         return mx.hadamard_transform(heads) if self.formats[0].rotates else heads
 
     def rotate_values(self, values: mx.array) -> mx.array:
-        """As of `PagedLayer`."""
         return mx.hadamard_transform(values) if self._rotates_values else values
 
     def restored(self, outputs: mx.array) -> mx.array:
@@ -292,7 +290,6 @@ class KeyValueLayer(PagedLayer):
         return form.variant(PREFILL)
 
     def heads_of(self, mixer: Any) -> Heads | None:
-        """As of `PagedLayer`."""
         dim, joint = self.spec.key_dim, self.spec.turning
         if not self._formats_in_kernels or mixer.make_heads is None:
             return None
@@ -335,7 +332,6 @@ class KeyValueLayer(PagedLayer):
         return self._heads
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
-        """As of `PagedLayer`."""
         return paged_attention(
             queries,
             self.keys,
@@ -348,7 +344,6 @@ class KeyValueLayer(PagedLayer):
         )
 
     def kernel_arrays(self) -> list[mx.array]:
-        """As of `PagedLayer`."""
         return arrays_of(self.keys, self.values)
 
 
@@ -392,7 +387,6 @@ class JointLayer(KeyValueLayer):
         return self.planes[0].cut(self._turning, self._dim), self.planes[0].cut(0, self._dim)
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        """Encode keys and values (T, H, D) as they are stored."""
         parts = [
             mx.take(values, self._value_order, axis=-1),
             mx.take(keys, self._turning_places, axis=-1),
@@ -409,7 +403,6 @@ class JointLayer(KeyValueLayer):
         return mx.flatten(mx.take(by_head, self._places, axis=-1), -2)
 
     def _spread(self, vectors: mx.array) -> mx.array:
-        """To or from the basis in which vectors are stored."""
         if not self._block:
             return vectors
         return mx.hadamard_transform(mx.unflatten(vectors, -1, (-1, self._block))).flatten(-2)

@@ -85,7 +85,6 @@ class LayerGroup(PageGroup):
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all arrays."""
         return sum(array.nbytes for layer in self.layers for array in layer.arrays())
 
     @property
@@ -366,7 +365,6 @@ class KVCache:
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all arrays."""
         return sum(group.bytes_allocated for group in self._all)
 
     @property

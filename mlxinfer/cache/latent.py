@@ -187,7 +187,6 @@ class LatentLayer(PagedLayer):
         scale: float,
         index: Index | None,
     ) -> mx.array:
-        """Attend over what is stored."""
         prepared, outputs = self.prepared, []
         if prepared.short:
             own = slice(None, prepared.num_short)
@@ -255,12 +254,10 @@ class LatentLayer(PagedLayer):
         return row_blocks(width * num_heads)
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
-        """As of `PagedLayer`."""
         dim = self.latent_dim
         return mla_attention(queries, self.keys, plan, scale=softmax.scale, value_dim=dim)
 
     def kernel_arrays(self) -> list[mx.array]:
-        """As of `PagedLayer`."""
         return [*self.keys.tails, *self.keys.pages]
 
 

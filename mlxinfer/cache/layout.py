@@ -46,7 +46,6 @@ LAYERS: dict[type, Any] = {
 
 
 def paged_of(layers: Sequence[LayerCache]) -> list[PagedLayer]:
-    """The layers that have pages."""
     return [cast(PagedLayer, layer) for layer in layers if layer.is_paged]
 
 

@@ -310,7 +310,6 @@ class PagedLayer(ABC):
 
     @property
     def by_position(self) -> bool:
-        """Whether the layer writes by the positions of tokens."""
         return self.subtracts_bias or self.write_heads is not None
 
     def views(self) -> tuple[Plane, Plane]:
@@ -388,7 +387,6 @@ class PagedLayer(ABC):
         return [tails[i] for tails, _, i in self._tail_parts]
 
     def replace_tails(self, parts: Sequence[mx.array]) -> None:
-        """Take other arrays for `tail_parts`."""
         for (tails, _, i), part in zip(self._tail_parts, parts, strict=True):
             tails[i] = part
 

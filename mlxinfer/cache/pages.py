@@ -115,7 +115,6 @@ class PageTable:
         self.rewritten = self.num_changes
 
     def pages_from(self, page_number: int) -> list[int]:
-        """Pages held from number `page_number` on."""
         return [page for page in self._numbers[page_number:] if page >= 0]
 
     def append(self, pages: list[int]) -> None:
@@ -195,7 +194,6 @@ class PageAllocator:
 
     @property
     def num_held(self) -> int:
-        """Pages that are not free."""
         return self.num_pages - self.num_free
 
     def resize(self, num_pages: int) -> None:

@@ -42,7 +42,6 @@ class PooledFormat(KVFormat):
     in_kernels: ClassVar[bool] = False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """As of `KVFormat`."""
         return [(width, dtype) for width in self.widths]
 
     def tail_parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
@@ -70,7 +69,6 @@ class BlocksLayer(IndexLayer):
         super().__init__(spec, dtype, [(fmt, widths[0])])
 
     def take_from(self, mixer: Any) -> None:
-        """Take the function that makes a block's vectors of what its tokens bring."""
         self.pool = mixer.pool
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:

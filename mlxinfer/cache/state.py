@@ -52,7 +52,6 @@ class StateBlock:
         return alone
 
     def arrays(self) -> Arrays:
-        """All arrays."""
         return [array for some in self.layers for array in some]
 
 
@@ -170,7 +169,6 @@ class StateLayer:
 
     @classmethod
     def of(cls, spec: StateSpec, formats: Formats, dtype: mx.Dtype) -> "StateLayer":
-        """A state has dtypes of its own."""
         return cls(spec, formats)
 
     @staticmethod
@@ -243,7 +241,6 @@ class RecurrentGroup(StateGroup):
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all arrays."""
         blocks = {
             id(b): b for b in [*(b for b, _ in self._states.values()), *self._snapshots.values()]
         }
@@ -489,7 +486,6 @@ class OwnCaches(StateGroup):
 
     @property
     def bytes_allocated(self) -> int:
-        """Bytes of all arrays."""
         return sum(cache.num_bytes for cache in self.caches.values())
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
@@ -517,7 +513,6 @@ class OwnCaches(StateGroup):
         assert not work.save
 
     def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
-        """Forget the caches of sequences that leave."""
         for slot in work.leave:
             self.caches.pop(slot, None)
 

@@ -326,7 +326,6 @@ def _set(session: ChatSession, argument: str) -> CommandReply:
 
 
 def _typed(value: Any) -> str:
-    """A value as /set takes it."""
     return json.dumps(value, ensure_ascii=False)
 
 

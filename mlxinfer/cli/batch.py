@@ -242,7 +242,6 @@ class AnswerFiles:
         return self._errors
 
     def write(self, answer: BatchAnswer) -> None:
-        """Add an answer."""
         file = self._output
         if answer.response.status_code != 200:
             self.num_failed += 1
@@ -310,7 +309,6 @@ async def _answered(app: "App", line: Line) -> BatchAnswer:
 
 
 async def _post(app: "App", line: Line) -> BatchReply:
-    """Send a request to an ASGI app without a connection."""
     from ..server.protocol import ABORT, CONNECTIONS
 
     body = iter([{"type": "http.request", "body": bytes(line.body), "more_body": False}])

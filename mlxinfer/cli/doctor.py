@@ -73,7 +73,6 @@ def mlx() -> Check:
 
 
 def metal() -> Check:
-    """Whether the GPU is used."""
     try:
         require_mlx()
     except MlxinferError:

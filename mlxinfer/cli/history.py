@@ -303,5 +303,4 @@ class ChatLog:
             self._branch.pop()
 
     def close(self) -> None:
-        """Close the history."""
         self._history.close()

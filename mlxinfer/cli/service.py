@@ -56,13 +56,11 @@ class LaunchdService:
 
     @property
     def log_path(self) -> Path:
-        """Path of the log."""
         root = Path("/") if self.daemon else self.home
         return root / "Library" / "Logs" / "mlxinfer" / "serve.log"
 
     @property
     def domain(self) -> str:
-        """launchctl's domain of the service."""
         return "system" if self.daemon else f"gui/{os.getuid()}"
 
     def property_list(self) -> bytes:

@@ -103,7 +103,6 @@ def describe(
 
 
 def _verdict(model_type: str | None) -> str:
-    """Return whether a model that cannot run is refused or out of scope."""
     from ..models.zoo.compared import Verdict, verdict_of
 
     verdict = verdict_of(str(model_type))[0]

@@ -52,7 +52,6 @@ class AdapterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may use."""
         return tuple(self._by_name)
 
     @property
@@ -182,6 +181,5 @@ class AdapterTable:
 
 
 def no_adapter(name: str, loaded: Seq[str]) -> InvalidRequestError:
-    """The error of a request that names an adapter that is not loaded."""
     there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
     return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")

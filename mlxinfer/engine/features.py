@@ -197,7 +197,6 @@ class PictureFeatures(FeatureSource):
         return found
 
     def _keep(self, key: Key, tiles: Seq[Features]) -> None:
-        """Keep the features of a picture. Those that were unused for longest make room."""
         parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
         arrays = [mx.concatenate(list(part)).astype(self._dtype) for part in parts]
         mx.eval(arrays)
@@ -240,7 +239,6 @@ class PictureFeatures(FeatureSource):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all kept features take."""
         return sum([kept.num_bytes for kept in self._kept.values()])
 
     def stats(self) -> dict[str, Any]:

@@ -112,7 +112,6 @@ def _allow(mask: Masks, token_ids: frozenset[int]) -> None:
 
 
 def _any_but(mask: Masks, token_ids: frozenset[int]) -> bool:
-    """Whether any token is allowed beside these."""
     rest = mask.copy()
     for token_id in token_ids:
         rest[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)

@@ -117,7 +117,6 @@ class Kernels:
             use.install(self._ready_for(use))
 
     def _prepare(self, variants: Iterable[Variant]) -> None:
-        """Check and compile variants now."""
         new = [variant for variant in dict.fromkeys(variants) if variant not in self._known]
         if new:
             self._known.update(new)

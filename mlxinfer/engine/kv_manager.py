@@ -269,7 +269,6 @@ class KVManager:
         )
 
     def _extend(self, table: PageTable, group: int, num_tokens: int) -> bool:
-        """`extend` for the table of one group."""
         end = table.end
         if num_tokens <= end:
             return True

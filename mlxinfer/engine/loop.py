@@ -252,7 +252,6 @@ class Loop:
         )
 
     def _picture_limits(self) -> PictureLimits:
-        """The limits of the pictures of a request."""
         model, config = self.model, self.config
         if model.tower is None:
             return PictureLimits()
@@ -454,7 +453,6 @@ class Loop:
         self._emit(events)
 
     def _report_prompts(self, batch: Batch) -> None:
-        """Report the progress of prompts to requests that asked for it."""
         now_s = time.monotonic()
         for segment in batch.ragged:
             sequence = segment.sequence

@@ -339,7 +339,6 @@ class PageStore:
 
 
 def key_of(names: PageNames, number: int, group: int) -> bytes:
-    """The key of the entry of a group's page."""
     return group_key(names.name(number), group)
 
 

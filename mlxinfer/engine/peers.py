@@ -440,7 +440,6 @@ class PeerFetches:
         return found
 
     async def _take(self, fetch: Fetch, places: Seq[Place]) -> None:
-        """Take pages from the peers that have them."""
         found = self._by_peer(fetch, places)
         await asyncio.gather(*(self._take_from(fetch, *each) for each in found.items()))
 

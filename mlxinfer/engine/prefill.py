@@ -156,7 +156,6 @@ class PrefillSizer:
     # -- beside sequences that decode -----------------------------------------------------------
 
     def _cost(self, sequence: Sequence, left_s: float) -> float:
-        """Seconds of each of a sequence's next tokens."""
         start = sequence.num_computed
         first = self._seconds_at(start + self._page_size)
         return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))

@@ -328,7 +328,6 @@ def cache_layers(model: LanguageModel, config: EngineConfig) -> list[LayerCache]
 
 
 def attention_kernels(model: LanguageModel, layers: Seq[LayerCache]) -> list[KernelUse]:
-    """The kernels for the attention of a model's layers."""
     return kernel_uses(_paged(model, layers))
 
 
@@ -612,7 +611,6 @@ class Runner:
             )
 
     def _sampled(self, batch: Batch, step: StepInputs, computed: Computed) -> Launched:
-        """The step with the tokens of the rows that give one."""
         prompt_logits, outputs = [], []
         if computed.prompt_logits:
             asking = zip(_with_prompt_logits(batch), computed.prompt_logits, strict=True)
@@ -690,7 +688,6 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
 
 
 def _with_prompt_logits(batch: Batch) -> list[Segment]:
-    """Segments of requests that want the logits of their prompt."""
     return [
         segment
         for segment in batch.ragged

@@ -125,7 +125,6 @@ class RequestQueues:
         return sequence
 
     def find(self, request_id: str) -> Sequence | None:
-        """The unfinished sequence of a request."""
         return self._by_id.get(request_id)
 
     def unfinished(self) -> list[Sequence]:
@@ -621,6 +620,5 @@ class Scheduler:
 def _without_preempted(
     decodes: DecodeBatch, segments: list[Segment]
 ) -> tuple[DecodeBatch, list[Segment]]:
-    """The same parts of a step without sequences that have lost their slot."""
     running = [sequence for sequence in decodes.sequences if sequence.slot >= 0]
     return DecodeBatch.of(running), [segment for segment in segments if segment.sequence.slot >= 0]

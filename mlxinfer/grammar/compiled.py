@@ -285,5 +285,4 @@ def _place(masks: NDArray[np.uint32]) -> tuple[int, int]:
 
 @cache
 def _executor() -> "llguidance.LLExecutor":
-    """Return the process-wide threads for masks."""
     return llguidance.LLExecutor()

@@ -167,7 +167,6 @@ class ReasoningBudget:
 
     @property
     def _is_header(self) -> bool:
-        """Whether the next token names a channel."""
         return self._phase is _Phase.BEFORE and self._text.endswith("<|channel|>")
 
     def _close(self) -> None:

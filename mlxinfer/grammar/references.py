@@ -119,7 +119,6 @@ def resolved(schema: Any, place: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether llguidance resolves all references of a schema as they are."""
     return all(
         _OURS.isdisjoint(value)
         and not any(key in value for key in _DYNAMIC)
@@ -133,7 +132,6 @@ def _names(value: Any, reference: str) -> bool:
 
 
 def _objects(value: Any, base: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield each object of a schema and its base URI."""
     stack = [(value, base)]
     while stack:
         value, base = stack.pop()

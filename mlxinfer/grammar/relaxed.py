@@ -129,7 +129,6 @@ def _refers_beside(part: Schema, rings: set[str]) -> bool:
 
 
 def _rings(schema: Any) -> set[str]:
-    """Return the references that lead back to themselves."""
     targets = {"#": schema}
     for key in _DEFINITIONS:
         named = schema.get(key) if isinstance(schema, Mapping) else None

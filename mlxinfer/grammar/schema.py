@@ -135,7 +135,6 @@ class TooDeep:
 
 
 def _problem(value: Any, keyword: str) -> str | None:
-    """Return what is wrong with one value by itself."""
     if isinstance(value, TooDeep):
         return f"the schema is nested more than {MAX_DEPTH} levels deep."
     if keyword in NOTES:
@@ -265,7 +264,6 @@ def _format(schema: Schema) -> None:
 
 
 def _without_effect(schema: Schema) -> None:
-    """Remove keywords that allow everything."""
     most = schema.get("maxItems")
     if schema.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
         schema.pop("uniqueItems", None)
@@ -280,7 +278,6 @@ def _without_effect(schema: Schema) -> None:
 
 
 def _unevaluated(schema: Schema) -> None:
-    """unevaluatedProperties is additionalProperties where nothing else evaluates properties."""
     if "unevaluatedProperties" not in schema or not _COMPOSED.isdisjoint(schema):
         return
     value = schema.pop("unevaluatedProperties")
@@ -350,7 +347,6 @@ def _negation(schema: Schema) -> None:
 
 
 def _condition(schema: Schema) -> None:
-    """if/then/else on the constant of a property with an enum."""
     tested = schema.get("if")
     if not isinstance(tested, Mapping) or not set(tested) <= {"properties", "required", "type"}:
         return

@@ -141,7 +141,6 @@ def strictly(schema: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
 
 
 def json_object(*, place: str = "response_format") -> GrammarSpec:
-    """Return the grammar of answers that are any JSON object."""
     return json_schema({"type": "object"}, place=place)
 
 

@@ -186,7 +186,6 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _imported(file: Path) -> Path:
-    """Return the folder that a GGUF file was imported into."""
     if not is_gguf(file):
         raise ModelNotFoundError(
             f"{str(file)!r} is a file; expected the folder with its config.json and .safetensors, "

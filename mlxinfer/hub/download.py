@@ -61,7 +61,6 @@ class DownloadPlan:
 
     @property
     def files(self) -> tuple[RemoteFile, ...]:
-        """The files that are needed."""
         return self.listing.files
 
     @property

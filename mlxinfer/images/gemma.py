@@ -34,7 +34,6 @@ class Gemma3Processor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        """Read the processor of a checkpoint."""
         mean, std = settings.normalisation(HALF)
         return cls(
             placeholder_id=settings.token("boi_token_index", "boi_token_id", default=255_999),
@@ -86,7 +85,6 @@ class Gemma4Processor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        """Read the processor of a checkpoint."""
         mean, std = settings.normalisation(HALF, applies=False)
         feature = settings.token("image_token_id", text="<|image|>")
         whole = settings.model_type == "gemma4_unified"
@@ -135,7 +133,6 @@ class Gemma4Videos(VideoProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self | None:
-        """Read the processor of a checkpoint."""
         if settings.found_token("video_token_id", text=VIDEO) is None:
             return None
         feature, own = settings.token("video_token_id", text=VIDEO), settings.of_videos()
@@ -153,7 +150,6 @@ class Gemma4Videos(VideoProcessor):
         )
 
     def prepare(self, video: Video, *, max_tokens: int) -> Shown:
-        """Choose frames and make them ready."""
         numbers = at_most(video, self.num_frames)
         pictures = [self.frames.prepare(one, max_tokens=max_tokens) for one in video.read(numbers)]
         times = [divmod(int(number / video.fps), 60) for number in numbers]

@@ -51,7 +51,6 @@ class Lfm2Processor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        """Read the processor of a checkpoint."""
         mean, std = settings.normalisation(HALF)
         feature = settings.token("image_token_id", "image_token_index", text="<image>")
         splits = settings.switch("do_image_splitting", True)

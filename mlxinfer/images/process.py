@@ -176,7 +176,6 @@ def _ask_alone(job: bytes, abandoned: Callable[[], bool]) -> Message:
 
 
 def _message(shown: Shown, cpu_s: float) -> Message:
-    """The reply that describes a picture or a video."""
     pictures: list[dict[str, Any]] = []
     for picture in shown.pictures:
         tiles = [
@@ -191,7 +190,6 @@ def _message(shown: Shown, cpu_s: float) -> Message:
 
 
 def _shown(reply: Message) -> Shown:
-    """The picture or the video that a reply describes."""
     numbers, start = np.frombuffer(reply.data, np.float32), 0
     pictures: list[Picture] = []
     for picture in reply.value["pictures"]:

@@ -40,7 +40,6 @@ class QwenProcessor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        """Read the processor of a checkpoint."""
         second = settings.model_type.startswith(("qwen2_vl", "qwen2_5_vl"))
         mean, std = settings.normalisation(CLIP if second else HALF)
         low, high = (3_136, 1_003_520) if second else (65_536, 16_777_216)
@@ -123,7 +122,6 @@ class QwenVideos(VideoProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self | None:
-        """Read the processor of a checkpoint."""
         if settings.found_token("video_token_id", text=PAD) is None:
             return None
         feature, own = settings.token("video_token_id", text=PAD), settings.of_videos()
@@ -152,7 +150,6 @@ class QwenVideos(VideoProcessor):
         """Pixels at least and at most, where no file says them."""
 
     def _tiles(self, video: Video, numbers: list[int], max_tokens: int, counted: int) -> list[Tile]:
-        """The tiles of the frames of these numbers. `counted` of them share the pixels."""
         step, images = self.frames.frames, video.read(numbers)
         first = next(images)
         size = self.frames.fit(first, max_tokens, counted, step if counted > 1 else 1)
@@ -175,7 +172,6 @@ class Qwen2Videos(QwenVideos):
         return 128 * 28**2, 768 * 28**2  # of a frame
 
     def prepare(self, video: Video, *, max_tokens: int) -> Shown:
-        """Choose frames and make them ready."""
         step = self.frames.frames
         numbers = every(video, fps=self.fps, least=self.least, most=self.most, step=step)
         tiles = self._tiles(video, numbers, max_tokens, 1)
@@ -195,7 +191,6 @@ class Qwen3Videos(QwenVideos):
         return 128 * 32**2, 768 * 32**2  # of all frames
 
     def prepare(self, video: Video, *, max_tokens: int) -> Shown:
-        """Choose frames and make them ready."""
         step = self.frames.frames
         numbers = evenly(video, fps=self.fps, least=self.least, most=self.most)
         tiles = self._tiles(video, numbers, max_tokens, max(step, len(numbers)))

@@ -85,7 +85,6 @@ class AdapterPlan:
 
     @property
     def is_long(self) -> bool:
-        """Whether there are few adapters for many rows."""
         return len(self.host_rows) >= LONG_RUN * len(self.runs)
 
 
@@ -369,7 +368,6 @@ class Adapted:
         self.stacks: tuple[Stack, ...] = ()
 
     def add(self, number: int, new: LowRank) -> None:
-        """Add an adapter."""
         for at, stack in enumerate(self.stacks):
             if stack.a.shape[2] == new.a.shape[2] and (stack.gains is None) == (new.gain is None):
                 self.stacks = (*self.stacks[:at], stack.added(number, new), *self.stacks[at + 1 :])
@@ -463,7 +461,6 @@ class AdaptedExperts(Adapted):
     def _add_to_pairs(
         self, y: mx.array, x: mx.array, routed: Routed, stack: Stack, plan: AdapterPlan
     ) -> mx.array:
-        """y with what the adapters of a stack add to the pairs of row and expert that have one."""
         k = routed.per_row
         pairs = (plan.host_rows[:, None] * k + np.arange(k, dtype=np.int32)).reshape(-1)
         where = mx.array(pairs)  # (n k,) of all pairs, row by row

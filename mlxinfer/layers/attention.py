@@ -59,7 +59,6 @@ class ParallelMixers:
         self.parts = tuple(parts)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of all parts."""
         return [use for part in self.parts for use in part.kernels(model)]
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:

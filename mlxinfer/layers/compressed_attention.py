@@ -184,7 +184,6 @@ class Compressor(Mixer):
         self.spec = spec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:

@@ -107,7 +107,6 @@ class GatedConnection:
         return []
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
-        """As of `Connection`."""
         normed = self.mixture.normed(x)
         shares = 2 * mx.sigmoid(self.weights(normed) / self.mixture.num_streams)  # (T, n)
         y = block(self.mixture.mixed(normed))
@@ -205,7 +204,6 @@ class MixingConnection:
         self._in_kernel = ready(1)
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
-        """As of `Connection`."""
         weigh = mixing if self._in_kernel else mixing_twin
         read, write, matrix = weigh(self.logits(x), self.form)
         y = block(self.norm(_weighted(x, read)))

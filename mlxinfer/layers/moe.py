@@ -156,7 +156,6 @@ class GatedExpert:
         self.gate = gate
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the expert."""
         return self.expert.kernels(model)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
@@ -180,7 +179,6 @@ class WeighedExpert:
         self.weight = weight
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the expert."""
         return self.expert.kernels(model)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:

@@ -95,7 +95,6 @@ class TokenWindow(Mixer):
         self.spec = spec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, ids: mx.array, step: Step, residual: Any = None) -> mx.array:
@@ -132,7 +131,6 @@ class CausalFilter(Mixer):
         self.spec = spec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> mx.array:
@@ -184,7 +182,6 @@ class NgramLayer:
 
     @property
     def parts(self) -> Sequence[Mixer]:
-        """The mixers that keep something of a sequence."""
         return self.window, self.conv
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:

@@ -53,7 +53,6 @@ class MeanIndexer(Mixer):
         self.rope = rope
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
@@ -113,7 +112,6 @@ class GatedIndexer(Mixer):
         self.spec = spec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:

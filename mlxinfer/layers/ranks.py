@@ -177,11 +177,9 @@ class AbsentMixer(Mixer):
         self.spec = spec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """Not called."""
         raise AssertionError("a layer of another rank")
 
 

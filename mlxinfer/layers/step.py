@@ -230,7 +230,6 @@ class Layer(Protocol):
 
     @property
     def mixers(self) -> Sequence[Any]:
-        """The mixers of the layer that have a cache of their own."""
         return () if self.mixer is None else self.mixer.parts
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:

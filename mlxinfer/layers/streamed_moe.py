@@ -86,7 +86,6 @@ class StreamedMoE(MoE):
         self._guess: mx.array | None = None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
         if self.following is not None:
             self._guess = self.following.choose(self.following.router(x))[1]
         return super().__call__(x, residual)

@@ -305,7 +305,6 @@ def _note_heads(names: Iterable[str], config: "ModelConfig") -> None:
 
 
 def _require_text(config: "ModelConfig", folder: Path) -> None:
-    """Refuse models that give embeddings alone."""
     from ..errors import UnsupportedModelError
 
     if config.headless or config.bidirectional:

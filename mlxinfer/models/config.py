@@ -126,7 +126,6 @@ class ModelConfig:
         return stated[place] if place < len(stated) else None
 
     def num_heads_of(self, index: int) -> int:
-        """Query heads of a layer."""
         return self.query_heads[index] if self.query_heads else self.num_heads
 
     def heads_of(self, index: int) -> tuple[int, int]:
@@ -304,7 +303,6 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def _check_features(fields: Fields, family: Any) -> None:
-    """Refuse settings that would silently change the answers."""
     refused = [] if family.bidirectional else ["use_bidirectional_attention"]
     refused += [] if family.soft_caps else ["attn_logit_softcapping"]
     for key in refused:

@@ -62,7 +62,6 @@ class ResidualLayer(Layer):
         self.joins = Join(after[0], before[1]), Join(after[1], None)
 
     def pass_on(self, norm: Norm) -> None:
-        """Let the layer compute the norm that reads its output."""
         self.joins[1].before = norm
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:

@@ -117,7 +117,6 @@ class Encoder(Family):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """None where positions have a table."""
         return super().rope_spec(fields, layer_type, head_dim) if cls.rotary else None
 
     @classmethod
@@ -180,7 +179,6 @@ class Encoder(Family):
         return self.weights.embedding(path, (rows, self.config.hidden_size))
 
     def layer(self, index: int) -> Layer:
-        """Norms behind both blocks."""
         path = f"model.layers.{index}"
         return NormedSumLayer(
             self.mixer(index),
@@ -190,7 +188,6 @@ class Encoder(Family):
         )
 
     def last_norm(self) -> Norm:
-        """The last layer ends with its own."""
         return identity
 
     def ungated_mlp(self, path: str) -> MLP:

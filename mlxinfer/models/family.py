@@ -267,7 +267,6 @@ class Family:
         return RMSNorm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
-        """The feed-forward block of a layer."""
         return self.dense_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
     def causal_conv(
@@ -290,7 +289,6 @@ class Family:
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> LayerMixer:
-        """The attention of a layer."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         heads, spec = config.num_heads_of(index), config.ropes[index]
         _, dim = config.heads_of(index)
@@ -531,7 +529,6 @@ class Family:
         return weights.block(mixture)
 
     def _stacked(self, path: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
-        """The experts' matrices of one name."""
         single = f"{path}.experts.{{}}.{each}_proj"
         return self.weights.experts(f"{path}.switch_mlp.{each}_proj", single, shape)
 

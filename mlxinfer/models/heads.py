@@ -77,7 +77,6 @@ class JoinedBlock:
         self.mixers = [mixer for layer in layers for mixer in layer.mixers]
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the layers."""
         return kernels_of(model, *self.layers)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
@@ -120,7 +119,6 @@ class StreamBlock:
         self.mixers = layer.mixers
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the layer."""
         return self.layer.kernels(model)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
@@ -169,7 +167,6 @@ class ConcatenatedBlock:
         self.normed_residual = normed_residual
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of both blocks."""
         return kernels_of(model, self.mixer, self.mlp)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
@@ -479,7 +476,6 @@ class EagleLayer(Llama):
     """Builds the layer: its attention reads two vectors side by side."""
 
     def qkv(self, index: int) -> Projection:
-        """From the token's embedding and the hidden states."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         kv_heads, dim = config.heads_of(index)
         return self.weights.fused(
@@ -490,7 +486,6 @@ class EagleLayer(Llama):
         )
 
     def block(self, *, normed_residual: bool) -> ConcatenatedBlock:
-        """The one layer."""
         path = "model.layers.0"
         (mixer,) = self.mixer(0).parts
         return ConcatenatedBlock(

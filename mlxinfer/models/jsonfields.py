@@ -125,14 +125,12 @@ class Fields:
         return float(value)
 
     def boolean(self, *keys: str, default: Any = _REQUIRED) -> bool:
-        """True or false."""
         value = self._given(keys, default)
         if type(value) is not bool:
             self._fail(keys, value, "true or false")
         return value
 
     def text(self, *keys: str, default: Any = _REQUIRED) -> str:
-        """A string."""
         value = self._given(keys, default)
         if value is default and default is not _REQUIRED:
             return default

@@ -312,7 +312,6 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _reading(folder: Path) -> dict[str, Any]:
-    """How texts become tokens."""
     stated = _fields(folder / "sentence_bert_config.json")
     tokenizer = _fields(folder / "tokenizer_config.json")
     limits = [

@@ -275,7 +275,6 @@ def _own_weights(folder: Path, like: Weights) -> Weights:
 
 
 def _scorer(pooling: PoolingConfig, model: Model, head: Weights) -> Pooler:
-    """The head that scores a pair of texts."""
     modes: tuple[str, ...] = pooling.modes
     if pooling.head is Head.TOKENS:
         assert pooling.token_ids is not None, "which tokens score is known by now"

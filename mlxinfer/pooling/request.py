@@ -46,7 +46,6 @@ class PoolingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
         return sum(len(row.ids) for row in self.rows)
 
 
@@ -105,7 +104,6 @@ class WaitingRow:
 
     @property
     def num_tokens(self) -> int:
-        """Of the row."""
         return len(self.row.ids)
 
 
@@ -160,7 +158,6 @@ class PassQueue:
         self.num_waiting = 0
 
     def add(self, rows: Iterable[WaitingRow]) -> None:
-        """Queue rows."""
         for row in rows:
             self.num_waiting += 1
             self._count += 1

@@ -83,7 +83,6 @@ class Connection:
             return True
 
     def fileno(self) -> int:
-        """Of the socket."""
         return self._socket.fileno()
 
     def trust(self) -> None:

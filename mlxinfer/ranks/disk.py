@@ -30,7 +30,6 @@ class OtherDisks(FollowerDisks):
         self._number = 0  # of the last order
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
-        """Let them open a folder of this path."""
         self._others.tell("open_disk", folder, namespace, max_bytes)
 
     def begin_fetch(self, places: Sequence[tuple[int, bytes]]) -> None:
@@ -55,7 +54,6 @@ class OtherDisks(FollowerDisks):
         self._others.tell("save", self._number, list(spills), timeout_s)
 
     def end_save(self, timeout_s: float) -> bool:
-        """Whether all have written them."""
         found = self._answers(timeout_s + GRACE_S)
         return found is not None and not found
 

@@ -250,7 +250,6 @@ class Follower:
         self._running.cache.commit(num_kept)
 
     def _reset(self) -> None:
-        """Forget the contents of the cache."""
         self._in_flight = None
         self._running.cache.reset()
         self._disk.take_held()

@@ -107,7 +107,6 @@ class RankGroup(Followers):
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether ranks have layers."""
         return self._pipeline
 
     @property
@@ -227,7 +226,6 @@ class RankGroup(Followers):
                 raise self.fail(RuntimeError(f"a rank has a cache of {found}; expected {own}"))
 
     def release(self) -> None:
-        """Give up the model. Another may be loaded."""
         with contextlib.suppress(RanksFailedError):
             self._tell("release")
         self._sent_s.clear()  # steps in flight are not read any more
@@ -268,12 +266,10 @@ class RankGroup(Followers):
             self._tell("commit", dict(num_kept))
 
     def carry_out(self, work: CacheWork) -> None:
-        """Let every rank do some work on its cache without a step."""
         message = self._writer.work(work, [g.allocator.extent for g in self._groups])
         self._send_frame(messages.encode(message))
 
     def resize(self, num_pages: Sequence[int]) -> None:
-        """Limit the pages of each layer group on every rank."""
         self._tell("resize", list(num_pages))
 
     def leave_out(self, kinds: Collection[str], faulty: str) -> None:
@@ -339,7 +335,6 @@ class RankGroup(Followers):
             raise self.failure
 
     def _await(self, kind: type, timeout_s: float) -> list[Any]:
-        """An answer of this kind from each."""
         found: list[Any] = []
         while len(found) < len(self._ranks):
             answer = self._next_answer(kind, timeout_s)
@@ -371,7 +366,6 @@ class RankGroup(Followers):
                 call()
 
     def _watch_ranks(self) -> None:
-        """Until one fails."""
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._ranks.items():
                 selector.register(connection.fileno(), selectors.EVENT_READ, rank)
@@ -389,7 +383,6 @@ class RankGroup(Followers):
                     return
 
     def _hear(self, rank: int) -> None:
-        """Take a reply of a rank."""
         try:
             reply = messages.REPLIES.decode(self._ranks[rank].receive())
         except (OSError, EOFError, msgspec.MsgspecError) as error:

@@ -145,7 +145,6 @@ def require_private(address: str, where: str) -> None:
 
 
 def _addresses(host: Any, rank: int, where: str) -> list[str]:
-    """Addresses with ports of one host."""
     listed = host.get("ips") if isinstance(host, dict) else host
     if not isinstance(listed, list) or not listed or not all(isinstance(a, str) for a in listed):
         raise _wrong(f"Host {rank} of {where} has no list of addresses.")
@@ -175,7 +174,6 @@ def _address(stated: str, where: str, default_port: int) -> tuple[str, int]:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """A rank or a size of the environment."""
     stated = environ.get(name, "")
     if not (stated.isascii() and stated.isdigit()):
         raise InvalidRequestError(f"{name} is {stated!r}; expected a number.", param="rank")
@@ -202,7 +200,6 @@ def require_free(place: Place) -> None:
 
 
 def _is_here(address: str) -> bool:
-    """Whether an address with a port is one of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address.partition(":")[0], 0))
@@ -251,7 +248,6 @@ class RankOptions:
 
     @property
     def is_alone(self) -> bool:
-        """There are no other ranks."""
         return self.ranks == 1 and self.hostfile is None and launched() is None
 
     @property
@@ -308,11 +304,9 @@ class LocalRanks:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process of each rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def end(self) -> None:
-        """End them."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()

@@ -120,7 +120,6 @@ class StepWriter:
         return StepMessage(*self._changed(), extents, body, self.num_steps, checked)
 
     def work(self, work: CacheWork, extents: list[int]) -> WorkMessage:
-        """The message of work without a step."""
         body = self._encode(_row(_without_payloads(work)))
         return WorkMessage(*self._changed(), extents, body)
 

@@ -89,13 +89,11 @@ class TokenizeRequests(RemoteRequests):
     """Reads inputs into requests of their token ids, for vLLM's /tokenize."""
 
     def conversation(self, given: ChatInput, max_context: int | None) -> Request:
-        """The ids of what the chat template makes."""
         if read_messages(given.messages)[1]:
             raise _refused("select", "the ids of pictures are the server's")
         return "/tokenize", super().conversation(given, max_context)[1]
 
     def text(self, given: TextInput, max_context: int | None) -> Request:
-        """The ids of a text."""
         return "/tokenize", {"prompt": given.prompt}
 
 
@@ -132,7 +130,6 @@ def _video_url(image: ImagePart) -> str:
 
 
 def _values(given: Input) -> dict[str, Any]:
-    """All values of an input's SamplingParams."""
     params = (SamplingParams() if given.params is None else given.params).changed(given.sampling)
     return {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
 

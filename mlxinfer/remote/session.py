@@ -135,7 +135,6 @@ class RemoteSession(ModelSession):
     # -- what it knows --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """The server's facts about the model and its memory."""
         found = self.ask("/admin/models", timeout_s=ASK_S)
         models = [each for each in found["models"] if each["name"] == self.info.name]
         return dict(models[0]) if models else {}
@@ -146,7 +145,6 @@ class RemoteSession(ModelSession):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     def load_adapter(self, name: str, path: str | Path) -> None:
@@ -155,12 +153,10 @@ class RemoteSession(ModelSession):
         self.ask("/v1/load_lora_adapter", body)
 
     def unload_adapter(self, name: str) -> None:
-        """Let the server unload an adapter."""
         body = {"lora_name": name, "base_model_name": self.info.name}
         self.ask("/v1/unload_lora_adapter", body)
 
     def adapters(self) -> list[dict[str, Any]]:
-        """The names of the server's adapters of the model."""
         cards = self.ask("/v1/models", timeout_s=ASK_S)["data"]
         mine = [card["id"] for card in cards if card.get("parent") == self.info.name]
         return [{"name": each.removeprefix(f"{self.info.name}:")} for each in mine]

@@ -304,7 +304,6 @@ class Sampler:
     def _kernel_draws(
         self, rows: mx.array, mask: mx.array | None, proposed: Sequence[Drawn | None]
     ) -> bool:
-        """Whether the kernel draws. It keeps no weights and knows no rejection sampling."""
         if self._proposes or any(proposed):
             return False
         return self.has_kernel(sample_variant(rows.dtype, masked=mask is not None))

@@ -220,7 +220,6 @@ class App:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """The expression of a path with parameters."""
     parts = _PARAM.split(path)  # text, name, ":path" or None, text, …
     found = re.escape(parts[0])
     for name, slashes, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

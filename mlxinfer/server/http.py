@@ -157,12 +157,10 @@ def _take_tables(value: RequestBody, given: Mapping[str, msgspec.Raw]) -> None:
 
 @cache
 def _kind_of(struct: type, name: str) -> Any:
-    """The type of a field."""
     return next(f.type for f in msgspec.structs.fields(struct) if f.name == name)
 
 
 def _decoded(value: msgspec.Raw, kind: Any, name: str) -> Any:
-    """The value of one field."""
     try:
         return msgspec.json.decode(value, type=kind)
     except msgspec.ValidationError as error:

@@ -173,7 +173,6 @@ class RequestMetrics:
             self.finished[reason] += 1
 
     def observe(self, **values: float) -> None:
-        """Count one value in each of these histograms."""
         for name, value in values.items():
             self.counts[name][bisect_left(HISTOGRAMS[name][1], value)] += 1
             self.sums[name] += value
@@ -316,7 +315,6 @@ class ServerMetrics(Collector):
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family."""
         slots = {slot.entry.name: slot for slot in self.slots}
         sources: dict[str, Mapping[str, Any]] = {
             "requests": self.request_metrics,
@@ -380,7 +378,6 @@ class ServerMetrics(Collector):
         yield steps
 
     def _process(self) -> Iterator[Metric]:
-        """Numbers of the whole process."""
         for name, (key, text) in MEMORY_GAUGES.items():
             values = [stats[key] for stats in self.engine_stats.values()]
             yield G(name, text, value=max(values, default=0))
@@ -390,7 +387,6 @@ class ServerMetrics(Collector):
         yield G("mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes)
 
     def _parts(self, name: str) -> dict[str, Mapping[str, Any]]:
-        """One part of the stats of each engine that has it."""
         return {m: stats[name] for m, stats in self.engine_stats.items() if name in stats}
 
 

@@ -369,7 +369,6 @@ class ModelRegistry:
             slot.loading = None
 
     async def _open(self, slot: ModelSlot) -> ServedModel:
-        """Load the model of a slot into memory that is free."""
         slot.state = State.LOADING
         served: ServedModel | None = None
         try:
@@ -412,7 +411,6 @@ class ModelRegistry:
             _log_failure("adapter", error, model=slot.entry.name, adapter=name)
 
     def _take_in(self, slot: ModelSlot, served: ServedModel) -> None:
-        """Record that the model of a slot is loaded."""
         slot.weights_bytes = served.session.info.weights_bytes
         slot.max_context, slot.capabilities = served.session.limits.max_context, served.capabilities
         slot.defaults = served.defaults

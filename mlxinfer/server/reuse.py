@@ -230,7 +230,6 @@ def _cause(record: Record, reuse: Reuse, nearest: Record | None, common: int) ->
 
 
 def _common(a: Ids, b: Ids) -> int:
-    """How many ids are equal from the beginning on."""
     stop = min(len(a), len(b))
     differ = a[:stop] != b[:stop]
     first = int(differ.argmax()) if stop else 0

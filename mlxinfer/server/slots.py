@@ -77,7 +77,6 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
         return self.session.tokenizer
 
     @property
@@ -224,7 +223,6 @@ class ModelSlot:
 
     @property
     def loaded(self) -> bool:
-        """Whether the model is in memory."""
         return self.state is State.LOADED
 
     @property
@@ -309,7 +307,6 @@ def kv_budgets(slots: Sequence[ModelSlot], limit_bytes: int) -> dict[str, int]:
 
 
 def _common_share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
-    """Bytes of KV cache for each model without a budget of its own."""
     together = _share(slots, limit_bytes)
     crowds = [_beside(slots, slot) for slot in slots]
     shares = [_share(c, limit_bytes) for c in crowds if any(n.entry.kv_bytes is None for n in c)]

@@ -220,7 +220,6 @@ class ResponseStore:
             return self._file.freeing(gone)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -232,7 +231,6 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Errors of SQLite and of the file system as a StoreError."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:

@@ -125,7 +125,6 @@ class Answer:
         self._begin()
 
     def _begin(self) -> None:
-        """Reset all that an attempt collects."""
         self.prompt_logits: list[NDArray[np.float32]] = []
         self.ended_early = False
         self.result: Result | None = None
@@ -187,12 +186,10 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
         return len(self._token_ids)
 
     @property
     def stop_match(self) -> str | None:
-        """The stop string that ended the answer."""
         return self._stream.stop_match
 
     def push(self, event: TokenEvent) -> Delta:

@@ -49,11 +49,9 @@ class ModelSession(Protocol):
         self.refuse("logits")
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load an adapter."""
         self.refuse("load_adapter")
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter."""
         self.refuse("unload_adapter")
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -75,7 +73,6 @@ class ModelSession(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model."""
         self.refuse("tokenizer")
 
     @property
@@ -115,7 +112,6 @@ class LocalSession(ModelSession):
 
     @property
     def path(self) -> Path:
-        """The folder of the checkpoint."""
         return self.info.path
 
     def stats(self) -> dict[str, Any]:
@@ -128,9 +124,7 @@ class LocalSession(ModelSession):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or the engine ended after a fault."""
         return self.engine.closed
 
     def close(self) -> None:
-        """End what runs and free the memory; closing twice is fine."""
         self.engine.close()

@@ -230,14 +230,12 @@ class ChatInput(Input):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a message holds something beside text."""
         contents = [m.get("content") for m in self.messages if isinstance(m, Mapping)]
         parts = chain.from_iterable(one for one in contents if isinstance(one, list | tuple))
         return any(isinstance(part, Mapping) and "text" not in part for part in parts)
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the form of answers or of calls is bound."""
         return super(ChatInput, self).has_grammar or bool(self.tools)
 
     @property
@@ -258,11 +256,9 @@ class ChatInput(Input):
         return replace(self, reasoning_effort=effort)
 
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
-        """The model's own values."""
         return chat_params
 
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
-        """The conversation with the data of pictures in place of their URLs."""
         return replace(self, messages=[_fetched(message, fetch) for message in self.messages])
 
     def without_earlier_pictures(self) -> tuple[Self, list[str]]:
@@ -282,7 +278,6 @@ class ChatInput(Input):
         return (replace(self, messages=messages), places) if places else (self, places)
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
-        """Let `reader` read a conversation."""
         return reader.conversation(self, max_context)
 
 
@@ -307,7 +302,6 @@ class TextInput(Input):
     pictures: "tuple[PlacedPicture, ...]" = ()
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
-        """Let `reader` read a text."""
         return reader.text(self, max_context)
 
 

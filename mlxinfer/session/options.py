@@ -270,7 +270,6 @@ class EngineOptions:
 
     @property
     def kv(self) -> KVOptions:
-        """Options of the KV cache."""
         return KVOptions.build(
             bits=self.kv_bits,
             window=self.kv_window,
@@ -281,7 +280,6 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationOptions:
-        """Options of speculation."""
         return SpeculationOptions(
             method=self.speculate,
             draft=None if self.draft is None else Path(self.draft),
@@ -292,7 +290,6 @@ class EngineOptions:
 
     @property
     def spread(self) -> RankOptions:
-        """The ranks that the model is spread over."""
         return RankOptions(
             ranks=self.ranks,
             hostfile=None if self.hostfile is None else Path(self.hostfile),

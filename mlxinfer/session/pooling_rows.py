@@ -129,7 +129,6 @@ def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice
 
 
 def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-    """Return the encodings of texts without special tokens. Releases the GIL."""
     found: list[tokenizers.Encoding] = []
     for text in texts:
         check_text(text)

@@ -83,7 +83,6 @@ class PoolingSession(LocalSession):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model."""
         return self.rows.tokenizer
 
     def refuse(self, method: str) -> NoReturn:
@@ -297,7 +296,6 @@ class Pooled:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
         return self.request.num_tokens
 
     def result(self) -> "Vectors":

@@ -296,7 +296,6 @@ class RequestBuilder:
         return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
 
     def _written_calls(self, calls: Sequence[Message]) -> str:
-        """Calls as the model writes them."""
         return self.tool_format.write([WrittenCall.of(call) for call in calls])
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
@@ -312,7 +311,6 @@ class RequestBuilder:
         )
 
     def _text_stream(self, request: Request, prompt: EncodedPrompt) -> TextStream:
-        """The stream that makes text of one answer's tokens."""
         use = prompt.use
         return TextStream(
             self.tokenizer,
@@ -330,7 +328,6 @@ class RequestBuilder:
         self.guidance.compiler.close()
 
     def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        """The grammar with the request's bound on reasoning."""
         limit = request.params.max_reasoning_tokens
         if limit is None:
             return grammar
@@ -465,7 +462,6 @@ class Session(LocalSession):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model."""
         return self.builder.tokenizer
 
     def refuse(self, method: str) -> NoReturn:
@@ -489,7 +485,6 @@ class Session(LocalSession):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
         return self.builder.end_ids
 
     @cached_property
@@ -543,7 +538,6 @@ class Session(LocalSession):
         return text, whole[len(text) :]
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
-        """As LLM.pin."""
         if not self._keeps_prefixes:
             raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
         check_sequence(prompt)
@@ -559,7 +553,6 @@ class Session(LocalSession):
         return result.prompt_tokens - result.prompt_tokens % self.limits.page_size
 
     def logits(self, prompt: PromptLike, adapter: str | None = None) -> "np.ndarray":
-        """Logits (T, vocab) float32 of every position of a prompt."""
         import numpy as np
 
         params = SamplingParams(max_tokens=1)
@@ -575,7 +568,6 @@ class Session(LocalSession):
     # -- adapters -------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """As LLM.load_adapter."""
         from ..models.adapters.loaded import read_adapter
 
         self.engine.require_open()
@@ -584,16 +576,13 @@ class Session(LocalSession):
         self.engine.change(lambda loop: loop.adapters.load(name, adapter))
 
     def unload_adapter(self, name: str) -> None:
-        """As LLM.unload_adapter."""
         self.engine.change(lambda loop: loop.adapters.unload(name))
 
     def adapters(self) -> list[dict[str, Any]]:
-        """As LLM.adapters."""
         found: list[dict[str, Any]] = self.stats()["adapters"]
         return [each for each in found if each.pop("ready")]
 
     def close(self) -> None:
-        """End what runs and free the memory; closing twice is fine."""
         try:
             super().close()
         finally:

@@ -98,7 +98,6 @@ class BlockProposer(ProposalSource):
         return keys_within(NAME, sequences, most, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        """The most probable tokens of one pass."""
         rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
         found: dict[Sequence, list[int]] = {}
         if rows:
@@ -111,7 +110,6 @@ class BlockProposer(ProposalSource):
         return [Proposal([t for t in ids if t < self._vocab_size]) for ids in proposed]
 
     def end(self, sequence: Sequence) -> None:
-        """Forget the sequence."""
         self._held.pop(sequence, None)
         self._contexts.pop(sequence, None)
 

@@ -105,7 +105,6 @@ class Acceptance:
         self._by_sequence.clear()
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
         self._by_sequence.pop(sequence, None)
 
     def measured(self) -> dict[Key, float]:

@@ -102,7 +102,6 @@ class DraftProposer(ProposalSource):
         self._num_steps = 0
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
-        """Keys of as many proposals as the draft's context has room for."""
         return keys_within(self.name, sequences, depth, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
@@ -236,7 +235,6 @@ class DraftProposer(ProposalSource):
         return found
 
     def _params(self, params: SamplingParams) -> SamplingParams:
-        """Those of a request as far as they mean anything here."""
         vocab_size = self._model.config.vocab_size
         biases = {i: bias for i, bias in params.logit_bias.items() if i < vocab_size}
         top_k = params.top_k if params.top_k < vocab_size else 0

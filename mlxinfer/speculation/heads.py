@@ -184,7 +184,6 @@ class HeadProposer(DraftProposer):
         return counterpart.own.num_sealed + counterpart.offset - 1
 
     def _num_waiting(self, sequence: Sequence) -> int:
-        """Positions with hidden states that are in no page of the head."""
         held, counterpart = self._held.get(sequence), self._counterparts.get(sequence)
         if held is None:
             return 0
@@ -249,7 +248,6 @@ class HeadProposer(DraftProposer):
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
     def _of_model(self, own: Sequence, start: int, count: int) -> list[tuple[Row, bool]]:
-        """The model's hidden states for some positions of an own sequence."""
         sequence = self._follows[own]
         held = self._held[sequence]
         first = start + self._counterparts[sequence].offset - 1 - held.start
@@ -258,7 +256,6 @@ class HeadProposer(DraftProposer):
 
 
 def _runs(rows: Seq[tuple[Row, bool]]) -> list[tuple[mx.array, list[int], bool]]:
-    """Consecutive rows of one array together."""
     runs: list[tuple[mx.array, list[int], bool]] = []
     for (array, place), is_own in rows:
         if runs and runs[-1][0] is array and runs[-1][2] == is_own:

@@ -46,7 +46,6 @@ class ForcedProposer(ProposalSource):
         self._found: dict[Sequence, tuple[int, list[int]]] = {}  # tokens known then; tokens forced
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
-        """Keys of the tokens that are forced after those in flight."""
         found: dict[Sequence, list[Key]] = {}
         for sequence in sequences:
             count = len(self._forced(sequence)) - sequence.num_pending
@@ -55,11 +54,9 @@ class ForcedProposer(ProposalSource):
         return found
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        """The forced tokens."""
         return [Proposal(self._forced(s)[:n]) for s, n in zip(sequences, depths, strict=True)]
 
     def end(self, sequence: Sequence) -> None:
-        """Forget the sequence."""
         self._found.pop(sequence, None)
 
     def _forced(self, sequence: Sequence) -> list[int]:
@@ -118,13 +115,11 @@ class NgramProposer(ProposalSource):
         return found
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        """The tokens that followed the match of each sequence."""
         followed = self._follow(sequences)
         pairs = zip(sequences, depths, strict=True)
         return [Proposal(_guess(followed[s], n) if followed[s].length else ()) for s, n in pairs]
 
     def end(self, sequence: Sequence) -> None:
-        """Keep the answer for later requests of the same owner and namespace."""
         self._followed.pop(sequence, None)
         answer = sequence.token_ids[sequence.num_prompt :]
         if len(answer) <= MIN_MATCH or not sequence.request.params.speculate:
@@ -138,7 +133,6 @@ class NgramProposer(ProposalSource):
             self._answers.popitem(last=False)
 
     def stats(self) -> dict[str, Any]:
-        """How much text is kept."""
         return {"tokens_kept": sum(len(text) for text in self._answers.values())}
 
     def _follow(self, sequences: Seq[Sequence]) -> dict[Sequence, Followed]:
@@ -173,7 +167,6 @@ class NgramProposer(ProposalSource):
                 return
 
     def _search(self, followed: Followed) -> None:
-        """Find the longest match in the sequence's own text or in earlier answers."""
         text = followed.text.ids
         if len(text) <= MIN_MATCH:
             return

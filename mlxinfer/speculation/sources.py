@@ -174,7 +174,6 @@ def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
 def _draft_source(
     model: LanguageModel, draft: Draft, config: EngineConfig, *, rejects: bool
 ) -> ProposalSource:
-    """The source that runs a network with a cache of these sizes."""
     network, vocab_size = draft.network, model.config.vocab_size
     step_bytes = model.all_bytes if isinstance(model, StageModel) else model.num_bytes
     if draft.kind == "dflash":

@@ -163,7 +163,6 @@ class Speculation(Proposer):
         return depth
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
-        """Proposals of each sequence from its most promising source."""
         plans = self._plans(sequences)
         found: dict[Sequence, Proposal] = {}
         if plans:
@@ -178,7 +177,6 @@ class Speculation(Proposer):
         return [found.get(s, Proposal(())) for s in sequences]
 
     def take(self, batch: Batch, hidden: Any) -> None:
-        """Hand hidden states on to the sources that read them."""
         for source in self._sources:
             off = [source.name in self._off.get(s, ()) for s in batch.sequences]
             if not source.taps or all(off):
@@ -340,7 +338,6 @@ class Speculation(Proposer):
                     self._acceptance.renew(source.name)
 
     def _end(self, sequence: Sequence) -> None:
-        """Drop the state of a sequence in all sources."""
         self._known.discard(sequence)
         self._off.pop(sequence, None)
         self._planned.pop(sequence, None)

@@ -248,7 +248,6 @@ class ControlTokens:
         return self._without_anchor(self.encode(_ANCHOR + piece)) or self.encode(piece)
 
     def _encode_plain(self, piece: str) -> list[int]:
-        """Return the ids of a text. None of them is a control token."""
         ids = self._plain_after(piece)
         if not self._ids.isdisjoint(ids):  # the vocabulary has the text as one token, too
             ids = [i for char in piece for i in self._plain_after(char)]

@@ -47,7 +47,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
 
     def begin(self) -> None:
-        """Begin the time of a rendering in this thread."""
         self._begun.at = time.thread_time()
 
     def tick(self) -> None:
@@ -94,5 +93,4 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _raise_exception(message: object) -> None:
-    """Let a template refuse its messages."""
     raise jinja2.TemplateError(str(message))

@@ -180,7 +180,6 @@ class Forms:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Message]:
-    """Return the calls of a message."""
     calls = message.get("tool_calls")
     return list(calls) if isinstance(calls, (list, tuple)) else []
 
@@ -200,7 +199,6 @@ def _results_after(chat: Sequence[Message], place: int) -> dict[int, Message]:
 
 
 def _with_joined_users(chat: list[Message]) -> list[Message]:
-    """Return messages in which those of the user that follow each other are one."""
     changed: list[Message] = []
     for message in chat:
         if message["role"] == "user" and changed and changed[-1]["role"] == "user":
@@ -212,7 +210,6 @@ def _with_joined_users(chat: list[Message]) -> list[Message]:
 
 
 def _with_ids(chat: list[Message], style: str) -> list[Message]:
-    """Return messages in which the ids of calls and of their results have a template's form."""
     form = _SHORT_ID if style == "short" else _COUNTED_ID
     new: dict[Any, str] = {}
     changed = []
@@ -295,7 +292,6 @@ class _Probe:
         return self.forms
 
     def _solve_calls(self) -> None:
-        """Find out how earlier calls and their results are written."""
         parts = {"parts": tuple(dict.fromkeys((*self.forms.parts, "tool")))}
         no_parts = {"parts": tuple(role for role in self.forms.parts if role != "tool")}
         as_text = {"calls": False}

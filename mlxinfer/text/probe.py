@@ -32,7 +32,6 @@ class TemplateFacts:
     forms: Forms = field(default_factory=Forms)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON."""
         return {**asdict(self), "variables": sorted(self.variables)}
 
     @classmethod

@@ -460,7 +460,6 @@ def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
 
 
 def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
-    """Return the id of a tag that is one token and that a user's text cannot produce."""
     found = tokenizer.piece_to_id(tag)
     token = tokenizer.added_tokens.get(found) if found is not None else None
     if token is None:

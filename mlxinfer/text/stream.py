@@ -118,7 +118,6 @@ class TextStream:
 
     @property
     def stop_match(self) -> str | None:
-        """The stop string that ended the answer."""
         return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> tuple[Part, ...]:
@@ -240,7 +239,6 @@ class ThoughtCalls:
 
 
 def _special_ids_in(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int]:
-    """Return the special ids of tokens that are a mark or a part of one."""
     return frozenset(
         token_id
         for token_id in tokenizer.special_ids

@@ -138,7 +138,6 @@ def around(content: Content | None, before: str = "", after: str = "") -> Conten
 
 
 def joined(one: Content, two: Content, between: str = "\n") -> Content:
-    """Return two contents as one."""
     if isinstance(one, str) and isinstance(two, str):
         return f"{one}{between}{two}"
     return [*_parts(one), *_parts(between), *_parts(two)]

@@ -78,7 +78,6 @@ def _is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def encoding_failures() -> Iterator[None]:
-    """Turn every failure of the library to encode a text into InvalidRequestError."""
     try:
         with panic_guard():
             yield
@@ -192,7 +191,6 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(spec: dict[str, Any] | None) -> float:
-    """Return the factor by which a normalizer or decoder can lengthen a text."""
     if spec is None:
         return 1.0
     steps = spec.get("normalizers") or spec.get("decoders")

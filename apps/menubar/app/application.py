@@ -180,7 +180,6 @@ class MenubarApp(toga.App):
         return f"{self.controller.settings.url}{COMPACT}"
 
     def _build_menu(self, menu: tuple[MenuEntry, ...]) -> None:
-        """Replace the menu of the status item in one step."""
         commands = self.status_icons.commands
         commands.on_change = None
         commands.clear()

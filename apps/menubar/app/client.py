@@ -148,7 +148,6 @@ class ServerClient:
         self._ask("/admin/models/pin", {"model": model, "pinned": pinned})
 
     def serve(self, model: str) -> None:
-        """Serve a model of the server's disk."""
         self._ask("/hub/serve", {"model": model}, timeout_s=60)
 
     def act(self, transfer: str, action: str) -> None:

@@ -92,12 +92,10 @@ class AppController:
 
     @property
     def client(self) -> ServerClient:
-        """Requests to the server at the address of the settings."""
         return ServerClient(self.settings.url, self.settings.key)
 
     @property
     def log_path(self) -> Path:
-        """The log of the server that the app started."""
         return self._process.log_path
 
     def change(self, settings: Settings) -> None:
@@ -268,7 +266,6 @@ class AppController:
         return view
 
     def _announce(self, before: View, after: View) -> None:
-        """Notify the user of transfers that have ended."""
         was_open = {each.id for each in before.transfers if each.open}
         for each in after.transfers:
             if each.id in was_open and each.state == "done":
@@ -279,6 +276,5 @@ class AppController:
 
 @cache
 def _for_this_machine() -> tuple[Mapping[str, Any], ...]:
-    """The suggestions that a server on this machine makes."""
     limit_bytes = models_limit_bytes()
     return tuple(each.as_dict(limit_bytes) for each in to_begin_with(limit_bytes))

@@ -56,7 +56,6 @@ class ServerProcess:
 
     @property
     def log_path(self) -> Path:
-        """The server's log."""
         return self._folder / "server.log"
 
     @property

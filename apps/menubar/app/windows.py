@@ -56,7 +56,6 @@ ATTACH = """(function attach(name, data) {
 
 
 def button(text: str, action: Action, act: Act) -> toga.Button:
-    """A button that asks for an action."""
     return toga.Button(text, on_press=lambda _: act(action))
 
 
@@ -118,7 +117,6 @@ class Head:
         self.content = column(line, self.problem, margin=0)
 
     def show(self, view: View) -> None:
-        """Show a view."""
         status = status_of(view)
         self.icon.text, self.word.text = status.icon, status.word
         self.icon.style.color = status.colour
@@ -242,7 +240,6 @@ class MainWindow:
         self.window.content = self.tabs
 
     def show(self, view: View) -> None:
-        """Show a view."""
         self.head.show(view)
         self.places[-1].text = f"{view.url}/v1"
         running = [f"{each.name}: {transfer_text(each)}" for each in view.transfers if each.open]
@@ -256,7 +253,6 @@ class MainWindow:
             )
 
     def show_settings(self) -> None:
-        """Show the settings."""
         self.tabs.current_tab = "Settings"
         self.window.show()
 

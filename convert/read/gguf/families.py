@@ -243,7 +243,6 @@ def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
 
 
 def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
-    """Newer files may say of each layer whether it slides."""
     slides = facts.by_layer_or_none("attention.sliding_window_pattern", num_layers)
     if slides is None:
         return {"sliding_window_pattern": facts.integer("attention.sliding_window_pattern", 6)}

@@ -279,7 +279,6 @@ def hf_names(
 
 
 def _joined(architecture: str, index: int, rest: str, names: Collection[str]) -> tuple[str, ...]:
-    """Modules of a tensor that the converter's --fuse-qkv or --fuse-gate-up-exps has changed."""
     modules = _FAMILIES[architecture]
     recurs = f"blk.{index}.ssm_a" in names
     if rest.startswith("attn_qkv.") and not recurs and modules.get("attn_q"):

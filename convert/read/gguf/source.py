@@ -80,7 +80,6 @@ def _architecture(metadata: Mapping[str, Any], label: str) -> str:
 
 
 def _entries(headers: Mapping[Path, GGUFHeader], label: str) -> dict[str, Entry]:
-    """The tensors of all parts."""
     entries = {
         entry.name: (entry, _stored(path, entry, header.data_start))
         for path, header in headers.items()
@@ -153,7 +152,6 @@ def _check_parts(headers: list[GGUFHeader], label: str) -> None:
 
 
 def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str, Entry]:
-    """The tensors by the names of transformers."""
     named: dict[str, Entry] = {}
     if aside := sorted(name for name in entries if name.startswith(_ASIDE)):
         warnings.warn(

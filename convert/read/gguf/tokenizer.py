@@ -202,7 +202,6 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
 
 
 def _byte_level(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
-    """Byte-level BPE."""
     own = pretokenizer_of(fields)
     made = _bpe(tokens, _merges(fields), ignore_merges=own.whole_words)
     if own.normal_form:
@@ -225,7 +224,6 @@ def _merges(fields: Fields) -> Merges:
 
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE."""
     merged = fields.text("tokenizer.ggml.model") == GEMMA4
     unknown = token_of(fields, "unknown", tokens)
     made = _bpe(

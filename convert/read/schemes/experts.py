@@ -110,7 +110,6 @@ def _plain(
 def _rows(
     array: StoredArray, length: int, part: tuple[int, int], *, interleaved: bool = True
 ) -> slice:
-    """The outputs of a part."""
     number, parts = part
     if length % parts or length == 0:
         raise array.fail(f"has shape {array.shape}; expected gate and up side by side")

@@ -129,7 +129,6 @@ class _Scaled:
         return np.asarray(self.scale.view()).reshape(rows, columns)
 
     def _spread(self, grid: Array, rows: slice, step: int) -> Array:
-        """One scale for each row and each `step` inputs."""
         of_row = np.arange(rows.start, rows.stop) // self.block[0]
         of_column = np.arange(0, self.weight.shape[1], step) // self.block[1]
         return grid[of_row][:, of_column]

@@ -121,7 +121,6 @@ class _Packing:
     padded: bool
 
     def num_words(self, count: int) -> int:
-        """Words of `count` codes."""
         return -(-count // (32 // self.bits)) if self.padded else -(-count * self.bits // 32)
 
     def unpack(self, words: Words, count: int) -> Codes:

@@ -58,7 +58,6 @@ def _affine(
     biases.expect([scales.dtype], scales.shape)
 
     def triple(rows: slice) -> Triple:
-        """As stored."""
         return np.ascontiguousarray(weight.view(rows)), scales.floats(rows), biases.floats(rows)
 
     stored = f"MLX affine {form.bits}-bit"

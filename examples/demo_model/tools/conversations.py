@@ -64,7 +64,6 @@ def _called(rng: Random, offer: Offer) -> list[Message]:
 
 
 def _spoken(rng: Random, question: str) -> str:
-    """Return a question as people type it."""
     if rng.random() < 0.25:
         question = question.rstrip("?")
     if rng.random() < 0.1:

@@ -211,7 +211,6 @@ def sums(rng: Random) -> Offer:
 
 
 def search(rng: Random) -> Offer:
-    """Pages of the web."""
     query = Parameter(_name(rng, ("query", "q", "text", "terms", "keywords", "search", "term")))
     limit = (Parameter("limit", "integer", required=False),) if rng.random() < 0.3 else ()
     names = ("web_search", "search", "search_web", "google", "find_pages", "internet_search")

@@ -26,7 +26,6 @@ class ToolQuestion:
 
     @property
     def asked(self) -> str:
-        """What the user asked."""
         return next(str(m["content"]) for m in self.messages if m["role"] == "user")
 
     @property
@@ -43,7 +42,6 @@ def tool_questions() -> tuple[ToolQuestion, ...]:
 
 
 def read_call(text: str) -> tuple[str, Arguments]:
-    """Return the name and the arguments of a call."""
     name, _, arguments = text.partition(" ")
     return name, json.loads(arguments)
 

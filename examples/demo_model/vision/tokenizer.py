@@ -42,7 +42,6 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(seed: int = 0) -> Tokenizer:
-    """Return a byte-level BPE tokenizer of `TEXT.vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -69,7 +68,6 @@ def _texts(rng: Random, num_texts: int = 6000) -> Iterator[str]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

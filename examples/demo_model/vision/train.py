@@ -153,7 +153,6 @@ class Run:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The file with the tokenizer."""
         return self.folder / "vision-tokenizer.json"
 
     def _resume(self) -> None:

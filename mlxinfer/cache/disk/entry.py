@@ -36,12 +36,10 @@ class Entry:
 
     @property
     def is_named(self) -> bool:
-        """Whether the key follows from parent and ids."""
         return group_key(page_key(self.parent, self.token_ids), self.key[-1]) == self.key
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the entry's file."""
         return entry_bytes(len(self.token_ids), self.payload.nbytes)
 
 
@@ -103,7 +101,6 @@ class Files:
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """A file in a folder."""
         return os.listdir(folder)
 
     def create(self, path: str) -> int:
@@ -119,7 +116,6 @@ class Files:
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
-        """Close a handle."""
         os.close(handle)
 
     def read(self, path: str) -> bytes:
@@ -140,7 +136,6 @@ class Files:
             os.close(handle)
 
     def remove(self, path: str) -> None:
-        """Remove a file."""
         os.unlink(path)
 
     def info(self, path: str) -> tuple[int, int]:
@@ -164,7 +159,6 @@ class NoFiles(Files):
         """Make none."""
 
     def names(self, folder: str) -> list[str]:
-        """None."""
         return []
 
     def read(self, path: str) -> bytes:

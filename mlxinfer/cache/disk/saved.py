@@ -78,7 +78,6 @@ class SavedPrompt:
         return [(names.name(n - 1), group_key(names.name(n), group)) for n, group in places]
 
     def page(self, number: int) -> tuple[int, ...]:
-        """The ids of a page."""
         return self.token_ids[number * self.page_size : (number + 1) * self.page_size]
 
 
@@ -102,7 +101,6 @@ class SavedSession:
     prompt: SavedPrompt
 
     def head(self) -> Entry:
-        """The session as an entry."""
         root = self.prompt.root
         return Entry(page_key(root, ()), root, (), memoryview(msgspec.json.encode(self)))
 

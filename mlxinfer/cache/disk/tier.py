@@ -154,7 +154,6 @@ class DiskTier:
         return True
 
     def stats(self) -> dict[str, int]:
-        """As of `NOTHING_STORED`."""
         with self._lock:
             now = {"num_entries": len(self._sizes), "num_bytes": self._num_bytes}
             return {**self._counts, **now}
@@ -394,7 +393,6 @@ class DiskTier:
             self._scan()
 
     def _scan(self, *, remove_temps: bool = False) -> None:
-        """Find the entries of the folder and when they were used. Other files are left alone."""
         found: list[tuple[int, str, int]] = []
         for folder in self._folders():
             for name in self._names(folder):

@@ -286,7 +286,6 @@ class PrefixCache:
         return name in self.page_of or name in self._gone
 
     def num_pages(self, group: int) -> int:
-        """Pages of a group that belong to the cache."""
         return len(self.by_id[group])
 
     def num_evictable(self, group: int) -> int:
@@ -368,7 +367,6 @@ class PrefixCache:
         self.let_go(self._named(group, ids), priority=lease.priority)
 
     def _named(self, group: int, ids: Sequence[int]) -> Users:
-        """The named ones of a sequence's pages. The others are free from now on."""
         known = [self.by_id[group].get(i) for i in ids]
         self.allocators[group].release([i for i, p in zip(ids, known, strict=True) if p is None])
         return [(page, group) for page in known if page is not None]

@@ -72,7 +72,6 @@ class EvictionQueue(Generic[Item]):
         return len(self._entry)
 
     def items(self) -> set[Item]:
-        """All items."""
         return set(self._entry)
 
     def push(self, item: Item, worth: tuple[int, ...]) -> None:

@@ -221,7 +221,6 @@ def read_mlx_lm(file: Path, config: Fields) -> AdapterFolder:
 
 
 def _kind(config: Fields) -> str:
-    """ "lora" or "dora"."""
     kind = config.text("fine_tune_type", default="lora")
     if kind == "full":
         raise UnsupportedModelError(

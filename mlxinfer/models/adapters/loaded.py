@@ -172,7 +172,6 @@ class ModelAdapters:
     # -- targets -------------------------------------------------------------------------------
 
     def _make_room(self, places: Iterable[int]) -> None:
-        """Let `Adapted` projections take the places of those that have none yet."""
         assert self._model is not None
         taken: dict[int, object] = {}
         for index in places:

@@ -107,7 +107,6 @@ class Targets:
                 )
 
     def _ours(self, path: str) -> str:
-        """A path of the checkpoint as the decoder has it."""
         for leaf in (".weight", ""):
             renamed = self._family.tensor_name(f"{path}{leaf}")
             if renamed is not None and renamed.removesuffix(".weight") in self._spots:

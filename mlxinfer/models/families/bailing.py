@@ -49,7 +49,6 @@ class BailingHybrid(KimiLinear):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The config under the names of DeepSeek and of Kimi Linear."""
         fields = super().language_model(config)
         heads = fields.integer("num_attention_heads", high=2**14, default=32)
         dim = fields.integer("linear_head_dim", "head_dim", high=2**14, default=128)
@@ -69,31 +68,26 @@ class BailingHybrid(KimiLinear):
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """The rope of latent attention."""
         return (cls.rope_spec(fields, layer_types[0], head_dim),) * len(layer_types)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Names as of Kimi Linear."""
         for theirs, ours in NAMES:
             name = name.replace(theirs, ours)
         return super().rename(name)
 
     def attention(self, index: int, **parts: object) -> LatentAttention:
-        """With a gate for each head."""
         gates = self.gates(index, "g_proj", by_head=True)
         return super().attention(index, **parts, gate_proj=gates)
 
     @property
     def decay_bound(self) -> float:
-        """As stated."""
         fields = self.config.fields
         if not fields.boolean("kda_safe_gate"):
             return 0.0
         return fields.number("kda_lower_bound", low=-1e4, high=0.0)
 
     def through(self, path: str, dims: int, width: int) -> Sequence[Projection]:
-        """One projection."""
         return (self.weights.linear(f"{path}_proj", width, self.config.hidden_size),)
 
     def mlp(self, index: int) -> FeedForward:

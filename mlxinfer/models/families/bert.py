@@ -56,7 +56,6 @@ class Bert(Encoder):
         return super().configure(config)
 
     def mlp(self, index: int) -> FeedForward:
-        """Without a gate."""
         return self.ungated_mlp(f"model.layers.{index}.mlp")
 
 
@@ -72,7 +71,6 @@ class Roberta(Bert):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """`max_position_embeddings` without the rows that no token takes."""
         fields = Fields({**cls.defaults, **config.values}, config.where)
         rows = fields.integer("max_position_embeddings")
         positions = rows - _first(fields)
@@ -80,7 +78,6 @@ class Roberta(Bert):
 
     @property
     def first_position(self) -> int:
-        """Behind the row of padding."""
         return _first(self.config.fields)
 
 
@@ -111,7 +108,6 @@ class DistilBert(Encoder):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The usual keys."""
         theirs = {
             "hidden_size": "dim",
             "num_hidden_layers": "n_layers",
@@ -124,7 +120,6 @@ class DistilBert(Encoder):
         return Fields({**config.values, **stated}, config.where)
 
     def mlp(self, index: int) -> FeedForward:
-        """Without a gate."""
         return self.ungated_mlp(f"model.layers.{index}.mlp")
 
 

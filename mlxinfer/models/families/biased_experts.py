@@ -38,7 +38,6 @@ class Dots1(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names for the fields of experts."""
         return with_deepseek_names(config)
 
     @classmethod
@@ -51,12 +50,10 @@ class Dots1(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         return with_experts(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts as other MLX checkpoints call them."""
         for projection in ("gate_proj", "up_proj", "down_proj"):
             name = name.replace(f".mlp.experts.{projection}.", f".mlp.switch_mlp.{projection}.")
         return super().rename(name)
@@ -111,7 +108,6 @@ class HyV3(Dots1):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
         return [FULL] * num_layers
 
     @classmethod
@@ -150,7 +146,6 @@ class Afmoe(HyV3):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """None in layers that see everything."""
         return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
     @property
@@ -160,7 +155,6 @@ class Afmoe(HyV3):
         return float(self.config.hidden_size**0.5) if scaled else None
 
     def layer(self, index: int) -> Layer:
-        """Norms before and after both blocks."""
         names = ("input_layernorm", "pre_mlp_layernorm")
         behind = ("post_attention_layernorm", "post_mlp_layernorm")
         path = f"model.layers.{index}"
@@ -172,7 +166,6 @@ class Afmoe(HyV3):
         )
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
-        """With a gate for each number of the heads' outputs."""
         return self.qkv(index), self.gates(index, "gate_proj")
 
 
@@ -192,17 +185,14 @@ class ExaoneMoE(Exaone4):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names for the fields of experts."""
         return with_deepseek_names(config)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         return with_experts(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The bias as DeepSeek calls it."""
         bias = ".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
         return super().rename(name.replace(*bias))
 

@@ -38,29 +38,24 @@ class Cohere2(Family):
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
-        """Always the share of the hidden size."""
         without = {key: value for key, value in fields.values.items() if key != "head_dim"}
         return super().head_dim(Fields(without, fields.where), num_heads)
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """None in layers that see everything."""
         return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Logits are scaled as stated."""
         return replace(config, logit_scale=config.fields.number("logit_scale"))
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
-        """A layer norm without a bias."""
         width = self.config.hidden_size if dims is None else dims
         stated = self.config.fields.number("layer_norm_eps", low=0.0, high=1.0)
         weight = self.weights.take(f"{path}.weight", (width,))
         return LayerNorm(weight, stated if eps is None else eps)
 
     def layer(self, index: int) -> Layer:
-        """One norm for both blocks."""
         norm = self.norm(f"model.layers.{index}.input_layernorm")
         return ParallelLayer(norm, self.mixer(index), self.mlp(index))
 
@@ -92,7 +87,6 @@ class Cohere2MoE(Cohere2):
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
-        """As stated."""
         return fields.integer("head_dim", high=2**14)
 
     @classmethod
@@ -123,7 +117,6 @@ class Cohere2MoE(Cohere2):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         sparse = sparse_layers(config.fields, config.num_layers)
         return replace(super().configure(config), sparse_layers=sparse)
 

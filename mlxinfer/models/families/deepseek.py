@@ -46,7 +46,6 @@ class LatentDims:
 
     @classmethod
     def of(cls, fields: Fields) -> "LatentDims":
-        """As stated."""
         return cls(
             fields.integer("q_lora_rank", high=2**20, default=None),
             fields.integer("kv_lora_rank", high=2**20),
@@ -141,7 +140,6 @@ class DeepseekV3(Family):
         )
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
-        """Latent attention of its parts."""
         return LatentAttention(**parts)
 
     def _query_projections(self, path: str, dims: LatentDims) -> Sequence[Projection | Norm]:

@@ -171,7 +171,6 @@ class DeepseekV4(MixedStreams):
         return Streams(self.num_streams, self._tokens)
 
     def last_norm(self) -> Norm:
-        """Over a weighted sum of the streams."""
         logits = self.stream_logits("model.hc_head", [self.num_streams])
         return WeightedStreams(logits, Family.last_norm(self), self.config.fields.number("hc_eps"))
 
@@ -269,7 +268,6 @@ class DeepseekV4(MixedStreams):
 
     @cached_property
     def activation(self) -> Gated:
-        """SwiGLU with clamped inputs."""
         limit = self.config.fields.number("swiglu_limit", above=0.0)
         return clipped_swiglu(self.weights.dtype, limit=limit)
 
@@ -284,13 +282,11 @@ class DeepseekV4(MixedStreams):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """Experts and a shared one."""
         path = f"model.layers.{index}.mlp"
         chosen = self._hash_choice if _is_hashed(self.config, index) else self._choice
         return self.experts(path, chosen(f"{path}.gate"), shared=shared_expert(self, path))
 
     def _choice(self, path: str) -> ExpertChoice:
-        """The experts of the best scores with a bias."""
         name = f"{path}.e_score_correction_bias"
         bias = self.weights.raw(name, (self.config.num_experts,))
         return ExpertChoice(self._routing(biased=True), bias.astype(mx.float32))

@@ -58,7 +58,6 @@ class FalconH1(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The multiplier of keys is one of the scores."""
         _dims(config.fields)
         for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             _numbers(config.fields, key, count)
@@ -80,11 +79,9 @@ class FalconH1(Family):
 
     @property
     def embed_scale(self) -> float | None:
-        """embedding_multiplier."""
         return None if self.of_mlx else self.config.fields.number("embedding_multiplier")
 
     def layer(self, index: int) -> Layer:
-        """A pre-norm layer under other names."""
         path = f"model.layers.{index}"
         norms = [self.norm(f"{path}.{name}") for name in ("input_layernorm", "pre_ff_layernorm")]
         return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
@@ -136,7 +133,6 @@ class FalconH1(Family):
         return fused(parts)
 
     def attention_output(self, path: str, inner: int) -> Projection:
-        """attention_out_multiplier."""
         shape = self.config.hidden_size, inner
         factor = self.config.fields.number("attention_out_multiplier")
         return self._scaled(path, shape, factor, bias=self.config.o_bias)

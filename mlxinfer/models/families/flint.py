@@ -58,7 +58,6 @@ class Flint(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Sinks and stacks of experts as in other families."""
         name = name.replace(".softmax_offset", ".sinks")
         return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 

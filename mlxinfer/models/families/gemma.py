@@ -53,7 +53,6 @@ class Gemma2(Family):
     scaled_embeddings = True
 
     def layer(self, index: int) -> Layer:
-        """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
@@ -90,7 +89,6 @@ class Gemma3(Gemma2):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """A window counts the tokens of both sides where tokens see both."""
         if not config.bidirectional:
             spans = config.fields.boolean(SPANS)
             return replace(config, sees_spans=(spans,) * config.num_layers)

@@ -257,7 +257,6 @@ class Gemma3n(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Scores are not scaled."""
         fields, count = config.fields, config.num_layers
         sources(config)
         _widths(fields, config.intermediate_size, count)
@@ -278,7 +277,6 @@ class Gemma3n(Family):
 
     @property
     def num_streams(self) -> int:
-        """S."""
         return self.config.fields.integer("altup_num_inputs")
 
     def entry(self) -> Entry:
@@ -292,7 +290,6 @@ class Gemma3n(Family):
         return StreamedEntry(inputs, projection)
 
     def last_norm(self) -> Norm:
-        """Over the mean of all streams."""
         hidden = self.config.hidden_size
         return StreamedNorm(
             [
@@ -303,7 +300,6 @@ class Gemma3n(Family):
         )
 
     def layer(self, index: int) -> Layer:
-        """One layer with its low-rank product and its per-layer input."""
         path, hidden = f"model.layers.{index}", self.config.hidden_size
         names = (
             *("input_layernorm", "post_attention_layernorm"),
@@ -340,7 +336,6 @@ class Gemma3n(Family):
         )
 
     def mixer(self, index: int) -> LayerMixer:
-        """Attention over keys and values of its own or of an earlier layer."""
         return shared_or_own(self, index, super().mixer)
 
     def mlp(self, index: int) -> FeedForward:

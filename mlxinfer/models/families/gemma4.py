@@ -56,7 +56,6 @@ class NormedMLP:
         self.mlp = mlp
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the MLP."""
         return self.mlp.kernels(model)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
@@ -183,7 +182,6 @@ class Gemma4(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts as other matrices are called."""
         return super().rename(name + ".weight" if name.endswith(PACKED) else name)
 
     @classmethod
@@ -195,7 +193,6 @@ class Gemma4(Family):
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """Over the heads of each layer."""
         heads = _heads(fields, layer_types, head_dim)
         return tuple(
             cls.rope_spec(fields, kind, dim)
@@ -204,7 +201,6 @@ class Gemma4(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Heads of each layer."""
         fields = config.fields
         sources(config)
         types = [FULL if window is None else SLIDING for window in config.windows]
@@ -249,11 +245,9 @@ class Gemma4(Family):
         )
 
     def entry(self) -> Entry | None:
-        """The per-layer inputs of the E models."""
         return per_layer_inputs(self)
 
     def mixer(self, index: int) -> LayerMixer:
-        """Attention over keys and values of its own or of an earlier layer."""
         return shared_or_own(self, index, super().mixer)
 
     def qkv(self, index: int) -> Projection:

@@ -56,7 +56,6 @@ class Glm4(Glm):
     """The dense models of 2025: norms after both blocks too."""
 
     def layer(self, index: int) -> Layer:
-        """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
@@ -113,11 +112,9 @@ class Glm4MoE(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         return with_experts(config)
 
     def has_head_norms(self) -> bool:
-        """As stated."""
         return self.config.fields.boolean("use_qk_norm")
 
     def mlp(self, index: int) -> FeedForward:
@@ -190,18 +187,15 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Check which layers share an indexer."""
         _shared_indexers(config.fields)
         return super().configure(config)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Where each layer has an indexer."""
         return not _shared_indexers(config.fields)
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """Layers that share an indexer stay together."""
         return BetweenStages((config.hidden_size,), bound=_shared_indexers(config.fields))
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
@@ -217,7 +211,6 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
 
 def _shared_indexers(fields: Fields) -> frozenset[int]:
-    """The layers that see the tokens that the indexer of an earlier layer chose."""
     kinds = indexer_kinds(fields)
     if kinds[0] != "full":
         raise CheckpointError(

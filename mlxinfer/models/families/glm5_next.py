@@ -72,7 +72,6 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Check the sizes that the parts of this family alone have."""
         config, fields = super().configure(config), config.fields
         dims = LatentDims.of(fields)
         if dims.rope or dims.query_rank is None:
@@ -88,12 +87,10 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """All streams. A layer that shares a choice stays with the one before it."""
         return replace(super().between_stages(config), bound=_shared(config))
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Names of decays as of Kimi Linear."""
         return super().rename(name.replace(".self_attn.forget_gate.", ".self_attn."))
 
     @property

@@ -46,7 +46,6 @@ class GptOss(Family):
 
     @cached_property
     def activation(self) -> Gated:
-        """SwiGLU with clamped inputs."""
         fields = self.config.fields
         return clamped_swiglu(
             self.weights.dtype,
@@ -92,7 +91,6 @@ class GptOss(Family):
         return stored.expert_projection()
 
     def _is_published(self, path: str) -> bool:
-        """Whether experts are stored as on the hub."""
         names = (f"{path}.{name}" for name in ("gate_up_proj", "down_proj"))
         return any(f"{name}{end}" in self.weights for name in names for end in ("", "_blocks"))
 

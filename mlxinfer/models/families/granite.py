@@ -55,18 +55,15 @@ class Granite(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts and packed projections as other families call them."""
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
         return super().rename(f"{name}.weight" if name.endswith(PACKED) else name)
 
     @property
     def embed_scale(self) -> float:
-        """embedding_multiplier."""
         return self.config.fields.number("embedding_multiplier")
 
     def layer(self, index: int) -> Layer:
-        """Both blocks' outputs are scaled before they are added to the residual stream."""
         path = f"model.layers.{index}"
         names = ("input_layernorm", "post_attention_layernorm")
         norms = [self.norm(f"{path}.{name}") for name in names]
@@ -111,7 +108,6 @@ class GraniteHybrid(Granite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the states of recurrent layers."""
         state = _dims(config.fields).spec
         recurs = _recurs(config.fields, config.num_layers)
         return replace(

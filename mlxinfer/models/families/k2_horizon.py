@@ -106,12 +106,10 @@ class K2Horizon(Family):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
         return [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Refuse what no published model has."""
         config.fields.require(cls.supported)
         groups = config.fields.integer("layernorm_num_groups", high=config.hidden_size)
         if config.hidden_size % groups:
@@ -123,13 +121,11 @@ class K2Horizon(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The biases of routers as DeepSeek calls them."""
         if name.endswith((".mlp.gate.bias", ".self_attn.v_router.bias")):
             name = name.removesuffix("bias") + "e_score_correction_bias"
         return super().rename(name)
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
-        """Over each group of the hidden state."""
         groups = self.config.fields.integer("layernorm_num_groups")
         if groups == 1 or dims is not None:
             return super().norm(path, dims, eps)
@@ -139,7 +135,6 @@ class K2Horizon(Family):
     # -- attention ------------------------------------------------------------------------------
 
     def has_head_norms(self) -> bool:
-        """As stated."""
         return self.config.fields.boolean("query_key_norm")
 
     def head_norm_weight(self, index: int) -> mx.array:
@@ -184,7 +179,6 @@ class K2Horizon(Family):
         return count if sparse and sparse[index] else 0
 
     def _values(self, index: int) -> MoE:
-        """The mixture whose outputs are a layer's values."""
         config, weights = self.config, self.weights
         if weights.share is not None:
             raise UnsupportedModelError(

@@ -85,12 +85,10 @@ class KimiLinear(DeepseekV3):
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """None."""
         return (None,) * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the states of recurrent layers."""
         config = super().configure(config)
         fields = config.fields
         state = _state(fields)
@@ -99,13 +97,11 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """DeepSeek's names."""
         name = name_projections(name).replace(".block_sparse_moe.", ".mlp.")
         name = name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
         return super().rename(_CONV.sub(r".\1_conv1d.", name))
 
     def mixer(self, index: int) -> LayerMixer:
-        """Delta attention or latent attention."""
         state = self.config.states[index]
         if state is None:
             return super().mixer(index)

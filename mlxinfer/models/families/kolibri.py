@@ -47,13 +47,11 @@ class Kolibri1(Exaone4):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Norms and the bias of the router as in other families."""
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
         return super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
-        """Sigmoids of the chosen logits weigh the experts."""
         path = f"model.layers.{index}.mlp"
         choice = biased_routing(self, path)
         routing = replace(choice.routing, ranks_logits=True)

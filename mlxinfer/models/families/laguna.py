@@ -64,7 +64,6 @@ class Laguna(Dots1):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The router and its bias as DeepSeek calls them."""
         name = name.replace(".mlp.gate.proj.", ".mlp.gate.")
         name = name.replace(
             ".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
@@ -77,7 +76,6 @@ class Laguna(Dots1):
         return self.qkv(index), self.gates(index, "g_proj", by_head=by_head)
 
     def gate_activation(self) -> Activation:
-        """Softplus."""
         return softplus
 
     def mlp(self, index: int) -> FeedForward:

@@ -48,7 +48,6 @@ class Lfm2(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the names that other families have for the same things."""
         names = {
             "norm_eps": "rms_norm_eps",
             "block_ff_dim": "intermediate_size",
@@ -79,7 +78,6 @@ class Lfm2(Family):
         return _convolves(fields, num_layers)
 
     def layer(self, index: int) -> Layer:
-        """A pre-norm layer under other names."""
         path = f"model.layers.{index}"
         norms = [self.norm(f"{path}.{name}") for name in ("operator_norm", "ffn_norm")]
         return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
@@ -90,7 +88,6 @@ class Lfm2(Family):
         return self.dense_mlp(path, self.config.intermediate_size, ("w1", "w3", "w2"))
 
     def mixer(self, index: int) -> LayerMixer:
-        """A convolution or attention."""
         state = self.config.states[index]
         if state is None:
             return super().mixer(index)
@@ -140,7 +137,6 @@ class Lfm3(Lfm2):
 
     @classmethod
     def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
-        """For each layer, whether it is a convolution."""
         return [kind == "conv" for kind in _lfm3_kinds(fields, num_layers)]
 
     def layer(self, index: int) -> Layer:
@@ -155,7 +151,6 @@ class Lfm3(Lfm2):
         return ResidualLayer(*blocks, before=before, after=behind)
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
-        """With one gate for each head."""
         if not self.config.fields.boolean("use_attention_gate"):
             return self.qkv(index), None
         return self.qkv(index), self.gates(index, "gate_proj", by_head=True)
@@ -191,7 +186,6 @@ class Lfm2MoE(Lfm2):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         config = super().configure(config)
         dense = config.fields.integer("num_dense_layers", low=0)
         sparse = tuple(i >= dense for i in range(config.num_layers))

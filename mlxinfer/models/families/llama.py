@@ -39,7 +39,6 @@ class Llama(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """Without the part of heads that turns."""
         return whole_heads(config)
 
 
@@ -56,7 +55,6 @@ class IQuestCoder(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Refuse what no published model has."""
         config.fields.require({"clip_qkv": (), "use_sliding_window": (False,)})
         return config
 
@@ -107,7 +105,6 @@ class Arcee(Family):
     windows = False
 
     def mlp(self, index: int) -> FeedForward:
-        """up_proj and down_proj."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if config.activation != "relu2":
             raise UnsupportedModelError(
@@ -133,7 +130,6 @@ class SeedOss(Family):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """As stated."""
         return fields.boolean("attention_bias"), fields.boolean("attention_out_bias")
 
 
@@ -158,7 +154,6 @@ class HunYuanMoE(HunYuanDense):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With one number for what configs may state layer by layer."""
         values = dict(config.values)
         for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
             stated = values.get(key)
@@ -174,7 +169,6 @@ class HunYuanMoE(HunYuanDense):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The router as other families call it."""
         return super().rename(name.replace(".mlp.gate.wg.", ".mlp.gate."))
 
     def mlp(self, index: int) -> FeedForward:
@@ -202,12 +196,10 @@ class Ernie4_5(Family):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """As stated."""
         return fields.boolean("use_bias"), fields.boolean("use_bias")
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The feed-forward blocks' biases too."""
         return replace(config, mlp_bias=config.fields.boolean("use_bias"))
 
 
@@ -229,7 +221,6 @@ class Phi3(Family):
     attention_biases = False
 
     def qkv(self, index: int) -> Projection:
-        """As stored."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         widths = [count * config.head_dim for count in heads]

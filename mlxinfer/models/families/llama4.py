@@ -97,7 +97,6 @@ class Llama4(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The stacks of experts as other families call them."""
         if name.endswith(PACKED):
             return f"{name}.weight"
         if _STACK.search(name):  # as MLX checkpoints have them

@@ -57,7 +57,6 @@ class MambaDims:
 
     @property
     def inner(self) -> int:
-        """Numbers of all heads."""
         return self.heads * self.head_dim
 
     @property
@@ -77,7 +76,6 @@ class MambaDims:
 
     @property
     def projected(self) -> int:
-        """The sum of `projected_parts`."""
         return sum(self.projected_parts)
 
     @property

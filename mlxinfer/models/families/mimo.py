@@ -72,7 +72,6 @@ class MiMoV2Flash(Dots1):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """The output projection has none."""
         return super().biases(fields)[0], False
 
     @classmethod
@@ -101,7 +100,6 @@ class MiMoV2Flash(Dots1):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Sinks as in other families."""
         return super().rename(name.replace(".attention_sink_bias", ".sinks"))
 
     def v_norm(self, index: int) -> Norm | None:
@@ -110,7 +108,6 @@ class MiMoV2Flash(Dots1):
         return None if scale is None else partial(mx.multiply, scale)
 
     def sink_logits(self, index: int) -> mx.array | None:
-        """As the config says for layers of this kind."""
         kind = "full" if self.config.windows[index] is None else "swa"
         path = f"model.layers.{index}.self_attn.sinks"
         stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")

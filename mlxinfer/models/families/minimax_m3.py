@@ -58,7 +58,6 @@ class BlockIndexer(Mixer):
         self.rope = rope
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
@@ -163,7 +162,6 @@ class MiniMaxM3(MiniMaxM2):
         return f"{name}.weight" if name.endswith(PACKED) else name
 
     def qk_norm(self, index: int) -> Norm | None:
-        """Norms are over each head."""
         return None
 
     def indexer(self, index: int) -> Mixer | None:

@@ -53,11 +53,9 @@ class Mistral4(DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts as other matrices are called."""
         return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 
     def query_scale(self, index: int) -> QueryScale:
-        """As of Ministral 3."""
         return _query_scale(self.config.fields)
 
     def routing(self, path: str) -> ExpertChoice:

@@ -38,27 +38,22 @@ class MixedStreams(Family):
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """All streams."""
         return BetweenStages((config.fields.integer("hc_mult") * config.hidden_size,))
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Names of connections as the hub has them."""
         for theirs, ours in _NAMES:
             name = name.replace(theirs, ours)
         return super().rename(name)
 
     @property
     def num_streams(self) -> int:
-        """Residual streams."""
         return self.config.fields.integer("hc_mult", low=2, high=64)
 
     def entry(self) -> Entry:
-        """All streams begin with the embedding."""
         return Streams(self.num_streams)
 
     def last_norm(self) -> Norm:
-        """Over the mean of the streams."""
         return MeanOfStreams(super().last_norm(), self.num_streams)
 
     def layer(self, index: int) -> Layer:
@@ -107,12 +102,10 @@ class Xing4(MixedStreams, DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Parts of connections as in other families."""
         renamed = super().rename(name)
         return None if renamed is None else renamed.replace("_hc_", "_")
 
     def mixing(self) -> Mixing:
-        """With limits of the matrix' logits."""
         fields = self.config.fields
         limits = [fields.number(f"mhc_h_res_clamp_{end}") for end in ("min", "max")]
         if limits[0] != -limits[1] or limits[1] <= 0:

@@ -37,11 +37,9 @@ class Mixtral(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The usual names of the experts' projections."""
         return name_projections(name)
 
     def mlp(self, index: int) -> FeedForward:
-        """A softmax over the best experts."""
         choose = ExpertChoice(Routing(self.config.experts_per_token, normalised=True))
         return self.experts(f"model.layers.{index}.block_sparse_moe", choose)
 
@@ -62,7 +60,6 @@ class MiniMaxM2(Family):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """The turning part of a head is stated as `rotary_dim`."""
         key, stated = "partial_rotary_factor", fields.get("rope_parameters") or {}
         if stated.get(key, fields.get(key)) is None and fields.get("rotary_dim") is not None:
             part = fields.integer("rotary_dim", high=head_dim) / head_dim
@@ -71,7 +68,6 @@ class MiniMaxM2(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The usual names of the experts' projections."""
         return name_projections(name)
 
     def qk_norm(self, index: int) -> Norm | None:
@@ -79,7 +75,6 @@ class MiniMaxM2(Family):
         return self.wide_qk_norm(index)
 
     def mlp(self, index: int) -> FeedForward:
-        """Every layer is a mixture of experts."""
         config, path = self.config, f"model.layers.{index}.block_sparse_moe"
         bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
         routing = Routing(

@@ -70,12 +70,10 @@ class ModernBert(Encoder):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """One stated value for all projections."""
         stated = fields.boolean("attention_bias", default=False)
         return stated, stated
 
     def entry(self) -> SummedEmbeddings:
-        """A norm over the embeddings."""
         return SummedEmbeddings(self.norm("model.embeddings_norm"))
 
     def qkv(self, index: int) -> Projection:
@@ -96,5 +94,4 @@ class ModernBert(Encoder):
         return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
     def last_norm(self) -> Norm:
-        """Behind the last layer."""
         return self.norm("model.norm")

@@ -54,15 +54,12 @@ class MuseGlimmer(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Logits are scaled before their soft cap."""
         return replace(config, logit_scale=config.fields.number("output_multiplier"))
 
     def entry(self) -> Entry:
-        """Embeddings are normalised."""
         return NormedEmbeddings(self.config.rms_norm_eps)
 
     def last_norm(self) -> Norm:
-        """Its weight is stored as it is."""
         weight = self.weights.norm(self.final_norm, self.config.hidden_size, offset=0.0)
         return RMSNorm(weight, self.config.rms_norm_eps)
 
@@ -79,7 +76,6 @@ class MuseGlimmer(Family):
         )
 
     def has_head_norms(self) -> bool:
-        """Always."""
         return True
 
     def head_norm_weight(self, index: int) -> mx.array:
@@ -91,7 +87,6 @@ class MuseGlimmer(Family):
         return mx.concatenate([queries, mx.ones((kv_heads, dim), dtype)])
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
-        """With a gate for each number of the heads' outputs."""
         return self.qkv(index), self.gates(index, "gate_proj")
 
 

@@ -95,7 +95,6 @@ class LatentExperts:
         self.shared = shared
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of all experts."""
         return kernels_of(model, self.experts, self.shared)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
@@ -145,7 +144,6 @@ class NemotronH(Family):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """No layer has a window."""
         if fields.get("sliding_window") is not None:
             raise UnsupportedModelError(
                 f"sliding_window is set in {fields.where}, which 'nemotron_h' is computed without "
@@ -157,12 +155,10 @@ class NemotronH(Family):
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """None."""
         return (None,) * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the kind of each block."""
         fields = config.fields
         fields.require({"mlp_hidden_act": ["relu2"], "mamba_hidden_act": ["silu"]})
         state = MambaDims.of(fields, width=None).spec
@@ -180,7 +176,6 @@ class NemotronH(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """The names of other families."""
         inner = name.removeprefix("backbone.").removeprefix("model.")
         if inner.startswith("lm_head."):
             return inner
@@ -188,7 +183,6 @@ class NemotronH(Family):
         return "model." + inner.replace("embeddings.", "embed_tokens.", 1)
 
     def layer(self, index: int) -> Layer:
-        """One block."""
         path, kind = f"model.layers.{index}", self._kind(index)
         norm = self.norm(f"{path}.norm")
         if kind in (MAMBA, ATTENTION):
@@ -265,7 +259,6 @@ class NemotronHPuzzle(NemotronH):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The kinds of blocks from the list of their settings."""
         blocks = config.items("block_configs")
         if not blocks or not all(isinstance(block, dict) for block in blocks):
             raise CheckpointError(f"{config.where} must list its layers as block_configs.")
@@ -275,7 +268,6 @@ class NemotronHPuzzle(NemotronH):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """With the sizes that the list states for this layer."""
         blocks = self.config.fields.items("block_configs") or []
         stated = blocks[index] if index < len(blocks) else {}
         own = {key: value for key, value in stated.items() if value is not None}

@@ -27,7 +27,6 @@ class PostNormFamily(Family):
     """Layers in which norms follow the blocks (arXiv 2501.00656)."""
 
     def layer(self, index: int) -> Layer:
-        """Each block's output is normalised before it is added to the residual stream."""
         path = f"model.layers.{index}"
         names = ("post_attention_layernorm", "post_feedforward_layernorm")
         norms = [self.norm(f"{path}.{name}") for name in names]
@@ -56,7 +55,6 @@ class Olmo3(Olmo2):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """`rope_scaling` is for layers that see everything."""
         if layer_type == SLIDING:
             fields = Fields({**fields.values, "rope_scaling": None}, fields.where)
         return super().rope_spec(fields, layer_type, head_dim)
@@ -79,7 +77,6 @@ class OlmoHybrid(Olmo2):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """None where the base is null."""
         stated = fields.get("rope_parameters") or {}
         if stated.get("rope_theta", fields.get("rope_theta")) is None:
             return None
@@ -102,18 +99,15 @@ class OlmoHybrid(Olmo2):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Norms as in other families."""
         for theirs, ours in _NORMS.items():
             name = name.replace(theirs, ours)
         return super().rename(name)
 
     def layer(self, index: int) -> Layer:
-        """Norms before the blocks of a recurrent layer."""
         recurs = self.config.states[index] is not None
         return Family.layer(self, index) if recurs else super().layer(index)
 
     def mixer(self, index: int) -> LayerMixer:
-        """Gated DeltaNet or attention."""
         state = self.config.states[index]
         if state is None:
             return super().mixer(index)
@@ -172,7 +166,6 @@ class Exaone4(PostNormFamily):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """None in layers that see everything beside windowed ones."""
         if layer_type == FULL and fields.get("sliding_window") is not None:
             return None
         return super().rope_spec(fields, layer_type, head_dim)

@@ -65,12 +65,10 @@ class Qwen3MoE(_Qwen):
 
     @classmethod
     def first_window(cls, fields: Fields) -> int:
-        """Every layer."""
         return 0
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts as other matrices are called."""
         return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
@@ -110,5 +108,4 @@ class Mellum(Qwen3MoE):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the layers that have experts."""
         return replace(config, sparse_layers=sparse_layers(config.fields, config.num_layers))

@@ -48,14 +48,12 @@ class Qwen4Exp(Qwen3_5MoE):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """Layers with an index are attention layers under another name."""
         fields = super().language_model(config)
         kinds = [_INDEXED.get(kind, kind) for kind in fields.items("layer_types") or ()]
         return Fields({**fields.values, **({"layer_types": kinds} if kinds else {})}, fields.where)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Check the sizes that the parts of this family alone have."""
         config, fields = super().configure(config), config.fields
         _index_spec(config)
         fields.require({"output_gate_type": ["sigmoid", "silu"]})
@@ -80,7 +78,6 @@ class Qwen4Exp(Qwen3_5MoE):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Parts of a table as the hub calls them."""
         return super().rename(name.replace("ngram_embedding.shards.", "ngram_embedding.shard_"))
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -95,19 +92,15 @@ class Qwen4Exp(Qwen3_5MoE):
 
     @property
     def num_streams(self) -> int:
-        """Residual streams."""
         return self.config.fields.integer("hc_count", low=2, high=64)
 
     def entry(self) -> Entry:
-        """All streams begin with the embedding."""
         return Streams(self.num_streams)
 
     def last_norm(self) -> Norm:
-        """The mixture of the streams stands for it."""
         return self._mixture("model.hyper_connection_mixer")
 
     def head_norm(self, path: str) -> Norm:
-        """A mixture of the head's own streams."""
         self.weights.drop(f"{path}.hyper_connection_mixer.block_inject_weight.weight")
         return self._mixture(f"{path}.hyper_connection_mixer")
 
@@ -129,7 +122,6 @@ class Qwen4Exp(Qwen3_5MoE):
         return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp), ngrams)
 
     def indexer(self, index: int) -> Mixer | None:
-        """The index of an attention layer."""
         spec = _index_spec(self.config)
         if spec is None:
             return None
@@ -148,7 +140,6 @@ class Qwen4Exp(Qwen3_5MoE):
         )
 
     def _by_stream(self, path: str) -> Norm:
-        """A norm over each stream with weights of its own."""
         shape = self.num_streams, self.config.hidden_size
         weight = self.weights.take(f"{path}.weight", (shape[0] * shape[1],), offset=1.0)
         return RMSNorm(weight.reshape(shape), self.config.rms_norm_eps)
@@ -166,7 +157,6 @@ class Qwen4Exp(Qwen3_5MoE):
     # -- n-grams --------------------------------------------------------------------------------
 
     def _ngrams(self, index: int) -> NgramLayer:
-        """The n-grams of a layer."""
         config, fields, weights = self.config, self.config.fields, self.weights
         path, hidden = f"model.layers.{index}.ple", config.hidden_size
         longest, each = fields.integer("ngram_size", low=2, high=16), self._rows_of_ngram()

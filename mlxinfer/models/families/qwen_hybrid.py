@@ -58,7 +58,6 @@ class Qwen3Next(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the states of recurrent layers."""
         return with_delta_states(config, config.fields)
 
     @classmethod
@@ -69,7 +68,6 @@ class Qwen3Next(Family):
         return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
     def mixer(self, index: int) -> LayerMixer:
-        """Gated DeltaNet or attention."""
         state = self.config.states[index]
         if state is None:
             return super().mixer(index)
@@ -160,7 +158,6 @@ class Qwen3_5(Qwen3Next):
         return Fields({**own.values, "model_type": kind}, own.where)
 
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
-        """Four matrices in the order in which they are used."""
         (_, channels), (values, value_dim, _) = (shape for shape, _ in state.shapes)
         rows = {"z": values * value_dim, "b": values, "a": values}
         qkv = self._matrix(f"{path}.in_proj_qkv", channels, parts=conv_widths(state))

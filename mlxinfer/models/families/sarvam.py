@@ -32,7 +32,6 @@ class SarvamMLA(DeepseekV3):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names for the fields of experts."""
         return with_deepseek_names(config)
 
 
@@ -56,14 +55,12 @@ class SarvamMoE(Glm4MoE):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With other families' names for the fields of experts and of biases."""
         bias = config.get("use_qkv_bias", "attention_bias")
         values = {**config.values, "attention_bias": False if bias is None else bias}
         return with_deepseek_names(Fields(values, config.where))
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Names as of GLM."""
         for theirs, ours in _NAMES:
             name = name.replace(theirs, ours)
         return super().rename(name)

@@ -24,12 +24,10 @@ class Starcoder2(Family):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """As stated."""
         return fields.boolean("use_bias"), fields.boolean("use_bias")
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Refuse activations that are not known."""
         if config.activation not in PLAIN:
             raise UnsupportedModelError(
                 f"hidden_act is {config.activation!r}; supported are {', '.join(PLAIN)}."
@@ -37,7 +35,6 @@ class Starcoder2(Family):
         return config
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
-        """A layer norm with a bias."""
         width = self.config.hidden_size if dims is None else dims
         stated = self.config.fields.number("norm_epsilon", low=0.0, high=1.0)
         weight, bias = (

@@ -55,7 +55,6 @@ class Step3p5(Laguna):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the names that other families have for the same things."""
         fields = super().language_model(config)
         count = fields.integer("num_hidden_layers", high=2000)
         own: dict[str, Any] = {
@@ -95,7 +94,6 @@ class Step3p5(Laguna):
 
     @classmethod
     def query_heads(cls, config: ModelConfig) -> Sequence[int]:
-        """Another number where there is a window."""
         heads = config.num_heads
         other = config.fields.integer("num_sliding_attention_heads", high=2**14, default=heads)
         return [heads if window is None else other for window in config.windows]

@@ -144,7 +144,6 @@ class Gemma4Tower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`."""
         vision = vision_config(config)
         sizes = TowerSizes.of(vision, _DEFAULTS)
         places = vision.integer("position_embedding_size", high=2**20, default=10_240)
@@ -168,7 +167,6 @@ class Gemma4UnifiedTower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`."""
         vision = vision_config(config)
         hidden = vision.integer("mm_embed_dim", high=2**16, default=3840)
         row = 3 * (_patch_size(vision) * _pooled(vision)) ** 2

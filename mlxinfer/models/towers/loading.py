@@ -108,7 +108,6 @@ def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of tensors in their files."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -129,7 +129,6 @@ class Windows:
         return cls(np.concatenate(parts), runs)
 
     def seen(self, count: int) -> int:
-        """As of `Sight`."""
         return max(length for _, length in self.runs)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -188,7 +187,6 @@ class MergedSizes:
 
     @property
     def cell(self) -> int:
-        """Patches of a cell."""
         return self.side * self.side
 
     def sees_all(self, block: int) -> bool:
@@ -232,11 +230,9 @@ class MergedTower:
 
     @property
     def width(self) -> int:
-        """As of `Tower`."""
         return (1 + len(self.deep)) * self.sizes.out
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
-        """As of `Tower`."""
         sizes, (frames, rows, columns) = self.sizes, self._checked(tile)
         of_frame = Windows(np.arange(rows * columns // sizes.cell), ((1, rows * columns),))
         windows = of_frame
@@ -278,7 +274,6 @@ class MergedTower:
         return frames[:, mx.array(np.argsort(order))].flatten(0, 1)
 
     def _checked(self, tile: Tile) -> tuple[int, int, int]:
-        """The grid of a tile that this tower can read."""
         frames, rows, columns = tile.grid
         side, row = self.sizes.side, prod(self.sizes.row)
         shape = frames * rows * columns, row
@@ -288,7 +283,6 @@ class MergedTower:
         return tile.grid
 
     def arrays(self) -> list[mx.array]:
-        """As of `Tower`."""
         deep = list(self.deep.values())
         return list(arrays([self.embed, self.places, self.blocks, self.merger, deep]))
 
@@ -359,7 +353,6 @@ def merged_sizes(
 
 
 def _tower_sizes(vision: Fields, width: int, inner: int | None) -> TowerSizes:
-    """Sizes of the blocks of a tower with this hidden size."""
     heads = vision.integer("num_heads", high=2**12)
     if width % heads or width // heads % 4:
         raise CheckpointError(

@@ -116,11 +116,9 @@ class AllSee:
     """All patches of a tile see all."""
 
     def seen(self, count: int) -> int:
-        """As of `Sight`."""
         return count
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """As of `Sight`."""
         return full_attention(queries, keys, values, scale)
 
 
@@ -317,14 +315,12 @@ class PatchTower:
         self.width = width
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
-        """As of `Tower`."""
         x, turn = self.embed(mx.array(tile.patches), tile)
         for block in self.blocks:
             x = yield from block.run(x, turn)
         return self.project(x, tile)
 
     def arrays(self) -> list[mx.array]:
-        """As of `Tower`."""
         return list(arrays([self.embed, self.blocks, self.project]))
 
 

@@ -119,7 +119,6 @@ class PixtralTower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`."""
         sizes = _sizes(config)
         return _pixtral(config, weights, sizes, PixtralProject(_mlp(config, weights, sizes)))
 
@@ -129,7 +128,6 @@ class Mistral3Tower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`."""
         sizes = _sizes(config)
         side = config.integer("spatial_merge_size", high=64, default=2)
         text = config.fields("text_config") or config
@@ -169,7 +167,6 @@ def _pixtral(
 
 
 def _num_read(config: Fields, depth: int) -> int:
-    """Blocks up to the one that features are made of."""
     stated = config.get("vision_feature_layer")
     strategy = config.text("vision_feature_select_strategy", default="full")
     layer = -1 if stated is None else stated

@@ -75,7 +75,6 @@ class Qwen2VLTower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
-        """As of `TowerFamily`."""
         vision = seeing_config(config, _QWEN2)
         ratio = vision.number("mlp_ratio", above=0.0, high=64)
         inner = int(vision.integer("embed_dim", high=2**16) * ratio)
@@ -97,7 +96,6 @@ class Qwen2_5VLTower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
-        """As of `TowerFamily`."""
         vision = seeing_config(config, _QWEN2_5)
         sizes = merged_sizes(
             vision,
@@ -143,7 +141,6 @@ class Qwen3VLTower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
-        """As of `TowerFamily`."""
         vision = seeing_config(config, _QWEN3)
         sizes = merged_sizes(vision, hidden="hidden_size", out="out_hidden_size")
         return MergedTower(
@@ -158,7 +155,6 @@ class Qwen3VLTower:
 
     @classmethod
     def _deep(cls, weights: Weights, vision: Fields, sizes: MergedSizes) -> dict[int, CellMerger]:
-        """Mergers of DeepStack by the block that they follow."""
         stated = vision.items("deepstack_visual_indexes")
         indices = list(cls.deep_default) if stated is None else stated
         known = _depth(sizes)
@@ -214,7 +210,6 @@ def _depth(sizes: MergedSizes) -> range:
 
 
 def _norms(weights: Weights, path: str, sizes: MergedSizes) -> list[Norm]:
-    """The layer norms of a block."""
     blocks = sizes.blocks
     names = [f"{path}.norm1", f"{path}.norm2"]
     return [layer_norm(weights, name, blocks.hidden, blocks.eps) for name in names]

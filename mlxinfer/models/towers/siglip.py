@@ -146,7 +146,6 @@ class Gemma3Tower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`."""
         vision = vision_config(config)
         sizes = TowerSizes.of(vision, _DEFAULTS)
         pixels = vision.integer("patch_size", high=256, default=16)

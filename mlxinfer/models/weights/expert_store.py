@@ -100,7 +100,6 @@ class SlotArray:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot."""
         return self._slots.shape[1]
 
     def targets(self, expert: int, slot: int) -> "list[Target]":
@@ -342,7 +341,6 @@ class LayerExperts:
             self._fill(guess.astype(np.int32), keep, guessed=True)
 
     def _fill(self, missing: Ints, keep: NDArray[Any], *, guessed: bool) -> None:
-        """Begin to read experts into slots of others than `keep`."""
         self._reader.settle()
         victims = self._victims(len(missing), keep)
         for expert, slot in zip(missing.tolist(), victims, strict=True):
@@ -372,7 +370,6 @@ class LayerExperts:
         return found
 
     def _forget(self, expert: int) -> None:
-        """The expert has no slot any more."""
         self._reading.pop(expert, None)
         if (slot := int(self._slot_of[expert])) >= 0:
             self._slot_of[expert] = self._expert_in[slot] = -1

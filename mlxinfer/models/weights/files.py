@@ -124,7 +124,6 @@ def _listed(index: Path) -> list[str]:
 
 
 def _is_here(index: Path) -> bool:
-    """Whether all files that an index lists are there."""
     try:
         return bool(_indexed(index))
     except CheckpointError:

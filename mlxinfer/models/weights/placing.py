@@ -53,7 +53,6 @@ class InMemory:
         return stored
 
     def mixture(self, **parts: Any) -> MoE:
-        """Make a mixture of experts of its parts."""
         return MoE(**parts)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
@@ -81,7 +80,6 @@ class Nowhere:
         return stored
 
     def mixture(self, **parts: Any) -> MoE:
-        """Make a mixture of experts of its parts."""
         return MoE(**parts)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:

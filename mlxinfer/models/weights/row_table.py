@@ -45,7 +45,6 @@ class FileRows:
         self.rows_read = 0
 
     def read(self, rows: Int64s, memory: memoryview) -> None:
-        """As of `RowTable`."""
         once, places = np.unique(rows, return_inverse=True)
         self.rows_read += len(once)
         stored = np.empty((len(once), self.row_bytes), np.uint8)
@@ -56,7 +55,6 @@ class FileRows:
         np.frombuffer(memory, np.uint8).reshape(-1, self.row_bytes)[:] = stored[places]
 
     def decode(self, stored: mx.array) -> mx.array:
-        """As of `RowTable`."""
         parts, first = [], 0
         for width, dtype in self.widths:
             parts.append(mx.contiguous(stored[:, first : first + width]).view(dtype))

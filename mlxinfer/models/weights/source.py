@@ -37,9 +37,7 @@ class Source(Protocol):
     share: Share | None  # of a rank; None: every tensor is whole
     num_bytes: int  # of all tensors
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        ...
+    def __contains__(self, name: str) -> bool: ...
 
     def original(self, name: str) -> str:
         """The checkpoint's name of a tensor."""
@@ -118,15 +116,12 @@ class Checkpoint:
         return name in self.tensors
 
     def original(self, name: str) -> str:
-        """As of `Source`."""
         return self._original[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As of `Source`."""
         return tuple(self.tensors[name].shape)
 
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:
-        """As of `Source`."""
         if name not in self:
             return False
         stored = self.shape(name)
@@ -135,22 +130,18 @@ class Checkpoint:
         return all(self.share.cut(*pair) is not None for pair in zip(stored, shape, strict=True))
 
     def stored_apart(self, stack: str, each: str, shape: tuple[int, int, int]) -> bool:
-        """As of `Source`."""
         if f"{stack}.weight" in self:
             return False
         return any(f"{each.format(i)}.weight" in self for i in range(shape[0]))
 
     def slices(self, name: str) -> Slices | None:
-        """As of `Source`."""
         return self._slices.get(name)
 
     def drop(self, *names: str) -> None:
-        """As of `Source`."""
         for name in names:
             self.tensors.pop(name, None)
 
     def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
-        """As of `Source`."""
         wanted = tuple(shape)
         if name not in self:
             raise CheckpointError(f"Tensor {name!r} {wanted} is missing.")

@@ -145,7 +145,6 @@ def loaded(tensor: Tensor) -> mx.array:
 
 
 def cast(tensor: Tensor, dtype: mx.Dtype) -> Tensor:
-    """Return a tensor in a dtype. A tensor that has it already is not read."""
     return tensor if tensor.dtype == dtype else loaded(tensor).astype(dtype)
 
 

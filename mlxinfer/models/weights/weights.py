@@ -501,7 +501,6 @@ class Weights:
             self._placing = before
 
     def moe(self, **parts: Any) -> MoE:
-        """The mixture of experts of these parts."""
         return self._placing.mixture(**parts)
 
     def block(self, block: FeedForward) -> FeedForward:

@@ -121,7 +121,6 @@ def fill(
 
 @contextmanager
 def _fitting(definition: Definition) -> Iterator[None]:
-    """Turn errors of a definition that gets tensors into a CheckpointError."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
@@ -140,7 +139,6 @@ def quantise(model: nn.Module, formats: Formats) -> None:
 def _formats(
     model: nn.Module, tensors: Mapping[str, mx.array], quantization: Quantization | None
 ) -> Formats:
-    """The format of every layer that has scales."""
     formats: Formats = {}
     for path, module in model.named_modules():
         scales, words = tensors.get(f"{path}.scales"), tensors.get(f"{path}.weight")
@@ -230,7 +228,6 @@ class DenseLayer:
         values: mx.array,
         softmax: Softmax,
     ) -> mx.array:
-        """As of the cache's layers."""
         outputs, start = [], 0
         for sequence, count in enumerate(self.counts):
             rows = slice(start, start + count)

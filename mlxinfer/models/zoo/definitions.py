@@ -96,7 +96,6 @@ def installed() -> str | None:
 
 @cache
 def _folder() -> Path:
-    """Where mlx-lm lies. `find_spec` of a top-level name imports nothing."""
     spec = find_spec("mlx_lm")
     assert spec is not None, "mlx-lm is installed"
     assert spec.submodule_search_locations, "mlx-lm is a package"
@@ -260,7 +259,6 @@ class Definition:
 
     @property
     def name(self) -> str:
-        """Of the module."""
         return self.module.__name__.rpartition(".")[2]
 
     @property

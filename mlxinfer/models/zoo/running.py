@@ -86,7 +86,6 @@ class ZooConfig:
 
     @property
     def compared(self) -> str:
-        """What comparing it has shown."""
         return verdict_of(self.model_type)[1]
 
     @property
@@ -420,7 +419,6 @@ class Kept:
 
 
 def _states(cache: Any) -> list[mx.array]:
-    """The arrays of a cache that does not belong to attention."""
     kind = type(cache).__name__
     if kind == "CacheList":
         return [array for inner in cache.caches for array in _states(inner)]

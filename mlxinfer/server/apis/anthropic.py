@@ -421,7 +421,6 @@ def _block_text(block: ContentBlock, path: str) -> str:
 
 
 def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
-    """The text of a document."""
     if source.type == "content" and source.content is not None:
         return _text(source.content, f"{path}.source.content")
     if source.type not in ("text", "base64") or source.data is None:
@@ -622,7 +621,6 @@ class MessageWriter:
         return usage_of(result.prompt_tokens, result.cached_tokens, len(result.token_ids))
 
     def _ending(self) -> dict[str, Any]:
-        """Why the answer ended."""
         clipped = (self._answer.request.params.max_tokens or 0) < self._body.max_tokens
         match = self._answer.stop_match
         reason = stop_reason(self._result, stopped=match is not None, clipped=clipped)

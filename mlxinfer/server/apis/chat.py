@@ -317,7 +317,6 @@ def _part(part: MessagePart, path: str) -> Plain:
 
 
 def pdfs_of(messages: Sequence[Message]) -> Iterator[PdfPart]:
-    """The PDFs in messages."""
     for number, message in enumerate(messages):
         parts = [] if isinstance(message.content, str) else message.content or ()
         for place, part in enumerate(parts):
@@ -535,7 +534,6 @@ class ChatWriter:
 def _choice(
     index: int, *, reason: str | None = None, scored: list[Plain] | None = None, **content: Plain
 ) -> Plain:
-    """A choice with its message or delta."""
     logprobs = None if scored is None else {"content": scored, "refusal": None}
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 

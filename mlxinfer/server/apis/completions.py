@@ -43,7 +43,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     suffix: str | None = None  # the text after the gap that the model fills
 
     def resolve(self) -> None:
-        """Raise InvalidRequestError for fields that do not go together."""
         super().resolve()
         if self.suffix:
             refuse("echo", self.echo, (False,))

@@ -62,7 +62,6 @@ def pooling_usage(num_tokens: int) -> dict[str, int]:
 
 
 async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
-    """The vectors of texts."""
     model = await call.model(body.model)
     given = EmbedInput(
         texts=list(texts_of(body.input, "input", MAX_INPUTS).values()),
@@ -206,7 +205,6 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
 
 
 async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
-    """The scores of pairs of texts."""
     model = await call.model(body.model)
     one, other = _sides(body)
     given = ScoreInput(
@@ -235,7 +233,6 @@ async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
 
 
 def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]:
-    """Documents cut to as many tokens each."""
     tokenizer = model.tokenizer
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
     return [

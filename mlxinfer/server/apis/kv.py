@@ -33,7 +33,6 @@ class KeysRequest(RequestBody, kw_only=True):
 
     @property
     def listed(self) -> list[bytes]:
-        """The keys."""
         digits = range(0, len(self.keys), KEY_DIGITS)
         return [bytes.fromhex(self.keys[i : i + KEY_DIGITS]) for i in digits]
 

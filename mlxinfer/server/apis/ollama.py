@@ -169,13 +169,11 @@ def read_text(body: GenerateAsk, options: Options, model: ServedModel) -> Input:
 
 
 def _content(text: str, images: Sequence[str] | None, path: str) -> Content:
-    """A text behind its pictures."""
     parts = [base64_part(image, f"{path}[{i}]") for i, image in enumerate(images or ())]
     return content_of([*parts, *([text_part(text)] if text else [])])
 
 
 def _message(turn: ChatTurn, path: str) -> Plain:
-    """A message as templates read it."""
     if turn.content is None and turn.role != "assistant" and not turn.images:
         raise InvalidRequestError.of(f"{path}.content", "is missing.")
     content = _content(turn.content or "", turn.images, f"{path}.images")
@@ -268,7 +266,6 @@ class SaidWriter:
         return {**said, **({"logprobs": scored} if scored else {}), **self._ending(result)}
 
     def lines(self, step: AnswerStep) -> Iterator[bytes]:
-        """The lines of a step."""
         delta, result = step.delta, step.delta.result
         calls = self._complete_calls(delta)
         scored = logprob_of(self._model.tokenizer, self._answers.answers[0], step)
@@ -400,7 +397,6 @@ class NamedModel(RequestBody, kw_only=True):
 
     @property
     def called(self) -> str:
-        """The model's name."""
         return self.model or self.name or ""
 
 
@@ -549,7 +545,6 @@ def _now() -> str:
 
 
 def _line(value: Any) -> bytes:
-    """One line of a stream."""
     return encode(value) + b"\n"
 
 

@@ -141,7 +141,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
 
     @property
     def form(self) -> dict[str, Any] | None:
-        """The form of the visible text."""
         return self.text.format if self.text else None
 
     @property
@@ -213,7 +212,6 @@ async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
 
 
 async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
-    """Begin the answer to a request."""
     await read_pdfs(call, pdfs_of(body.items))
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
@@ -368,7 +366,6 @@ class ResponseWriter:
         return "incomplete" if result.finish_reason is FinishReason.LENGTH else "completed"
 
     def _end(self) -> None:
-        """Complete the response."""
         status, counts = self._status, self.answers.usage
         cut_off = status == "incomplete"
         usage: Plain = {

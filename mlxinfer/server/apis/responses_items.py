@@ -302,7 +302,6 @@ class OutputItems:
             self.done.append(item)
 
     def _close_text(self, item: Plain, whole: str, status: Status) -> Iterator[bytes]:
-        """End the text of a message or of reasoning."""
         kind, rest = "reasoning_text", {}
         if item["type"] == "message":
             self._scores += self._pending
@@ -375,6 +374,5 @@ class OutputItems:
 
 
 def _content(kind: str, text: str) -> Plain:
-    """A text of a message or of reasoning."""
     rest: Plain = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **rest}

@@ -199,7 +199,6 @@ class SamplingFields(SamplerFields, kw_only=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 

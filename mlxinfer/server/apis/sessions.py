@@ -67,7 +67,6 @@ async def remove_session(call: Call) -> Plain:
 
 
 async def export_session(call: Call) -> File:
-    """A session as a file."""
     found = await _find(call, call.path_params["id"])
     num_bytes, pieces = await call.in_worker(call.sessions.exported, found)
 

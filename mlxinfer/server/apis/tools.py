@@ -297,7 +297,6 @@ def part_text(kind: str, text: str | None, path: str, kinds: Container[str] = TE
 
 
 def not_text(kind: str, path: str) -> UnsupportedFieldError:
-    """The error of a part that is no text."""
     return UnsupportedFieldError(
         f"{path} is of type {kind[:50]!r}; expected a text, or where messages have pictures one in "
         "this API's form.",
@@ -333,7 +332,6 @@ class ImageUrl(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def text_part(text: str) -> Plain:
-    """The part of a text."""
     return {"type": "text", "text": text}
 
 

@@ -90,7 +90,6 @@ def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> list[Plain] | None:
 
 
 def _is_end(answer: Answer, token_id: int) -> bool:
-    """Whether a token has ended the answer and is no part of its text."""
     result = answer.result
     ended = result is not None and result.finish_reason is FinishReason.STOP
     return ended and token_id in answer.request.stop_ids

@@ -168,7 +168,6 @@ class Jobs:
         ).start()
 
     def _watch(self, job: Job, process: "subprocess.Popen[str]") -> None:
-        """Follow a process to its end."""
         assert process.stdout is not None
         assert process.stderr is not None
         said: list[str] = []
@@ -207,7 +206,6 @@ class Jobs:
 
 
 def _note(job: Job, line: str) -> None:
-    """Take in a line of progress."""
     try:
         said = json.loads(line)
         step, done, total = str(said["step"]), int(said["done"]), int(said["total"])

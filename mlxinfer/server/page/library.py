@@ -217,7 +217,6 @@ class LibraryRoutes:
         return {"model": name, "freed_bytes": freed}
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of /hub."""
         return (
             Route("GET", "/hub/models", self.models, "admin"),
             Route("GET", "/hub/suggestions", self.suggestions, "admin"),
@@ -287,7 +286,6 @@ class LibraryRoutes:
 
 
 def _served(call: Call) -> set[str]:
-    """Names and sources of the models that are served."""
     return {
         name
         for slot in call.service.models.slots()

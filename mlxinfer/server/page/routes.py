@@ -118,7 +118,6 @@ class ConversationRoutes:
         return await call.in_worker(self._history.conversation, owner, body.conversation)
 
     async def delete(self, call: Call) -> Plain:
-        """Delete a conversation."""
         id = call.path_params["id"]
         await call.in_worker(self._history.delete, await self._owner(call), id)
         return {"id": id, "deleted": True}
@@ -134,7 +133,6 @@ class ConversationRoutes:
         return {"data": found}
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of /history."""
         return (
             Route("GET", "/history/conversations", self.list),
             Route("POST", "/history/conversations", self.save),
@@ -259,7 +257,6 @@ class PageRoutes:
         return {"data": self._settings}
 
     async def read_pdf(self, call: Call, body: PdfFile) -> dict[str, str]:
-        """The text of a PDF."""
         try:
             (text,) = await call.pdf_texts({body.name[:200]: body.data})
         except InvalidRequestError as error:

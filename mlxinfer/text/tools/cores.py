@@ -55,7 +55,6 @@ class CallCore(ABC):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The literal texts of a call."""
         return ()
 
     @abstractmethod
@@ -101,14 +100,12 @@ class ObjectCore(CallCore):
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
-        """Read the object."""
         if not opened:
             yield from reader.expect("{")
         keys = ((self.name_key, *_NAMES), (self.arguments_key, *_ARGUMENTS))
         yield from _CallObject(reader, calls, keys, bare=bare).read()
 
     def write(self, call: WrittenCall) -> str:
-        """Return the object."""
         name = json.dumps(call.name, ensure_ascii=False)[1:-1]
         return self.pattern.replace(NAME, name).replace(ARGUMENT_OBJECT, call.text)
 
@@ -235,13 +232,11 @@ class NamedCore(CallCore):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The text after the name."""
         return (self.after_name,)
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
-        """Read name and arguments."""
         words = words_of(self.after_name)
         tags = [number for number, word in enumerate(words) if word[0] in "<["]
         first = tags[0] if tags else 0  # up to here the words may stand in a name too
@@ -251,11 +246,9 @@ class NamedCore(CallCore):
         yield from read_arguments(reader, calls, _checked_name(found[1] if found else ""))
 
     def write(self, call: WrittenCall) -> str:
-        """Return the name and the object."""
         return f"{call.name}{self.after_name}{call.text}"
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
-        """Return what matches a name and the arguments of its tool."""
         options = [
             f"{exact_text(lark, t.name + self.after_name)} {lark.parameters(t)}" for t in tools
         ]
@@ -295,13 +288,11 @@ class ParameterCore(CallCore):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All marks."""
         return (self.after_name, self.begin, *self.middle, self.end)
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
-        """Read the name and parameters up to one of `stops`."""
         begin, end = first_word(self.begin), first_word(self.end)
         after = first_word(self.after_name)
         name = yield from reader.until(
@@ -334,7 +325,6 @@ class ParameterCore(CallCore):
         arguments.end()
 
     def write(self, call: WrittenCall) -> str:
-        """Return the name and the parameters."""
         return call.name + self.after_name + "".join(map(self._written, call.items.items()))
 
     def _written(self, item: tuple[str, Any]) -> str:
@@ -455,7 +445,6 @@ class PythonCore(CallCore):
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
-        """Read one call."""
         yield from reader.space()
         name = yield from reader.whole_run(_NAME)
         yield from reader.expect("(")
@@ -487,7 +476,6 @@ class PythonCore(CallCore):
         yield from copy_literal(reader, calls.arguments)
 
     def write(self, call: WrittenCall) -> str:
-        """Return the call."""
         return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.items.items())})"
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:

@@ -46,7 +46,6 @@ class CallWriter:
             raise Malformed(f"no tool is called {name}")
 
     def begin(self, name: str) -> None:
-        """Begin a call of this name."""
         assert not self.is_open
         if not name:
             raise Malformed("a call without a name")
@@ -161,7 +160,6 @@ class ToolFormat(ABC):
         )
 
     def new_id(self) -> str:
-        """Return an id that no other call has."""
         return f"call_{secrets.token_hex(12)}"
 
 

@@ -76,7 +76,6 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _instructed(
     template: ChatTemplate, chat: Messages, tools: Sequence[Mapping[str, Any]]
 ) -> Messages:
-    """Return the messages with instructions and signatures in one of them."""
     signatures = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     text = _INSTRUCTIONS.format(signatures="\n".join(signatures))
     has_system = chat[0]["role"] in ("system", "developer")

@@ -53,7 +53,6 @@ class WrittenCalls:
     short_ids: bool = False
 
     def without_ids(self, text: str) -> str:
-        """Return a text with ID in the place of ids."""
         return re.sub("|".join(map(re.escape, self.ids)), ID, text)
 
 
@@ -86,7 +85,6 @@ def written_calls(tokenizer: Tokenizer) -> WrittenCalls | None:
 
 
 def _call_text(tokenizer: Tokenizer, plain: str, whole: str | None) -> str | None:
-    """Return what a rendering with calls has in the place of the plain answer."""
     if whole is None:
         return None
     text = _difference(plain, whole).strip()
@@ -235,8 +233,6 @@ def _is_arguments(value: object, arguments: dict[str, Any]) -> bool:
 
 
 def _object(written: WrittenCalls) -> TemplateFormat | None:
-    """Read calls that are JSON objects."""
-
     def find(text: str, call: Call) -> Span | None:
         for span, value in _objects(text):
             if call[0] in value.values() and any(_is_arguments(v, call[1]) for v in value.values()):
@@ -273,8 +269,6 @@ def _pattern(text: str, call: Call, written: WrittenCalls) -> str:
 
 
 def _named(written: WrittenCalls) -> TemplateFormat | None:
-    """Read calls that are a name and a JSON object."""
-
     def find(text: str, call: Call) -> Span | None:
         start = text.find(call[0])
         ends = [span[1] for span, value in _objects(text, start) if value == call[1]]
@@ -297,8 +291,6 @@ def _counted(one: str, two: str | None = None) -> str:
 
 
 def _python(written: WrittenCalls) -> TemplateFormat | None:
-    """Read calls in Python's syntax."""
-
     def find(text: str, call: Call) -> Span | None:
         found = re.search(rf"{call[0]}\(\s*{KEYS[0]}\s*=[^()]*\)", text)
         return None if found is None else found.span()
@@ -308,7 +300,6 @@ def _python(written: WrittenCalls) -> TemplateFormat | None:
 
 
 def _parameters(written: WrittenCalls) -> TemplateFormat | None:
-    """Read calls with their keys and values between marks."""
     marks = _parameter_marks(written.one)
     if marks is None:
         return None

@@ -127,7 +127,6 @@ def _allows_object(schema: object) -> bool:
 
 
 def _references(value: object) -> Iterator[str]:
-    """Yield the references in a schema."""
     stack = [value]
     while stack:
         place = stack.pop()
@@ -225,11 +224,9 @@ class Place:
         return None if not types or "string" in types else lambda text: json_of(text, types)
 
     def member(self, name: str) -> "Place":
-        """Return the place of a member of the object."""
         return self._within(name, ("properties", name), ("additionalProperties",))
 
     def item(self) -> "Place":
-        """Return the place of any item of the list."""
         return self._within(None, ("items",))
 
     def _within(self, key: str | None, *paths: tuple[str, ...]) -> "Place":

@@ -72,7 +72,6 @@ class TemplateFormat(ToolFormat):
         self.ends = tuple(dict.fromkeys(texts))  # type: ignore[misc]
 
     def new_id(self) -> str:
-        """Return an id that no other call has."""
         if not self._short_ids:
             return super().new_id()
         return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
@@ -117,7 +116,6 @@ class TemplateFormat(ToolFormat):
         return bool(self.core.starts and re.match(self.core.starts, following))
 
     def write(self, calls: Sequence[WrittenCall]) -> str:
-        """Return calls as the template writes them."""
         (begin, end), (head, tail), groups = self.syntax.call, self.syntax.section, [calls]
         if self.syntax.single:
             groups = [[call] for call in calls]
@@ -131,7 +129,6 @@ class TemplateFormat(ToolFormat):
         return "".join(f"{head}{self.syntax.between.join(each)}{tail}" for each in written)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
-        """Calls as the template writes them."""
         syntax = self.syntax
         begin, end = (exact_text(lark, text) for text in syntax.call)
         call = lark.rule(f"{begin} {self.core.rule(lark, tools)} {end}")

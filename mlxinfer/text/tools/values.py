@@ -25,13 +25,9 @@ class Place(Protocol):
         """Return what makes the JSON of a string; None if the value may be a string."""
         ...
 
-    def member(self, name: str) -> "Place":
-        """Return the place of a member of the object."""
-        ...
+    def member(self, name: str) -> "Place": ...
 
-    def item(self) -> "Place":
-        """Return the place of any item of the list."""
-        ...
+    def item(self) -> "Place": ...
 
 
 MAX_DEPTH = 64
@@ -161,7 +157,6 @@ def _escape(reader: TextReader) -> Parse[str]:
 
 
 def _hex_digits(reader: TextReader) -> Parse[str]:
-    """Read the four digits of a \\u escape."""
     digits = ""
     while len(digits) < 4:
         digit = yield from reader.peek()
@@ -190,7 +185,6 @@ def copy_items(
 
 
 def within_quotes(text: str) -> str:
-    """Return a text as it stands within the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

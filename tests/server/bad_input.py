@@ -25,7 +25,7 @@ GOOD: dict[str, dict[str, Any]] = {  # the smallest sensible request of every en
 }
 LEAKS = ("Traceback", 'File "', "site-packages", "mlxinfer/", ".py", "0x7f", "object at")
 MAX_ANSWER_BYTES = 5000  # however large the request was
-MEMORY_SLACK = 1 << 20
+MEMORY_SLACK = 2 << 20
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ANTHROPIC_TYPES = {**OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
@@ -87,7 +87,7 @@ class State:
     """What no refused request may change."""
 
     answers: list[Any]
-    memory_bytes: int  # of arrays, beside those of the KV cache, which keeps prefixes
+    memory_bytes: int
     files: int
     threads: int
 
@@ -97,10 +97,13 @@ def unharmed(server: LiveServer) -> Iterator[None]:
     before = state_of(server)
     yield
     wait_until(server.is_idle)
-    gc.collect()  # a traceback and its frames are a circle, and frames of a step hold arrays
     after = state_of(server)
     assert after.answers == before.answers
-    assert after.memory_bytes <= before.memory_bytes + MEMORY_SLACK, (before, after)
+    # A traceback and its frames are a circle, and frames of a step hold arrays.
+    wait_until(
+        lambda: gc.collect() >= 0 and memory_of(server) <= before.memory_bytes + MEMORY_SLACK,
+        pause_s=0.5,
+    )
     assert after.files <= before.files + 32, "connections of this client, the grammars' process"
     assert after.threads <= before.threads + 1
 
@@ -111,13 +114,18 @@ def state_of(server: LiveServer) -> State:
         tokens(server, chat("Tell me about pages", max_tokens=12, temperature=2.0, seed=7)),
     ]
     wait_until(server.is_idle)
-    stats = server.stats()
     return State(
         answers=answers,
-        memory_bytes=stats["active_memory_bytes"] - stats["kv_bytes_allocated"],
+        memory_bytes=memory_of(server),
         files=len(os.listdir("/dev/fd")),
         threads=num_threads(),
     )
+
+
+def memory_of(server: LiveServer) -> int:
+    """Bytes of arrays, beside those of the KV cache, which keeps prefixes."""
+    stats = server.stats()
+    return int(stats["active_memory_bytes"] - stats["kv_bytes_allocated"])
 
 
 def tokens(server: LiveServer, request: dict[str, Any]) -> list[str]:

@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 from models.zoo_configs import small_config
-from models.zoo_table import PAGE, generating_page
+from models.zoo_table import HOW, MODELS, PAGE, generating_page, other_design
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models.registry import SUPPORTED, is_native
 from mlxinfer.models.zoo.choice import choose
-from mlxinfer.models.zoo.compared import refuse_wrong, settings, unsupported, verdict_of, verdicts
+from mlxinfer.models.zoo.compared import (
+    Verdict,
+    refuse_wrong,
+    settings,
+    unsupported,
+    verdict_of,
+    verdicts,
+)
 from mlxinfer.models.zoo.definitions import Definition, module_of
 from mlxinfer.models.zoo.spelling import classes_of, tensors_respelled
 
@@ -90,6 +97,24 @@ def test_each_type_has_one_verdict() -> None:
 def test_the_page_of_types_is_the_registrys() -> None:
     """`python -m tests.models.zoo_table generating` writes it."""
     assert PAGE.read_text() == generating_page()
+
+
+def test_both_pages_say_the_same_of_a_type() -> None:
+    """Of models.md the table of mlx-lm's definitions, of model_types.md that of transformers."""
+    rows = [line.split("|") for line in MODELS.read_text().splitlines()]
+    told = {
+        name.strip(" `"): (how.strip(), why.strip())
+        for _, how, names, why, *_ in (row for row in rows if len(row) == 5)
+        if how.strip() in HOW
+        for name in names.split(",")
+    }
+    assert len(told) > 50
+    for name in told.keys() & set(verdicts()["generating"]):
+        (how, why), (verdict, _) = told[name], verdict_of(name)
+        runs = verdict in (Verdict.COMPARED, Verdict.NOT_COMPARABLE)
+        if how in ("batched", "alone") and not runs:
+            assert why == other_design(name) != "", name
+        assert not (how == "refused" and runs), name
 
 
 def args_of(config: dict[str, Any]) -> Any:

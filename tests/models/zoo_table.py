@@ -36,7 +36,8 @@ from .zoo_configs import small_config
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LINEAR = ("Linear", "SwitchLinear")  # layers of mlx.nn, and of mlx-lm's
-HOW = ("batched", "alone", "refused")
+HOW = ("batched", "alone", "refused", "not checked")
+NOT_HERE = ("No Metal back-end", "Hadamard pack")  # errors of this machine, or of small configs
 PAGE = Path(__file__).parents[2] / "docs/model_types.md"
 MODELS = PAGE.with_name("models.md")
 HEAD = """# Types of models
@@ -111,9 +112,16 @@ def row(name: str) -> Row | None:
         if name in SUPPORTED or module_of(name) is None:
             return None
         because = small_model(name).config.alone_because
-        return Row(name, "alone", because) if because else Row(name, "batched")
+        return Row(name, "alone", because) if because else Row(name, "batched", other_design(name))
     except MlxinferError as error:
-        return Row(name, "refused", str(error))
+        here = not any(said in str(error) for said in NOT_HERE)
+        return Row(name, "refused" if here else "not checked", str(error))
+
+
+def other_design(name: str) -> str:
+    """Why transformers' type of this name is refused; "": it is not."""
+    stated = unsupported().get(name)
+    return f"transformers' type of this name is refused: {stated[1]}" if stated else ""
 
 
 def rows() -> list[Row]:

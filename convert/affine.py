@@ -50,10 +50,10 @@ def extremes(groups: Floats) -> tuple[Floats, Floats]:
     flat = groups.reshape(-1)
     low = np.maximum.reduceat(flat.view(np.uint32), starts)
     high = np.maximum.reduceat(flat.view(np.int32), starts)
-    found = low.view(np.float32), high.view(np.float32)
-    if np.signbit(found[1]).any() or not np.signbit(found[0]).all():
-        found = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
-    return found[0].reshape(shape), found[1].reshape(shape)
+    bounds = low.view(np.float32), high.view(np.float32)
+    if np.signbit(bounds[1]).any() or not np.signbit(bounds[0]).all():
+        bounds = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
+    return bounds[0].reshape(shape), bounds[1].reshape(shape)
 
 
 def _as_mlx(low: Floats, high: Floats, bits: int, dtype: str) -> tuple[Floats, Floats]:
@@ -81,11 +81,11 @@ def search(
     scale, bias, rough = _Grid.of(groups, low, high, bits, importance).best(dtype, refinements)
     few = rough[..., 0]
     if few.any():  # (1, M, ...): those groups alone
-        own = None if importance is None else np.broadcast_to(importance, groups.shape)[few]
-        some, found = groups[few][None], (scale[few][None], bias[few][None])
+        weights = None if importance is None else np.broadcast_to(importance, groups.shape)[few]
+        some, searched = groups[few][None], (scale[few][None], bias[few][None])
         extreme = _as_mlx(low[few][None], high[few][None], bits, dtype)
-        ours, theirs = (error_of(some, *each, bits, own) for each in (found, extreme))
-        for kept, ones, others in zip((scale, bias), found, extreme, strict=True):
+        ours, theirs = (error_of(some, *pair, bits, weights) for pair in (searched, extreme))
+        for kept, ones, others in zip((scale, bias), searched, extreme, strict=True):
             kept[few] = np.where(theirs < ours, others, ones)[0]
     return scale, bias
 
@@ -107,12 +107,12 @@ def error_of(
     importance: Floats | None,
 ) -> Floats:
     """Sum of the weighted squared errors of each group, (..., 1)."""
-    found = encode(groups, scale, bias, bits)
-    found *= scale
-    found += bias
-    found -= groups
-    weighted = found if importance is None else found * importance
-    return np.einsum("rgk,rgk->rg", weighted, found)[..., None]
+    errors = encode(groups, scale, bias, bits)
+    errors *= scale
+    errors += bias
+    errors -= groups
+    weighted = errors if importance is None else errors * importance
+    return np.einsum("rgk,rgk->rg", weighted, errors)[..., None]
 
 
 @dataclass(slots=True)
@@ -201,11 +201,11 @@ class _Grid:
 
 def _total(values: Floats) -> Floats:
     """Sum over each group, (..., 1)."""
-    found: Floats = np.einsum("rgk->rg", values)[..., None]
-    return found
+    sums: Floats = np.einsum("rgk->rg", values)[..., None]
+    return sums
 
 
 def _products(left: Floats, right: Floats) -> Floats:
     """Sum of left * right over each group, (..., 1)."""
-    found: Floats = np.einsum("rgk,rgk->rg", left, right)[..., None]
-    return found
+    sums: Floats = np.einsum("rgk,rgk->rg", left, right)[..., None]
+    return sums

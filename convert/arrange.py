@@ -84,8 +84,8 @@ class OutputTensor:
     @property
     def layer(self) -> int | None:
         """The decoder layer that it belongs to; None: none."""
-        found = LAYER.search(self.path)
-        return int(found[1]) if found else None
+        match = LAYER.search(self.path)
+        return int(match[1]) if match else None
 
     @property
     def quantised(self) -> bool:
@@ -220,8 +220,8 @@ def _arranged(
     name = ahead or ours
     if name is None or _unused(name, config):
         return None
-    for own, theirs in _AS_MLX.get(config.model_type, {}).items():
-        name = name.replace(own, theirs)
+    for old, theirs in _AS_MLX.get(config.model_type, {}).items():
+        name = name.replace(old, theirs)
     made = _output(name if ahead else prefix + name, infos, target)
     if ahead or (made.layer is not None and made.layer >= config.num_layers):
         made = replace(made, ahead=True)
@@ -277,10 +277,10 @@ def _is_tied(source: SourceModel, rename: Rename) -> bool:
 
 def _ahead(name: str) -> str | None:
     """The output's name of a tensor of an `mtp` module, wherever the source keeps it; else None."""
-    found = _AHEAD.search(name)
-    if found is None:
+    match = _AHEAD.search(name)
+    if match is None:
         return None
-    return found[1] + (".weight" if name.endswith(_PACKED) else "")
+    return match[1] + (".weight" if name.endswith(_PACKED) else "")
 
 
 def _unused(name: str, config: ModelConfig) -> bool:

@@ -55,8 +55,8 @@ def as_numpy(array: mx.array) -> NDArray[np.generic]:
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     mx.eval(array)
-    found: NDArray[np.generic] = np.array(array, copy=False)
-    return found
+    view: NDArray[np.generic] = np.array(array, copy=False)
+    return view
 
 
 def mx_dtype(name: str) -> mx.Dtype:

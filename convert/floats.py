@@ -42,9 +42,9 @@ def search(
 def _error_of(
     groups: Floats, byte: NDArray[np.uint8], form: MLXFormat, importance: Floats | None
 ) -> Floats:
-    found = decode(encode(groups, byte, form), byte, form) - groups
-    weighted = found if importance is None else found * importance
-    return np.einsum("rgk,rgk->rg", weighted, found)[..., None]
+    errors = decode(encode(groups, byte, form), byte, form) - groups
+    weighted = errors if importance is None else errors * importance
+    return np.einsum("rgk,rgk->rg", weighted, errors)[..., None]
 
 
 def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:

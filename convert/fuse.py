@@ -104,13 +104,13 @@ def fused(
     loaded = mx.load(str(adapter.file))
     assert isinstance(loaded, dict)
     readers, rounded = dict(source.readers), list[_Merging]()
-    for name, each in _changes(source, adapter):
+    for name, changes in _changes(source, adapter):
         info = source.tensors[name]
         form = None if dense else info.lossless
         if form is not None and bits is not None:
             form = fitting(finer(form, bits), info.shape)
         info = replace(info, lossless=form)
-        merging = _Merging(adapter, loaded, source, info, each)
+        merging = _Merging(adapter, loaded, source, info, changes)
         merging.check_shapes()
         codes = None if form is None else merging.codes
         readers[name] = TensorReader(info, source.readers[name].parts, merging.values, codes)
@@ -184,7 +184,7 @@ class _Merging:
 
     def kept(self, form: MLXFormat) -> Kept:
         """What rounding to `form` leaves of the change, a part of the first axis at a time."""
-        found, count = Kept(), self.info.shape[0]
+        total, count = Kept(), self.info.shape[0]
         step = max(1, AT_ONCE // prod(self.info.shape[1:]))
         merging = replace(self, info=replace(self.info, lossless=form))
         for start in range(0, count, step):
@@ -193,9 +193,9 @@ class _Merging:
             change = self._merged(rows) - before
             after = merging.values(rows).astype(mx.float32) - before
             products = change * change, change * after, (after - change) ** 2
-            sums = mx.stack([each.sum() for each in products])
-            found += Kept(*np.array(sums, np.float64).tolist())
-        return found
+            sums = mx.stack([product.sum() for product in products])
+            total += Kept(*np.array(sums, np.float64).tolist())
+        return total
 
     def _packed(self, merged: mx.array) -> Packed:
         form = self.form
@@ -234,8 +234,8 @@ class _Merging:
         module = change.module
         count = normalise(self.source.config).num_experts or None
         target = AdapterTarget(None, (), in_dims, count)  # of sizes alone
-        left, right = (self.matrices[each].astype(mx.float32) for each in (module.a, module.b))
-        a, b = (each[change.expert] for each in oriented(left, right, module, target))
+        left, right = (self.matrices[matrix].astype(mx.float32) for matrix in (module.a, module.b))
+        a, b = (matrix[change.expert] for matrix in oriented(left, right, module, target))
         if change.half is not None:
             which, alternate = change.half
             size = b.shape[1] // 2
@@ -261,7 +261,7 @@ def _changes(
     """Name of a tensor -> what is done to each of its matrices, by expert; None: it has one."""
     builder = family(normalise(source.config).model_type)
     names = {builder.tensor_name(name): name for name in source.tensors}
-    found: dict[str, dict[int | None, Change]] = {}
+    changes: dict[str, dict[int | None, Change]] = {}
     for module in adapter.modules:
         path = (builder.tensor_name(f"{module.path}.weight") or "").removesuffix(".weight")
         path = path or module.path
@@ -272,16 +272,16 @@ def _changes(
                 f"{source.label} does not have: it was made for another model."
             )
         for name, expert, change in places:
-            found.setdefault(name, {})[expert] = change
-    _check_complete(source, adapter, names, found)
-    yield from found.items()
+            changes.setdefault(name, {})[expert] = change
+    _check_complete(source, adapter, names, changes)
+    yield from changes.items()
 
 
 def _check_complete(
     source: SourceModel,
     adapter: AdapterFolder,
     names: Mapping[str | None, str],
-    found: Collection[str],
+    changed: Collection[str],
 ) -> None:
     """Raise CheckpointError where the adapter should change more of the base than it does.
 
@@ -294,9 +294,9 @@ def _check_complete(
     """
     count = normalise(source.config).num_layers
     paths = {ours.removesuffix(".weight"): name for ours, name in names.items() if ours}
-    kinds = {in_layer(path) for path, name in paths.items() if name in found}
+    kinds = {in_layer(path) for path, name in paths.items() if name in changed}
     for path, name in paths.items():
-        if name not in found and in_layer(path) in kinds and adapter.wants(path, count):
+        if name not in changed and in_layer(path) in kinds and adapter.wants(path, count):
             raise CheckpointError(
                 f"The adapter in {adapter.folder} has no matrices for {name!r} of {source.label}, "
                 "though its config names it: it was made for another model."
@@ -313,7 +313,7 @@ def _places(
     block, _, last = path.rpartition(".")
     root, _, number = block.rpartition(".")
     if module.layout in ("stack", "parameter"):
-        halves = [(each, (i, alternate)) for i, each in enumerate(_HALVES)]
+        halves = [(leaf, (i, alternate)) for i, leaf in enumerate(_HALVES)]
         parts = halves if last == "gate_up_proj" else [(last, None)]
         base = block.removesuffix(".switch_mlp").removesuffix(".experts")
         for name, half in parts:

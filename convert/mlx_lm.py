@@ -189,7 +189,7 @@ def _of_nemotron(model: ModelConfig) -> dict[str, Any]:
 
 def _of_olmo_hybrid(model: ModelConfig) -> dict[str, Any]:
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    names = [f"linear_{each}" for each in (*sizes, "conv_kernel_dim", "allow_neg_eigval")]
+    names = [f"linear_{field}" for field in (*sizes, "conv_kernel_dim", "allow_neg_eigval")]
     asked = {name: model.fields.get(name) for name in names}
     return {**asked, "attention_bias": model.qkv_bias}
 

@@ -147,15 +147,15 @@ class ConversionPlan:
 
         The order of the pieces is that of `laid_out`.
         """
-        found: dict[str, list[PlannedArray]] = {}
+        pieces: dict[str, list[PlannedArray]] = {}
         for array in (array for tensor in tensors for array in tensor.arrays):
             count = array.shape[0] if self.split_experts and STACK.fullmatch(array.name) else 0
             size = array.num_bytes // max(count, 1)
-            found[array.name] = [
+            pieces[array.name] = [
                 PlannedArray(single_name(array.name, i) or "", array.dtype, array.shape[1:], size)
                 for i in range(count)
             ] or [array]
-        return found
+        return pieces
 
     def quantization(self) -> dict[str, object] | None:
         """For config.json: the commonest format, and the layers that differ."""
@@ -288,10 +288,10 @@ _OF_ONE = {"fc1": "up_proj", "fc2": "down_proj"}  # Nemotron's names of stacks, 
 
 def single_name(stack: str, expert: int) -> str | None:
     """The name of an expert's part of a stack by itself; None: the name is none of a stack."""
-    found = STACK.fullmatch(stack)
-    if found is None:
+    match = STACK.fullmatch(stack)
+    if match is None:
         return None
-    mixture, matrix, field = found.groups()
+    mixture, matrix, field = match.groups()
     return f"{mixture}.experts.{expert}.{_OF_ONE.get(matrix, matrix)}.{field}"
 
 

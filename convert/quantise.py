@@ -80,11 +80,11 @@ def _inverse(lower: Floats) -> Floats:
     if size <= SMALL:
         return np.asarray(np.linalg.inv(lower), np.float32)
     half = size // 2
-    found = np.zeros_like(lower)
-    found[:half, :half] = _inverse(lower[:half, :half])
-    found[half:, half:] = _inverse(lower[half:, half:])
-    found[half:, :half] = -found[half:, half:] @ (lower[half:, :half] @ found[:half, :half])
-    return found
+    inverse = np.zeros_like(lower)
+    inverse[:half, :half] = _inverse(lower[:half, :half])
+    inverse[half:, half:] = _inverse(lower[half:, half:])
+    inverse[half:, :half] = -inverse[half:, half:] @ (lower[half:, :half] @ inverse[:half, :half])
+    return inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class QuantisationMethod:
         if self.form.mode != "affine":
             return floats.decode(codes, scales[0], self.form)
         scale, bias = scales
-        found: Floats = codes * scale
-        found += bias
-        return found
+        values: Floats = codes * scale
+        values += bias
+        return values
 
 
 def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows, ErrorStats]:
@@ -200,9 +200,9 @@ def total(errors: Iterable[ErrorStats]) -> ErrorStats:
     return sum(errors, ErrorStats())
 
 
-def compare(found: Floats, values: Floats, importance: Floats | None = None) -> ErrorStats:
+def compare(decoded: Floats, values: Floats, importance: Floats | None = None) -> ErrorStats:
     """found and values (R, in_dims), importance (in_dims,)."""
-    difference = found - values
+    difference = decoded - values
     squares = squares_of(difference)
     weighted = squares
     if importance is not None:
@@ -236,8 +236,8 @@ def _tile(
         rows = QuantisedRows(packed, scales[0][..., 0], None)
     if not measured:
         return rows, ErrorStats()
-    found = method.decode(codes, scales)
-    return rows, compare(found.reshape(values.shape), values, method.importance)
+    decoded = method.decode(codes, scales)
+    return rows, compare(decoded.reshape(values.shape), values, method.importance)
 
 
 def _fed_back(
@@ -260,13 +260,13 @@ def _fed_back(
             last = min(first + SPREAD, len(block))
             for start in range(first, last, size):
                 group, number = block[start : start + size], (block_start + start) // size
-                own = None if importance is None else importance[number, None]
+                weights = None if importance is None else importance[number, None]
                 values = np.ascontiguousarray(group.T)[:, None]
-                scales.append(method.scales(values, own))
+                scales.append(method.scales(values, weights))
                 one = tuple(part[:, 0, 0] for part in scales[-1])  # (ROWS,) each
                 inside = factor[start : start + size, start : start + size]
-                found, errors = _round_columns(method.places(group, one), method, inside)
-                codes.append(found[:, :rows])
+                rounded, errors = _round_columns(method.places(group, one), method, inside)
+                codes.append(rounded[:, :rows])
                 np.multiply(errors, method.step(one), out=group)
                 block[start + size : last] -= (
                     factor[start : start + size, start + size : last].T @ group

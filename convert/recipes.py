@@ -209,8 +209,8 @@ class Recipe:
         """The last exception that names this tensor."""
         if len(output.shape) < 2 or not output.name.endswith(".weight"):
             return None
-        found = [o for o in self.overrides if matches(o.pattern, output.path)]
-        return found[-1] if found else None
+        matching = [o for o in self.overrides if matches(o.pattern, output.path)]
+        return matching[-1] if matching else None
 
 
 def make_recipe(

@@ -53,11 +53,11 @@ class ConversionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""
-        found = asdict(self) | {"passed": self.passed, "counts": self.counts}
-        found["bits_per_weight"] = round(self.bits_per_weight, 4)
-        found["logits"] = [asdict(check) | {"passed": check.passed} for check in self.logits]
-        del found["loads"]
-        return found
+        fields = asdict(self) | {"passed": self.passed, "counts": self.counts}
+        fields["bits_per_weight"] = round(self.bits_per_weight, 4)
+        fields["logits"] = [asdict(check) | {"passed": check.passed} for check in self.logits]
+        del fields["loads"]
+        return fields
 
 
 def make_report(
@@ -149,12 +149,12 @@ def _front(report: ConversionReport, source: SourceModel) -> list[str]:
     if base is not None:
         lines += [f"base_model: {base}", "base_model_relation: quantized"]
     terms = source.config.get("license")
-    found = {
+    fields = {
         "license": origin.license or (terms if isinstance(terms, str) else None),
         "license_name": origin.license_name,
         "license_link": origin.license_link,
     }
-    lines += [f"{key}: {value}" for key, value in found.items() if value is not None]
+    lines += [f"{key}: {value}" for key, value in fields.items() if value is not None]
     lines += _yaml({key: value for key, value in origin.card.items() if key not in _OURS})
     return [*lines, "---", ""]
 

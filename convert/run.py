@@ -425,13 +425,13 @@ class Conversion:
         ).write_references()
         usual = limits_for(judged_bits(plan))
         files = zip(place.references, place.nearest, place.outputs, strict=True)
-        found = []
+        checks = []
         for sequences, (reference, nearest, theirs) in zip(
             (texts.short, texts.long), files, strict=True
         ):
             limits = reachable_limits(sequences, reference, nearest, usual)
-            found.append(compare_logits(sequences, reference, theirs, *limits))
-        return found
+            checks.append(compare_logits(sequences, reference, theirs, *limits))
+        return checks
 
 
 def judged_bits(plan: ConversionPlan) -> float:

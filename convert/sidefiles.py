@@ -161,7 +161,7 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
     pairs = zip(model.ropes, model.windows, strict=True)
     ropes = [(rope, window) for rope, window in pairs if rope is not None]
     rope = next((rope for rope, window in ropes if window is None), ropes[0][0] if ropes else None)
-    found: dict[str, Any] = {
+    spelled: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
@@ -170,16 +170,16 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
         "max_position_embeddings": model.fields.get("max_position_embeddings"),
     }
     if model.num_experts:
-        own = "num_local_experts" if model.model_type == "gpt_oss" else "num_experts"
-        found |= {own: model.num_experts, "num_experts_per_tok": model.experts_per_token}
+        experts_key = "num_local_experts" if model.model_type == "gpt_oss" else "num_experts"
+        spelled |= {experts_key: model.num_experts, "num_experts_per_tok": model.experts_per_token}
     if model.model_type == "qwen3_moe":
-        found |= {
+        spelled |= {
             "moe_intermediate_size": model.moe_intermediate_size,
             "norm_topk_prob": model.norm_topk_prob,
             "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
-    for key, value in (found | asked_for(model)).items():
+    for key, value in (spelled | asked_for(model)).items():
         _fill(config, key, value)
     config.setdefault("rope_scaling", None)
 

@@ -57,19 +57,21 @@ class ShardReader:
         shape, parts = self.tensors[name].shape, self._parts[name]
         width, count = shape[-1] if shape else 1, prod(shape[:-1])
         first, last, _ = rows.indices(count)
-        each, found = count // len(parts), []
+        rows_each, blocks = count // len(parts), []
         for number, part in enumerate(parts):
-            inside = slice(max(first - number * each, 0), min(last - number * each, each))
+            inside = slice(
+                max(first - number * rows_each, 0), min(last - number * rows_each, rows_each)
+            )
             if inside.start < inside.stop:
-                found.append(np.asarray(part.view()).reshape(-1, width)[inside])
-        return np.concatenate(found)
+                blocks.append(np.asarray(part.view()).reshape(-1, width)[inside])
+        return np.concatenate(blocks)
 
     def values(self, tensor: PlannedTensor, rows: slice) -> NDArray[np.float32]:
         """(R, in_dims) float32, as MLX unpacks them."""
-        found = [self.rows(array.name, rows) for array in tensor.arrays]
+        arrays = [self.rows(array.name, rows) for array in tensor.arrays]
         wide = [
             widen(part, FLOATS[array.dtype]) if array.dtype in FLOATS else part
-            for array, part in zip(tensor.arrays, found, strict=True)
+            for array, part in zip(tensor.arrays, arrays, strict=True)
         ]
         if tensor.form is None:
             return np.asarray(wide[0], dtype=np.float32)
@@ -86,12 +88,12 @@ class ShardReader:
         return [self._checksum(array.name, block) for array in tensor.arrays]
 
     def _checksum(self, name: str, block: int) -> int:
-        found, shape = 0, self.tensors[name].shape
+        checksum, shape = 0, self.tensors[name].shape
         step = max(1, block // max(1, shape[-1] if shape else 1))
         for start in range(0, prod(shape[:-1]), step):
             rows = self.rows(name, slice(start, start + step))
-            found = crc32(rows.reshape(-1).view(np.uint8).data, found)
-        return found
+            checksum = crc32(rows.reshape(-1).view(np.uint8).data, checksum)
+        return checksum
 
 
 def with_stacks(
@@ -100,12 +102,12 @@ def with_stacks(
     """A header as if its stacks were not taken apart, and the parts of each."""
     whole, parts = dict(header), dict[str, list[str]]()
     for name in names:
-        found: list[str] = []
-        while name not in header and (single := single_name(name, len(found))) in header:
-            found.append(str(single))
-        if found:
-            first, *_ = [whole.pop(single) for single in found]
-            whole[name], parts[name] = replace(first, shape=(len(found), *first.shape)), found
+        singles: list[str] = []
+        while name not in header and (single := single_name(name, len(singles))) in header:
+            singles.append(str(single))
+        if singles:
+            first, *_ = [whole.pop(single) for single in singles]
+            whole[name], parts[name] = replace(first, shape=(len(singles), *first.shape)), singles
     return whole, parts
 
 
@@ -126,9 +128,9 @@ def check_shard(
     """
     wanted = {a.name: (a.dtype, a.shape) for tensor in planned for a in tensor.arrays}
     reader = ShardReader(path, wanted)
-    found = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
-    if wanted != found:
-        names = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
+    shapes = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
+    if wanted != shapes:
+        names = sorted(n for n in wanted | shapes if wanted.get(n) != shapes.get(n))
         raise ConversionError(f"{path} does not contain {names[0]!r} as planned.")
     for tensor in planned:
         if tensor.packed:
@@ -184,8 +186,8 @@ def _check_copy(
         row = rows.stop
         kept = as_kept(packed, tensor)
         for array, part in zip(tensor.arrays, kept, strict=True):
-            found = reader.rows(array.name, rows)
-            if not np.array_equal(found, as_numpy(part).reshape(found.shape)):
+            written = reader.rows(array.name, rows)
+            if not np.array_equal(written, as_numpy(part).reshape(written.shape)):
                 raise ConversionError(f"{array.name} differs from the source.")
         if packed.biases is None or all(
             mx.array_equal(one.astype(mx.float32), other.astype(mx.float32))
@@ -212,15 +214,15 @@ def as_kept(packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
     largest = mx.abs(packed.scales).max()
     kept = [packed.weight]
     for part in (packed.scales, packed.biases):
-        found = part.astype(mx_dtype(tensor.dtype))
-        lost = mx.abs(found.astype(mx.float32) - part.astype(mx.float32))
+        rounded = part.astype(mx_dtype(tensor.dtype))
+        lost = mx.abs(rounded.astype(mx.float32) - part.astype(mx.float32))
         allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
         if not mx.all(lost <= allowed).item():
             raise CheckpointError(
                 f"The scales of {tensor.output.name} do not fit into {tensor.dtype}. Quantise it "
                 f"anew with --set {tensor.output.path}={tensor.format}."
             )
-        kept.append(found)
+        kept.append(rounded)
     return kept
 
 

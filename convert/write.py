@@ -118,8 +118,8 @@ class Journal:
             if "tensor" in line:
                 self.tensors[line.pop("tensor")] = line
             elif "formats" in line:
-                found = line["formats"].items()
-                self.formats = {name: parse_format(form) for name, form in found}
+                formats = line["formats"].items()
+                self.formats = {name: parse_format(form) for name, form in formats}
             else:
                 self.shards[line["shard"]] = [_object(entry) for entry in line["checked"]]
 
@@ -234,9 +234,9 @@ class TensorWriter:
             return [raw], ErrorStats(energy=squares_of(values))
         with np.errstate(over="ignore"):
             narrowed = narrow(values, tensor.dtype)
-        found = widen(narrowed, tensor.dtype)
-        _check_fits(found, tensor)
-        return [narrowed], compare(found, values)
+        widened = widen(narrowed, tensor.dtype)
+        _check_fits(widened, tensor)
+        return [narrowed], compare(widened, values)
 
     def _copy(self, tensor: PlannedTensor, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
@@ -253,13 +253,13 @@ def _by_expert(
     if not feedbacks:
         return [(slice(0, count), None)]
     height = prod(output.shape[:-1]) // len(feedbacks)
-    found, row = [], 0
+    spans, row = [], 0
     while row < count:
         expert, inside = divmod(first + row, height)
         end = min(count, row + height - inside)
-        found.append((slice(row, end), feedbacks[expert]))
+        spans.append((slice(row, end), feedbacks[expert]))
         row = end
-    return found
+    return spans
 
 
 def _joined(parts: Sequence[tuple[Arrays, ErrorStats]]) -> tuple[Arrays, ErrorStats]:
@@ -399,8 +399,8 @@ def checked_entries(
         progress(f"check {path.name}", done, count)
 
     tell(0)
-    found = check_shard(path, tensors, arranged, block, tell)
-    for tensor, checked in zip(tensors, found, strict=True):
+    sums = check_shard(path, tensors, arranged, block, tell)
+    for tensor, checked in zip(tensors, sums, strict=True):
         confirm(checked, *_journalled(journal, tensor))
         entries.append(checked)
     return entries

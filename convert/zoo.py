@@ -81,8 +81,8 @@ def arrange_made(source: SourceModel) -> ArrangedSource:
     config, definition = choose(source.config, {})
     folder = next(iter(source.readers.values())).parts[0].path.parent
     made, readers = MadeTensors(folder, definition, config.model_type), dict[str, TensorReader]()
-    found = made.open()
-    for name, array in found.items():
+    tensors = made.open()
+    for name, array in tensors.items():
         if array.dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"{name!r} of {source.label} holds {array.dtype} numbers. What mlx-lm defines is "
@@ -91,7 +91,7 @@ def arrange_made(source: SourceModel) -> ArrangedSource:
         dtype = FLOATS[array.dtype]
         info = SourceTensor(name, array.shape, dtype, _STORED[dtype], array.nbytes)
         readers[name] = TensorReader(info, (), partial(made.values, name))
-    check_made(definition, None, {n: (t.dtype, t.shape) for n, t in found.items()}, source.label)
+    check_made(definition, None, {n: (t.dtype, t.shape) for n, t in tensors.items()}, source.label)
     quantisable = definition.quantisable
     outputs = tuple(_output(reader.info, quantisable) for reader in readers.values())
     read = replace(source, readers=readers, reads_whole=True)

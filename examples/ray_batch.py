@@ -30,7 +30,7 @@ class Replica:
 ray.init(include_dashboard=False, log_to_driver=False)
 pool = ray.util.ActorPool([Replica.remote("demo") for _ in range(2)])
 parts = [PROMPTS[start : start + PART] for start in range(0, len(PROMPTS), PART)]
-found = pool.map(lambda replica, part: replica.generate.remote(part), parts)
-for prompt, text in zip(PROMPTS, chain(*found), strict=True):
+answers = pool.map(lambda replica, part: replica.generate.remote(part), parts)
+for prompt, text in zip(PROMPTS, chain(*answers), strict=True):
     print(f"{prompt!r} -> {text!r}")
 ray.shutdown()

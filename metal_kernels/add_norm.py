@@ -104,8 +104,8 @@ def add_norm_twin(
 def threads_of(dims: int) -> int:
     """Threads of a row: each takes as many vectors of 4 numbers as the next, or one less."""
     vectors = dims // 4
-    own = -(-vectors // MAX_THREADS)
-    needed = -(-vectors // own)
+    per_thread = -(-vectors // MAX_THREADS)
+    needed = -(-vectors // per_thread)
     return -(-needed // LANES) * LANES
 
 

@@ -252,11 +252,11 @@ def _case(variant: Variant) -> Case:
     tolerances = [t for i, size in enumerate(sizes) for t in (size * rounding, *of_sums * (i < 3))]
 
     def outputs(on_metal: bool) -> list[mx.array]:
-        found = []
+        outputs = []
         for i, (of, plan, soft_cap) in enumerate(calls):
             arrays = _attend(variant, of, plan, on_metal=on_metal, soft_cap=soft_cap)
-            found += arrays if i < 3 else arrays[:1]  # sums of extreme scores are as large
-        return found
+            outputs += arrays if i < 3 else arrays[:1]  # sums of extreme scores are as large
+        return outputs
 
     return Case(partial(outputs, True), partial(outputs, False), tuple(tolerances))
 

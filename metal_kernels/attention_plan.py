@@ -71,8 +71,8 @@ class AttentionPlan(NamedTuple):
         numbers = np.array(self.numbers)
         work = numbers[numbers[5] :].reshape(-1, NUM_WORK)
         first_items: Ints = self.spans[:, FIRST_ITEM]
-        found: Ints = work[first_items, TABLE]
-        return found
+        tables: Ints = work[first_items, TABLE]
+        return tables
 
     @property
     def spans(self) -> Ints:
@@ -361,11 +361,11 @@ def threadgroup_shape(num_rows: int, *, key_dim: int, value_dim: int, itemsize: 
     fragments = -(-fragments // num_blocks)
     if max(key_dim, value_dim) > WHOLE_DIM:
         return Shape(1, fragments * 2, 1, shares=True, halves=2)
-    own = max(1, SHARED_FRAGMENTS * FRAGMENT_ROWS // value_dim)
-    teams = -(-fragments // own)
+    own_fragments = max(1, SHARED_FRAGMENTS * FRAGMENT_ROWS // value_dim)
+    teams = -(-fragments // own_fragments)
     half_tile = BLOCK * (key_dim + value_dim) * itemsize > MAX_TILE_BYTES
     partners = 1 if half_tile or teams > PAIRED_TEAMS else 2
-    return Shape(own, teams * partners, partners, shares=True)
+    return Shape(own_fragments, teams * partners, partners, shares=True)
 
 
 def most_rows(key_dim: int, value_dim: int) -> int:

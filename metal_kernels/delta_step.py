@@ -45,7 +45,7 @@ class DeltaStep(StateStep):
 
     Attributes:
         key_heads, key_dim, value_heads, value_dim: Hk, Dk, Hv and Dv.
-        each: every number of a key decays by itself; else each head does.
+        per_channel: every number of a key decays by itself; else each head does.
         strengths_at: place of the first strength among `projected`.
         times_at: place of the first time step in its array.
         dtype: of the inputs and of the outputs.
@@ -59,7 +59,7 @@ class DeltaStep(StateStep):
     key_dim: int
     value_heads: int
     value_dim: int
-    each: bool
+    per_channel: bool
     strengths_at: int
     times_at: int
     dtype: mx.Dtype
@@ -68,7 +68,7 @@ class DeltaStep(StateStep):
 
     @property
     def num_times(self) -> int:
-        return self.value_heads * (self.key_dim if self.each else 1)
+        return self.value_heads * (self.key_dim if self.per_channel else 1)
 
     @property
     def key_width(self) -> int:
@@ -99,7 +99,7 @@ class DeltaStep(StateStep):
             decay = mx.exp(self.bound * mx.sigmoid(rates * (times + biases)))
         else:
             decay = mx.exp(-rates * mx.logaddexp(times + biases, 0.0))
-        if self.each:
+        if self.per_channel:
             decay = mx.unflatten(decay, -1, (self.value_heads, -1))
         stop = self.strengths_at + self.value_heads
         strength = mx.sigmoid(projected[..., self.strengths_at : stop].astype(mx.float32))
@@ -126,7 +126,7 @@ class DeltaStep(StateStep):
             ("DK", self.key_dim),
             ("HEADS", self.value_heads),
             ("DV", self.value_dim),
-            ("EACH", self.each),
+            ("EACH", self.per_channel),
             ("STRENGTHS_AT", self.strengths_at),
             ("TIMES_AT", self.times_at),
         ]
@@ -137,8 +137,10 @@ class DeltaStep(StateStep):
         width, num_times = self.strengths_at + self.value_heads, self.times_at + self.num_times
         mixed = normal(*lead, self.key_width + self.value_heads * self.value_dim)
         # Time steps are part of `projected`, unless every number of a key has its own.
-        projected = normal(*lead, width if self.each else max(width, num_times)).astype(self.dtype)
-        times = normal(*lead, num_times).astype(self.dtype) if self.each else projected
+        projected = normal(*lead, width if self.per_channel else max(width, num_times)).astype(
+            self.dtype
+        )
+        times = normal(*lead, num_times).astype(self.dtype) if self.per_channel else projected
         rates, biases = mx.exp(normal(self.num_times)), normal(self.num_times)
         return [mixed.astype(self.dtype), projected, times, rates, biases]
 

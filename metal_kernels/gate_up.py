@@ -47,7 +47,7 @@ class Gate(Form):
     def constructor(self) -> str:
         """The activation of `gates.h`, in Metal."""
         known = {"clamped_swiglu": (self.alpha, self.limit), "clipped_swiglu": (self.limit,)}
-        numbers = ", ".join(f"{float(each)!r}f" for each in known.get(self.function, ()))
+        numbers = ", ".join(f"{float(bound)!r}f" for bound in known.get(self.function, ()))
         return f"{FUNCTIONS[self.function]}{{{numbers}}}"
 
 

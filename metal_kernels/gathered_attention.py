@@ -19,13 +19,13 @@ def gathered_pages(
 
     Vectors that hold both are gathered and decoded once.
     """
-    found = []
+    by_head = []
     for plane in (keys,) if keys.pages is values.pages else (keys, values):
         # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
         parts = [mx.unflatten(part, 1, (-1, page_size))[:, ids] for part in plane.pages]
         vectors = plane.fmt.decode(parts, plane.dtype) if plane.fmt.bits else parts[0]
-        found.append(mx.flatten(vectors, 2, 3))  # (H, B, N, W)
-    page_keys, page_values = found[0], found[-1]
+        by_head.append(mx.flatten(vectors, 2, 3))  # (H, B, N, W)
+    page_keys, page_values = by_head[0], by_head[-1]
     if keys.dim is not None:
         page_keys = page_keys[..., keys.first : keys.first + keys.dim]
     if values.dim is not None:

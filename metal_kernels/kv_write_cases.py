@@ -43,7 +43,7 @@ def _tolerances(variant: Variant) -> tuple[float, ...]:
     form, rounding = variant.form, ROUNDING[str(variant["dtype"])]
     formats = form.key_format, form.value_format
     bits = [fmt.bits for fmt in (formats[:1] if form.in_one else formats)]
-    return rounding, *(rounding + (16 / (2**each - 1) if each else 0.0) for each in bits)
+    return rounding, *(rounding + (16 / (2**count - 1) if count else 0.0) for count in bits)
 
 
 def _timed_kv_write(variant: Variant, sequences: int, _: int) -> Case:
@@ -143,10 +143,10 @@ def _decoded(written: list[mx.array], form: HeadsForm) -> list[mx.array]:
     """Queries, and keys and values as attention sees them, apart or in one array."""
     queries, *tails = written
     parts = len(form.key_format.names)
-    found = [queries, form.key_format.decode(tails[:parts], mx.float32)]
+    decoded = [queries, form.key_format.decode(tails[:parts], mx.float32)]
     if not form.in_one:
-        found.append(form.value_format.decode(tails[parts:], mx.float32))
-    return found
+        decoded.append(form.value_format.decode(tails[parts:], mx.float32))
+    return decoded
 
 
 def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:

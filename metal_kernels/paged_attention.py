@@ -60,20 +60,20 @@ def paged_attention_gathered(
     """As `paged_attention_on_metal`, which see."""
     value_dim = value_dim or queries.shape[-1]
     page_size, window, sinks, *_ = plan.sizes.tolist()
-    found = []
+    attended = []
     tables = np.array(plan.pages)
     for span, place in zip(plan.spans, plan.tables, strict=True):
         table = tables[place]
         row, start, stop, sealed, slot, *_ = (int(field) for field in span)
-        own = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
+        row_queries = queries[row : row + stop - start].astype(mx.float32)  # (Q, H * G, D)
         query_positions = np.arange(start, stop, dtype=np.int32)[:, None]
         positions = held_positions(table, stop, sealed, page_size)
         visible = _sees(query_positions, positions[None], window, sinks)
         positions, visible = positions[visible.any(axis=0)], visible[:, visible.any(axis=0)]
         index = token_index(table, positions, sealed, page_size)
-        found.append(
+        attended.append(
             attend(
-                own,
+                row_queries,
                 gathered(keys, page_size, slot, index),
                 gathered(values, page_size, slot, index),
                 mx.array(np.where(visible, 0.0, HIDDEN).astype(np.float32)),
@@ -82,9 +82,9 @@ def paged_attention_gathered(
                 soft_cap=soft_cap,
             )
         )
-    found = [found[i] for i in np.argsort(plan.spans[:, 0])]  # by their rows
-    outputs = mx.concatenate([outputs for outputs, _ in found]).astype(queries.dtype)
-    return [outputs, mx.concatenate([sums for _, sums in found])] if log_sums else [outputs]
+    attended = [attended[i] for i in np.argsort(plan.spans[:, 0])]  # by their rows
+    outputs = mx.concatenate([outputs for outputs, _ in attended]).astype(queries.dtype)
+    return [outputs, mx.concatenate([sums for _, sums in attended])] if log_sums else [outputs]
 
 
 def held_positions(
@@ -434,15 +434,15 @@ def has_dims(dtype: mx.Dtype, dims: tuple[int, int], joint_dim: int = 0) -> bool
 
 
 def _shape_template(shape: Shape, tile_dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
-    found: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
+    values: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
     if shape.shares:
-        found += [
+        values += [
             ("NUMBER", tile_dtype),
             ("SIMD_GROUPS", shape.simd_groups),
             ("PARTNERS", shape.partners),
             ("HALVES", shape.halves),
         ]
-    return found
+    return values
 
 
 def attention_kernel(asked: Asked, *, shares: bool) -> MetalKernel:
@@ -580,15 +580,15 @@ def attend_in_tiles(
     for first, stop in block_edges(start, count, heads * (key_dim + value_dim) * queries.itemsize):
         keys, values = read(first, stop, outputs)
         plan = _block_plan(count, start - first, stop - first, heads, key_dim, value_dim)
-        found, own_sums = paged_attention_on_metal(
+        attended, own_sums = paged_attention_on_metal(
             queries, _one(keys), _one(values), plan, scale=scale, value_dim=value_dim, log_sums=True
         )
         if outputs is None or sums is None:
-            outputs, sums = found, own_sums
+            outputs, sums = attended, own_sums
             continue
         both = mx.logaddexp(sums, own_sums)  # (n, H)
         before, share = mx.exp(sums - both)[..., None], mx.exp(own_sums - both)[..., None]
-        outputs, sums = outputs * before + found * share, both
+        outputs, sums = outputs * before + attended * share, both
     assert outputs is not None
     return outputs.astype(queries.dtype)
 

@@ -56,11 +56,11 @@ WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own ope
 
 def _all_kinds() -> dict[str, Kind]:
     """The kinds of kernels that the modules of this folder declare, by name."""
-    names = [each.name for each in iter_modules([str(Path(__file__).parent)])]
+    names = [module_info.name for module_info in iter_modules([str(Path(__file__).parent)])]
     others = [name for name in sorted(names) if f"{__package__}.{name}" != __name__]
     modules = [import_module(f"{__package__}.{name}") for name in others]
-    found = [item for module in modules for item in vars(module).values()]
-    return {item.name: item for item in found if isinstance(item, Kind)}
+    items = [item for module in modules for item in vars(module).values()]
+    return {item.name: item for item in items if isinstance(item, Kind)}
 
 
 KINDS = _all_kinds()
@@ -111,7 +111,7 @@ class Verdict:
         return Loads(faster, right and (overall is None or overall >= WORTH))
 
 
-_FIELDS = {each.name for each in fields(Verdict)}
+_FIELDS = {field.name for field in fields(Verdict)}
 
 
 class Verdicts:
@@ -255,17 +255,17 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
         folder: where verdicts are kept.
     """
     began_s = time.perf_counter()
-    found = judge(variants, gpu=gpu, folder=folder)
-    usable = {variant: verdict.loads for variant, verdict in found.items() if verdict.loads.some}
+    verdicts = judge(variants, gpu=gpu, folder=folder)
+    usable = {variant: verdict.loads for variant, verdict in verdicts.items() if verdict.loads.some}
     if gpu is not None:
         usable = {variant: loads for variant, loads in usable.items() if _compile(variant, gpu)}
         logger.info(
             "%d of %d Metal kernels are ready, in %.1f s.",
-            *(len(usable), len(found), time.perf_counter() - began_s),
+            *(len(usable), len(verdicts), time.perf_counter() - began_s),
         )
     bad = [
         f"{variant}: {verdict.status}"
-        for variant, verdict in found.items()
+        for variant, verdict in verdicts.items()
         if verdict.status not in (OK, TWIN)
     ]
     if bad:
@@ -273,7 +273,7 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
             "%d of %d Metal kernels did not pass their self-check here; plain MLX does their work, "
             "slower (%s). `mlxinfer doctor --kernels` explains.",
             len(bad),
-            len(found),
+            len(verdicts),
             "; ".join(bad),
         )
     return usable
@@ -283,9 +283,9 @@ def _compile(variant: Variant, gpu: Gpu) -> bool:
     """Have a kernel compiled that was right before; whether that went well."""
     if variant in gpu.compiled:
         return True
-    found = _attempted(lambda: _ran(KINDS[variant.kind].case(variant)), gpu.device)
-    if isinstance(found, Verdict):
-        logger.warning("%s is not used: %s", variant, found.detail)
+    result = _attempted(lambda: _ran(KINDS[variant.kind].case(variant)), gpu.device)
+    if isinstance(result, Verdict):
+        logger.warning("%s is not used: %s", variant, result.detail)
         return False
     gpu.compiled.add(variant)
     return True
@@ -416,8 +416,8 @@ def _compared(case: Case, device: Device) -> Verdict:
     begun_s = time.perf_counter()
     kernel = _attempted(lambda: _ran(case), device)
     first_run_s = time.perf_counter() - begun_s
-    found = kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
-    return replace(found, first_run_s=first_run_s)
+    verdict = kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
+    return replace(verdict, first_run_s=first_run_s)
 
 
 def _share(verdict: Verdict) -> float:
@@ -438,12 +438,12 @@ def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) ->
     if case.seen is not None:
         kernel, twin = case.seen([*kernel]), case.seen([*twin])
     worst = (-1.0, 0.0, 0.0)  # share of the tolerance, error, tolerance
-    for place, (found, wanted, tolerance) in enumerate(
+    for place, (output, wanted, tolerance) in enumerate(
         zip(kernel, twin, case.tolerances, strict=True)
     ):
-        if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            return Verdict(WRONG, detail=f"output {place} is {found.dtype} {found.shape}")
-        error = _largest_difference(_numbers(found), _numbers(wanted))
+        if (output.shape, output.dtype) != (wanted.shape, wanted.dtype):
+            return Verdict(WRONG, detail=f"output {place} is {output.dtype} {output.shape}")
+        error = _largest_difference(_numbers(output), _numbers(wanted))
         share = error / tolerance if tolerance else (0.0 if error == 0 else np.inf)
         worst = max(worst, (share, error, tolerance))
     share, error, tolerance = worst
@@ -452,10 +452,10 @@ def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) ->
     return Verdict(OK if share <= 1 else WRONG, error, tolerance)
 
 
-def _largest_difference(found: NDArray[np.float64], wanted: NDArray[np.float64]) -> float:
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+def _largest_difference(output: NDArray[np.float64], wanted: NDArray[np.float64]) -> float:
+    same = (output == wanted) | (np.isnan(output) & np.isnan(wanted))
     with np.errstate(invalid="ignore"):
-        differences = np.where(same, 0.0, np.abs(found - wanted))
+        differences = np.where(same, 0.0, np.abs(output - wanted))
     largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max(initial=0.0))
     return largest
 

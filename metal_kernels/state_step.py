@@ -114,11 +114,11 @@ def filled(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 def gathered(sources: Sequence[mx.array], plan: mx.array, count: int) -> mx.array:
     """The states (B, ...) that a plan for B sequences names, in plain MLX."""
-    found = []
+    rows = []
     for source, row, _ in np.array(plan)[:count].tolist():
         zeros = mx.zeros((1, *sources[0].shape[1:]), sources[0].dtype)
-        found.append(zeros if row < 0 else sources[source][row : row + 1])
-    return mx.concatenate(found)
+        rows.append(zeros if row < 0 else sources[source][row : row + 1])
+    return mx.concatenate(rows)
 
 
 def team_lanes(width: int) -> int | None:

@@ -77,12 +77,12 @@ def put(
 ) -> list[mx.array]:
     """Tails with what is stored (T, heads, width) of each part at `places` (T,)."""
     parts = [part for parts in stored for part in parts]
-    found = []
+    written = []
     for tail, part in zip(tails, parts, strict=True):
         first = places // ring * (ring * part.shape[1]) + places % ring  # vector of head 0
         rows = first[:, None] + mx.arange(part.shape[1]) * ring  # (T, heads)
-        found.append(mx.put_along_axis(tail, rows.reshape(-1, 1), part.flatten(0, 1), 0))
-    return found
+        written.append(mx.put_along_axis(tail, rows.reshape(-1, 1), part.flatten(0, 1), 0))
+    return written
 
 
 @lru_cache(MAX_LAUNCHES)

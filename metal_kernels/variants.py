@@ -70,11 +70,11 @@ class Form:
     @property
     def values(self) -> dict[str, Value]:
         """The fields as a variant states them; those of a form within it stand beside them."""
-        found: dict[str, Value] = {}
-        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            value = getattr(self, each.name)
-            found |= value.values if isinstance(value, Form) else {each.name: _stated(value)}
-        return found
+        values: dict[str, Value] = {}
+        for entry in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, entry.name)
+            values |= value.values if isinstance(value, Form) else {entry.name: _stated(value)}
+        return values
 
 
 @cache
@@ -97,8 +97,8 @@ def _stated(value: Any) -> Value:
 @lru_cache(MAX_LAUNCHES)
 def launch_of(form: Any, *sizes: Any) -> Launch:
     """`form.launch` for arrays of some sizes: a decode step makes the same calls in every layer."""
-    found: Launch = form.launch(*sizes)
-    return found
+    launch: Launch = form.launch(*sizes)
+    return launch
 
 
 @dataclass(frozen=True, slots=True)

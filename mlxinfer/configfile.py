@@ -136,12 +136,12 @@ def parse_duration(value: object) -> float:
     """
     if type(value) in (int, float) and value >= 0:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
-    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
         raise InvalidRequestError(
             f"{value!r} is no duration; expected seconds, or such as '90s', '30m', '2h', '1d'."
         )
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _tool_server(path: Path, name: str, entry: object) -> ToolServer:
 
 
 def _names(path: Path, place: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise _wrong(path, place, "expected a list of texts")
     return tuple(value)
 

@@ -213,9 +213,9 @@ class SamplingParams:
 
 # The numbers among the fields of SamplingParams: name, check, bounds. The server reads them, too.
 BOUNDED = tuple(
-    (each.name, each.metadata["check"], each.metadata["bounds"])
-    for each in fields(SamplingParams)
-    if each.metadata
+    (field.name, field.metadata["check"], field.metadata["bounds"])
+    for field in fields(SamplingParams)
+    if field.metadata
 )
 
 

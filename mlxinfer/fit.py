@@ -99,8 +99,8 @@ class Fit:
     @property
     def remedies(self) -> str:
         """The forms of a model that would fit, where the model itself does not."""
-        found = list(self._remedies())
-        return f"What would fit: {'; '.join(found)}." if found else "Take a smaller model."
+        remedies = list(self._remedies())
+        return f"What would fit: {'; '.join(remedies)}." if remedies else "Take a smaller model."
 
     def _remedies(self) -> Iterator[str]:
         if self.converted_bits is not None and self.converted_bytes is not None:
@@ -302,7 +302,7 @@ def require_fit(
     sizes = {"context": needed, "stored_bytes": stored, "most": kv.window and kv.window + kv.sinks}
     fit = fit_of(config, weights_bytes, limit, folder=folder, **sizes)
     assert fit.contexts is not None
-    bits = min(8, max(16 if each is None else each for each in kv.bits))
+    bits = min(8, max(16 if layer_bits is None else layer_bits for layer_bits in kv.bits))
     if fit.verdict is FitVerdict.TOO_LARGE and fit.contexts[bits] < fit.needed_context:
         raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")
 

@@ -195,7 +195,9 @@ def data_folder() -> Path:
 
 def pictures_kept(message: StoredMessage) -> list[str]:
     """The data URLs of a message's pictures that are still kept."""
-    return [each["url"] for each in _pictures_of(message.details) if each["url"] is not None]
+    return [
+        picture["url"] for picture in _pictures_of(message.details) if picture["url"] is not None
+    ]
 
 
 def text_sent(message: StoredMessage, *, sees: bool = False) -> str:
@@ -208,9 +210,9 @@ def text_sent(message: StoredMessage, *, sees: bool = False) -> str:
         for file in message.details.get("attachments", ())
     ]
     files += [
-        f"[picture: {each['name']}]\n\n"
-        for each in _pictures_of(message.details)
-        if not sees or each["url"] is None
+        f"[picture: {picture['name']}]\n\n"
+        for picture in _pictures_of(message.details)
+        if not sees or picture["url"] is None
     ]
     return "".join(files) + message.content
 
@@ -308,11 +310,11 @@ class History:
     def branch(self, owner: str, id: str) -> list[StoredMessage]:
         """The messages from the first one to the conversation's head."""
         by_id = {message.id: message for message in self.messages(owner, id)}
-        at, found = self.conversation(owner, id).head, []
+        at, messages = self.conversation(owner, id).head, []
         while at is not None and at in by_id:
-            found.append(by_id[at])
+            messages.append(by_id[at])
             at = by_id[at].parent
-        return found[::-1]
+        return messages[::-1]
 
     def save_conversation(
         self,
@@ -386,7 +388,7 @@ class History:
             _check_size(db, owner)
             if urls:
                 _keep_pictures(db, owner, message.id, urls)
-            names = ", ".join(each["name"] for each in _pictures_of(details))
+            names = ", ".join(picture["name"] for picture in _pictures_of(details))
             title = title_of(message.content or names) if message.role == "user" else ""
             db.execute(
                 "UPDATE conversations SET head = ?, changed_s = ?, "
@@ -458,8 +460,8 @@ class History:
             "ON CONFLICT (id) DO NOTHING",
             (id, owner, now_s, now_s),
         )
-        (found,) = db.execute("SELECT owner FROM conversations WHERE id = ?", (id,)).fetchone()
-        if found != owner:
+        (holder,) = db.execute("SELECT owner FROM conversations WHERE id = ?", (id,)).fetchone()
+        if holder != owner:
             raise InvalidRequestError(f"The id {id} is taken; choose another.", param="id")
 
 
@@ -472,13 +474,15 @@ def _apart(details: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
     given = _pictures_of(details)
     if not given:
         return details, {}
-    if not isinstance(given, list) or not all(_is_picture(each) for each in given):
+    if not isinstance(given, list) or not all(_is_picture(picture) for picture in given):
         raise InvalidRequestError(
             "details.pictures is a list of pictures, each with a name and a data: URL or null.",
             param="details",
         )
-    urls = {place: each["url"] for place, each in enumerate(given) if each["url"] is not None}
-    return {**details, "pictures": [{**each, "url": None} for each in given]}, urls
+    urls = {
+        place: picture["url"] for place, picture in enumerate(given) if picture["url"] is not None
+    }
+    return {**details, "pictures": [{**picture, "url": None} for picture in given]}, urls
 
 
 def _is_picture(given: Any) -> bool:

@@ -73,8 +73,8 @@ class McpTools:
 
     def allows(self, name: str) -> bool:
         """Whether the config file allows calls of a tool without asking."""
-        server, own = self._tools.get(name, ("", ""))
-        return bool(server) and own in self._servers[server].allow
+        server, tool = self._tools.get(name, ("", ""))
+        return bool(server) and tool in self._servers[server].allow
 
     def call(self, name: str, arguments: str) -> str:
         """Call a tool and return its text; what goes wrong is a text for the model, too.
@@ -89,8 +89,8 @@ class McpTools:
             given = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             return f"Error: the arguments are no JSON object: {error}"
-        server, own = self._tools[name]
-        future = asyncio.run_coroutine_threadsafe(self._call(server, own, given), self._loop)
+        server, tool = self._tools[name]
+        future = asyncio.run_coroutine_threadsafe(self._call(server, tool, given), self._loop)
         try:
             return future.result(CALL_S)
         except TimeoutError:
@@ -103,8 +103,8 @@ class McpTools:
     # -- on the thread of the loop ------------------------------------------------------------
 
     async def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
-        found = await asyncio.gather(*map(self._start, self._servers))
-        self._offer(dict(zip(self._servers, found, strict=True)))
+        tools = await asyncio.gather(*map(self._start, self._servers))
+        self._offer(dict(zip(self._servers, tools, strict=True)))
         ready.set_result(asyncio.get_running_loop())
         await self._end.wait()
         await asyncio.gather(*self._kept.values(), return_exceptions=True)
@@ -144,9 +144,9 @@ class McpTools:
         self._clients[name] = await stack.enter_async_context(Client(target))
         return list((await self._clients[name].list_tools()).tools)
 
-    def _offer(self, found: Mapping[str, list[Any]]) -> None:
-        names = Counter(tool.name for tools in found.values() for tool in tools)
-        for server, tools in found.items():
+    def _offer(self, by_server: Mapping[str, list[Any]]) -> None:
+        names = Counter(tool.name for tools in by_server.values() for tool in tools)
+        for server, tools in by_server.items():
             for tool in tools:
                 is_plain = names[tool.name] == 1 and JOINT not in tool.name
                 name = tool.name if is_plain else f"{server}{JOINT}{tool.name}"

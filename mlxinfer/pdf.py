@@ -129,10 +129,10 @@ def _text_of(data: bytes) -> str:
         texts.append(page.extract_text())
         if sum(map(len, texts)) > MAX_CHARS:
             raise _UnreadableError(f"has more than {MAX_CHARS:,} characters.")
-    found = "\n\n".join(texts).strip()
-    if not found:
+    text = "\n\n".join(texts).strip()
+    if not text:
         raise _UnreadableError("has no text: its pages are pictures, or empty.")
-    return found.encode(errors="replace").decode()  # without lone surrogates
+    return text.encode(errors="replace").decode()  # without lone surrogates
 
 
 if __name__ == "__main__":

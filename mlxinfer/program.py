@@ -247,7 +247,7 @@ class Program:
             raise InvalidRequestError(f"fork({shown(count)}): expected 1 or more.", param="count")
         inherited = {**self._now.inherited, **self._now.named}
         numbers = range(self.number * count, (self.number + 1) * count)
-        new = [Program(self.session, self._make, self._options, each) for each in numbers]
+        new = [Program(self.session, self._make, self._options, number) for number in numbers]
         branches = Branches(new)
         for branch in branches:
             branch._now = replace(self._now, inherited=inherited, named={})
@@ -403,7 +403,7 @@ class Branches(tuple[Program, ...]):
     def _choose(
         self, name: str, sent: Sequence[Mark], scores: Sequence[Mapping[str, float]]
     ) -> list[Selection]:
-        chosen = [Selection(max(each, key=each.__getitem__), each) for each in scores]
+        chosen = [Selection(max(score, key=score.__getitem__), score) for score in scores]
         for branch, before, selection in zip(self, sent, chosen, strict=True):
             branch._add(name, before, selection.text)
         return chosen
@@ -429,7 +429,7 @@ def _scores(
     for result in results:
         if result.finish_reason is not FinishReason.STOP:
             raise InvalidRequestError("The context leaves no room for a choice.", param="choices")
-        logprobs = [each.logprob for each in result.logprobs or ()]
+        logprobs = [token.logprob for token in result.logprobs or ()]
         scores.append(sum(logprobs) / (len(logprobs) if per_token else 1))
     starts = range(0, len(scores), len(choices))
     return [dict(zip(choices, scores[start:], strict=False)) for start in starts]
@@ -463,10 +463,10 @@ def map_programs(
     check_int("in_flight", in_flight, low=1)
     every = list(items)
     keys: list[Key] = list(range(len(every))) if key is None else [key(item) for item in every]
-    for each in keys:
-        if type(each) not in (str, int):  # the file has them as JSON
+    for item_key in keys:
+        if type(item_key) not in (str, int):  # the file has them as JSON
             raise InvalidRequestError(
-                f"key() gives {shown(each)} for an item; expected a text or a whole number.",
+                f"key() gives {shown(item_key)} for an item; expected a text or a whole number.",
                 param="key",
             )
     if len(set(keys)) < len(keys):
@@ -478,12 +478,16 @@ def map_programs(
         values[entry["key"]] = entry["value"]
 
     with nullcontext() if path is None else open_lines(Path(path), b'{"key": ', known) as file:
-        todo = {each: item for each, item in zip(keys, every, strict=True) if each not in values}
+        todo = {
+            item_key: item
+            for item_key, item in zip(keys, every, strict=True)
+            if item_key not in values
+        }
         show(len(keys) - len(todo), len(keys))
-        for done, (each, value) in enumerate(_finished(run, todo, in_flight), start=1):
-            values[each] = value if file is None else _written(file, each, value)
+        for done, (item_key, value) in enumerate(_finished(run, todo, in_flight), start=1):
+            values[item_key] = value if file is None else _written(file, item_key, value)
             show(len(keys) - len(todo) + done, len(keys))
-    return [values[each] for each in keys]
+    return [values[item_key] for item_key in keys]
 
 
 def _finished(
@@ -495,14 +499,14 @@ def _finished(
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
             if failed is None:
-                for each, item in islice(waiting, in_flight - len(running)):
-                    running[pool.submit(run, item)] = each
+                for key, item in islice(waiting, in_flight - len(running)):
+                    running[pool.submit(run, item)] = key
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                each = running.pop(future)
+                key = running.pop(future)
                 if future.exception() is None:
-                    yield each, future.result()
+                    yield key, future.result()
                 else:
                     failed = failed or future
     if failed is not None:

@@ -52,20 +52,20 @@ def machine(text: str) -> Machine:
     Raises:
         InvalidRequestError: an unknown chip, or no memory.
     """
-    found = MACHINE.fullmatch(" ".join(text.split()))
-    name = f"{found['chip']} {found['kind'] or ''}".strip().title() if found else ""
-    if found is None or name not in CHIPS:
+    match = MACHINE.fullmatch(" ".join(text.split()))
+    name = f"{match['chip']} {match['kind'] or ''}".strip().title() if match else ""
+    if match is None or name not in CHIPS:
         known = ", ".join(CHIPS)
         raise InvalidRequestError(
             f"{shown(text)} is no chip with its memory such as 'M4 Max 64GB', or one with "
             f"specifications that are not known here. Known are {known}.",
             param="on",
         )
-    if not int(found["memory"] or 0):
+    if not int(match["memory"] or 0):
         raise InvalidRequestError(
             f"{shown(text)} names no memory: say how much, such as '{name} 64GB'.", param="on"
         )
-    memory = int(found["memory"])
+    memory = int(match["memory"])
     return Machine(f"{name} {memory} GB", CHIPS[name], memory << 30)
 
 
@@ -89,7 +89,7 @@ def estimate(
     states = [spec for spec in _specs(config) if isinstance(spec, StateSpec)]
     state_bytes = sum(prod(shape) * 4 for spec in states for shape, _ in spec.shapes)
     moved = work.weight_bytes + kv_bytes(config, context) + 2 * state_bytes  # read and written
-    rates = [each * 1e9 / moved for each in mac.chip.bandwidth]
+    rates = [bandwidth * 1e9 / moved for bandwidth in mac.chip.bandwidth]
     limit_bytes = int(MODELS_SHARE * mac.memory_bytes)
     flops = [cores * mac.chip.core_tflops * 1e12 for cores in mac.chip.cores]
     return {
@@ -97,7 +97,7 @@ def estimate(
         "context": context,
         "bytes_per_token": moved,
         "decode_tokens_per_s": [round(rate, 1) for rate in rates],
-        "prefill_tokens_per_s": [round(each / (2 * work.weights)) for each in flops],
+        "prefill_tokens_per_s": [round(bandwidth / (2 * work.weights)) for bandwidth in flops],
         "fit": fit_of(config, weights_bytes, limit_bytes, folder=folder).as_dict(),
     }
 

@@ -77,15 +77,17 @@ class Suggestion:
 
 def suggestions() -> list[Suggestion]:
     """The models of the table; those on this disk have the size of their files."""
-    found = json.loads(TABLE.read_text(encoding="utf-8"))["models"]
+    models = json.loads(TABLE.read_text(encoding="utf-8"))["models"]
     here = {m.name: {"weights_bytes": m.size_bytes} for m in hub.list_models() if m.complete}
-    return [Suggestion(**{**each, **here.get(each["name"], {})}) for each in found]
+    return [Suggestion(**{**model, **here.get(model["name"], {})}) for model in models]
 
 
 def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Suggestion]:
     """Models that fit with so many tokens of context, the largest first; `task`: good at it."""
-    found = [s for s in suggestions() if task is None or task in s.tasks]
-    return sorted((s for s in found if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes)
+    for_task = [s for s in suggestions() if task is None or task in s.tasks]
+    return sorted(
+        (s for s in for_task if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes
+    )
 
 
 def to_begin_with(limit_bytes: int) -> list[Suggestion]:
@@ -94,7 +96,7 @@ def to_begin_with(limit_bytes: int) -> list[Suggestion]:
 
 
 def by_balance(
-    found: Sequence[Suggestion], limit_bytes: int, task: str = "chat"
+    suggestions: Sequence[Suggestion], limit_bytes: int, task: str = "chat"
 ) -> list[Suggestion]:
     """The same models, the best balance first.
 
@@ -102,8 +104,8 @@ def by_balance(
     then the others, the smallest first. Those that are not good at `task` come after.
     """
 
-    def order(each: Suggestion) -> tuple[bool, bool, int]:
-        tight = each.bytes_at(BALANCED_CONTEXT) > BALANCED_SHARE * limit_bytes
-        return task not in each.tasks, tight, each.bytes if tight else -each.bytes
+    def order(suggestion: Suggestion) -> tuple[bool, bool, int]:
+        tight = suggestion.bytes_at(BALANCED_CONTEXT) > BALANCED_SHARE * limit_bytes
+        return task not in suggestion.tasks, tight, suggestion.bytes if tight else -suggestion.bytes
 
-    return sorted(found, key=order)
+    return sorted(suggestions, key=order)

@@ -99,12 +99,12 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
             continue
         key = re.sub(r"\b(gate|up)_proj$", "gate_up_proj", output.path)
         groups.setdefault(key, []).append(output)
-    found = []
+    units = []
     for outputs in groups.values():
         probe = fitting(PROBE, outputs[0].shape)
         assert probe is not None
-        found.append(MeasuredUnit(tuple(outputs), outputs[0].layer, probe))
-    return found
+        units.append(MeasuredUnit(tuple(outputs), outputs[0].layer, probe))
+    return units
 
 
 def _free(output: OutputTensor) -> bool:
@@ -116,8 +116,8 @@ def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:
     """Affine formats that fit and are allowed; the probe's always."""
     least = floor_bits(output.path)
     formats = [affine(bits, group) for bits in BITS for group in GROUPS]
-    found = [form for form in formats if form.bits >= least and fits(form, output.shape)]
-    return found if unit.probe in found else [*found, unit.probe]
+    fitting = [form for form in formats if form.bits >= least and fits(form, output.shape)]
+    return fitting if unit.probe in fitting else [*fitting, unit.probe]
 
 
 def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) -> int:
@@ -152,7 +152,7 @@ def choose_formats(
 
 def choices_of(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> list[FormatChoice]:
     """The choices of a unit with their bytes and costs."""
-    found = []
+    choices = []
     least = max(floor_bits(output.path) for output in unit.outputs)
     for form in [*unit.errors, None]:
         if form is not None and form.bits < least:
@@ -162,5 +162,5 @@ def choices_of(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> list[For
             dense = dense_dtype(output, recipe, model_dtype)
             dtype = dense if form is None else recipe.dtype or model_dtype
             size += PlannedTensor(output, form, dtype).num_bytes
-        found.append(FormatChoice(form, size, unit.cost(form)))
-    return found
+        choices.append(FormatChoice(form, size, unit.cost(form)))
+    return choices

@@ -49,8 +49,8 @@ def normalised(squares: Floats) -> Floats:
     mean = squares.mean()
     if not mean > 0:
         return np.ones_like(squares)
-    found: Floats = np.maximum(squares / mean, np.float32(LEAST)).astype(np.float32)
-    return found / found.mean()
+    scaled: Floats = np.maximum(squares / mean, np.float32(LEAST)).astype(np.float32)
+    return scaled / scaled.mean()
 
 
 @dataclass(slots=True)
@@ -88,16 +88,16 @@ class Moments:
             self._add(sums, 0, flat)
             return
         chosen = np.array(experts).reshape(-1)
-        each = mx.broadcast_to(wide[..., 0, :], (*experts.shape, x.shape[-1]))
-        rows = np.array(each.reshape(-1, x.shape[-1]))
+        inputs = mx.broadcast_to(wide[..., 0, :], (*experts.shape, x.shape[-1]))
+        rows = np.array(inputs.reshape(-1, x.shape[-1]))
         for expert in np.unique(chosen).tolist():
             self._add(sums, expert, rows[chosen == expert])
 
     def _add(self, sums: InputSums, expert: int, rows: Floats) -> None:
         starts = range(0, rows.shape[1], self._block)
-        found = [part.T @ part for part in (rows[:, s : s + self._block] for s in starts)]
-        known = sums.products.setdefault(expert, [np.zeros_like(block) for block in found])
-        for total, block in zip(known, found, strict=True):
+        blocks = [part.T @ part for part in (rows[:, s : s + self._block] for s in starts)]
+        known = sums.products.setdefault(expert, [np.zeros_like(block) for block in blocks])
+        for total, block in zip(known, blocks, strict=True):
             total += block
         sums.counts[expert] += len(rows)
 
@@ -108,8 +108,8 @@ class Moments:
 
     def statistics(self, path: str, num_experts: int) -> Statistics:
         """The statistics of a matrix, or of a stack of `num_experts` of them."""
-        found = tuple(self._feedback(path, expert) for expert in range(num_experts))
-        return Statistics(self.importance(path), found if any(found) else ())
+        feedbacks = tuple(self._feedback(path, expert) for expert in range(num_experts))
+        return Statistics(self.importance(path), feedbacks if any(feedbacks) else ())
 
     def _feedback(self, path: str, expert: int) -> ErrorFeedback | None:
         """Feedback for a matrix; None: too few tokens reached it, or none."""

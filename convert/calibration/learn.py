@@ -75,12 +75,12 @@ class LayerCodes:
 
     def values(self, changes: Parameters) -> dict[str, mx.array]:
         """The matrices (..., in_dims) in float32, as the file's dtype makes them."""
-        found = {}
+        values = {}
         for name, codes in self.codes.items():
             scale, bias = self.rounded(name, changes)
             groups = codes.astype(mx.float32) * scale + bias
-            found[name] = mx.flatten(groups, -2, -1)
-        return found
+            values[name] = mx.flatten(groups, -2, -1)
+        return values
 
     def rounded(self, name: str, changes: Parameters) -> tuple[mx.array, mx.array]:
         """Scales and biases that the file can hold; gradients pass as if they were exact."""
@@ -172,14 +172,16 @@ class LearningPass:
                     layer.scales[name], layer.biases[name] = arrays[tensor.output.name]
             return {}
         if self._has_gradients(index, source):
-            found, changes = self._fit(index, layer, dense, states, wanted)
+            learned, changes = self._fit(index, layer, dense, states, wanted)
         else:
-            found, changes = LearnedLayer(0.0, 0.0, 0), {}
+            learned, changes = LearnedLayer(0.0, 0.0, 0), {}
         values = layer.values(changes)
-        own = {name: layer.planned[name].output.name for name in changes}
-        errors = {own[name]: asdict(_error(values[name], source[name])) for name in changes}
-        arrays = {own[name]: layer.rounded(name, changes) for name in changes}
-        _save(path, replace(found, tensors=errors), arrays)
+        output_names = {name: layer.planned[name].output.name for name in changes}
+        errors = {
+            output_names[name]: asdict(_error(values[name], source[name])) for name in changes
+        }
+        arrays = {output_names[name]: layer.rounded(name, changes) for name in changes}
+        _save(path, replace(learned, tensors=errors), arrays)
         return changes
 
     def _fit(
@@ -258,14 +260,14 @@ class LearningPass:
         return self._kept / f"{index}.npz"
 
 
-def _relative_error(found: mx.array, wanted: mx.array) -> mx.array:
+def _relative_error(output: mx.array, wanted: mx.array) -> mx.array:
     """Squared error over squared output, a token's own: large states of few tokens do not rule."""
-    difference = (found - wanted).square().mean(axis=-1)
+    difference = (output - wanted).square().mean(axis=-1)
     return (difference / wanted.square().mean(axis=-1)).mean()
 
 
-def _error(found: mx.array, source: mx.array) -> ErrorStats:
-    flat = (np.asarray(as_numpy(a), np.float32).reshape(-1, a.shape[-1]) for a in (found, source))
+def _error(values: mx.array, source: mx.array) -> ErrorStats:
+    flat = (np.asarray(as_numpy(a), np.float32).reshape(-1, a.shape[-1]) for a in (values, source))
     return compare(*flat)
 
 
@@ -300,9 +302,11 @@ class _Split:
 _RESULT = "result"
 
 
-def _save(path: Path, found: LearnedLayer, arrays: Mapping[str, tuple[mx.array, mx.array]]) -> None:
+def _save(
+    path: Path, learned: LearnedLayer, arrays: Mapping[str, tuple[mx.array, mx.array]]
+) -> None:
     """One file, which is there whole or not at all."""
-    data: dict[str, NDArray[Any]] = {_RESULT: np.array(json.dumps(asdict(found)))}
+    data: dict[str, NDArray[Any]] = {_RESULT: np.array(json.dumps(asdict(learned)))}
     for name, parts in arrays.items():
         for kind, part in zip(("scales", "biases"), parts, strict=True):
             data[f"{kind}:{name}"] = np.array(part)
@@ -314,10 +318,10 @@ def _save(path: Path, found: LearnedLayer, arrays: Mapping[str, tuple[mx.array, 
 def _load(path: Path) -> tuple[LearnedLayer, dict[str, tuple[mx.array, mx.array]]]:
     try:
         with path.open("rb") as raw, np.load(raw) as file:
-            found = LearnedLayer(**json.loads(str(file[_RESULT])))
-            return found, {
+            learned = LearnedLayer(**json.loads(str(file[_RESULT])))
+            return learned, {
                 name: (mx.array(file[f"scales:{name}"]), mx.array(file[f"biases:{name}"]))
-                for name in found.tensors
+                for name in learned.tensors
             }
     except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
         raise damaged(path) from error
@@ -332,8 +336,8 @@ def put_into_file(
     """
     learned: dict[str, tuple[dict[str, Any], tuple[mx.array, mx.array]]] = {}
     for file in kept.glob("*.npz"):
-        found, arrays = _load(file)
-        learned |= {name: (error, arrays[name]) for name, error in found.tensors.items()}
+        layer, arrays = _load(file)
+        learned |= {name: (error, arrays[name]) for name, error in layer.tensors.items()}
     reader = ShardReader(path, [array.name for tensor in tensors for array in tensor.arrays])
     for tensor in (t for t in tensors if t.output.name in learned):
         error, parts = learned[tensor.output.name]

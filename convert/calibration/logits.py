@@ -43,15 +43,15 @@ def blocks(
     """Which columns, and the logits (T, columns) of hidden (T, hidden) there."""
     start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
     for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
-        found = _logits_of(arranged, hidden, rows.astype(mx.float32))
-        yield slice(start, start + rows.shape[0]), found
+        logits = _logits_of(arranged, hidden, rows.astype(mx.float32))
+        yield slice(start, start + rows.shape[0]), logits
         start += rows.shape[0]
 
 
 def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> Floats:
     """(T, hidden) and rows (columns, hidden) of the output projection -> (T, columns)."""
-    found = scaled_logits(hidden @ matrix.T, arranged.family_config)
-    return np.asarray(as_numpy(found), dtype=np.float32)
+    logits = scaled_logits(hidden @ matrix.T, arranged.family_config)
+    return np.asarray(as_numpy(logits), dtype=np.float32)
 
 
 def write(
@@ -101,8 +101,8 @@ def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles
 
 def _log_sum(logits: Floats) -> Doubles:
     top = logits.max(axis=-1, keepdims=True)
-    found: Doubles = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
-    return found
+    sums: Doubles = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
+    return sums
 
 
 def divergences(
@@ -130,12 +130,12 @@ def divergences(
     shares = np.exp(kept)
     if method is not None:
         matrix = round_trip(matrix, method)
-    found = []
+    means = []
     for other in others:
         theirs = log_softmax(_logits_of(arranged, norm(other), matrix))
         kl = np.einsum("pv,pv->p", shares, kept - theirs)
-        found.append(float(np.maximum(kl, 0).mean()))
-    return found
+        means.append(float(np.maximum(kl, 0).mean()))
+    return means
 
 
 def _most_probable(
@@ -200,10 +200,10 @@ def reachable_limits(
         nearest: the file of the logits with weights rounded to the nearest.
         limits: largest errors that are accepted, as `limits_for` returns them.
     """
-    found = compare_logits(sequences, reference, nearest, np.inf)
+    check = compare_logits(sequences, reference, nearest, np.inf)
     return (
-        max(limits[0], _short(MARGIN * found.kl_mean)),
-        min(limits[1], _short(found.clear_top1 - SLACK)),
+        max(limits[0], _short(MARGIN * check.kl_mean)),
+        min(limits[1], _short(check.clear_top1 - SLACK)),
     )
 
 

@@ -148,9 +148,9 @@ class _ProbePass:
             for name, output in names.items():
                 self._errors(unit, output, sample(tensors[name]))
 
-    def _keep_importance(self, output: OutputTensor, found: Floats | None) -> None:
-        if found is not None:
-            self._importance[output.path] = found
+    def _keep_importance(self, output: OutputTensor, importance: Floats | None) -> None:
+        if importance is not None:
+            self._importance[output.path] = importance
 
     def _errors(self, unit: MeasuredUnit, output: OutputTensor, rows: Floats) -> None:
         """The sampled error of each candidate, scaled up to the whole tensor."""

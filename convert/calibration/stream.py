@@ -211,8 +211,8 @@ class HiddenStates:
 
     def picked(self, sequences: Sequence[int]) -> mx.array:
         """Those of some of the sequences, (len(sequences) * length, hidden)."""
-        each = max(1, self.parts[0].shape[0] // self.length)
-        places = (divmod(number, each) for number in sequences)
+        per_part = max(1, self.parts[0].shape[0] // self.length)
+        places = (divmod(number, per_part) for number in sequences)
         size = self.length
         return mx.concatenate([self.parts[p][at * size : (at + 1) * size] for p, at in places])
 
@@ -337,9 +337,9 @@ class StreamedModel:
         model = self._without_layers(1, norms)
 
         def normed(x: mx.array) -> mx.array:
-            found = model.norm(x).astype(mx.float32)
-            mx.eval(found)
-            return found
+            states = model.norm(x).astype(mx.float32)
+            mx.eval(states)
+            return states
 
         return normed
 

@@ -43,13 +43,13 @@ def open_source(
         ModelNotFoundError: nothing is there.
         UnsupportedModelError: a format or an architecture that is not known.
     """
-    found = None if tokenizer is None else _tokenizer_of(tokenizer)
+    files = None if tokenizer is None else _tokenizer_of(tokenizer)
     path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
     if path.exists():
-        return _open(path, found)
+        return _open(path, files)
     if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
         raise ModelNotFoundError(f"There is no {str(source)!r}.")
-    return replace(_open(_fetch_repo(source, progress), found), label=source)
+    return replace(_open(_fetch_repo(source, progress), files), label=source)
 
 
 def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> SourceModel:
@@ -77,10 +77,10 @@ def _of_model(path: str) -> bool:
 
 
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:
-    found = local_side_files(folder)
-    if "tokenizer.json" not in found and "tokenizer.model" not in found:
+    files = local_side_files(folder)
+    if "tokenizer.json" not in files and "tokenizer.model" not in files:
         raise ModelNotFoundError(f"The folder for the tokenizer, {folder}, has no tokenizer.json.")
-    return found
+    return files
 
 
 def _unreadable(path: Path) -> CheckpointError:

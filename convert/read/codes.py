@@ -69,10 +69,10 @@ class AffineMatrix:
             groups = group_of.view().astype(np.int64)
             if groups.min() < 0 or groups.max() >= scales.shape[1]:
                 raise group_of.fail(f"names a group that is not one of {scales.shape[1]}")
-            found = unpack(words, self.bits, info.shape[1]).astype(np.float32)
-            found *= scales[:, groups]
-            found += biases[:, groups]
-            return mx.array(found)
+            numbers = unpack(words, self.bits, info.shape[1]).astype(np.float32)
+            numbers *= scales[:, groups]
+            numbers += biases[:, groups]
+            return mx.array(numbers)
 
         return TensorReader(info, (*self.parts, group_of), values)
 
@@ -173,10 +173,10 @@ def float_reader(
         """Code times scale."""
         codes, scales = octets(rows)
         steps = rescaled(scale_values(scales, form))
-        found = E4M3[codes]
+        numbers = E4M3[codes]
         if form.bits == 4:
-            found = E2M1[np.stack([codes & 0xF, codes >> 4], axis=-1)]
-        grouped = found.reshape(*steps.shape, -1)
+            numbers = E2M1[np.stack([codes & 0xF, codes >> 4], axis=-1)]
+        grouped = numbers.reshape(*steps.shape, -1)
         grouped *= steps[..., None]
         return mx.array(grouped.reshape(*steps.shape[:-1], -1)).astype(mx_dtype(info.dtype))
 

@@ -96,14 +96,14 @@ def local_side_files(folder: Path) -> dict[str, bytes | Path]:
 
 
 def exchanged(
-    own: Mapping[str, bytes | Path], tokenizer: Mapping[str, bytes | Path] | None
+    files: Mapping[str, bytes | Path], tokenizer: Mapping[str, bytes | Path] | None
 ) -> Mapping[str, bytes | Path]:
     """A checkpoint's own side files, but for another tokenizer where one is given."""
     if tokenizer is None:
-        return own
+        return files
     others = {
         name: content
-        for name, content in own.items()
+        for name, content in files.items()
         if not any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
     }
     theirs = {
@@ -117,15 +117,15 @@ def exchanged(
 def left_out(folder: Path, kept: Iterable[str]) -> list[str]:
     """Files of a folder that a conversion neither copies nor makes anew; a folder as "name/"."""
     known = {*kept, *_MADE_ANEW}
-    found = set()
+    names = set()
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name in known or any(part.startswith(".") for part in name.split("/")):
             continue
         top, slash, _ = name.partition("/")
         if slash or not path.name.endswith(".safetensors"):
-            found.add(top + slash)
-    return sorted(found)
+            names.add(top + slash)
+    return sorted(names)
 
 
 def file_state(path: Path) -> str:

@@ -57,15 +57,15 @@ def readers_of(
     notes: dict[str, None] = {}
     for path, leaves in _by_module(arrays).items():
         _refuse(leaves)
-        found = [reader for claim in claims for reader in claim(path, leaves)]
+        tensor_readers = [reader for claim in claims for reader in claim(path, leaves)]
         for leaf, array in leaves.items():
             if leaf in _ACTIVATIONS:
                 notes[ACTIVATIONS_NOTE] = None
             elif leaf in _COMPANIONS:
                 raise array.fail("belongs to a quantised matrix that is incomplete")
             elif leaf not in _IMPLIED:
-                found.append(_plain(array))
-        for reader in found:
+                tensor_readers.append(_plain(array))
+        for reader in tensor_readers:
             if reader.info.name in readers:
                 raise CheckpointError(f"{reader.info.name!r} is there twice, in two formats.")
             readers[reader.info.name] = reader
@@ -225,7 +225,7 @@ def _named(name: str, stated: Fields) -> StorageScheme:
 
 def _block_structure(stated: Fields) -> tuple[int, int]:
     every = [weights for group in groups_of(stated) if (weights := group.fields("weights"))]
-    blocks = [each for each in every if each.get("block_structure") is not None]
+    blocks = [block for block in every if block.get("block_structure") is not None]
     return read_block(blocks[0], "block_structure") if blocks else BLOCK
 
 

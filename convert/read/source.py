@@ -56,8 +56,8 @@ def origin_of_card(text: str, repo: str | None = None) -> Origin:
     front = _FRONT.match(text.replace("\r\n", "\n"))
     lines = front[1] if front else ""
     keys = ("base_model", "license", "license_name", "license_link")
-    found: dict[str, Any] = {key: _value(lines, key) for key in keys}
-    return Origin(repo, **found, card=_fields(lines))
+    values: dict[str, Any] = {key: _value(lines, key) for key in keys}
+    return Origin(repo, **values, card=_fields(lines))
 
 
 def _fields(lines: str) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def _fields(lines: str) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        found = yaml.safe_load(f"{lines}\n")
+        fields = yaml.safe_load(f"{lines}\n")
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return {str(key): value for key, value in fields.items()} if isinstance(fields, dict) else {}
 
 
 def origin_of_folder(folder: Path) -> Origin:
@@ -84,15 +84,15 @@ def origin_of_metadata(metadata: Mapping[str, Any]) -> Origin:
     """Of a GGUF file."""
     url = _URL.match(str(metadata.get("general.base_model.0.repo_url", "")))
     keys = ("license", "license_name", "license_link")
-    found = {key: metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
-    stated: dict[str, Any] = {k: value for k, value in found.items() if isinstance(value, str)}
+    values = {key: metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
+    stated: dict[str, Any] = {k: value for k, value in values.items() if isinstance(value, str)}
     return Origin(base_model=url[1] if url else None, **stated)
 
 
 def _value(lines: str, key: str) -> str | None:
     """A key's value, or the first of a list."""
-    found = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]+)$", lines, re.M)
-    value = found[1].strip().strip("'\"[]").strip() if found else ""
+    match = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]+)$", lines, re.M)
+    value = match[1].strip().strip("'\"[]").strip() if match else ""
     return value if value and len(value) <= 300 and ":" not in value[:5] else None
 
 
@@ -267,12 +267,12 @@ def expert_groups(names: Iterable[str]) -> dict[str, list[str]]:
     Raises:
         CheckpointError: an expert is missing.
     """
-    found: dict[str, dict[int, str]] = {}
+    groups: dict[str, dict[int, str]] = {}
     for name in names:
         match = _EXPERT.fullmatch(name)
         if match is not None:
-            found.setdefault(_stacked_name(match), {})[int(match["index"])] = name
-    return {stacked: _in_order(stacked, experts) for stacked, experts in found.items()}
+            groups.setdefault(_stacked_name(match), {})[int(match["index"])] = name
+    return {stacked: _in_order(stacked, experts) for stacked, experts in groups.items()}
 
 
 def _stacked_name(match: re.Match[str]) -> str:

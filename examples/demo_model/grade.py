@@ -68,10 +68,10 @@ def grade(question: Question, answer: str) -> str:
 def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
     """Return the counts of the grades, then each question with its answer."""
     graded = [(grade(q, a), q, a) for q, a in zip(questions, answers, strict=True)]
-    counts = Counter(found for found, _, _ in graded)
+    counts = Counter(mark for mark, _, _ in graded)
     lines = [f"{counts[GOOD]} good, {counts[REFUSED]} refused, {counts[BAD]} bad of {len(graded)}"]
-    for found, question, answer in sorted(graded, key=lambda item: item[0]):  # "bad" comes first
-        lines.append(f"[{found}] {' >> '.join(question.turns)}")
+    for mark, question, answer in sorted(graded, key=lambda item: item[0]):  # "bad" comes first
+        lines.append(f"[{mark}] {' >> '.join(question.turns)}")
         lines += [f"    {line}" for line in answer.splitlines()]
     return "\n".join(lines)
 

@@ -32,14 +32,14 @@ class Question:
 @cache
 def questions() -> tuple[Question, ...]:
     """Return all held-out questions."""
-    found, topic = [], ""
+    listed, topic = [], ""
     for line in FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             topic = line[2:]
         elif line:
             asked, grade = line.rsplit(" => ", 1)
-            found.append(Question(tuple(asked.split(" >> ")), grade, topic))
-    return tuple(found)
+            listed.append(Question(tuple(asked.split(" >> ")), grade, topic))
+    return tuple(listed)
 
 
 def words_of(*turns: str) -> Words:
@@ -83,7 +83,7 @@ def _shortened(words: Words) -> list[Words]:
 @cache
 def _sums() -> frozenset[Sum]:
     """Return (a, sign, b) of each held-out question with two numbers; its answer tells the sign."""
-    found: set[Sum] = set()
+    sums: set[Sum] = set()
     for question in questions():
         numbers = [int(word) for word in words_of(*question.turns) if word.isdigit()]
         if not question.grade.startswith("= ") or len(numbers) not in (1, 2):
@@ -91,9 +91,9 @@ def _sums() -> frozenset[Sum]:
         result = int(question.grade[2:])
         numbers = numbers if len(numbers) == 2 else [*numbers, 2]  # half of it, or its double
         a, b = numbers
-        found |= {(a, sign, b) for sign, value in _results(a, b).items() if value == result}
-        found |= {(2, "*", a)} if a * 2 == result else set()
-    return frozenset(found)
+        sums |= {(a, sign, b) for sign, value in _results(a, b).items() if value == result}
+        sums |= {(2, "*", a)} if a * 2 == result else set()
+    return frozenset(sums)
 
 
 def _results(a: int, b: int) -> dict[str, float]:

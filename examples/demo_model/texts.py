@@ -44,16 +44,16 @@ def entries(name: str) -> tuple[Entry, ...]:
 @cache
 def tables() -> tuple[Table, ...]:
     """Return the tables of `text/tables.txt`."""
-    found = []
+    tables = []
     for block in _blocks("tables"):
         rows = [line for line in block if line[0] not in "?&!%"]
         pairs = [tuple(field.strip() for field in row.split("=")) for row in rows]
         pairs += [row for line in block if line[0] == "%" for row in _translations(line[1:])]
         answer = _alternatives(block, "!")[0]
-        found.append(
+        tables.append(
             Table(_alternatives(block, "?"), _alternatives(block, "&"), answer, tuple(pairs))
         )
-    return tuple(found)
+    return tuple(tables)
 
 
 @cache

@@ -218,15 +218,15 @@ def run(load: ServerLoad) -> Report:
     started = time.monotonic()
     answers = _play(client, load)
     seconds = time.monotonic() - started
-    found = summary(answers, seconds)
+    figures = summary(answers, seconds)
     settings = {name: value for name, value in asdict(load).items() if name != "key"}
-    return Report("serve", _tables(found, load), {"load": settings, **found})
+    return Report("serve", _tables(figures, load), {"load": settings, **figures})
 
 
 def _first_model(client: ChatClient, load: ServerLoad) -> str:
-    found = exchange(client.base, "/v1/models", None, key=load.key, timeout_s=load.timeout_s)
+    models = exchange(client.base, "/v1/models", None, key=load.key, timeout_s=load.timeout_s)
     try:
-        return str(found["data"][0]["id"])
+        return str(models["data"][0]["id"])
     except (KeyError, TypeError, IndexError):
         raise ServerError(
             f"The server at {load.url} lists no models; say which with --model."
@@ -266,7 +266,7 @@ def _play(client: ChatClient, load: ServerLoad) -> list[TimedAnswer]:
             for body, due in zip(bodies(load), arrivals(load), strict=True):
                 time.sleep(max(0.0, started + due - time.monotonic()))
                 running.append(threads.submit(client.chat, body))
-            return [each.result() for each in running]
+            return [future.result() for future in running]
         except KeyboardInterrupt:
             threads.shutdown(wait=False, cancel_futures=True)
             client.hang_up()
@@ -277,7 +277,9 @@ def summary(answers: Sequence[TimedAnswer], seconds: float) -> dict[str, Any]:
     """Counts, rates and percentiles; failed answers count as errors alone."""
     good = [answer for answer in answers if answer.error is None]
     errors = Counter(answer.error for answer in answers if answer.error is not None)
-    per_token = [each for answer in good if (each := answer.seconds_per_token) is not None]
+    per_token = [
+        seconds_each for answer in good if (seconds_each := answer.seconds_per_token) is not None
+    ]
     return {
         "completed": len(good),
         "failed": sum(errors.values()),
@@ -299,41 +301,44 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     """Mean, percentiles and the largest; empty for no values."""
     if not values:
         return {}
-    found = np.percentile(values, PERCENTILES)
-    named = {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+    percentiles = np.percentile(values, PERCENTILES)
+    named = {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)}
     return {"mean": float(np.mean(values)), **named, "max": max(values)}
 
 
 # -- tables -----------------------------------------------------------------------------------
 
 
-def _tables(found: dict[str, Any], load: ServerLoad) -> list[Table]:
+def _tables(figures: dict[str, Any], load: ServerLoad) -> list[Table]:
     rates = [
-        ["requests completed / failed", f"{found['completed']:,} / {found['failed']:,}"],
-        ["seconds", f"{found['seconds']:,.2f}"],
-        ["requests/s", f"{found['requests_per_s']:,.2f}"],
-        ["prompt tokens/s", f"{found['prompt_tokens_per_s']:,.1f}"],
-        ["answer tokens/s", f"{found['answer_tokens_per_s']:,.1f}"],
+        ["requests completed / failed", f"{figures['completed']:,} / {figures['failed']:,}"],
+        ["seconds", f"{figures['seconds']:,.2f}"],
+        ["requests/s", f"{figures['requests_per_s']:,.2f}"],
+        ["prompt tokens/s", f"{figures['prompt_tokens_per_s']:,.1f}"],
+        ["answer tokens/s", f"{figures['answer_tokens_per_s']:,.1f}"],
     ]
     about = f"{load.most_in_flight} requests at once"
     if load.rate is not None:
         about = f"{load.rate:g} requests a second, at most {about}"
     title = f"{load.url}, model {load.model}: {about}"
     times = [
-        [label, *(f"{found[name][key] * 1e3:,.1f}" for key in ("mean", "p50", "p90", "p99", "max"))]
+        [
+            label,
+            *(f"{figures[name][key] * 1e3:,.1f}" for key in ("mean", "p50", "p90", "p99", "max")),
+        ]
         for label, name in (
             ("first token", "first_token_s"),
             ("each further token", "seconds_per_token"),
             ("gap between pieces of text", "gap_s"),
             ("whole answer", "whole_answer_s"),
         )
-        if found[name]
+        if figures[name]
     ]
     tables = [Table(title, ["", ""], rates)]
     if times:
         columns = ["milliseconds", "mean", "p50", "p90", "p99", "max"]
         tables.append(Table("As clients saw it", columns, times))
-    if found["errors"]:
-        rows = [[error, f"{count:,}"] for error, count in found["errors"].items()]
+    if figures["errors"]:
+        rows = [[error, f"{count:,}"] for error, count in figures["errors"].items()]
         tables.append(Table("Errors", ["", "requests"], rows))
     return tables

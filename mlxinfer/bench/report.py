@@ -115,12 +115,12 @@ def _print_tables(report: Report) -> None:
     console = Console(highlight=False)
     for name, fact in report.machine.items():
         console.print(f"[dim]{name:9}[/dim]{fact}", markup=True, soft_wrap=True)
-    for found in report.tables:
+    for table in report.tables:
         grid = Grid()
-        for index, column in enumerate(found.columns):
+        for index, column in enumerate(table.columns):
             grid.add_column(column, justify="left" if index == 0 else "right")
-        for row in found.rows:
+        for row in table.rows:
             grid.add_row(*row)
-        console.print(f"\n{found.title}", grid, sep="\n", markup=False)
-        if found.note:
-            console.print(found.note, style="dim", markup=False)
+        console.print(f"\n{table.title}", grid, sep="\n", markup=False)
+        if table.note:
+            console.print(table.note, style="dim", markup=False)

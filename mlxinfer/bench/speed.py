@@ -129,20 +129,20 @@ def read_saved(path: Path) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{path} is no report of `mlxinfer bench`; make one with: mlxinfer bench --json > FILE"
         ) from None
-    found: dict[str, Any] = saved
-    return found
+    report: dict[str, Any] = saved
+    return report
 
 
 def prompts(tokenizer: "Tokenizer", length: int, count: int, seed: str) -> list[list[int]]:
     """`count` prompts of `length` tokens of random words; no two share a prefix worth caching."""
     drawn = random.Random(f"{seed} {length} {count}")
-    found = []
+    prompts_ids = []
     for _ in range(count):
         ids: list[int] = []
         while len(ids) < length:
             ids += tokenizer.encode(" ".join(drawn.choices(WORDS.split(), k=length - len(ids))))
-        found.append(ids[:length])
-    return found
+        prompts_ids.append(ids[:length])
+    return prompts_ids
 
 
 def _cells(
@@ -170,18 +170,18 @@ def measure(
     for turn in range(runs):
         asked = prompts(tokenizer, context, batch, str(turn))
         times = timed(asked, tokens)
-        first = [each[0] for each in times]
+        first = [token_s[0] for token_s in times]
         rates.append(context * batch / max(first))
         firsts.append(statistics.median(first))
         speeds.append(generation_rate(times))
-    rate, speed, first_s = (statistics.median(each) for each in (rates, speeds, firsts))
+    rate, speed, first_s = (statistics.median(token_s) for token_s in (rates, speeds, firsts))
     return SpeedCell(context, batch, rate, speed, first_s, mx.get_peak_memory())
 
 
 def generation_rate(times: Sequence[Sequence[float]]) -> float:
     """Tokens a second of all answers together, from the last first token to the end."""
-    begin, end = max(each[0] for each in times), max(each[-1] for each in times)
-    return sum(when > begin for each in times for when in each) / (end - begin)
+    begin, end = max(token_s[0] for token_s in times), max(token_s[-1] for token_s in times)
+    return sum(when > begin for token_s in times for when in token_s) / (end - begin)
 
 
 def has_room(llm: "LLM", context: int, batch: int, tokens: int) -> bool:
@@ -201,11 +201,11 @@ def token_times(
     params = SamplingParams(max_tokens=llm.model_info.max_context, ignore_eos=True)
     times: list[list[float]] = [[] for _ in asked]
 
-    async def answer(ids: list[int], own: list[float]) -> None:
+    async def answer(ids: list[int], times_s: list[float]) -> None:
         stream = cast("AsyncGenerator[Delta, None]", llm.astream(ids, params))
         async with aclosing(stream) as deltas:  # leaving it ends the request
             async for delta in deltas:
-                own += [clock() - started] * len(delta.token_ids)
+                times_s += [clock() - started] * len(delta.token_ids)
                 if min(map(len, times)) >= enough:
                     return
 
@@ -285,10 +285,10 @@ def _pairs(
     title: str, name: str, ours: list[SpeedCell], others: list[SpeedCell], note: str
 ) -> Table:
     """Both sides of the cells that both have; a ratio above 1 is in favour of the new ones."""
-    found = {(cell.context, cell.batch): cell for cell in others}
+    by_cell = {(cell.context, cell.batch): cell for cell in others}
     rows = []
     for cell in ours:
-        if (other := found.get((cell.context, cell.batch))) is None:
+        if (other := by_cell.get((cell.context, cell.batch))) is None:
             continue
         row = [f"{cell.context:,} x {cell.batch}"]
         for new, old in (

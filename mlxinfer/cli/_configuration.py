@@ -66,9 +66,9 @@ def config_option(function: Function) -> Function:
 
 def config_of(ctx: click.Context) -> ConfigFile:
     """Return the config file that a command was started with."""
-    found = ctx.meta["mlxinfer.config"]
-    assert isinstance(found, ConfigFile)
-    return found
+    config = ctx.meta["mlxinfer.config"]
+    assert isinstance(config, ConfigFile)
+    return config
 
 
 def origin_of(ctx: click.Context, parameter: click.Parameter) -> str:
@@ -79,7 +79,7 @@ def origin_of(ctx: click.Context, parameter: click.Parameter) -> str:
 
 def shown_values(ctx: click.Context) -> list[tuple[str, Any, str]]:
     """Return (option, value, origin) of all options of `serve`; of keys only the number."""
-    found = []
+    values = []
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name not in ctx.params:
@@ -90,8 +90,8 @@ def shown_values(ctx: click.Context) -> list[tuple[str, Any, str]]:
         elif isinstance(value, Path):
             value = str(value)  # JSON has no paths
         value = list(value) if isinstance(value, tuple) else value
-        found.append((parameter.opts[-1].lstrip("-"), value, origin_of(ctx, parameter)))
-    return found
+        values.append((parameter.opts[-1].lstrip("-"), value, origin_of(ctx, parameter)))
+    return values
 
 
 def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -115,7 +115,7 @@ def _defaults(ctx: click.Context, config: ConfigFile) -> dict[str, Any]:
         for option in parameter.opts
         if option.startswith("--") and option != "--config"
     }
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, value in config.serve.items():
         place = f"{config.path}, serve.{name.replace('_', '-')}"
         if name not in parameters:
@@ -129,8 +129,8 @@ def _defaults(ctx: click.Context, config: ConfigFile) -> dict[str, Any]:
             parameter.type_cast_value(ctx, _as_typed(listed))
         except click.BadParameter as error:
             raise InvalidRequestError(f"{place}: {error.message}") from error
-        found[parameter.name or ""] = listed
-    return found
+        defaults[parameter.name or ""] = listed
+    return defaults
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -140,7 +140,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _as_typed(value: object) -> Any:
     """Return a TOML value as a user would type it, so that 80.5 is no port and `true` no number."""
-    return [str(each) for each in value] if isinstance(value, list) else str(value)
+    return [str(item) for item in value] if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,20 +164,20 @@ def requested_models(
         by_default: `given` is a default; the config file's models replace it, if there are any.
     """
     given = () if by_default and config.models else given
-    found: list[RequestedModel] = []
+    models: list[RequestedModel] = []
     for text in given:
         if text in config.models:
-            found.append(_of_table(text, config, preload=True))
+            models.append(_of_table(text, config, preload=True))
             continue
         name, source = name_and_source(text)
         entry = ModelEntry(source=source)
-        found.append(RequestedModel(name=name, place=f"-m {text}", entry=entry, preload=True))
+        models.append(RequestedModel(name=name, place=f"-m {text}", entry=entry, preload=True))
     tables = {text for text in given if text in config.models}
     rest = [name for name in config.models if name not in tables]
-    names = [requested.name for requested in found]
+    names = [requested.name for requested in models]
     if len({*names, *rest}) != len(names) + len(rest):
         raise click.UsageError("Two models have one name; give one of them another: NAME=MODEL.")
-    return found + [_of_table(name, config, preload=False) for name in rest]
+    return models + [_of_table(name, config, preload=False) for name in rest]
 
 
 def entry_of(
@@ -240,20 +240,20 @@ def checked_settings(
     """Return options of a model's engine and of the model; wrong ones are wrong usage."""
     from ..text.tools import tool_format as find_tool_format
 
-    own = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(requested)}
+    settings = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(requested)}
     if requested.entry.pin and requested.entry.ttl_s is not None:
         raise click.UsageError(
             f"{requested.place}: a pinned model is never unloaded; drop ttl or pin"
         )
     try:
-        tool_format = own.get("tool_format") or "auto"
+        tool_format = settings.get("tool_format") or "auto"
         if tool_format != "auto":
             find_tool_format(tool_format)
-        if (effort := own.get("reasoning_effort")) not in (None, *EFFORTS):
+        if (effort := settings.get("reasoning_effort")) not in (None, *EFFORTS):
             raise InvalidRequestError.of(
                 "reasoning_effort", f"is {effort!r}; expected one of {', '.join(EFFORTS)}."
             )
-        options = EngineOptions(**engine_arguments(own), task=own.get("task") or "auto")
+        options = EngineOptions(**engine_arguments(settings), task=settings.get("task") or "auto")
         served = {"tool_format": tool_format, "reasoning_effort": effort}
         return options.with_draft(fetch), served
     except InvalidRequestError as error:
@@ -307,7 +307,7 @@ def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[s
     """Return the adapters of --adapter by model and name; wrong ones are wrong usage."""
     from ..session.session import check_adapter_name
 
-    found: dict[str, dict[str, Path]] = {}
+    adapters: dict[str, dict[str, Path]] = {}
     for text in given:
         names, _, path = text.partition("=")
         model, _, name = names.rpartition(":")
@@ -318,8 +318,8 @@ def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[s
                 f"{', '.join(models)}."
             )
         check_adapter_name(name)
-        found.setdefault(model, {})[name] = Path(path).expanduser().absolute()
-    return found
+        adapters.setdefault(model, {})[name] = Path(path).expanduser().absolute()
+    return adapters
 
 
 def open_tools(config: ConfigFile) -> McpTools | None:

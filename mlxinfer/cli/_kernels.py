@@ -42,7 +42,7 @@ class KernelRow:
     def cells(self) -> list[str]:
         """A line of the table."""
         unused = ", not used" if self.speed is not None and self.speed < WORTH else ""
-        figures = [_figure(each) for each in (self.error, self.tolerance, self.speed)]
+        figures = [_figure(figure) for figure in (self.error, self.tolerance, self.speed)]
         return [self.variant, self.status, *figures[:2], figures[2] + unused]
 
     @property
@@ -104,11 +104,11 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
     variants = [variant for kind in KINDS.values() for variant in kind.samples]
     samples = judge(variants, gpu=gpu, folder=folder, again=True)
     rows = [_row(str(variant), verdict) for variant, verdict in samples.items()]
-    own = {key_of(variant) for variant in samples}
-    texts = {key.partition("#")[2] for key in own}  # of the kernels as they are now
+    keys = {key_of(variant) for variant in samples}
+    texts = {key.partition("#")[2] for key in keys}  # of the kernels as they are now
     for key, verdict in Verdicts(folder, gpu.environment).read().items():
         name, _, text = key.partition(" #")
-        if key not in own and text in texts:
+        if key not in keys and text in texts:
             rows.append(_row(name, verdict))
     about = (
         f"{gpu.environment}. A kernel is used where it is right, and at least {WORTH} times as "
@@ -124,8 +124,8 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
 
 def _row(variant: str, verdict: Verdict) -> KernelRow:
     times_us = {load: (a * 1e6, b * 1e6) for load, (a, b) in verdict.times.items()}
-    found = (verdict.status, verdict.error, verdict.tolerance, verdict.detail)
-    return KernelRow(variant, *found, verdict.speed, times_us, verdict.first_run_s)
+    cells = (verdict.status, verdict.error, verdict.tolerance, verdict.detail)
+    return KernelRow(variant, *cells, verdict.speed, times_us, verdict.first_run_s)
 
 
 def _figure(value: float | None) -> str:

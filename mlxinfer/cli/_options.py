@@ -206,10 +206,10 @@ def _add(names: Sequence[str], file_only: Sequence[str], function: Function) -> 
 def _flag_help(name: str) -> str:
     """Return the help of an engine's option as other flags have it: names as flags, a default."""
     text, default = help_of(name), ""
-    if found := re.search(r" Default: ([^.]+)\.", text):
-        text, default = text.replace(found[0], ""), f"  [default: {found[1]}]"
-    flags = {each: _flag(each) for each in ENGINE_NAMES if "_" in each}
-    return re.sub("|".join(flags), lambda found: flags[found[0]], text) + default
+    if match := re.search(r" Default: ([^.]+)\.", text):
+        text, default = text.replace(match[0], ""), f"  [default: {match[1]}]"
+    flags = {option: _flag(option) for option in ENGINE_NAMES if "_" in option}
+    return re.sub("|".join(flags), lambda match: flags[match[0]], text) + default
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

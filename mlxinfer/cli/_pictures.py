@@ -95,17 +95,17 @@ def dropped(line: str) -> tuple[list[str], str]:
     or as a file: URL. Only whole paths that begin at the root or at the user's folder count, and
     only those of files that are there.
     """
-    found: list[str] = []
+    paths: list[str] = []
 
     def take(word: re.Match[str]) -> str:
         path = _path_of(word[0])
         if path is None:
             return word[0]
-        found.append(str(path))
+        paths.append(str(path))
         return ""
 
     rest = _WORD.sub(take, line)
-    return found, rest.strip()
+    return paths, rest.strip()
 
 
 def _path_of(word: str) -> Path | None:

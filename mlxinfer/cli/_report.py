@@ -143,14 +143,14 @@ def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
 def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> dict[str, Part]:
     """The parts by name, in the order in which they run; random weights go into `folder`."""
     sources: dict[str, tuple[Callable[[], Path], Sequence[int]]] = {
-        each.name: (partial(random_checkpoint, folder / each.name, each), each.contexts)
-        for each in extent.models
+        spec.name: (partial(random_checkpoint, folder / spec.name, spec), spec.contexts)
+        for spec in extent.models
     }
     if model is not None:
-        found = fetch(model)  # a wrong name or folder ends the command now
-        if (problem := summarise(found).problem) is not None:
+        source = fetch(model)  # a wrong name or folder ends the command now
+        if (problem := summarise(source).problem) is not None:
             raise problem
-        sources = {model: (lambda: found, extent.models[0].contexts)}
+        sources = {model: (lambda: source, extent.models[0].contexts)}
     speeds = {
         f"speed of {name}": partial(speed_part, find, contexts, extent)
         for name, (find, contexts) in sources.items()
@@ -167,15 +167,15 @@ def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> 
 
 def run_parts(path: Path, parts: Mapping[str, Part]) -> Data:
     """Run parts, and write what is known before and after each."""
-    found: Data = {}
+    outcomes: Data = {}
     command = describe_machine(shlex.join(["mlxinfer", *sys.argv[1:]]))
-    report: Data = {"format": 1, "about": command, "running": None, "ok": False, "parts": found}
+    report: Data = {"format": 1, "about": command, "running": None, "ok": False, "parts": outcomes}
     for number, (name, part) in enumerate(parts.items(), 1):
         write(path, report | {"running": name})
         note(f"[{number}/{len(parts)}] {name} ...")
-        found[name] = outcome(part)
-        note(f"[{number}/{len(parts)}] {name}: {found[name]['status']}")
-    report["ok"] = all(entry["status"] == "ok" for entry in found.values())
+        outcomes[name] = outcome(part)
+        note(f"[{number}/{len(parts)}] {name}: {outcomes[name]['status']}")
+    report["ok"] = all(entry["status"] == "ok" for entry in outcomes.values())
     write(path, report)
     return report
 
@@ -236,7 +236,7 @@ OVERVIEW = ("part", "status", "seconds", "error")
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
 def _table(title: str, rows: Sequence[Data], said: str = "") -> Table:
@@ -249,7 +249,7 @@ def _table(title: str, rows: Sequence[Data], said: str = "") -> Table:
 def _said(value: Any, name: str = "") -> str:
     """A fact in one line of at most MAX_CELL characters, in which `<float>` is no HTML."""
     if isinstance(value, dict):
-        text = "; ".join(f"{key}: {_said(each, str(key))}" for key, each in value.items())
+        text = "; ".join(f"{key}: {_said(item, str(key))}" for key, item in value.items())
     elif isinstance(value, (int, float)) and name.endswith("_bytes"):
         text = human_bytes(value)
     else:
@@ -289,7 +289,7 @@ def tokens_part(steps: int) -> Data:
             for prompt, *tokens in zip(PROMPTS, answers[way].tokens, plain.tokens, strict=True)
             if (difference := _first_difference(llm, prompt, *tokens)) is not None
         ]
-    seconds = {way: found.seconds for way, found in answers.items()}
+    seconds = {way: answer.seconds for way, answer in answers.items()}
     return {"steps": steps, "kernels": kernels, "seconds": seconds, "differences": differences}
 
 
@@ -310,12 +310,14 @@ def plain_mlx() -> Iterator[None]:
 def _greedy(llm: LLM, steps: int) -> GreedyAnswers:
     begun_s = time.perf_counter()
     results = llm.generate(list(PROMPTS), max_tokens=steps, temperature=0, ignore_eos=True)
-    return GreedyAnswers([list(each.token_ids) for each in results], time.perf_counter() - begun_s)
+    return GreedyAnswers(
+        [list(result.token_ids) for result in results], time.perf_counter() - begun_s
+    )
 
 
-def _first_difference(llm: LLM, prompt: str, found: list[int], plain: list[int]) -> Data | None:
+def _first_difference(llm: LLM, prompt: str, tokens: list[int], plain: list[int]) -> Data | None:
     """Where an answer differs first, and how close its two tokens are; None: nowhere."""
-    pairs = zip(found, plain, strict=True)
+    pairs = zip(tokens, plain, strict=True)
     place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:
         return None
@@ -324,7 +326,7 @@ def _first_difference(llm: LLM, prompt: str, found: list[int], plain: list[int])
     assert result.logprobs is not None
     return {
         "step": place,
-        "tokens": [found[place], plain[place]],
+        "tokens": [tokens[place], plain[place]],
         "most_probable": [list(pair) for pair in result.logprobs[0].top],
     }
 
@@ -379,11 +381,11 @@ def limits(summary: Summary, context: int, batch: int) -> Data:
     if mac is None or summary.config is None or summary.weights is None:
         return {"unknown": "this chip is not in the table of chips" if mac is None else "model"}
     weights = summary.weights
-    found = estimate(summary.config, weights.num_bytes, weights.work, mac, context * batch)
+    rates = estimate(summary.config, weights.num_bytes, weights.work, mac, context * batch)
     return {
         "machine": mac.name,
-        "prompt_tokens_per_s": found["prefill_tokens_per_s"],
-        "generation_tokens_per_s": [rate * batch for rate in found["decode_tokens_per_s"]],
+        "prompt_tokens_per_s": rates["prefill_tokens_per_s"],
+        "generation_tokens_per_s": [rate * batch for rate in rates["decode_tokens_per_s"]],
     }
 
 
@@ -464,13 +466,13 @@ def random_checkpoint(folder: Path, model: RandomModel) -> Path:
 
 
 def _layer_shapes(config: Data) -> dict[str, tuple[int, ...]]:
-    hidden, inner, each = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
-    queries, keys = (config[f"num_{kind}_heads"] * each for kind in ("attention", "key_value"))
+    hidden, inner, head_dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
     return {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (each,),
-        "self_attn.k_norm": (each,),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),

@@ -49,12 +49,12 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
             return value
         low, _, high = str(value).partition("-")
         try:
-            found = int(low), int(high or low)
+            bounds = int(low), int(high or low)
         except ValueError:
-            found = 0, 0
-        if not 1 <= found[0] <= found[1]:
+            bounds = 0, 0
+        if not 1 <= bounds[0] <= bounds[1]:
             self.fail(f"{value!r} is no length such as 256, or 100-1000.", param, ctx)
-        return found
+        return bounds
 
 
 def number(flag: str, default: int | None, help: str, *, least: int = 1) -> Option:

@@ -25,9 +25,9 @@ def command() -> None:
 @command.command()
 def path() -> None:
     """Print the path of the config file, or the places that are searched."""
-    found = find_config_file()
-    if found is not None:
-        click.echo(found)
+    file = find_config_file()
+    if file is not None:
+        click.echo(file)
         return
     click.echo(f"no config file; looked for {', '.join(map(str, standard_places()))}", err=True)
     raise click.exceptions.Exit(1)

@@ -158,7 +158,7 @@ def check_usage(given: dict[str, Any]) -> None:
             raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     calibrated = {"A target": targeted, "--learn": given["learn"]}
-    for what in (each for each, wanted in calibrated.items() if wanted):
+    for what in (option for option, wanted in calibrated.items() if wanted):
         if given["fast"] or given["calibration"] == "none":
             raise click.UsageError(
                 f"{what} needs calibration: leave out --fast, --calibration none."
@@ -406,14 +406,14 @@ def fuse(
     from ..convert.run import Conversion
     from ..models.adapters.loaded import read_adapter
 
-    found = read_adapter(adapter)
+    changes = read_adapter(adapter)
     options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
     width = None if bits is None else int(bits)
     try:
         with progress_bars(unit="it", piped=True) as progress:
             source = fused(
                 open_source(model),
-                found,
+                changes,
                 dense=dequantize,
                 bits=width,
                 progress=partial(progress, "measure"),

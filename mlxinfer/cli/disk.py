@@ -35,8 +35,8 @@ def list_command(folders: tuple[Path, ...], as_json: bool) -> None:
     Models of LM Studio, Ollama and other folders are listed too; use them by their paths. A GGUF
     file has to be converted first.
     """
-    found = [*hub.list_models(), *hub.models_elsewhere(list(folders))]
-    models, files = ([m for m in found if m.gguf is gguf] for gguf in (False, True))
+    listed = [*hub.list_models(), *hub.models_elsewhere(list(folders))]
+    models, files = ([m for m in listed if m.gguf is gguf] for gguf in (False, True))
     if as_json:
         gguf = [{**_as_dict(model), "convert": _convert(model)} for model in files]
         emit_json(
@@ -203,10 +203,12 @@ def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -
     Sizes come from a table; nothing is downloaded.
     """
     limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
-    found = fitting(limit, context, task)
-    pick = next(iter(by_balance(found, limit, task or "chat")), None)
+    suggestions = fitting(limit, context, task)
+    pick = next(iter(by_balance(suggestions, limit, task or "chat")), None)
     if as_json:
-        models = [{**each.as_dict(limit), "pick": each is pick} for each in found]
+        models = [
+            {**suggestion.as_dict(limit), "pick": suggestion is pick} for suggestion in suggestions
+        ]
         emit_json({"limit_bytes": limit, "models": models})
         return
     click.echo(f"{human_bytes(limit)} for models, weights and KV cache together\n", err=True)
@@ -216,19 +218,25 @@ def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -
         )
     header = ("MODEL", "WEIGHTS", "CONTEXT THAT FITS", "PARAMETERS", "FOR")
     shown = len(header) if shutil.get_terminal_size().columns >= WIDE else 3
-    rows = [_row(each, limit)[:shown] for each in found]
+    rows = [_row(suggestion, limit)[:shown] for suggestion in suggestions]
     click.echo(table(rows, header=header[:shown]))
     click.echo(fitted(f"\nBest balance of quality and room: {pick.name}"))
     click.echo(f"mlxinfer pull {pick.name}")
     click.echo(f"mlxinfer chat -m {pick.name}")
 
 
-def _row(found: Suggestion, limit: int) -> tuple[str, ...]:
-    size = human_count(found.parameters).replace(" ", "")
-    if found.active < found.parameters:
-        size += f" ({human_count(found.active).replace(' ', '')} active)"
-    longest = f"{found.longest_context(limit):,} of {found.context:,}"
-    return found.name, human_bytes(found.bytes), longest, size, ", ".join(found.tasks)
+def _row(suggestion: Suggestion, limit: int) -> tuple[str, ...]:
+    size = human_count(suggestion.parameters).replace(" ", "")
+    if suggestion.active < suggestion.parameters:
+        size += f" ({human_count(suggestion.active).replace(' ', '')} active)"
+    longest = f"{suggestion.longest_context(limit):,} of {suggestion.context:,}"
+    return (
+        suggestion.name,
+        human_bytes(suggestion.bytes),
+        longest,
+        size,
+        ", ".join(suggestion.tasks),
+    )
 
 
 # -- the disk cache of KV pages -------------------------------------------------------------------
@@ -284,8 +292,8 @@ def clear(folder: Path, yes: bool, as_json: bool) -> None:
     """Delete the cache of all models, but for saved sessions. Running servers keep working."""
     confirm(f"Delete the KV pages in {folder}?", yes)
     freed = 0
-    for space, found in _spaces(folder):
-        files = [file for file in found if file.lstat().st_nlink == 1]  # else sessions keep them
+    for space, entries in _spaces(folder):
+        files = [file for file in entries if file.lstat().st_nlink == 1]  # else sessions keep them
         freed += _bytes(files)
         for file in files:
             file.unlink(missing_ok=True)

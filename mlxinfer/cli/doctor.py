@@ -44,10 +44,10 @@ class Check:
 
 def python() -> Check:
     """The interpreter, and whether it is a native one."""
-    found = f"mlxinfer {__version__}, Python {platform.python_version()} ({sys.executable})"
+    versions = f"mlxinfer {__version__}, Python {platform.python_version()} ({sys.executable})"
     if MACOS and platform.machine() != "arm64":
-        return Check("python", FAIL, f"{found}, built for Intel", "install an arm64 Python")
-    return Check("python", OK, found)
+        return Check("python", FAIL, f"{versions}, built for Intel", "install an arm64 Python")
+    return Check("python", OK, versions)
 
 
 def system() -> Check:
@@ -55,10 +55,10 @@ def system() -> Check:
     if not MACOS:
         return Check("system", OK, f"{platform.system()} {platform.release()}, {_processor()}")
     version = platform.mac_ver()[0]
-    found = f"macOS {version}, {_processor()}"
+    version_text = f"macOS {version}, {_processor()}"
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_MACOS:
-        return Check("system", FAIL, found, "MLX needs macOS 14 or newer")
-    return Check("system", OK, found)
+        return Check("system", FAIL, version_text, "MLX needs macOS 14 or newer")
+    return Check("system", OK, version_text)
 
 
 def mlx() -> Check:
@@ -103,18 +103,18 @@ def kernels() -> Check:
     return judge_kernels(store.read(), store.unfinished())
 
 
-def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()) -> Check:
+def judge_kernels(verdicts: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()) -> Check:
     """Judge verdicts by variant, and checks that did not end."""
-    bad = [f"{key.split()[0]} ({v.status})" for key, v in found.items() if v.status != "ok"]
+    bad = [f"{key.split()[0]} ({v.status})" for key, v in verdicts.items() if v.status != "ok"]
     bad += [f"{key.split()[0]} (its check crashed, or is under way)" for key in unfinished]
-    if not found and not bad:
+    if not verdicts and not bad:
         return Check("kernels", OK, "not checked yet", "the first load of a model checks its own")
     if bad:
-        total = len(found) + len(unfinished)
+        total = len(verdicts) + len(unfinished)
         detail = f"plain MLX does the work of {len(bad)} of {total}: {', '.join(bad)}"
         return Check("kernels", WARN, detail, "mlxinfer doctor --kernels")
-    slow = sum(not verdict.loads.some for verdict in found.values())
-    detail = f"{len(found)} agree with their twins on this GPU"
+    slow = sum(not verdict.loads.some for verdict in verdicts.values())
+    detail = f"{len(verdicts)} agree with their twins on this GPU"
     return Check("kernels", OK, f"{detail}; MLX is as fast as {slow}" if slow else detail)
 
 
@@ -163,14 +163,14 @@ def disk() -> Check:
     folder = hub.cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    found = f"{human_bytes(free)} free at {folder}"
+    space = f"{human_bytes(free)} free at {folder}"
     if free < MIN_FREE_BYTES:
-        return Check("disk", WARN, found, "mlxinfer rm, or set HF_HOME to a larger disk")
+        return Check("disk", WARN, space, "mlxinfer rm, or set HF_HOME to a larger disk")
     if not os.access(existing, os.W_OK):
         return Check(
             "disk", FAIL, f"{existing} cannot be written", "set HF_HOME to your own folder"
         )
-    return Check("disk", OK, found)
+    return Check("disk", OK, space)
 
 
 def cache() -> Check:
@@ -178,11 +178,11 @@ def cache() -> Check:
     models = [model for model in hub.list_models() if model.source == "cache"]
     broken = [model.name for model in models if not model.complete]
     size = human_bytes(sum(model.size_bytes for model in models))
-    found = f"{counted(len(models), 'model')}, {size}"
+    contents = f"{counted(len(models), 'model')}, {size}"
     if broken:
         advice = f"mlxinfer pull {broken[0]}, or mlxinfer rm {broken[0]}"
-        return Check("hub cache", WARN, f"{found}; incomplete: {', '.join(broken)}", advice)
-    return Check("hub cache", OK, found)
+        return Check("hub cache", WARN, f"{contents}; incomplete: {', '.join(broken)}", advice)
+    return Check("hub cache", OK, contents)
 
 
 def token() -> Check:

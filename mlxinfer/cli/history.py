@@ -48,13 +48,18 @@ def command() -> None:
 def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""
     with closing(open_history()) as history:
-        found = history.conversations(owner(history), limit=limit)
+        conversations = history.conversations(owner(history), limit=limit)
     if as_json:
-        emit_json({"conversations": [asdict(each) for each in found]})
+        emit_json({"conversations": [asdict(conversation) for conversation in conversations]})
         return
     rows = [
-        (each.id[:SHORT_ID], when(each.changed_s), escaped(each.model), escaped(each.title))
-        for each in found
+        (
+            conversation.id[:SHORT_ID],
+            when(conversation.changed_s),
+            escaped(conversation.model),
+            escaped(conversation.title),
+        )
+        for conversation in conversations
     ]
     click.echo(table(rows, header=("ID", "CHANGED", "MODEL", "TITLE")))
 
@@ -69,15 +74,15 @@ def show(id: str, everything: bool, as_json: bool) -> None:
     """Print a conversation, or all of them, as Markdown or JSON."""
     with closing(open_history()) as history:
         if everything:
-            found = [(each, history.messages(owner(history), each.id)) for each in every(history)]
+            branches = [(row, history.messages(owner(history), row.id)) for row in every(history)]
         else:
             one = find(history, id)
-            found = [(one, history.branch(owner(history), one.id))]
+            branches = [(one, history.branch(owner(history), one.id))]
     if as_json:
-        data = [{**asdict(one), "messages": [*map(asdict, messages)]} for one, messages in found]
+        data = [{**asdict(one), "messages": [*map(asdict, messages)]} for one, messages in branches]
         emit_json(data if everything else data[0])
     else:
-        texts = [as_markdown(conversation, messages) for conversation, messages in found]
+        texts = [as_markdown(conversation, messages) for conversation, messages in branches]
         click.echo(printable("\n".join(texts)), nl=False)
 
 
@@ -87,18 +92,18 @@ def show(id: str, everything: bool, as_json: bool) -> None:
 def search(words: tuple[str, ...], as_json: bool) -> None:
     """Print the messages that contain all of the WORDS."""
     with closing(open_history()) as history:
-        found = history.search(owner(history), " ".join(words))
+        matches = history.search(owner(history), " ".join(words))
     if as_json:
-        emit_json({"messages": [asdict(each) for each in found]})
+        emit_json({"messages": [asdict(match) for match in matches]})
         return
     rows = [
         (
-            each.conversation.id[:SHORT_ID],
-            when(each.created_s),
-            NAMES[each.role],
-            escaped(each.excerpt),
+            match.conversation.id[:SHORT_ID],
+            when(match.created_s),
+            NAMES[match.role],
+            escaped(match.excerpt),
         )
-        for each in found
+        for match in matches
     ]
     click.echo(table(rows, header=("ID", "TIME", "WHO", "TEXT")))
 
@@ -113,9 +118,9 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
         raise click.UsageError("Give the IDs of conversations, or --all.")
 
     with closing(open_history()) as history:
-        found = every(history) if everything else [find(history, id) for id in ids]
-        confirm(f"Delete {counted(len(found), 'conversation')}?", yes or not everything)
-        for conversation in {each.id: each for each in found}.values():
+        conversations = every(history) if everything else [find(history, id) for id in ids]
+        confirm(f"Delete {counted(len(conversations), 'conversation')}?", yes or not everything)
+        for conversation in {one.id: one for one in conversations}.values():
             history.delete(owner(history), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
 
@@ -171,11 +176,11 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
         note(f"not kept: {error}")
         return None
     try:
-        found = None if continued is None else find(history, continued)
+        conversation = None if continued is None else find(history, continued)
     except InvalidRequestError:
         history.close()
         raise
-    return ChatLog(history, owner(history), found, keep=keep)
+    return ChatLog(history, owner(history), conversation, keep=keep)
 
 
 def every(history: History) -> list[Conversation]:
@@ -189,16 +194,18 @@ def find(history: History, id: str) -> Conversation:
     Raises:
         InvalidRequestError: there is none, or more than one.
     """
-    found = [each for each in every(history) if each.id.startswith(id)]
+    matches = [conversation for conversation in every(history) if conversation.id.startswith(id)]
     if id == "last":
-        found = history.conversations(owner(history), limit=1)
-    if not found:
+        matches = history.conversations(owner(history), limit=1)
+    if not matches:
         raise InvalidRequestError(
             f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
         )
-    if len(found) > 1:
-        raise InvalidRequestError(f"{len(found)} conversations begin with {id!r}; give more of it.")
-    return found[0]
+    if len(matches) > 1:
+        raise InvalidRequestError(
+            f"{len(matches)} conversations begin with {id!r}; give more of it."
+        )
+    return matches[0]
 
 
 def as_call(id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -248,7 +255,7 @@ class ChatLog:
         Args:
             sees: whether the model does; questions then have the `images` that are still kept.
         """
-        found = []
+        messages = []
         for message in self._branch:
             said: dict[str, Any] = {"role": message.role}
             said["content"] = text_sent(message, sees=sees)
@@ -258,8 +265,8 @@ class ChatLog:
                 said["tool_calls"] = [as_call(**call) for call in calls]
             if message.role == "tool":
                 said["tool_call_id"] = message.details.get("tool_call_id")
-            found.append(said)
-        return found
+            messages.append(said)
+        return messages
 
     def begin(self) -> None:
         """Go on in a new conversation."""

@@ -272,7 +272,7 @@ def launch(
 
     ARGUMENTS go to the tool; put -- before those that begin with a dash.
     """
-    contexts = {each["id"]: each.get("max_model_len") for each in ask(url, "/v1/models")["data"]}
+    contexts = {entry["id"]: entry.get("max_model_len") for entry in ask(url, "/v1/models")["data"]}
     names = list(contexts)
     if not names or (model is not None and model not in names):
         raise click.UsageError(

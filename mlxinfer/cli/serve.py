@@ -287,7 +287,7 @@ def command(
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
-    spread = follow_if_asked(options, [each.entry.source for each in requested])
+    spread = follow_if_asked(options, [model.entry.source for model in requested])
     # Before models load: a taken port is known at once.
     listeners = inherited_listeners() or bind(config)
     try:
@@ -324,10 +324,10 @@ def service_of(
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
     stored = response_store(options), named_sessions(options["disk_cache"])
-    for each in stored:
+    for store in stored:
         with contextlib.suppress(StoreError):  # it was logged as the store was opened
-            if each is not None:
-                each.rename_owners(config.keys.owner_now)
+            if store is not None:
+                store.rename_owners(config.keys.owner_now)
     entry = entry_maker(options)
     fetch = fetching(entry) if allow_pull else None
     service = ServerState(registry(requested, options), config, *stored, fetch)
@@ -412,7 +412,7 @@ def with_aliases(
     requested: Sequence[RequestedModel], aliases: Sequence[str]
 ) -> list[RequestedModel]:
     """Return the models with the names of --alias, `PATTERN=NAME`, beside those they have."""
-    more: dict[str, tuple[str, ...]] = {each.name: () for each in requested}
+    more: dict[str, tuple[str, ...]] = {model.name: () for model in requested}
     for text in aliases:
         pattern, _, name = text.rpartition("=")
         if not pattern or name not in more:
@@ -421,8 +421,8 @@ def with_aliases(
             )
         more[name] += (pattern,)
     return [
-        replace(each, entry=replace(each.entry, aliases=each.entry.aliases + more[each.name]))
-        for each in requested
+        replace(model, entry=replace(model.entry, aliases=model.entry.aliases + more[model.name]))
+        for model in requested
     ]
 
 
@@ -438,10 +438,10 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
             limit_bytes = parse_bytes(limit)
         default, aliases = options.pop("default_model"), options.pop("aliases")
         requested = with_aliases(requested, aliases)
-        adapters = adapters_of(options.pop("adapters"), [each.name for each in requested])
+        adapters = adapters_of(options.pop("adapters"), [model.name for model in requested])
         entries = [
-            replace(entry_of(each, options, ttl_s), adapters=adapters.get(each.name, {}))
-            for each in requested
+            replace(entry_of(model, options, ttl_s), adapters=adapters.get(model.name, {}))
+            for model in requested
         ]
         for entry in entries:
             _require_fit(entry, limit_bytes)

@@ -86,12 +86,12 @@ class LaunchdService:
 def parse_status(text: str) -> dict[str, str]:
     """State, process id and last exit code from the output of `launchctl print`."""
     wanted = {"state": "state", "pid": "pid", "last exit code": "last_exit_code"}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in text.splitlines():
         name, separator, value = line.strip().partition(" = ")
         if separator and name in wanted:
-            found.setdefault(wanted[name], value)
-    return found
+            fields.setdefault(wanted[name], value)
+    return fields
 
 
 _kind_option = click.option(
@@ -159,12 +159,12 @@ def status(daemon: bool, as_json: bool) -> None:
     ended = _run("print", f"{service.domain}/{LABEL}")
     loaded = ended.returncode == 0
     said = parse_status(ended.stdout) if loaded else {}
-    found = {"installed": service.plist_path.exists(), "loaded": loaded, **said}
+    state = {"installed": service.plist_path.exists(), "loaded": loaded, **said}
     if as_json:
-        emit_json(found)
+        emit_json(state)
     else:
-        click.echo("\n".join(f"{name}: {value}" for name, value in found.items()))
-    if found.get("state") != "running":
+        click.echo("\n".join(f"{name}: {value}" for name, value in state.items()))
+    if state.get("state") != "running":
         raise click.exceptions.Exit(1)
 
 
@@ -183,8 +183,8 @@ def _write(service: LaunchdService) -> None:
     """Write the property list, which may hold keys."""
     path = service.plist_path
     try:
-        for each in (path, service.log_path):
-            each.parent.mkdir(parents=True, exist_ok=True)
+        for file in (path, service.log_path):
+            file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, service.property_list())
     except PermissionError as error:
         raise ServiceError(

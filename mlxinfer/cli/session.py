@@ -61,13 +61,13 @@ def load(name: str, slot: int, url: str | None, as_json: bool) -> None:
 @json_option
 def list_command(url: str | None, as_json: bool) -> None:
     """List your sessions."""
-    found = ask(url, PATH)["data"]
+    sessions = ask(url, PATH)["data"]
     if as_json:
-        emit_json(found)
+        emit_json(sessions)
         return
     rows = [
         (s["name"], s["model"], f"{s['tokens']:,}", human_bytes(s["bytes"]), when(s["created"]))
-        for s in found
+        for s in sessions
     ]
     click.echo(table(rows, header=("NAME", "MODEL", "TOKENS", "SIZE", "SAVED")))
 

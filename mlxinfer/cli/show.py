@@ -123,7 +123,7 @@ def _needs(
 
     num_bytes, longest = weights.num_bytes - weights.table_bytes, config.max_context
     lengths = {n for n in (*CONTEXTS, longest) if n <= longest} | ({context} if context else set())
-    found: dict[str, Any] = {
+    needs: dict[str, Any] = {
         "kv_bytes_per_token": {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
         "memory": [
             {
@@ -137,8 +137,8 @@ def _needs(
     }
     if mac is not None:
         length = context or min(CONTEXTS[0], longest)
-        found["on"] = estimate(config, num_bytes, weights.work, mac, length, folder=folder)
-    return found
+        needs["on"] = estimate(config, num_bytes, weights.work, mac, length, folder=folder)
+    return needs
 
 
 def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
@@ -216,7 +216,9 @@ def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
     """Rows of an estimate. A range covers the configurations sold under the chip's name."""
 
     def rate(key: str) -> str:
-        low, high = (f"{round(each):,}" if each >= 10 else f"{each:g}" for each in estimated[key])
+        low, high = (
+            f"{round(bound):,}" if bound >= 10 else f"{bound:g}" for bound in estimated[key]
+        )
         return high if low == high else f"{low} to {high}"
 
     return [

@@ -28,7 +28,7 @@ def command(id: str | None, url: str | None, as_json: bool) -> None:
     elif id is not None:
         click.echo("\n".join(lines_of(reply)))
     else:
-        click.echo(table([row_of(each) for each in reply["data"]], header=HEADER))
+        click.echo(table([row_of(record) for record in reply["data"]], header=HEADER))
 
 
 def row_of(request: dict[str, Any]) -> list[str]:

@@ -83,12 +83,12 @@ def _bracket_math(state: "StateInline", silent: bool) -> bool:
 
 def _as_plain_tokens(state: "StateCore") -> None:
     """Replace formulas by text as it was written, a block by a paragraph, and images by links."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     for token in state.tokens:
         if token.children:
-            token.children = [each for child in token.children for each in _plain(child)]
-        found += _paragraph(token) if token.type.startswith("math_block") else [token]
-    state.tokens = found
+            token.children = [plain for child in token.children for plain in _plain(child)]
+        tokens += _paragraph(token) if token.type.startswith("math_block") else [token]
+    state.tokens = tokens
 
 
 def _plain(child: "Token") -> "list[Token]":

@@ -131,8 +131,8 @@ class Heat:
 
         return cls(
             [
-                (text(token), found.logprob, [(text(i), logprob) for i, logprob in found.top])
-                for token, found in zip(result.token_ids, result.logprobs, strict=False)
+                (text(token), scores.logprob, [(text(i), logprob) for i, logprob in scores.top])
+                for token, scores in zip(result.token_ids, result.logprobs, strict=False)
                 if token not in ends
             ]
         )

@@ -57,17 +57,17 @@ def empty_frames(error: BaseException) -> None:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
+        chained = waiting.pop()
+        if chained is None or id(chained) in seen:
             continue
-        seen.add(id(found))
-        entry = found.__traceback__
+        seen.add(id(chained))
+        entry = chained.__traceback__
         while entry is not None:
             if _is_ours(entry):
                 with suppress(RuntimeError):  # a frame that still runs, on the engine's thread
                     entry.tb_frame.clear()
             entry = entry.tb_next
-        waiting += [found.__cause__, found.__context__]
+        waiting += [chained.__cause__, chained.__context__]
 
 
 def _is_ours(entry: TracebackType) -> bool:

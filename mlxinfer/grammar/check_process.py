@@ -83,9 +83,9 @@ class GrammarChecker:
         if error is None:
             return {}
         for place, text in job["schemas"]:
-            found = self.error_of_schema(json.loads(text))
-            if found is not None:
-                return {"error": found, "place": place}
+            problem = self.error_of_schema(json.loads(text))
+            if problem is not None:
+                return {"error": problem, "place": place}
         if job["schemas"]:  # what follows the first line quotes the generated grammar
             error = LOCATION.sub("", error.partition("\n")[0])
         return {"error": error, "place": None}

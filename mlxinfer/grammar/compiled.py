@@ -192,9 +192,9 @@ class TokenGrammar:
         if self.finished or self.problem is not None or self.accepting:
             return []
         began_s = time.thread_time()
-        found: list[int] = self._matcher.compute_ff_tokens()
+        token_ids: list[int] = self._matcher.compute_ff_tokens()
         self._mask_time.add(time.thread_time() - began_s)
-        return found
+        return token_ids
 
     def fork(self) -> "TokenGrammar":
         """Return a copy of the state to look ahead with; its time does not count here."""

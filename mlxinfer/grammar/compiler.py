@@ -149,10 +149,10 @@ class GrammarCompiler:
         Args and errors: those of start.
         """
         with self._cache_lock:
-            found = self._cache.pop(spec, None)
-            if found is not None:
-                self._cache[spec] = found
-                return found
+            grammar = self._cache.pop(spec, None)
+            if grammar is not None:
+                self._cache[spec] = grammar
+                return grammar
         if spec.names_tokens:
             self._checker.check(spec, self._special, self._vocab_size, abandoned)
         else:

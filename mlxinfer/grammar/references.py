@@ -60,7 +60,7 @@ class References:
         if key in LITERALS:
             return value
         if isinstance(value, (list, tuple)):
-            return [self._rewritten(each) for each in value]
+            return [self._rewritten(item) for item in value]
         if not isinstance(value, Mapping):
             return value
         base = self._bases.get(id(value), "")
@@ -80,16 +80,16 @@ class References:
         """Return a reference by its name in $defs, where its schema is moved."""
         if _PLAIN.fullmatch(reference) and base == self._bases[id(self._root)]:
             return reference
-        found = self._target(reference, base)
-        if found is self._root:
+        target = self._target(reference, base)
+        if target is self._root:
             return "#"
-        if found is None:
+        if target is None:
             return reference  # llguidance says that there is nothing
-        if id(found) not in self._names:
-            name = self._names[id(found)] = f"_ref{len(self._names) + 1}"
+        if id(target) not in self._names:
+            name = self._names[id(target)] = f"_ref{len(self._names) + 1}"
             self._moved[name] = None  # it may refer to itself
-            self._moved[name] = self._rewritten(found)
-        return f"#/$defs/{self._names[id(found)]}"
+            self._moved[name] = self._rewritten(target)
+        return f"#/$defs/{self._names[id(target)]}"
 
     def _target(self, reference: str, base: str) -> Any:
         uri = urljoin(base, reference)
@@ -100,9 +100,9 @@ class References:
             if _METASCHEMA.fullmatch(uri):
                 self.loose.add("$ref")
                 return _ANY_SCHEMA
-            found = (p for p, value, _ in walk(self._root) if _names(value, reference))
+            places = (p for p, value, _ in walk(self._root) if _names(value, reference))
             problem = f"$ref {reference[:200]!r} points to another document; put it into $defs."
-            raise at(self._place, next(found, ""), problem)
+            raise at(self._place, next(places, ""), problem)
         return resolve(f"#{fragment}", self._named[document])
 
 
@@ -136,9 +136,9 @@ def _objects(value: Any, base: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     while stack:
         value, base = stack.pop()
         if isinstance(value, Mapping):
-            own = value.get("$id", value.get("id"))
-            if isinstance(own, str) and not own.startswith("#"):
-                base = urldefrag(urljoin(base, own)).url
+            identifier = value.get("$id", value.get("id"))
+            if isinstance(identifier, str) and not identifier.startswith("#"):
+                base = urldefrag(urljoin(base, identifier)).url
             yield value, base
             stack += [(inner, base) for key, inner in value.items() if key not in LITERALS]
         elif isinstance(value, (list, tuple)):

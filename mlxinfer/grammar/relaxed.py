@@ -103,7 +103,7 @@ def _rings_alone(schema: Any, dropped: set[str]) -> Any:
         for key in beside:
             del part[key]
         if _refers_beside(part, rings):
-            part["allOf"] = [each for each in part["allOf"] if not _is_ring(each, rings)]
+            part["allOf"] = [option for option in part["allOf"] if not _is_ring(option, rings)]
             dropped.add("allOf")
 
     if "#" in rings:
@@ -123,7 +123,7 @@ def _is_ring(part: Any, rings: set[str]) -> bool:
 def _refers_beside(part: Schema, rings: set[str]) -> bool:
     """Whether an `allOf` has a reference of these, and anything stands beside that."""
     parts = part.get("allOf")
-    if not isinstance(parts, list) or not any(_is_ring(each, rings) for each in parts):
+    if not isinstance(parts, list) or not any(_is_ring(option, rings) for option in parts):
         return False
     return len(parts) > 1 or bool(set(part) - NOTES - {"allOf", *_DEFINITIONS})
 
@@ -192,24 +192,24 @@ def _whole_counts(schema: Schema) -> None:
 
 def _not_here(schema: Schema) -> list[str]:
     """Return the keywords of this part that llguidance refuses only in some schemas."""
-    found = []
+    keywords = []
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str) and not _regular(pattern):
-        found.append("pattern")
+        keywords.append("pattern")
     elif isinstance(pattern, str) and _NESTED.search(pattern) and _longest(schema) > MAX_NESTED:
-        found += ["minLength", "maxLength"]  # whether both can hold takes too long to work out
+        keywords += ["minLength", "maxLength"]  # whether both can hold takes too long to work out
     if isinstance(patterns, Mapping) and not _simple(list(patterns)):
-        found += ["patternProperties", "additionalProperties"]
+        keywords += ["patternProperties", "additionalProperties"]
     properties, required = schema.get("properties", {}), schema.get("required", [])
     needed = {name for name in required if isinstance(name, str)} if required else set()
     if isinstance(properties, Mapping) and not set(properties) <= needed:
-        found += ["minProperties", "maxProperties"]
-    return found
+        keywords += ["minProperties", "maxProperties"]
+    return keywords
 
 
 def _regular(pattern: str) -> bool:
     """Whether llguidance takes a pattern: a regular one, with ends at its ends alone."""
-    bare = _PLAIN_PARTS.sub(lambda found: "" if found[0].startswith("(?") else "x", pattern)
+    bare = _PLAIN_PARTS.sub(lambda match: "" if match[0].startswith("(?") else "x", pattern)
     return not (_BEYOND_REGULAR.search(pattern) or _INNER_ENDS.search(bare))
 
 
@@ -246,8 +246,8 @@ def _exclusive(options: Any, root: Any) -> bool:
 def _followed(option: Any, root: Any) -> Mapping[str, Any]:
     """Return the schema behind a local reference, {} where there is none."""
     reference = option.get("$ref") if isinstance(option, Mapping) else None
-    found = resolve(reference, root) if isinstance(reference, str) else option
-    return found if isinstance(found, Mapping) else {}
+    target = resolve(reference, root) if isinstance(reference, str) else option
+    return target if isinstance(target, Mapping) else {}
 
 
 def _tags(option: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -255,13 +255,13 @@ def _tags(option: Mapping[str, Any]) -> dict[str, list[Any]]:
     properties, required = option.get("properties"), option.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return {}
-    found = {}
+    tags = {}
     for name, schema in properties.items():
         if name in required and isinstance(schema, Mapping) and option.get("type") == "object":
             values = schema.get("enum", [schema["const"]] if "const" in schema else None)
             if isinstance(values, list):
-                found[name] = values
-    return found
+                tags[name] = values
+    return tags
 
 
 def _disjoint(lists: list[list[Any]]) -> bool:

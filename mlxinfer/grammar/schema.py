@@ -195,18 +195,18 @@ def mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
     change(new)
     for key, value in new.items():
         if key in _LISTS and isinstance(value, list):
-            new[key] = [mapped(each, change) for each in value]
+            new[key] = [mapped(item, change) for item in value]
         elif key in _ONE:
             new[key] = mapped(value, change)
         elif key in MAPS and isinstance(value, Mapping):
-            new[key] = {name: mapped(each, change) for name, each in value.items()}
+            new[key] = {name: mapped(item, change) for name, item in value.items()}
     return new
 
 
 def rewrite(schema: Schema) -> None:
     """Replace the keywords of one part of a schema, in place."""
-    for each in _REWRITES:
-        each(schema)
+    for rule in _REWRITES:
+        rule(schema)
 
 
 def readable(value: Any, keyword: str = "") -> Any:
@@ -218,14 +218,14 @@ def readable(value: Any, keyword: str = "") -> Any:
     if keyword in LITERALS or keyword in NOTES:
         return value
     if isinstance(value, (list, tuple)):
-        return [readable(each) for each in value]
+        return [readable(item) for item in value]
     if not isinstance(value, Mapping):
         change = _SPELLING.get(keyword) if isinstance(value, str) else None
         return value if change is None else change(value)
     if keyword == "patternProperties":
-        return {_readable_pattern(str(name)): readable(each) for name, each in value.items()}
+        return {_readable_pattern(str(name)): readable(item) for name, item in value.items()}
     names = keyword in MAPS
-    return {key: readable(each, "" if names else key) for key, each in value.items()}
+    return {key: readable(item, "" if names else key) for key, item in value.items()}
 
 
 CLASS = r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]"  # of characters
@@ -250,12 +250,12 @@ _OF_URIS = "!#$%&'()*+,/:;=?@[]~"  # beside letters, digits and -._
 _SPELLING = {"pattern": _readable_pattern, "$ref": _pointer}
 
 
-def _spelled(found: re.Match[str]) -> str:
-    if found[0] == r"\Z":
+def _spelled(match: re.Match[str]) -> str:
+    if match[0] == r"\Z":
         return r"\z"
-    if found[0].startswith("[") and len(found[0]) > 1:  # Rust's classes hold others, JSON's do not
-        return "[" + _IN_CLASS.sub(lambda inner: inner[1] or r"\[", found[0][1:])
-    return found[1] or f"\\{found[0]}"
+    if match[0].startswith("[") and len(match[0]) > 1:  # Rust's classes hold others, JSON's do not
+        return "[" + _IN_CLASS.sub(lambda inner: inner[1] or r"\[", match[0][1:])
+    return match[1] or f"\\{match[0]}"
 
 
 def _format(schema: Schema) -> None:
@@ -377,7 +377,7 @@ def _condition(schema: Schema) -> None:
 def _among(value: Any, values: list[Any]) -> bool:
     """Whether JSON values are equal: 1 is 1.0, and no bool."""
     return any(
-        value == each and isinstance(value, bool) is isinstance(each, bool) for each in values
+        value == known and isinstance(value, bool) is isinstance(known, bool) for known in values
     )
 
 

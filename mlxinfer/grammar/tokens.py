@@ -98,11 +98,11 @@ class TokenizerAdapter:
         while at < len(data):
             longest = self._longest_from.get(data[at : at + 2], 1)
             parts = (data[at : at + n] for n in range(longest, 0, -1))
-            found = next((part for part in parts if part in self._id_of), None)
-            if found is None:
+            piece = next((part for part in parts if part in self._id_of), None)
+            if piece is None:
                 return ids
-            ids.append(self._id_of[found])
-            at += len(found)
+            ids.append(self._id_of[piece])
+            at += len(piece)
         return ids
 
     @cached_property

@@ -158,8 +158,8 @@ def _delete(repo: RepoName, *, whole: bool) -> None:
     from huggingface_hub import scan_cache_dir
 
     cache = scan_cache_dir(cache_folder())
-    found = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repo.repo_id]
-    revisions = {revision for r in found for revision in r.revisions}
+    repos = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repo.repo_id]
+    revisions = {revision for r in repos for revision in r.revisions}
     revisions = {r for r in revisions if repo.revision in {r.commit_hash, *r.refs}}
     if not revisions:
         raise ModelNotFoundError(f"{repo} is not in the hub cache.")

@@ -203,8 +203,8 @@ def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
 def _newest_snapshot(repo_folder: Path) -> Path:
     """Return the newest folder, or a path that does not exist; a broken link does not count."""
     snapshots = repo_folder / "snapshots"
-    found = [entry for entry in snapshots.glob("*") if entry.is_dir()]
-    return max(found, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")
+    folders = [entry for entry in snapshots.glob("*") if entry.is_dir()]
+    return max(folders, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")
 
 
 EMBEDDERS = {  # classes of embedding models without sentence-transformers' files
@@ -270,7 +270,7 @@ DEPTH = 3  # levels below a folder of models at which one may lie: publisher/nam
 
 def models_elsewhere(folders: list[Path]) -> Iterator[LocalModel]:
     """Yield the models of these folders, of MLXINFER_MODELS, of LM Studio and of Ollama."""
-    named = [Path(each) for each in os.environ.get(FOLDERS, "").split(os.pathsep) if each]
+    named = [Path(name) for name in os.environ.get(FOLDERS, "").split(os.pathsep) if name]
     places = [(folder, "folder") for folder in [*folders, *named]]
     places += [(Path(place), "lm studio") for place in LM_STUDIO]
     seen: set[Path] = set()

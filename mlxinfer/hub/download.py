@@ -220,7 +220,7 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
 
     def fetch_all() -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
-            jobs = [pool.submit(fetch, *each, tally.add, stop) for each in wanted]
+            jobs = [pool.submit(fetch, *missing, tally.add, stop) for missing in wanted]
             try:
                 for job in as_completed(jobs):
                     job.result()

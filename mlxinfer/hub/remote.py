@@ -136,12 +136,12 @@ def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
     from huggingface_hub.errors import HTTPError
 
     try:
-        found = patiently(lambda: _search(words, mlx_only))
+        infos = patiently(lambda: _search(words, mlx_only))
     except (HTTPError, OSError, ValueError, KeyError) as error:
         raise DownloadError(
             f"The hub cannot be searched ({_first_line(error)}). Check the network."
         ) from None
-    return [_found(info) for info in found]
+    return [_found(info) for info in infos]
 
 
 def open_stream(url: str, byte_range: str = "") -> Any:
@@ -191,8 +191,8 @@ def _search(words: str, mlx_only: bool) -> list[dict[str, Any]]:
         timeout=METADATA_TIMEOUT_S,
     )
     hf_raise_for_status(answer)
-    found: list[dict[str, Any]] = answer.json()
-    return found
+    infos: list[dict[str, Any]] = answer.json()
+    return infos
 
 
 def _found(said: dict[str, Any]) -> FoundModel:

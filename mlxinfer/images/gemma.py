@@ -135,18 +135,18 @@ class Gemma4Videos(VideoProcessor):
     def read(cls, settings: VisionSettings) -> Self | None:
         if settings.found_token("video_token_id", text=VIDEO) is None:
             return None
-        feature, own = settings.token("video_token_id", text=VIDEO), settings.of_videos()
+        feature, of_videos = settings.token("video_token_id", text=VIDEO), settings.of_videos()
         frames = replace(
-            Gemma4Processor.read(own),
+            Gemma4Processor.read(of_videos),
             placeholder_id=feature,
             feature_id=feature,
-            max_features=own.number("max_soft_tokens", 70),
+            max_features=of_videos.number("max_soft_tokens", 70),
         )
         return cls(
             placeholder=VIDEO,
             placeholder_id=feature,
             frames=frames,
-            num_frames=own.number("num_frames", 32),
+            num_frames=of_videos.number("num_frames", 32),
         )
 
     def prepare(self, video: Video, *, max_tokens: int) -> Shown:

@@ -131,13 +131,13 @@ class Lfm2Processor(ImageProcessor):
 
     def _mark(self, number: int, grid: TileGrid) -> int:
         row, column = divmod(number, grid.columns)
-        found = self.tile_ids.get((row + 1, column + 1))
-        if found is None:
+        tile_id = self.tile_ids.get((row + 1, column + 1))
+        if tile_id is None:
             raise CheckpointError(
                 f"The tokenizer has no token <|img_row_{row + 1}_col_{column + 1}|>, which marks a "
                 "part of a picture."
             )
-        return found
+        return tile_id
 
     def _picture(self, parts: Sequence[tuple[int | None, Tile]]) -> Picture:
         """The picture of tiles and the token before each, if there is one."""

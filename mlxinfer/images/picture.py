@@ -134,15 +134,15 @@ def rope_positions(pictures: Sequence[PlacedPicture], start: int, stop: int) -> 
     Returns:
         (3, stop - start).
     """
-    found = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
+    positions = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
     for grid in _grids(pictures):
         first, last = max(grid.start, start), min(grid.stop, stop)
         behind = max(grid.stop - start, 0)
         if first < last:
             cells = np.arange(first, last, dtype=np.int32) - grid.start
-            found[:, first - start : last - start] += grid.axes(cells) - cells
-        found[:, behind:] -= np.int32(grid.lag)
-    return found
+            positions[:, first - start : last - start] += grid.axes(cells) - cells
+        positions[:, behind:] -= np.int32(grid.lag)
+    return positions
 
 
 def rope_delta(pictures: Sequence[PlacedPicture]) -> int:

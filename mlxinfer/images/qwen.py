@@ -124,23 +124,23 @@ class QwenVideos(VideoProcessor):
     def read(cls, settings: VisionSettings) -> Self | None:
         if settings.found_token("video_token_id", text=PAD) is None:
             return None
-        feature, own = settings.token("video_token_id", text=PAD), settings.of_videos()
+        feature, of_videos = settings.token("video_token_id", text=PAD), settings.of_videos()
         low, high = cls._limits()
         frames = replace(
-            QwenProcessor.read(own),
+            QwenProcessor.read(of_videos),
             placeholder_id=feature,
             feature_id=feature,
-            low=own.number("min_pixels", own.size("shortest_edge", low)),
-            high=own.number("max_pixels", own.size("longest_edge", high)),
+            low=of_videos.number("min_pixels", of_videos.size("shortest_edge", low)),
+            high=of_videos.number("max_pixels", of_videos.size("longest_edge", high)),
         )
         timed = settings.model_type == "qwen2_5_vl"
         return cls(
             placeholder=PAD,
             placeholder_id=feature,
             frames=frames,
-            fps=own.real("fps", 2.0),
-            least=own.number("min_frames", 4),
-            most=own.number("max_frames", 768),
+            fps=of_videos.real("fps", 2.0),
+            least=of_videos.number("min_frames", 4),
+            most=of_videos.number("max_frames", 768),
             interval=settings.tower_number("tokens_per_second", 4) if timed else 0,
         )
 
@@ -153,10 +153,10 @@ class QwenVideos(VideoProcessor):
         step, images = self.frames.frames, video.read(numbers)
         first = next(images)
         size = self.frames.fit(first, max_tokens, counted, step if counted > 1 else 1)
-        images, found = chain([first], images), list[Tile]()
+        images, tiles = chain([first], images), list[Tile]()
         while group := list(islice(images, step)):
-            found.append(self.frames.tile([self.frames.blocks(one, size) for one in group]))
-        return found
+            tiles.append(self.frames.tile([self.frames.blocks(one, size) for one in group]))
+        return tiles
 
     def _picture(self, tiles: list[Tile], times: tuple[int, ...] = (0,)) -> Picture:
         ids = (self.placeholder_id,) * sum([tile.num_features for tile in tiles])

@@ -48,11 +48,11 @@ class VisionSettings:
 
     def of_videos(self) -> Self:
         """The same with the numbers of the video processor in place of those of pictures."""
-        found = copy.copy(self)
+        settings = copy.copy(self)
         nested = _object(self._processor.get("video_processor"))
-        found._image = nested or _read(self.folder / "video_preprocessor_config.json")
-        found._image = found._image or _read(self.folder / "preprocessor_config.json")
-        return found
+        settings._image = nested or _read(self.folder / "video_preprocessor_config.json")
+        settings._image = settings._image or _read(self.folder / "preprocessor_config.json")
+        return settings
 
     @property
     def model_type(self) -> str:
@@ -66,38 +66,38 @@ class VisionSettings:
 
     def resample(self, default: int) -> int:
         """Pillow's number of the filter for resizing."""
-        found = self.number("resample", default)
-        if found > LAST_FILTER:
+        number = self.number("resample", default)
+        if number > LAST_FILTER:
             raise self._wrong(
-                "resample", found, f"a number of Pillow's filters, 1 to {LAST_FILTER}"
+                "resample", number, f"a number of Pillow's filters, 1 to {LAST_FILTER}"
             )
-        return found
+        return number
 
     def tower_number(self, name: str, default: int) -> int:
         """A whole number that the tower, the model or the processors say, in this order."""
         sources = (self.vision, self.config, self._processor, self._image)
-        found = next((each[name] for each in sources if each.get(name) is not None), None)
-        if isinstance(found, Mapping):  # {"height": 16, "width": 16}
-            found = found.get("height")
-        return self._whole(name, found, default)
+        value = next((source[name] for source in sources if source.get(name) is not None), None)
+        if isinstance(value, Mapping):  # {"height": 16, "width": 16}
+            value = value.get("height")
+        return self._whole(name, value, default)
 
     def switch(self, name: str, default: bool) -> bool:
         """A truth value of the image processor."""
-        found = self._image.get(name)
-        return default if found is None else bool(found)
+        value = self._image.get(name)
+        return default if value is None else bool(value)
 
     def processor_switch(self, name: str, default: bool) -> bool:
         """A truth value of processor_config.json itself."""
-        found = self._processor.get(name)
-        return default if found is None else bool(found)
+        value = self._processor.get(name)
+        return default if value is None else bool(value)
 
     def real(self, name: str, default: float) -> float:
         """A positive number of the image processor."""
-        found = self._image.get(name)
-        found = default if found is None else found
-        if type(found) not in (int, float) or not 0 < found < 1e6:
-            raise self._wrong(name, found, "a positive number")
-        return float(found)
+        value = self._image.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < 1e6:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
 
     def size(self, name: str, default: int) -> int:
         """A number of the image processor's `size`."""
@@ -121,12 +121,12 @@ class VisionSettings:
         return mean, std
 
     def _colours(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        found = self._image.get(name)
-        if found is None:
+        stated = self._image.get(name)
+        if stated is None:
             return default
-        values = found if isinstance(found, list) else [found] * 3
+        values = stated if isinstance(stated, list) else [stated] * 3
         if len(values) != 3 or not all(type(value) in (int, float) for value in values):
-            raise self._wrong(name, found, "three numbers")
+            raise self._wrong(name, stated, "three numbers")
         return tuple(map(float, values))
 
     def token(self, *names: str, text: str | None = None, default: int | None = None) -> int:
@@ -140,37 +140,37 @@ class VisionSettings:
         Raises:
             CheckpointError: the checkpoint does not say.
         """
-        found = self.found_token(*names, text=text)
-        found = default if found is None else found
-        if type(found) is not int or found < 0:
+        token_id = self.found_token(*names, text=text)
+        token_id = default if token_id is None else token_id
+        if type(token_id) is not int or token_id < 0:
             what = " or ".join([*names, *([] if text is None else [f"token {text!r}"])])
             raise CheckpointError(
                 f"{self.folder} sees pictures and has no {what}; its files are incomplete."
             )
-        return found
+        return token_id
 
     def found_token(self, *names: str, text: str | None = None) -> Any:
         """The id that `token` checks; None: there is none."""
-        found = next((self.config[n] for n in names if self.config.get(n) is not None), None)
-        return self._token_id(text) if found is None and text is not None else found
+        token_id = next((self.config[n] for n in names if self.config.get(n) is not None), None)
+        return self._token_id(text) if token_id is None and text is not None else token_id
 
-    def _whole(self, name: str, found: object, default: int) -> int:
-        if found is None:
+    def _whole(self, name: str, value: object, default: int) -> int:
+        if value is None:
             return default
-        if type(found) is float and found.is_integer():  # as some files write numbers of pixels
-            found = int(found)
-        if type(found) is not int or found < 1:
-            raise self._wrong(name, found, "a whole number of at least 1")
-        return found
+        if type(value) is float and value.is_integer():  # as some files write numbers of pixels
+            value = int(value)
+        if type(value) is not int or value < 1:
+            raise self._wrong(name, value, "a whole number of at least 1")
+        return value
 
-    def _wrong(self, name: str, found: object, wanted: str) -> CheckpointError:
+    def _wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(
-            f"{name} of the image processor in {self.folder} is {shown(found)}; expected {wanted}."
+            f"{name} of the image processor in {self.folder} is {shown(value)}; expected {wanted}."
         )
 
 
-def _object(found: object) -> dict[str, Any]:
-    return dict(found) if isinstance(found, Mapping) else {}
+def _object(value: object) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -180,9 +180,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ValueError("too large")
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
-    return found
+    return content

@@ -175,8 +175,8 @@ def every(video: Video, *, fps: float, least: int, most: int, step: int) -> list
     if count <= wanted:
         return list(range(count))
     number = max(1, int(min(wanted, most // step * step) // step)) * step
-    found: NDArray[np.int64] = np.arange(0, count, count / number).astype(np.int64)
-    return [int(one) for one in found[:number]]
+    frames: NDArray[np.int64] = np.arange(0, count, count / number).astype(np.int64)
+    return [int(one) for one in frames[:number]]
 
 
 def evenly(video: Video, *, fps: float, least: int, most: int) -> list[int]:

@@ -112,18 +112,20 @@ class ActiveAdapters:
         self._numbers = numbers
         self._plans = {}
 
-    def plan(self, members: tuple[int, ...], each: int = 1) -> AdapterPlan | None:
+    def plan(self, members: tuple[int, ...], rows_per_token: int = 1) -> AdapterPlan | None:
         """The rows with one of `members` as their adapter; None: there are none.
 
         Args:
             members: numbers of the adapters of a stack, in their order.
-            each: rows of the layer's input for each row of the step.
+            rows_per_token: rows of the layer's input for each row of the step.
         """
         if self._numbers is None:
             return None
-        key = members, each
+        key = members, rows_per_token
         if key not in self._plans:
-            numbers = self._numbers if each == 1 else np.repeat(self._numbers, each)
+            numbers = (
+                self._numbers if rows_per_token == 1 else np.repeat(self._numbers, rows_per_token)
+            )
             self._plans[key] = _planned(numbers, members)
         return self._plans[key]
 
@@ -135,13 +137,13 @@ def _planned(numbers: Rows, members: tuple[int, ...]) -> AdapterPlan | None:
     rows = order[int((places < 0).sum()) :].astype(np.int32)
     if not len(rows):
         return None
-    found = places[rows]
-    starts = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist()]
+    sorted_places = places[rows]
+    starts = [0, *(np.flatnonzero(np.diff(sorted_places)) + 1).tolist()]
     ends = [*starts[1:], len(rows)]
-    runs = tuple((a, b, int(found[a])) for a, b in zip(starts, ends, strict=True))
+    runs = tuple((a, b, int(sorted_places[a])) for a, b in zip(starts, ends, strict=True))
     same = len(rows) == len(numbers) and bool((rows == np.arange(len(rows))).all())
     return AdapterPlan(
-        None if same else mx.array(rows), mx.array(found.astype(np.uint32)), runs, rows
+        None if same else mx.array(rows), mx.array(sorted_places.astype(np.uint32)), runs, rows
     )
 
 
@@ -263,8 +265,8 @@ class Stack:
         members = tuple(self.members[place] for place in keep)
 
         def kept(array: mx.array) -> mx.array:
-            each = mx.unflatten(array, 0, (len(self.members), -1))
-            return each[mx.array(keep)].flatten(0, 1)
+            by_member = mx.unflatten(array, 0, (len(self.members), -1))
+            return by_member[mx.array(keep)].flatten(0, 1)
 
         gains = None if self.gains is None else kept(self.gains)
         return self._evaluated(members, kept(self.a), kept(self.b), gains)
@@ -291,8 +293,8 @@ class Stack:
         """Outputs y (T, outputs) of inputs x (T, in_dims), with the change of the adapters."""
         if plan.rows is None:
             return y + self.change(y, x, plan)
-        own = self.change(None if self.gains is None else y[plan.rows], x[plan.rows], plan)
-        return y.at[plan.rows].add(own)
+        change = self.change(None if self.gains is None else y[plan.rows], x[plan.rows], plan)
+        return y.at[plan.rows].add(change)
 
     def change(self, y: mx.array | None, x: mx.array, plan: AdapterPlan) -> mx.array:
         """The change of outputs y (n, outputs) for inputs x (n, in_dims). Only gains read y.
@@ -314,10 +316,10 @@ class Stack:
     def gathered(self, x: mx.array, index: mx.array, *, in_order: bool) -> mx.array:
         """Each row of x (n, in_dims) with the matrices of its own index (n,): (n, outputs)."""
         rows = x[:, None]
-        each = row_indices(rows)
-        low = mx.gather_mm(rows, self.a, each, index, sorted_indices=in_order)
+        indices = row_indices(rows)
+        low = mx.gather_mm(rows, self.a, indices, index, sorted_indices=in_order)
         if self.outputs.joined:
-            return mx.gather_mm(low, self.b, each, index, sorted_indices=in_order)[:, 0]
+            return mx.gather_mm(low, self.b, indices, index, sorted_indices=in_order)[:, 0]
         pieces, parts = self._part_of_piece, len(self.outputs.widths)
         low = mx.unflatten(low[:, 0], -1, (parts, 1, -1)).flatten(0, 1)  # (n P, 1, R)
         left = _of_parts(x.shape[0], parts, self.outputs.part_of_piece)
@@ -335,8 +337,10 @@ class Stack:
         if self.outputs.joined:
             return low @ self.b[place]
         count = len(self.outputs.part_of_piece)
-        each = mx.unflatten(low, -1, (len(self.outputs.widths), -1)).swapaxes(0, 1)  # (P, m, R)
-        pieces = each[self._part_of_piece] @ self.b[place * count : (place + 1) * count]
+        by_output = mx.unflatten(low, -1, (len(self.outputs.widths), -1)).swapaxes(
+            0, 1
+        )  # (P, m, R)
+        pieces = by_output[self._part_of_piece] @ self.b[place * count : (place + 1) * count]
         return pieces.swapaxes(0, 1).flatten(1)  # of (M, m, D)
 
 
@@ -385,9 +389,9 @@ class Adapted:
         having = [stack for stack in self.stacks if number in stack.members]
         return sum(stack.num_bytes // len(stack.members) for stack in having)
 
-    def used(self, each: int = 1) -> list[tuple[Stack, AdapterPlan]]:
+    def used(self, rows_per_token: int = 1) -> list[tuple[Stack, AdapterPlan]]:
         """The stacks that rows of the step need, see `ActiveAdapters.plan`."""
-        plans = [(stack, self._active.plan(stack.members, each)) for stack in self.stacks]
+        plans = [(stack, self._active.plan(stack.members, rows_per_token)) for stack in self.stacks]
         return [(stack, plan) for stack, plan in plans if plan is not None]
 
 
@@ -454,7 +458,7 @@ class AdaptedExperts(Adapted):
     def __call__(self, x: mx.array, routed: Routed) -> mx.array:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
         y = self.base(x, routed)
-        for stack, plan in self.used(routed.each):
+        for stack, plan in self.used(routed.rows_per_token):
             y = self._add_to_pairs(y, x, routed, stack, plan)
         return y
 

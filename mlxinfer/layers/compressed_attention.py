@@ -99,8 +99,8 @@ class CompressedAttention(AttentionShape, Mixer):
         queries = self.rope(mx.fast.rms_norm(queries, None, self.q_eps), turns)
         vectors = self.rope(vectors[:, None], turns)  # (T, 1, D)
         choice = [] if self.compressor is None else [self.compressor(x, step, compressed)]
-        found = step.caches[self].attend(queries, vectors, vectors, self.softmax, *choice)
-        heads = self.back(mx.unflatten(found, -1, (self.num_heads, dim)), turns)
+        attended = step.caches[self].attend(queries, vectors, vectors, self.softmax, *choice)
+        heads = self.back(mx.unflatten(attended, -1, (self.num_heads, dim)), turns)
         groups = mx.unflatten(heads.flatten(1), -1, (self.num_groups, -1)).swapaxes(0, 1)
         return self.o_proj(
             self.group_proj(groups, transposed=True).swapaxes(0, 1).flatten(1), residual
@@ -210,7 +210,7 @@ class Compressor(Mixer):
             positions: (N,) of their first tokens.
         """
         halves = [raw] if before is None else [before, raw[..., before.shape[-1] :]]
-        found, start = [], 0
+        pooled, start = [], 0
         for series in self.series:
             dim = series.places.shape[1]
             pairs = [half[..., start : start + 2 * dim] for half in halves]
@@ -219,6 +219,6 @@ class Compressor(Mixer):
             if before is not None:
                 counts = (positions[:, None] > 0) | (mx.arange(both.shape[1]) >= raw.shape[1])
                 gates = mx.where(counts[..., None], gates, -mx.inf)
-            found.append(series(both[..., :dim], gates, positions))
+            pooled.append(series(both[..., :dim], gates, positions))
             start += 2 * dim
-        return found
+        return pooled

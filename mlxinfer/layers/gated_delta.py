@@ -55,16 +55,18 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         heads, value_dim, key_dim = spec.shapes[1][0]
         channels, inner = conv.weight.shape[0], heads * value_dim
-        each = len(log_rate) > heads  # as of `KimiDelta`, with gates and time steps of their own
-        strengths_at = channels if each else channels + inner
+        per_channel = (
+            len(log_rate) > heads
+        )  # as of `KimiDelta`, with gates and time steps of their own
+        strengths_at = channels if per_channel else channels + inner
         delta = DeltaStep(
             key_heads=(channels - inner) // (2 * key_dim),
             key_dim=key_dim,
             value_heads=heads,
             value_dim=value_dim,
-            each=each,
+            per_channel=per_channel,
             strengths_at=strengths_at,
-            times_at=0 if each else strengths_at + heads,
+            times_at=0 if per_channel else strengths_at + heads,
             dtype=conv.weight.dtype,
             bound=bound,
             strongest=strongest,
@@ -128,8 +130,8 @@ class KimiDelta(GatedDeltaNet):
         spec: StateSpec,
         **others: Any,
     ) -> None:
-        each = mx.repeat(log_rate, spec.shapes[1][0][2])  # (H * D,)
-        super().__init__(log_rate=each, step_bias=step_bias, spec=spec, **others)
+        rates = mx.repeat(log_rate, spec.shapes[1][0][2])  # (H * D,)
+        super().__init__(log_rate=rates, step_bias=step_bias, spec=spec, **others)
         self.decay_projs = tuple(decay_projs)
         self.gate_projs = tuple(gate_projs)
 

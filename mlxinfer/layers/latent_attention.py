@@ -44,8 +44,8 @@ class LatentProjection:
 
     def absorb(self, q_nope: mx.array) -> mx.array:
         """q_nope (N, H, dn) -> (N, H, r): its product with a latent vector is q_nope · k_nope."""
-        found = self.key(q_nope.swapaxes(0, 1), transposed=not self.key_reads_latent)
-        return found.swapaxes(0, 1)
+        absorbed = self.key(q_nope.swapaxes(0, 1), transposed=not self.key_reads_latent)
+        return absorbed.swapaxes(0, 1)
 
     def value(self, outputs: mx.array) -> mx.array:
         """Weighted sums of latent vectors (N, H, r) -> the same of values (N, H, dv)."""

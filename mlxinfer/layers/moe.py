@@ -41,7 +41,7 @@ class Routed:
     experts: mx.array  # (...) of each pair
     in_order: bool  # pairs stand sorted by expert
     per_row: int  # experts of each row
-    each: int = 1  # rows for each token of the step
+    rows_per_token: int = 1  # rows for each token of the step
     # (pairs,) where each pair stands, row by row; None: there, (rows, per_row)
     places: mx.array | None = None
 
@@ -120,21 +120,21 @@ class MoE:
             y = (weights @ y if residual is None else mx.addmm(residual[:, None], weights, y))[:, 0]
         return y if self.shared is None else self.shared(x, y)
 
-    def _outputs(self, x: mx.array, experts: mx.array, each: int = 1) -> mx.array:
+    def _outputs(self, x: mx.array, experts: mx.array, rows_per_token: int = 1) -> mx.array:
         """The outputs of each row's experts, (N, k, hidden).
 
         Args:
-            x: (N, hidden), `each` rows for a token of the step.
+            x: (N, hidden), `rows_per_token` rows for a token of the step.
             experts: (N, k) of each row.
-            each: see `Routed`.
+            rows_per_token: see `Routed`.
         """
         num_rows, k = experts.shape
         if experts.size < SORT_FROM:
-            return self._run(x[:, None, None], Routed(experts, False, k, each))[..., 0, :]
+            return self._run(x[:, None, None], Routed(experts, False, k, rows_per_token))[..., 0, :]
         flat = experts.reshape(-1)
         order = mx.argsort(flat)
         places = mx.argsort(order)
-        y = self._run(x[order // k][:, None], Routed(flat[order], True, k, each, places))
+        y = self._run(x[order // k][:, None], Routed(flat[order], True, k, rows_per_token, places))
         return y[:, 0][places].reshape(num_rows, k, -1)  # of (N k, 1, hidden)
 
     def _run(self, x: mx.array, routed: Routed) -> mx.array:

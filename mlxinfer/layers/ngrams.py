@@ -99,8 +99,8 @@ class TokenWindow(Mixer):
 
     def __call__(self, ids: mx.array, step: Step, residual: Any = None) -> mx.array:
         """ids (T,) int32 -> (T, n) ids plus 1, the token's own first; 0: there is none."""
-        found: mx.array = step.caches[self].recur([ids[:, None] + 1], self._advance)
-        return found
+        windows: mx.array = step.caches[self].recur([ids[:, None] + 1], self._advance)
+        return windows
 
     def _advance(
         self, inputs: Arrays, read: ReadStates, place: PlaceStates
@@ -135,8 +135,8 @@ class CausalFilter(Mixer):
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> mx.array:
         """x (T, channels) to the same shape."""
-        found: mx.array = step.caches[self].recur([x], self._advance)
-        return found
+        filtered: mx.array = step.caches[self].recur([x], self._advance)
+        return filtered
 
     def _advance(
         self, inputs: Arrays, read: ReadStates, place: PlaceStates
@@ -190,11 +190,11 @@ class NgramLayer:
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """Streams x (T, s * hidden) -> the values to add to them, of that shape."""
-        found = self._embeddings(step)
-        values = self.value_proj(found)  # (T, hidden)
+        embedded = self._embeddings(step)
+        values = self.value_proj(embedded)  # (T, hidden)
         norm_key, norm_query, norm_conv = self.norms
         by_stream = -1, x.shape[-1] // values.shape[-1], values.shape[-1]
-        keys = norm_key(self.key_proj(found).reshape(by_stream))
+        keys = norm_key(self.key_proj(embedded).reshape(by_stream))
         queries = norm_query(x.reshape(by_stream))
         scores = (keys * queries).sum(axis=-1, keepdims=True) * values.shape[-1] ** -0.5
         gates = mx.sqrt(mx.maximum(mx.abs(scores), LEAST_GATE)) * mx.sign(scores)

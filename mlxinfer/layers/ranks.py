@@ -134,9 +134,9 @@ class SplitEmbedding:
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""
-        own = ids.astype(mx.int32) - self.link.rank * self.num_rows
-        mine = (own >= 0) & (own < self.num_rows)
-        rows = self.part(mx.where(mine, own, 0))
+        local_ids = ids.astype(mx.int32) - self.link.rank * self.num_rows
+        mine = (local_ids >= 0) & (local_ids < self.num_rows)
+        rows = self.part(mx.where(mine, local_ids, 0))
         rows = mx.where(mine[:, None], rows, mx.zeros((), rows.dtype))
         return self.link.sum(rows, "embedding")
 

@@ -50,19 +50,19 @@ def difference(shape: DeltaShape, seed: int = 0) -> float:
     counts = [shape.tokens, max(1, shape.tokens // 3)] if shape.masked else [shape.tokens] * 2
     mask = mx.arange(shape.tokens) < mx.array(counts)[:, None] if shape.masked else None
     y, after = mx.fast.gated_delta_update(queries, keys, values, decay, strength, state, mask)
-    found, expected = [], []
+    computed, expected = [], []
     for row, count in enumerate(counts):
-        own, steps = state[row : row + 1], []
+        running, steps = state[row : row + 1], []
         for t in range(count):
             at = slice(row, row + 1), slice(t, t + 1)
-            out, own = mx.fast.gated_delta_update(
-                queries[at], keys[at], values[at], decay[at], strength[at], own
+            out, running = mx.fast.gated_delta_update(
+                queries[at], keys[at], values[at], decay[at], strength[at], running
             )
             steps.append(out[0])
-        mx.eval(own)
-        expected += [mx.concatenate(steps), own[0]]
-        found += [y[row, :count], after[row]]
-    return max(_off(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+        mx.eval(running)
+        expected += [mx.concatenate(steps), running[0]]
+        computed += [y[row, :count], after[row]]
+    return max(_off(ours, theirs) for ours, theirs in zip(computed, expected, strict=True))
 
 
 def _inputs(shape: DeltaShape, seed: int) -> list[mx.array]:
@@ -81,6 +81,6 @@ def _inputs(shape: DeltaShape, seed: int) -> list[mx.array]:
     return [*(x.astype(dtype) for x in (q, k, normal(values))), *gates, normal(state)]
 
 
-def _off(found: mx.array, expected: mx.array) -> float:
-    ours, theirs = (np.array(one.astype(mx.float32)) for one in (found, expected))
+def _off(computed: mx.array, expected: mx.array) -> float:
+    ours, theirs = (np.array(one.astype(mx.float32)) for one in (computed, expected))
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())

@@ -54,8 +54,8 @@ class PreparedRopes(dict[Rope, Any]):
         self._positions, self._variants = positions, variants
 
     def __missing__(self, rope: Rope) -> Any:
-        found = self[rope] = rope.prepare(self._positions, self._variants)
-        return found
+        prepared = self[rope] = rope.prepare(self._positions, self._variants)
+        return prepared
 
 
 class StepFeatures(NamedTuple):

@@ -90,24 +90,24 @@ class StreamedMoE(MoE):
             self._guess = self.following.choose(self.following.router(x))[1]
         return super().__call__(x, residual)
 
-    def _outputs(self, x: mx.array, experts: mx.array, each: int = 1) -> mx.array:
+    def _outputs(self, x: mx.array, experts: mx.array, rows_per_token: int = 1) -> mx.array:
         slots, guess, self._guess = self.slots, self._guess, None
         assert slots is not None
         mx.eval([experts] if guess is None else [experts, guess])
         chosen = np.array(experts).astype(np.int32)
         wanted = slots.route(chosen)
         if len(wanted) > slots.num_slots:
-            return self._in_waves(slots, x, chosen, wanted, each)
+            return self._in_waves(slots, x, chosen, wanted, rows_per_token)
         slots.begin(wanted, wanted[:0])
         places = slots.finish(wanted)[chosen]
         if guess is not None and self.following is not None and self.following.slots is not None:
             self.following.slots.expect(np.array(guess).astype(np.int32))
-        y = super()._outputs(x, mx.array(places), each)
+        y = super()._outputs(x, mx.array(places), rows_per_token)
         slots.read_by(y)
         return y
 
     def _in_waves(
-        self, slots: Slots, x: mx.array, chosen: Ints, wanted: Ints, each: int
+        self, slots: Slots, x: mx.array, chosen: Ints, wanted: Ints, rows_per_token: int
     ) -> mx.array:
         """The same with fewer slots than experts: one wave computes while the next is read."""
         num_rows, k = chosen.shape
@@ -117,15 +117,15 @@ class StreamedMoE(MoE):
         slots.begin(waves[0], wanted[:0])
         for wave, following in zip(waves, [*waves[1:], None], strict=True):
             places = slots.finish(wave)
-            own = np.flatnonzero(np.isin(chosen, wave))  # pairs, row by row
-            own = own[np.argsort(places[chosen.flat[own]], kind="stable")]
-            in_slots = mx.array(places[chosen.flat[own]])
-            routed = Routed(in_slots, chosen.size >= SORT_FROM, k, each)
-            y = self._run(x[mx.array(own // k)][:, None], routed)[:, 0]  # (pairs, hidden)
+            in_wave = np.flatnonzero(np.isin(chosen, wave))  # pairs, row by row
+            in_wave = in_wave[np.argsort(places[chosen.flat[in_wave]], kind="stable")]
+            in_slots = mx.array(places[chosen.flat[in_wave]])
+            routed = Routed(in_slots, chosen.size >= SORT_FROM, k, rows_per_token)
+            y = self._run(x[mx.array(in_wave // k)][:, None], routed)[:, 0]  # (pairs, hidden)
             if following is not None:
                 slots.begin(following, wave)
             mx.eval(y)
-            pairs.append(own)
+            pairs.append(in_wave)
             outputs.append(y)
         order = mx.array(np.argsort(np.concatenate(pairs)))
         return mx.unflatten(mx.concatenate(outputs)[order], 0, (num_rows, k))

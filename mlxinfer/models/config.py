@@ -268,7 +268,7 @@ def eos_token_ids(
     raw: Mapping[str, Any], fields: Fields, generation: Mapping[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
     """Tokens that end an answer, from wherever they are stated."""
-    found: dict[int, None] = {}  # a set that keeps the order
+    ids: dict[int, None] = {}  # a set that keeps the order
     for values in (generation, raw, fields.values):
         stated = values.get("eos_token_id")
         for token_id in stated if isinstance(stated, list) else [stated]:
@@ -279,8 +279,8 @@ def eos_token_ids(
                     f"eos_token_id holds {str(token_id)[:60]!r}; expected token ids."
                 )
             if 0 <= token_id < vocab_size:  # others, such as -1, have no logit
-                found[token_id] = None
-    return tuple(found)
+                ids[token_id] = None
+    return tuple(ids)
 
 
 def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:

@@ -375,7 +375,7 @@ class Family:
         dims = dim, dim, config.value_dim or dim
         return self.weights.fused(
             [f"{path}.{name}_proj" for name in "qkv"],
-            [count * each for count, each in zip(heads, dims, strict=True)],
+            [count * head_dim for count, head_dim in zip(heads, dims, strict=True)],
             config.hidden_size,
             bias=config.qkv_bias,
             orders=orders,
@@ -507,7 +507,10 @@ class Family:
             shape, kinds = (count, 2 * inner, hidden), [inner, inner]
             parts = [self._packed(f"{path}.experts", "gate_up_proj", shape, kinds)]
         else:
-            parts = [self._stacked(path, each, (count, inner, hidden)) for each in ("gate", "up")]
+            parts = [
+                self._stacked(path, projection, (count, inner, hidden))
+                for projection in ("gate", "up")
+            ]
         # One projection after the other: together, the experts and what is made of them are held.
         gate_up = fused_experts(parts)
         del parts
@@ -528,18 +531,22 @@ class Family:
         )
         return weights.block(mixture)
 
-    def _stacked(self, path: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
-        single = f"{path}.experts.{{}}.{each}_proj"
-        return self.weights.experts(f"{path}.switch_mlp.{each}_proj", single, shape)
+    def _stacked(self, path: str, projection: str, shape: tuple[int, int, int]) -> StoredMatrix:
+        single = f"{path}.experts.{{}}.{projection}_proj"
+        return self.weights.experts(f"{path}.switch_mlp.{projection}_proj", single, shape)
 
     def _packed(
-        self, path: str, each: str, shape: tuple[int, int, int], parts: Sequence[int] | None = None
+        self,
+        path: str,
+        projection: str,
+        shape: tuple[int, int, int],
+        parts: Sequence[int] | None = None,
     ) -> StoredMatrix:
         """The experts' matrices of one name in the hub's layout: one tensor, or one an expert."""
-        name = f"{path}.{each}"
+        name = f"{path}.{projection}"
         as_computed = shape[1] != shape[2] and self.weights.has_shape(f"{name}.weight", shape)
         if as_computed or not self.transposed_experts:
-            return self.weights.experts(name, f"{path}.{{}}.{each}", shape, parts=parts)
+            return self.weights.experts(name, f"{path}.{{}}.{projection}", shape, parts=parts)
         count, out_dims, in_dims = shape
         weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
         stored = StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))

@@ -85,11 +85,11 @@ def _digests(paths: Sequence[Path], memory: Path) -> list[str]:
     keys = [_state(path) for path in paths]
     remembered = _read(memory)
     unknown = [i for i, key in enumerate(keys) if key not in remembered]
-    found = dict(zip(unknown, hash_files([paths[i] for i in unknown]), strict=True))
-    unchanged = {keys[i]: digest for i, digest in found.items() if _state(paths[i]) == keys[i]}
+    digests = dict(zip(unknown, hash_files([paths[i] for i in unknown]), strict=True))
+    unchanged = {keys[i]: digest for i, digest in digests.items() if _state(paths[i]) == keys[i]}
     if unchanged:
         _remember(memory, unchanged)
-    return [found[i] if i in found else remembered[key] for i, key in enumerate(keys)]
+    return [digests[i] if i in digests else remembered[key] for i, key in enumerate(keys)]
 
 
 def _state(path: Path) -> str:
@@ -159,12 +159,12 @@ def _hash_chunk(chunk: _Chunk) -> bytes:
 def _read(memory: Path) -> dict[str, str]:
     """Read the remembered hashes. A file that is missing or broken has none."""
     try:
-        found: Any = json.loads(memory.read_bytes())
+        content: Any = json.loads(memory.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return {}
-    return {key: value for key, value in found.items() if _is_digest(value)}
+    return {key: value for key, value in content.items() if _is_digest(value)}
 
 
 def _is_digest(value: object) -> bool:

@@ -122,8 +122,8 @@ def language_name(name: str) -> str | None:
 
 def name_ahead(name: str) -> str | None:
     """A tensor's name within a module that predicts tokens further ahead; None: it is in none."""
-    found = _AHEAD.search(name)
-    return found[1] if found else None
+    match = _AHEAD.search(name)
+    return match[1] if match else None
 
 
 FAMILIES = {  # model_type -> module in families/, class

@@ -72,15 +72,15 @@ def divide(
     @cache
     def best(first: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
         """For layers and ranks from here on: the largest part, the sum of squares, each end."""
-        found = []
+        cuts = []
         last = rank == size - 1
         # The layers that the next rank may begin with: enough are left for the ranks behind it.
         begins = [index for index in starts[: len(starts) - (size - rank - 2)] if index > first]
         for stop in [num_layers] if last else begins:
             most, squares, stops = (0, 0, ()) if last else best(stop, rank + 1)
-            own = sum(layer_bytes[first:stop], 0 if rank else tables)
-            found.append((max(own, most), own * own + squares, (stop, *stops)))
-        return min(found)
+            num_bytes = sum(layer_bytes[first:stop], 0 if rank else tables)
+            cuts.append((max(num_bytes, most), num_bytes * num_bytes + squares, (stop, *stops)))
+        return min(cuts)
 
     stops = best(0, 0)[2]
     return [range(a, b) for a, b in zip((0, *stops), stops, strict=False)]
@@ -160,8 +160,8 @@ class StageModel:
     @property
     def num_bytes(self) -> int:
         """Memory that this rank's weights take."""
-        own = self.part.arrays() if self._is_first else arrays(self.part.layers)
-        return sum(array.nbytes for array in own)
+        weights = self.part.arrays() if self._is_first else arrays(self.part.layers)
+        return sum(array.nbytes for array in weights)
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """Run this rank's layers; arguments and result as of `Model`."""
@@ -224,9 +224,9 @@ class StageModel:
         widths = [prod(stream), inputs, *[prod(stream)] * len(tapped)]
         joined = self._link.receive((num_rows, sum(widths)), self.activation_dtype)
         mx.async_eval(joined)
-        x, own, *outputs = mx.split(joined, [*accumulate(widths[:-1])], axis=-1)
+        x, per_layer_rows, *outputs = mx.split(joined, [*accumulate(widths[:-1])], axis=-1)
         if inputs:
-            rows = mx.unflatten(own, -1, (-1, per_layer))
+            rows = mx.unflatten(per_layer_rows, -1, (-1, per_layer))
             step.per_layer = mx.pad(rows, [(0, 0), (first, 0), (0, 0)])
         shape = num_rows, *stream
         return x.reshape(shape), [output.reshape(shape) for output in outputs]

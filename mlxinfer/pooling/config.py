@@ -140,10 +140,10 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
         )
     config = _fields(folder / "config.json")
     modules = _modules(folder)
-    found = _task(config, modules, (name, str(folder.resolve()))) if task == "auto" else Task(task)
-    if found is Task.GENERATE:
+    kind = _task(config, modules, (name, str(folder.resolve()))) if task == "auto" else Task(task)
+    if kind is Task.GENERATE:
         return None
-    if found is Task.SCORE:
+    if kind is Task.SCORE:
         return _read_score(folder, config, modules)
     return _read_embed(folder, config, modules)
 
@@ -170,14 +170,17 @@ def _last_parts(names: Sequence[str]) -> list[str]:
 
 def _classifies(config: Fields) -> bool:
     classes = config.items("architectures") or []
-    return any(isinstance(each, str) and each.endswith(_CLASSIFIES) for each in classes)
+    return any(
+        isinstance(architecture, str) and architecture.endswith(_CLASSIFIES)
+        for architecture in classes
+    )
 
 
 def _read_embed(folder: Path, config: Fields, modules: list[tuple[str, str]]) -> PoolingConfig:
-    own = _fields(folder / "config_sentence_transformers.json")
-    prompts = own.get("prompts") or {}
+    fields = _fields(folder / "config_sentence_transformers.json")
+    prompts = fields.get("prompts") or {}
     if not isinstance(prompts, dict):
-        raise CheckpointError(f"prompts in {own.where} is no object of texts.")
+        raise CheckpointError(f"prompts in {fields.where} is no object of texts.")
     values: dict[str, Any] = {}
     if modules:
         values = _pooling_module(folder, modules)
@@ -187,13 +190,13 @@ def _read_embed(folder: Path, config: Fields, modules: list[tuple[str, str]]) ->
     else:
         values["modes"] = ("mean",) if is_encoder(config) else ("lasttoken",)
         values["modules"] = (NORMALISE,)
-    default = own.text("default_prompt_name", default=None)
+    default = fields.text("default_prompt_name", default=None)
     lengths = config.items("matryoshka_dimensions") or []
     return PoolingConfig(
         task=Task.EMBED,
         prompts={str(key): text for key, text in prompts.items() if isinstance(text, str)},
         default_prompt=default if default in prompts else None,
-        similarity=_similarity(own),
+        similarity=_similarity(fields),
         matryoshka=tuple(n for n in lengths if type(n) is int and n > 0),
         **values,
         **_reading(folder),
@@ -233,8 +236,8 @@ def _read_score(folder: Path, config: Fields, modules: list[tuple[str, str]]) ->
 
 def _score_activation(config: Fields) -> str:
     """Of scores, as sentence-transformers' CrossEncoder finds it: a sigmoid unless it is stated."""
-    own = config.fields("sentence_transformers")
-    named = own.text("activation_fn", default=None) if own is not None else None
+    fields = config.fields("sentence_transformers")
+    named = fields.text("activation_fn", default=None) if fields is not None else None
     named = named or config.text("sbert_ce_default_activation_function", default=None)
     return "sigmoid" if named is None else _activation(named, config.where)
 
@@ -301,14 +304,14 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     path = folder / "modules.json"
     if not path.is_file():
         return []
-    found = []
+    modules = []
     for entry in read_list(path):
         module = Fields(entry if isinstance(entry, dict) else {}, str(path))
         place = module.text("path", default="")
         if Path(place).is_absolute() or ".." in Path(place).parts:
             raise CheckpointError(f"path in {path} is {place[:60]!r}; expected a folder below it.")
-        found.append((module.text("type").rpartition(".")[2], place))
-    return found
+        modules.append((module.text("type").rpartition(".")[2], place))
+    return modules
 
 
 def _reading(folder: Path) -> dict[str, Any]:
@@ -325,11 +328,11 @@ def _reading(folder: Path) -> dict[str, Any]:
     }
 
 
-def _similarity(own: Fields) -> str:
-    named = own.text("similarity_fn_name", default=None) or "cosine"
+def _similarity(fields: Fields) -> str:
+    named = fields.text("similarity_fn_name", default=None) or "cosine"
     if named not in SIMILARITIES:
         raise UnsupportedModelError(
-            f"similarity_fn_name in {own.where} is {named[:40]!r}; supported are "
+            f"similarity_fn_name in {fields.where} is {named[:40]!r}; supported are "
             f"{', '.join(SIMILARITIES)}."
         )
     return named

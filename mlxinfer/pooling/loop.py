@@ -325,7 +325,7 @@ def _token_types(rows: Sequence[WaitingRow]) -> mx.array | None:
     if all(row.row.token_types is None for row in rows):
         return None
     types = [row.row.token_types or [0] * row.num_tokens for row in rows]
-    return mx.array(np.concatenate([np.asarray(each, np.int32) for each in types]))
+    return mx.array(np.concatenate([np.asarray(row_types, np.int32) for row_types in types]))
 
 
 def _failed(error: BaseException) -> MlxinferError:

@@ -73,10 +73,10 @@ class Pooler:
         """(n, L, hidden) -> (n, modes * hidden)."""
         if len(set(skipped)) > 1:
             count = range(len(skipped))
-            each = [self._of_group(states[i : i + 1], skipped[i : i + 1]) for i in count]
-            return mx.concatenate(each)
-        found = [mode(states, min(skipped[0], states.shape[1] - 1)) for mode in self._modes]
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+            pooled = [self._of_group(states[i : i + 1], skipped[i : i + 1]) for i in count]
+            return mx.concatenate(pooled)
+        vectors = [mode(states, min(skipped[0], states.shape[1] - 1)) for mode in self._modes]
+        return vectors[0] if len(vectors) == 1 else mx.concatenate(vectors, axis=-1)
 
 
 def _mean(states: mx.array, skipped: int) -> mx.array:
@@ -135,9 +135,9 @@ def token_scores(logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> 
     """
 
     def scores(vectors: mx.array) -> mx.array:
-        found = logits(vectors.astype(dtype))
-        score = found[:, yes : yes + 1]
-        score = score if no is None else score - found[:, no : no + 1]
+        values = logits(vectors.astype(dtype))
+        score = values[:, yes : yes + 1]
+        score = score if no is None else score - values[:, no : no + 1]
         return score.astype(mx.float32)
 
     return scores
@@ -206,7 +206,7 @@ def load_pooling(
         pooler = Pooler(pooling.modes, behind)
     else:
         pooler, dim = _scorer(pooling, model, head), 1
-    mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
+    mx.eval(list(arrays([module for module in pooler.behind if isinstance(module, Projected)])))
     return PoolingModel(model, pooler, pooling, dim)
 
 
@@ -242,32 +242,37 @@ def _modules(
         if module.kind == "Normalize":
             behind.append(normalised)
         elif module.kind == "LayerNorm":
-            own = _own_weights(folder / module.path, head)
+            stored_weights = _own_weights(folder / module.path, head)
             shape = (module.in_dims,)
-            weight, bias = own.take("norm.weight", shape), own.take("norm.bias", shape)
+            weight, bias = (
+                stored_weights.take("norm.weight", shape),
+                stored_weights.take("norm.bias", shape),
+            )
             behind.append(partial(mx.fast.layer_norm, weight=weight, bias=bias, eps=1e-5))
         else:
             stored = (folder / module.path).is_dir()
-            own = _own_weights(folder / module.path, head) if stored else head
+            stored_weights = _own_weights(folder / module.path, head) if stored else head
             path = "linear" if stored else module.path
             if module.in_dims != dim:
                 raise CheckpointError(
                     f"{module.path} expects {module.in_dims} numbers, but gets {dim}."
                 )
-            projection = own.linear(path, module.out_dims, module.in_dims, bias=module.bias)
-            behind.append(Projected(projection, module.activation, own.dtype))
+            projection = stored_weights.linear(
+                path, module.out_dims, module.in_dims, bias=module.bias
+            )
+            behind.append(Projected(projection, module.activation, stored_weights.dtype))
             dim = module.out_dims
     return behind, dim
 
 
 def _inner_dense(head: Weights, dim: int) -> list[Module]:
     """Projections among the model's own tensors: `dense.0.weight` and so on."""
-    found: list[Module] = []
-    while (name := f"dense.{len(found)}") and f"{name}.weight" in head:
+    modules: list[Module] = []
+    while (name := f"dense.{len(modules)}") and f"{name}.weight" in head:
         rows = head.shape(f"{name}.weight")[0]
-        found.append(Module("Dense", name, dim, rows, f"{name}.bias" in head, "identity"))
+        modules.append(Module("Dense", name, dim, rows, f"{name}.bias" in head, "identity"))
         dim = rows
-    return found
+    return modules
 
 
 def _own_weights(folder: Path, like: Weights) -> Weights:

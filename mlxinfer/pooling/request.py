@@ -177,15 +177,15 @@ class PassQueue:
             self._by_age.popleft()
         if not self._by_age:
             return []
-        found = [self._take(self._by_age[0])]
-        room = most - found[0].num_tokens
+        rows = [self._take(self._by_age[0])]
+        room = most - rows[0].num_tokens
         while self._by_length and (self._by_length[0][2].taken or self._by_length[0][0] <= room):
             row = heapq.heappop(self._by_length)[2]
             if not row.taken:
                 room -= row.num_tokens
-                found.append(self._take(row))
+                rows.append(self._take(row))
         self._drop_taken()
-        return sorted(found, key=lambda row: row.num_tokens)
+        return sorted(rows, key=lambda row: row.num_tokens)
 
     def _take(self, row: WaitingRow) -> WaitingRow:
         row.taken = True

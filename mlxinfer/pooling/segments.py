@@ -169,8 +169,8 @@ class SegmentAttention:
                     )
                 )
             parts.append(blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2))
-        found = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return found.swapaxes(1, 2).reshape(count * group.length, -1)
+        attended = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return attended.swapaxes(1, 2).reshape(count * group.length, -1)
 
 
 def attention(

@@ -134,7 +134,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 def gather(
-    listener: socket.socket, secret: bytes, own: Hello, within_s: float, check: Callable[[], None]
+    listener: socket.socket, secret: bytes, this: Hello, within_s: float, check: Callable[[], None]
 ) -> dict[int, Connection]:
     """A connection to every other rank.
 
@@ -151,13 +151,13 @@ def gather(
     deadline_s, ranks = time.monotonic() + within_s, dict[int, Connection]()
     door = _Door(listener, secret)
     try:
-        while len(ranks) < own.size - 1:
+        while len(ranks) < this.size - 1:
             door.let_in()
             while not door.proven.empty():
-                _add(ranks, own, *door.proven.get())
+                _add(ranks, this, *door.proven.get())
             check()
             if time.monotonic() > deadline_s:
-                missing = sorted(set(range(1, own.size)) - set(ranks))
+                missing = sorted(set(range(1, this.size)) - set(ranks))
                 address, port = listener.getsockname()
                 raise RanksFailedError(
                     f"Ranks {missing} did not come to {address} port {port} within {within_s:g} "
@@ -235,10 +235,10 @@ def _proven(connection: Connection, secret: bytes) -> Hello:
     return msgspec.msgpack.decode(said, type=Hello)
 
 
-def _add(ranks: dict[int, Connection], own: Hello, connection: Connection, hello: Hello) -> None:
+def _add(ranks: dict[int, Connection], this: Hello, connection: Connection, hello: Hello) -> None:
     """Take a rank in, and tell it so; raises RanksFailedError if it does not belong here."""
     before = ranks.get(hello.rank)
-    problem = _misfit(own, hello)
+    problem = _misfit(this, hello)
     if not problem and before is not None and not before.is_closed:
         problem = (
             f"Two processes are rank {hello.rank} (process {hello.pid} came last); give each its "
@@ -255,21 +255,20 @@ def _add(ranks: dict[int, Connection], own: Hello, connection: Connection, hello
     ranks[hello.rank] = connection
 
 
-def _misfit(own: Hello, hello: Hello) -> str:
+def _misfit(this: Hello, hello: Hello) -> str:
     """Why a rank does not belong to the group of rank 0; empty if it does."""
     it = f"Rank {hello.rank} of {hello.size}"
-    if hello.version != own.version:
-        return f"{it} runs {hello.version}, and rank 0 {own.version}; install the same on all."
-    if hello.size != own.size or hello.rank not in range(1, own.size):
-        return f"{it} came; expected one of ranks 1 to {own.size - 1} of {own.size}."
-    if hello.ring != own.ring:
-        return (
-            f"{it} has another host file, {hello.ring}, than rank 0, {own.ring}; copy the same one."
-        )
+    if hello.version != this.version:
+        return f"{it} runs {hello.version}, and rank 0 {this.version}; install the same on all."
+    if hello.size != this.size or hello.rank not in range(1, this.size):
+        return f"{it} came; expected one of ranks 1 to {this.size - 1} of {this.size}."
+    if hello.ring != this.ring:
+        hosts = f"{hello.ring}, than rank 0, {this.ring}"
+        return f"{it} has another host file, {hosts}; copy the same one."
     return ""
 
 
-def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: float) -> Connection:
+def connect(address: tuple[str, int], secret: bytes, this: Hello, deadline_s: float) -> Connection:
     """The connection of another rank to rank 0, tried until the deadline.
 
     Raises:
@@ -280,7 +279,7 @@ def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: flo
         connection = None
         try:
             connection = Connection(socket.create_connection(address, timeout=HANDSHAKE_S))
-            refusal = _introduce(connection, secret, own)
+            refusal = _introduce(connection, secret, this)
         except (OSError, EOFError) as error:  # it is not there yet, or ends just now
             if connection is not None:
                 connection.close()
@@ -297,12 +296,12 @@ def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: flo
     raise RanksFailedError(f"Rank 0 is not at {address[0]} port {address[1]}: {problem}.")
 
 
-def _introduce(connection: Connection, secret: bytes, own: Hello) -> str:
+def _introduce(connection: Connection, secret: bytes, this: Hello) -> str:
     """Prove this rank to rank 0, and let it prove itself; why it refuses, or empty."""
     nonce, mine = connection.receive(), secrets.token_bytes(NONCE)
     if len(nonce) != NONCE:
         raise EOFError("another program listens there")
-    said = msgspec.msgpack.encode(own)
+    said = msgspec.msgpack.encode(this)
     proof = prove(secret, OTHER, nonce, mine, said)
     connection.send(msgspec.msgpack.encode((proof, mine, said)))
     if not hmac.compare_digest(connection.receive(), prove(secret, RANK_0, mine, nonce)):

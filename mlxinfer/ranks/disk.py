@@ -39,14 +39,14 @@ class OtherDisks(FollowerDisks):
 
     def end_fetch(self) -> list[int]:
         """Places that one of them lacks, or found broken, in order; raises RanksFailedError."""
-        found = self._answers(self._others.step_s)
-        if found is None:
+        answer = self._answers(self._others.step_s)
+        if answer is None:
             raise self._others.fail(
                 TimeoutError(
                     f"a rank has not read its pages within {self._others.step_s:g} seconds"
                 )
             )
-        return sorted(found)
+        return sorted(answer)
 
     def begin_save(self, spills: Sequence[PageTransfer], timeout_s: float) -> None:
         """Let them store pages and wait for the writes; `end_save` must follow."""
@@ -54,8 +54,8 @@ class OtherDisks(FollowerDisks):
         self._others.tell("save", self._number, list(spills), timeout_s)
 
     def end_save(self, timeout_s: float) -> bool:
-        found = self._answers(timeout_s + GRACE_S)
-        return found is not None and not found
+        answer = self._answers(timeout_s + GRACE_S)
+        return answer is not None and not answer
 
     def _answers(self, timeout_s: float) -> set[int] | None:
         """The places of the last order that a rank lacks; None: some did not answer in time."""
@@ -88,8 +88,8 @@ class OwnDisk:
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
         """Keep pages in a folder of this path, in a namespace of this rank."""
-        own = namespace_key(namespace.hex(), f"rank {self._rank}")
-        self._tier = DiskTier(folder, own, max_bytes=max_bytes)
+        name = namespace_key(namespace.hex(), f"rank {self._rank}")
+        self._tier = DiskTier(folder, name, max_bytes=max_bytes)
 
     def fetch(self, places: Sequence[tuple[int, bytes]], page_bytes: Sequence[int]) -> list[int]:
         """Read the payloads of (group, key); the places of those that are not there.

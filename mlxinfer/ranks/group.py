@@ -209,21 +209,21 @@ class RankGroup(Followers):
         self._tell(
             "assemble", *sizes, config.kv_budget_bytes, config.num_pages, config.kv, list(taps)
         )
-        own = messages.ready(cache)
+        this = messages.ready(cache)
         others = self._await(messages.Ready, READY_S)
         if self._pipeline:  # layers differ, and so does what they take
-            every = [own, *others]
-            counts = [min(each) for each in zip(*[one.num_pages for one in every], strict=True)]
-            costs = [max(each) for each in zip(*[one.page_bytes for one in every], strict=True)]
+            every = [this, *others]
+            counts = [min(values) for values in zip(*[one.num_pages for one in every], strict=True)]
+            costs = [max(values) for values in zip(*[one.page_bytes for one in every], strict=True)]
             cache.lower(
                 min(one.max_batch for one in every),
                 list(zip(counts, costs, strict=True)),
                 min(one.max_snapshots for one in every),
             )
             return
-        for found in others:
-            if found != own:
-                raise self.fail(RuntimeError(f"a rank has a cache of {found}; expected {own}"))
+        for ready in others:
+            if ready != this:
+                raise self.fail(RuntimeError(f"a rank has a cache of {ready}; expected {this}"))
 
     def release(self) -> None:
         with contextlib.suppress(RanksFailedError):
@@ -335,13 +335,13 @@ class RankGroup(Followers):
             raise self.failure
 
     def _await(self, kind: type, timeout_s: float) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < len(self._ranks):
+        answers: list[Any] = []
+        while len(answers) < len(self._ranks):
             answer = self._next_answer(kind, timeout_s)
             if answer is None:
                 raise self.fail(TimeoutError(f"no {kind.__name__} in {timeout_s:g} s"))
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
     def _next_answer(self, kind: type, timeout_s: float) -> Any:
         """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""

@@ -56,12 +56,12 @@ def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nothing uses now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
 
 
 def read_hosts(path: Path, rank: int | None) -> Place:
@@ -87,12 +87,12 @@ def read_hosts(path: Path, rank: int | None) -> Place:
     if (twice := next((one for one in every if every.count(one) > 1), None)) is not None:
         raise _wrong(f"{path} names {twice} twice.")
     if rank is None:
-        own = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
-        if len(own) != 1:
+        here = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
+        if len(here) != 1:
             raise _wrong(
-                f"{path} has {len(own)} hosts with an address of this machine; give --rank."
+                f"{path} has {len(here)} hosts with an address of this machine; give --rank."
             )
-        (rank,) = own
+        (rank,) = here
     if not 0 <= rank < len(ring):
         raise InvalidRequestError(
             f"rank is {rank}; {path} has {len(ring)} hosts, from 0.", param="rank"
@@ -131,13 +131,13 @@ def shared_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 def require_private(address: str, where: str) -> None:
     """Raise InvalidRequestError unless `address` is that of a private network or this machine."""
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         raise _wrong(
             f"{where} names {address!r}; expected an IPv4 address of one interface, so that it is "
             "known which link is used."
         ) from None
-    if found.version != 4 or found.is_global or found.is_unspecified or found.is_multicast:
+    if ip.version != 4 or ip.is_global or ip.is_unspecified or ip.is_multicast:
         raise _wrong(
             f"{where} names {address}, which is not an IPv4 address of a private network. Ranks "
             "talk without encryption: use the addresses of a link that only they share."
@@ -148,11 +148,11 @@ def _addresses(host: Any, rank: int, where: str) -> list[str]:
     listed = host.get("ips") if isinstance(host, dict) else host
     if not isinstance(listed, list) or not listed or not all(isinstance(a, str) for a in listed):
         raise _wrong(f"Host {rank} of {where} has no list of addresses.")
-    found = []
+    addresses = []
     for place, stated in enumerate(listed):
         address, port = _address(stated, where, RING_PORT + 8 * rank + place)
-        found.append(f"{address}:{port}")
-    return found
+        addresses.append(f"{address}:{port}")
+    return addresses
 
 
 def _control(default_host: str) -> tuple[str, int]:
@@ -259,8 +259,8 @@ class RankOptions:
         """
         if self.hostfile is not None:
             place = read_hosts(self.hostfile, self.rank)
-        elif (found := launched()) is not None:
-            place = found
+        elif (launched_place := launched()) is not None:
+            place = launched_place
         else:
             return None
         if self.ranks not in (1, place.size):

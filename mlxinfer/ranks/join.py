@@ -105,13 +105,13 @@ def shut_ring(ring: Sequence[Sequence[str]]) -> None:
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as found:
-                if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
-                    ends = {found.getsockname()[1]}
+            with socket.socket(fileno=os.dup(fd)) as link:
+                if link.family == socket.AF_INET and link.type == socket.SOCK_STREAM:
+                    ends = {link.getsockname()[1]}
                     with contextlib.suppress(OSError):  # one that listens has no peer
-                        ends.add(found.getpeername()[1])
+                        ends.add(link.getpeername()[1])
                     if ports.intersection(ends):
-                        found.shutdown(socket.SHUT_RDWR)
+                        link.shutdown(socket.SHUT_RDWR)
 
 
 class GroupLink:
@@ -173,10 +173,10 @@ class GroupLink:
     def _received(self, rank: int, like: mx.array, count: int) -> mx.array:
         """(T, count * n) from a neighbour, of `count` ranks; like (T, n)."""
         shape = like.shape[0], count * like.shape[1]
-        found = mx.distributed.recv(shape, like.dtype, rank, group=self._group)
-        self.received["logits"] += found.nbytes
-        mx.async_eval(found)
-        return found
+        logits = mx.distributed.recv(shape, like.dtype, rank, group=self._group)
+        self.received["logits"] += logits.nbytes
+        mx.async_eval(logits)
+        return logits
 
     def send(self, x: mx.array) -> mx.array:
         """x, which the next rank receives once it is evaluated."""
@@ -187,6 +187,8 @@ class GroupLink:
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """The array that the rank before sends."""
         source = (self.rank - 1) % self.size
-        found = mx.distributed.recv(shape, dtype, source, group=self._group, stream=self._receiving)
-        self.received["hidden"] += found.nbytes
-        return found
+        hidden = mx.distributed.recv(
+            shape, dtype, source, group=self._group, stream=self._receiving
+        )
+        self.received["hidden"] += hidden.nbytes
+        return hidden

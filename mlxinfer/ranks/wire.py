@@ -218,8 +218,8 @@ class StepReader:
         if kind is PageTable:
             return self._tables[value]
         count, data = value
-        found = np.frombuffer(data, dtype="<i4").astype(np.int32)
-        return found.reshape(count, -1) if count else found
+        array = np.frombuffer(data, dtype="<i4").astype(np.int32)
+        return array.reshape(count, -1) if count else array
 
 
 def _without_payloads(work: CacheWork) -> CacheWork:

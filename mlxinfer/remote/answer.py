@@ -19,9 +19,9 @@ from ..outputs import (
 )
 
 _CLASSES = {  # by code; of several with one code the first
-    found.code: found
-    for found in reversed(vars(errors).values())
-    if isinstance(found, type) and issubclass(found, errors.MlxinferError)
+    error.code: error
+    for error in reversed(vars(errors).values())
+    if isinstance(error, type) and issubclass(error, errors.MlxinferError)
 }
 
 
@@ -52,7 +52,7 @@ class RemoteAnswer:
         ids: list[int] = []
         for choice in event.get("choices", ()):
             ids += choice.get("token_ids") or ()
-            self._logprobs += [TokenLogprobs(each, ()) for each in _logprobs(choice)]
+            self._logprobs += [TokenLogprobs(logprob, ()) for logprob in _logprobs(choice)]
             parts += _parts(choice)
             self._reason = choice.get("finish_reason") or self._reason
             self._timings = choice.get("timings") or self._timings
@@ -107,13 +107,13 @@ def _is_json(text: str) -> bool:
 
 def error_of(said: Any, status: int | None) -> errors.MlxinferError:
     """The exception for the error that a server names, of the class that it has there."""
-    found = said if isinstance(said, dict) else {}
-    message = str(found.get("message") or said)
+    fields = said if isinstance(said, dict) else {}
+    message = str(fields.get("message") or said)
     if status == 401:
         message += " Set MLXINFER_API_KEY, or give api_key=."
-    kind = _CLASSES.get(str(found.get("code")), ServerError)
+    kind = _CLASSES.get(str(fields.get("code")), ServerError)
     error = kind(message)
-    error.param = found.get("param")
+    error.param = fields.get("param")
     if isinstance(error, ServerError):
         error.refused = status
     return error
@@ -142,9 +142,9 @@ def _parts(choice: dict[str, Any]) -> list[Part]:
 
 def _logprobs(choice: dict[str, Any]) -> list[float]:
     """The log-probabilities of the tokens of one event: a completion's, or a chat's."""
-    found = choice.get("logprobs") or {}
-    of_chat = [each["logprob"] for each in found.get("content") or ()]
-    return of_chat + (found.get("token_logprobs") or [])
+    logprobs = choice.get("logprobs") or {}
+    of_chat = [entry["logprob"] for entry in logprobs.get("content") or ()]
+    return of_chat + (logprobs.get("token_logprobs") or [])
 
 
 def _timing(given: dict[str, Any]) -> Timing:

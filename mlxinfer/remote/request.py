@@ -99,15 +99,15 @@ class TokenizeRequests(RemoteRequests):
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages with their pictures and videos as data: URLs."""
-    found, images = read_messages(messages)
+    plain, images = read_messages(messages)
     waiting = iter(images)
-    for message in found:
+    for message in plain:
         if isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [
                 part if part["type"] == "text" else _picture(next(waiting)) for part in parts
             ]
-    return found
+    return plain
 
 
 def _picture(image: ImagePart) -> dict[str, Any]:
@@ -136,19 +136,19 @@ def _values(given: Input) -> dict[str, Any]:
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams in the API's words."""
-    found = dict(values)
-    if found.get("logprobs"):
+    fields = dict(values)
+    if fields.get("logprobs"):
         raise _refused("logprobs", "a server names other tokens by their text, not by their ids")
-    if found.get("logprobs", 0) is None:
-        del found["logprobs"]
-    if "max_tokens" in found and found["max_tokens"] is None:
-        found["max_tokens"] = UNLIMITED
-    if found.get("seed", 0) is None:
-        del found["seed"]
-    if "logit_bias" in found:
-        found["logit_bias"] = {str(token): bias for token, bias in found["logit_bias"].items()}
+    if fields.get("logprobs", 0) is None:
+        del fields["logprobs"]
+    if "max_tokens" in fields and fields["max_tokens"] is None:
+        fields["max_tokens"] = UNLIMITED
+    if fields.get("seed", 0) is None:
+        del fields["seed"]
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"].items()}
     return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
+        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
     }
 
 

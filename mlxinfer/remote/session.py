@@ -103,7 +103,7 @@ class RemoteSession(ModelSession):
             "normalize": given.normalize,
         }
         data = self._pooled("/v1/embeddings", body, given.truncate)
-        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+        rows = [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in data]
         return np.stack(rows).astype(np.float32)
 
     def score(self, given: ScoreInput) -> "NDArray[np.float32]":
@@ -112,7 +112,7 @@ class RemoteSession(ModelSession):
 
         body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
         data = self._pooled("/v1/score", body, given.truncate)
-        return np.array([each["score"] for each in data], np.float32)
+        return np.array([entry["score"] for entry in data], np.float32)
 
     def _pooled(self, path: str, body: dict[str, Any], truncate: int | bool) -> Any:
         key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
@@ -135,8 +135,8 @@ class RemoteSession(ModelSession):
     # -- what it knows --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        found = self.ask("/admin/models", timeout_s=ASK_S)
-        models = [each for each in found["models"] if each["name"] == self.info.name]
+        reply = self.ask("/admin/models", timeout_s=ASK_S)
+        models = [model for model in reply["models"] if model["name"] == self.info.name]
         return dict(models[0]) if models else {}
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class RemoteSession(ModelSession):
     def adapters(self) -> list[dict[str, Any]]:
         cards = self.ask("/v1/models", timeout_s=ASK_S)["data"]
         mine = [card["id"] for card in cards if card.get("parent") == self.info.name]
-        return [{"name": each.removeprefix(f"{self.info.name}:")} for each in mine]
+        return [{"name": name.removeprefix(f"{self.info.name}:")} for name in mine]
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: only an engine in this process has the method."""
@@ -260,10 +260,10 @@ class RemoteAnswers:
             return list(pool.map(one, range(count)))
 
 
-def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:
+def _chosen(url: str, reply: Any, name: str | None) -> RemoteInfo:
     """The model of this name or alias, or the first."""
     try:
-        models = {each["id"]: each for each in found["data"]}
+        models = {entry["id"]: entry for entry in reply["data"]}
         names = {alias: m for m in models.values() for alias in m.get("aliases") or ()} | models
     except (KeyError, TypeError):
         raise ServerError(f"What answers at {url} is no server of models.") from None

@@ -156,8 +156,8 @@ def draw(weights: mx.array, uniforms: mx.array) -> mx.array:
     block = _first_beyond(target, until, block_weights)  # (R, 1)
     rest = target - mx.take_along_axis(before, block, axis=-1)
     inside = mx.take_along_axis(within, block[..., None], axis=1)[:, 0]  # (R, 128)
-    own = mx.take_along_axis(blocks, block[..., None], axis=1)[:, 0]
-    return (block * BLOCK + _first_beyond(rest, inside, own))[:, 0]
+    weights_inside = mx.take_along_axis(blocks, block[..., None], axis=1)[:, 0]
+    return (block * BLOCK + _first_beyond(rest, inside, weights_inside))[:, 0]
 
 
 def total_weight(weights: mx.array) -> mx.array:
@@ -204,7 +204,7 @@ def take_or_redraw(
     """
     width = weights.shape[-1]
     token_ids = mx.array([token_id for token_id, _ in proposed], mx.uint32)[:, None]  # (E, 1)
-    drawn = mx.stack([_fitted(each, vocab_size, width) for _, each in proposed])
+    drawn = mx.stack([_fitted(token_weights, vocab_size, width) for _, token_weights in proposed])
     p, q = weights / total_weight(weights), drawn / total_weight(drawn)
     chances = mx.take_along_axis(p, token_ids, axis=1)[:, 0]
     drawn_chances = mx.take_along_axis(q, token_ids, axis=1)[:, 0]

@@ -97,9 +97,9 @@ class PartRows:
         """The rows at these places, at least one, of a batch of `slots`."""
         array = np.array(places)
         device_places = None if len(places) == len(slots) else mx.array(array.astype(np.int32))
-        own = [slots[place] for place in places]
-        memories = [] if part.memory is None else [slot.memories[part] for slot in own]
-        return PartRows(part, array, device_places, own, spare, memories)
+        row_slots = [slots[place] for place in places]
+        memories = [] if part.memory is None else [slot.memories[part] for slot in row_slots]
+        return PartRows(part, array, device_places, row_slots, spare, memories)
 
     def apply(self, logits: mx.array, turn: Turn) -> mx.array:
         """Logits (R, width) of the whole batch with these rows changed."""
@@ -301,9 +301,9 @@ def _repeated(
     longest = max(1, *map(len, memories))
     shape = (len(memories), longest)
     ids, known = np.full(shape, -1, dtype=np.int32), np.zeros(shape, dtype=np.int32)
-    for row, each in enumerate(memories):  # the last token of each in the last column
-        ids[row, longest - len(each) :] = each.ids
-        known[row, longest - len(each) :] = each.lengths
+    for row, memory in enumerate(memories):  # the last token of each in the last column
+        ids[row, longest - len(memory) :] = memory.ids
+        known[row, longest - len(memory) :] = memory.lengths
     tokens, lengths = mx.array(ids), mx.array(known)
     end = mx.full((len(memories), 1), longest, mx.int32)
     if recent is not None:
@@ -436,8 +436,8 @@ def _ranks(rows: PartRows) -> tuple[int, mx.array]:
 def _top_ps(rows: PartRows) -> mx.array | None:
     """(P, 1) float32 top-p, where it is off more than any mass; None: it is off in all rows."""
     top_ps = np.array(rows.settings("top_p"), dtype=np.float32)  # 1 - 1e-12 is 1, and so off
-    found = np.where(top_ps < 1, top_ps, np.float32(KEEP_ALL))
-    return mx.array(found[:, None]) if (top_ps < 1).any() else None
+    limits = np.where(top_ps < 1, top_ps, np.float32(KEEP_ALL))
+    return mx.array(limits[:, None]) if (top_ps < 1).any() else None
 
 
 def top_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:

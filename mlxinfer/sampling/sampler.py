@@ -82,11 +82,11 @@ class LogprobArrays:
             [] if array is None else np.array(array).tolist()
             for array in (self.chosen, self.top_ids, self.top)
         )
-        found = {}
+        by_row = {}
         for place, (row, num) in enumerate(self.asked.items()):
             pairs = zip(ids[place][:num], top[place][:num], strict=True) if num else ()
-            found[row] = TokenLogprobs(logprob=chosen[place], top=tuple(pairs))
-        return found
+            by_row[row] = TokenLogprobs(logprob=chosen[place], top=tuple(pairs))
+        return by_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
         rows = [row for row, slot in enumerate(slots) if part in slot.parts]
         first = [row for row in rows if early[row] or not part.fused]
         rest = [row for row in rows if part.fused and not early[row]]
-        for places, found in ((first, before), (rest, fused)):
+        for places, parts in ((first, before), (rest, fused)):
             if places:
-                found.append(PartRows.of(part, places, slots, vocab_size))
+                parts.append(PartRows.of(part, places, slots, vocab_size))
     drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
     temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
     return SamplingPlan(
@@ -203,9 +203,9 @@ class Sampler:
         """
         uses = []
         for dtype in DTYPES.values() if self._vocab_size <= MAX_VOCAB else ():
-            own = sample_variant(dtype, masked=False)
-            for variant in (own, sample_variant(dtype, masked=True), bitmask_variant(dtype)):
-                first = (ANY_ROWS,) if variant == own and dtype == model_dtype else ()
+            plain = sample_variant(dtype, masked=False)
+            for variant in (plain, sample_variant(dtype, masked=True), bitmask_variant(dtype)):
+                first = (ANY_ROWS,) if variant == plain and dtype == model_dtype else ()
                 install = partial(self._ready.__setitem__, variant)
                 uses.append(KernelUse({ANY_ROWS: [variant]}, install, first))
         return uses
@@ -368,12 +368,12 @@ class Sampler:
     ) -> None:
         """Put what rejection sampling gives in place of the drawn (D,) tokens with a proposal."""
         pairs = [(i, proposed[row]) for i, row in enumerate(plan.drawn.tolist())]
-        found = {i: token for i, token in pairs if token is not None}
-        if found:
-            some, places = list(found), mx.array(list(found), mx.int32)
+        by_row = {i: token for i, token in pairs if token is not None}
+        if by_row:
+            some, places = list(by_row), mx.array(list(by_row), mx.int32)
             drawn[places] = take_or_redraw(
                 weights[places],
-                list(found.values()),
+                list(by_row.values()),
                 plan.streams[some],
                 counts[some],
                 self._vocab_size,

@@ -118,13 +118,13 @@ def common_suffixes(ids: Sequence[int], breakers: frozenset[int]) -> Ints:
     """
     last = list(reversed(ids))
     free = next((i for i, token_id in enumerate(last) if token_id in breakers), len(last))
-    found = np.zeros(len(last), dtype=np.int32)
+    lengths = np.zeros(len(last), dtype=np.int32)
     left = right = 0
     for i in range(1, len(last)):
-        length = min(right - i, int(found[i - left])) if i < right else 0
+        length = min(right - i, int(lengths[i - left])) if i < right else 0
         while i + length < len(last) and last[length] == last[i + length]:
             length += 1
-        found[i] = length
+        lengths[i] = length
         if i + length > right:
             left, right = i, i + length
-    return np.minimum(found[::-1], free)
+    return np.minimum(lengths[::-1], free)

@@ -201,8 +201,8 @@ class App:
         if path in self._exact:
             return self._exact[path], {}
         for pattern, methods in self._patterns.items():
-            if found := pattern.fullmatch(path):
-                return methods, found.groupdict()
+            if match := pattern.fullmatch(path):
+                return methods, match.groupdict()
         return {}, {}
 
     def _canonical(self, path: str) -> str:
@@ -221,7 +221,7 @@ class App:
 
 def _pattern(path: str) -> re.Pattern[str]:
     parts = _PARAM.split(path)  # text, name, ":path" or None, text, …
-    found = re.escape(parts[0])
+    expression = re.escape(parts[0])
     for name, slashes, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        found += f"(?P<{name}>{'.+' if slashes else '[^/]+'}){re.escape(text)}"
-    return re.compile(found)
+        expression += f"(?P<{name}>{'.+' if slashes else '[^/]+'}){re.escape(text)}"
+    return re.compile(expression)

@@ -426,11 +426,11 @@ class Call:
             urls.append(url)
             return b""
 
-        for each in given:
-            each.fetched(note)
+        for item in given:
+            item.fetched(note)
         if urls:
             fetch = PictureFetches().fetch
-            work = self.service.fetchers.run(lambda: [each.fetched(fetch) for each in given])
+            work = self.service.fetchers.run(lambda: [item.fetched(fetch) for item in given])
             given = await self._interruptible(work)
         return lambda: given
 
@@ -442,14 +442,14 @@ class Call:
         sees = "vision" in model.session.capabilities
         return [
             replace(
-                each.fetched(refuse_urls) if sees else self._without_pictures(each),
+                item.fetched(refuse_urls) if sees else self._without_pictures(item),
                 owner=self.owner,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
-                cache_salt=self.namespace(each.cache_salt),
-                id_slot=max(each.id_slot or 0, 0),
+                cache_salt=self.namespace(item.cache_salt),
+                id_slot=max(item.id_slot or 0, 0),
             )
-            for each in (given.with_effort(model.reasoning_effort) for given in read())
+            for item in (given.with_effort(model.reasoning_effort) for given in read())
         ]
 
     def _without_pictures(self, given: Input) -> Input:
@@ -565,8 +565,8 @@ class Call:
         )
         if self.reuse is not None:
             names = ("model", "prompt_tokens", "cached_tokens", "tiers", "cause", "position")
-            found = {name: self.reuse.shown[name] for name in names}
-            log.debug("prompt reuse", extra={"request_id": self.request_id, **found})
+            fields = {name: self.reuse.shown[name] for name in names}
+            log.debug("prompt reuse", extra={"request_id": self.request_id, **fields})
 
     def end(self, index: int, reason: str, result: Result | None) -> None:
         """Count the end of an answer, with its result if it is complete."""
@@ -636,19 +636,19 @@ class Call:
         """The call for the dashboard, without text of it; None: nothing is generated yet."""
         if self.answers is None:
             return None
-        each = self.answers.answers
-        limits = [answer.request.params.max_tokens for answer in each]
+        answers = self.answers.answers
+        limits = [answer.request.params.max_tokens for answer in answers]
         return {
             "id": self.id,
             "path": self.scope["path"],
             "key": None if self.key is None else self.key.name,
             "model": self.log["model"],
-            "answers": len(each),
-            "waiting": len(self._queued) == len(each),
-            "prompt_tokens": len(each[0].request.prompt_ids),
-            "answer_tokens": sum(answer.num_tokens for answer in each),
+            "answers": len(answers),
+            "waiting": len(self._queued) == len(answers),
+            "prompt_tokens": len(answers[0].request.prompt_ids),
+            "answer_tokens": sum(answer.num_tokens for answer in answers),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
-            "age_s": time.monotonic() - min(answer.request.arrived_s for answer in each),
+            "age_s": time.monotonic() - min(answer.request.arrived_s for answer in answers),
         }
 
     async def __aenter__(self) -> "Call":
@@ -670,7 +670,7 @@ class Call:
         if self.answers is not None:
             self.answers.close()
             self.close()
-            results, usage = [each.result for each in self.answers.answers], self.answers.usage
+            results, usage = [answer.result for answer in self.answers.answers], self.answers.usage
             self.log.update(
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,

@@ -33,10 +33,10 @@ def split_target(scope: Scope) -> None:
     The URL's host replaces the Host header (RFC 9112, 3.2.2). So the host that the client named is
     the one that is checked.
     """
-    found = _ABSOLUTE.fullmatch(scope["raw_path"])
-    if found is None:
+    match = _ABSOLUTE.fullmatch(scope["raw_path"])
+    if match is None:
         return
-    host, path = found.group(1), found.group(2) or b"/"
+    host, path = match.group(1), match.group(2) or b"/"
     scope["raw_path"] = path
     scope["path"] = unquote(path.decode())
     others = [(name, value) for name, value in scope["headers"] if name != b"host"]
@@ -103,8 +103,8 @@ def check_host(scope: Scope, config: ServerConfig) -> None:
             "config file adds one.",
         )
     origin = _value(scope, b"origin")
-    own = (f"http://{host.lower()}", f"https://{host.lower()}")
-    if origin is not None and origin.lower() not in own and not _is_allowed(origin, config):
+    origins = (f"http://{host.lower()}", f"https://{host.lower()}")
+    if origin is not None and origin.lower() not in origins and not _is_allowed(origin, config):
         raise HttpError(
             "forbidden",
             "Pages of this origin may not use this server; --allowed-origin adds one, and "
@@ -136,8 +136,8 @@ def _is_ours(name: str, config: ServerConfig) -> bool:
         return True
     if name in (*map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)):
         return True
-    own = socket.gethostname().lower()
-    if name in (own, f"{own.removesuffix('.local')}.local"):
+    hostname = socket.gethostname().lower()
+    if name in (hostname, f"{hostname.removesuffix('.local')}.local"):
         return True
     if config.loopback:
         return False

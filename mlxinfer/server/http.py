@@ -151,8 +151,8 @@ def _take_tables(value: RequestBody, given: Mapping[str, msgspec.Raw]) -> None:
             refuse(name, _decoded(given[name], Any, name), neutral)
     for alias, name in value.aliases.items():
         if alias in given:
-            found = _decoded(given[alias], _kind_of(type(value), name), alias)
-            setattr(value, name, same_field({name: getattr(value, name), alias: found}))
+            table = _decoded(given[alias], _kind_of(type(value), name), alias)
+            setattr(value, name, same_field({name: getattr(value, name), alias: table}))
 
 
 @cache
@@ -184,13 +184,13 @@ def same_field(given: Mapping[str, T | None]) -> T | None:
     Raises:
         InvalidRequestError: two names with different values.
     """
-    found = [(name, value) for name, value in given.items() if value is not None]
-    for name, value in found[1:]:
-        if value != found[0][1]:
+    stated = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
             raise InvalidRequestError.of(
-                name, f"and {found[0][0]} are one field, and differ; send one."
+                name, f"and {stated[0][0]} are one field, and differ; send one."
             )
-    return found[0][1] if found else None
+    return stated[0][1] if stated else None
 
 
 def _not_json(body: bytes, message: str) -> str:
@@ -208,19 +208,19 @@ def _not_json(body: bytes, message: str) -> str:
 
 def _check_containers(body: bytes) -> None:
     """Refuse millions of lists: they take 25 times their text, and block all other threads."""
-    found = body.count(b"[") + body.count(b"{")
-    if found > MAX_CONTAINERS:
+    count = body.count(b"[") + body.count(b"{")
+    if count > MAX_CONTAINERS:
         raise InvalidRequestError(
-            f"The body holds {found} lists and objects, or texts with as many brackets; "
+            f"The body holds {count} lists and objects, or texts with as many brackets; "
             f"at most {MAX_CONTAINERS} are accepted. Send less at once."
         )
 
 
 def wrong_field(message: str, place: str = "") -> InvalidRequestError:
     """The error of msgspec's `Expected int, got str - at $.a[0].b`, with the path as `param`."""
-    found = _AT.search(message)
+    match = _AT.search(message)
     missing = re.match(r"Object missing required field `(\w+)`", message)
-    parts = [place, found.group(2) if found else "", missing.group(1) if missing else ""]
+    parts = [place, match.group(2) if match else "", missing.group(1) if missing else ""]
     path = ".".join(part for part in parts if part)
     if missing:
         return InvalidRequestError.of(path, "is missing, and is required.")

@@ -111,14 +111,14 @@ class ApiKeys:
             return
         self._stamp = stamp
         try:
-            found = self._reread()
+            reread = self._reread()
         except (OSError, MlxinferError) as error:
             log.error("keys not read again, those before stay: %s", error)
             return
-        if not found._keys:  # otherwise everybody would be let in
+        if not reread._keys:  # otherwise everybody would be let in
             log.error("%s has no key; those before stay", self._file)
             return
-        self._keys = found._keys
+        self._keys = reread._keys
         log.info("keys read again", extra={"keys": len(self._keys)})
 
     def owner_now(self, owner: str) -> str:
@@ -159,11 +159,11 @@ class ApiKeys:
     def _find(self, given: bytes) -> ApiKey | None:
         """Compare every digest, so that the time reveals nothing about them."""
         digest = _digest(given)
-        found = None
+        match = None
         for key in self.all:
             if hmac.compare_digest(digest, key.digest):
-                found = key
-        return found
+                match = key
+        return match
 
 
 def require_admin(key: ApiKey | None) -> None:
@@ -199,10 +199,10 @@ def _read_table(table: object, place: str) -> tuple[bytes, bool]:
 def _stamp(path: Path) -> object:
     """Changes with the file; None: it is not there."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _digest_of_plain(key: str) -> bytes:

@@ -288,8 +288,8 @@ class EngineStats:
     async def all(self, models: ModelRegistry) -> dict[str, dict[str, Any]]:
         """The stats of the loaded models that answer in time, by name."""
         running = models.running()
-        found = await asyncio.gather(*map(self.soon, running))
-        return {m.name: v for m, v in zip(running, found, strict=True) if v is not None}
+        stats = await asyncio.gather(*map(self.soon, running))
+        return {m.name: v for m, v in zip(running, stats, strict=True) if v is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -325,7 +325,9 @@ class ServerMetrics(Collector):
         for kind, source, table in FAMILIES:
             getter = attrgetter if source in ("requests", "slots") else itemgetter
             for name, (key, text) in table.items():
-                rows = [((model,), getter(key)(found)) for model, found in sources[source].items()]
+                rows = [
+                    ((model,), getter(key)(values)) for model, values in sources[source].items()
+                ]
                 yield _family(kind, name, text, rows)
         yield from self._requests()
         yield from self._engines()
@@ -355,7 +357,9 @@ class ServerMetrics(Collector):
                 histogram.add_metric([model], pairs, metrics.sums[key])
             yield histogram
         ended = {
-            (m, reason): n for m, each in by_model.items() for reason, n in each.finished.items()
+            (m, reason): n
+            for m, counted in by_model.items()
+            for reason, n in counted.finished.items()
         }
         text = "Requests that ended."
         yield _family(C, "vllm:request_success", text, ended.items(), "finished_reason")
@@ -368,13 +372,13 @@ class ServerMetrics(Collector):
                 for model, metrics in self.request_metrics.items()
             ]
             yield _family(G, f"vllm:num_requests_{name}", text, rows)
-        usage = [((model,), _usage(found)) for model, found in stats.items()]
+        usage = [((model,), _usage(values)) for model, values in stats.items()]
         yield _family(G, "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", usage)
         steps = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
         )
-        for model, found in self.engine_stats.items():
-            steps.add_metric([model], [("+Inf", found["steps"])], found["tokens_computed"])
+        for model, values in self.engine_stats.items():
+            steps.add_metric([model], [("+Inf", values["steps"])], values["tokens_computed"])
         yield steps
 
     def _process(self) -> Iterator[Metric]:

@@ -292,7 +292,7 @@ class ModelRegistry:
             raise InvalidRequestError(f"The model {name} answers by default, and so it stays.")
         await self.unload(name, drain_s)
         self._slots.remove(slot)
-        self._by_name = {name: each for name, each in self._by_name.items() if each is not slot}
+        self._by_name = {name: other for name, other in self._by_name.items() if other is not slot}
         self._share_kv(self._slots)
 
     def _append(self, slot: ModelSlot) -> None:

@@ -29,11 +29,11 @@ async def health(call: Call) -> Plain:
 
 async def ready(call: Call) -> Body:
     """The models make tokens; 503 while they are loaded, stuck, or about to end."""
-    found = Health.DRAINING if call.service.draining else await call.service.readiness.check()
-    content = encode({"status": found})
-    if found is Health.READY:
+    health = Health.DRAINING if call.service.draining else await call.service.readiness.check()
+    content = encode({"status": health})
+    if health is Health.READY:
         return Body(content)
-    return Body(content, 503, headers=[(b"retry-after", str(RETRY_S[found]).encode())])
+    return Body(content, 503, headers=[(b"retry-after", str(RETRY_S[health]).encode())])
 
 
 # -- numbers, for Prometheus and for routers in front of several servers ------------------------
@@ -41,8 +41,8 @@ async def ready(call: Call) -> Body:
 
 async def metrics(call: Call) -> Body:
     """Numbers for Prometheus, under vLLM's names and mlxinfer's own."""
-    found = await call.service.metrics()
-    return Body(found.text(), media_type=CONTENT_TYPE_LATEST.encode())
+    families = await call.service.metrics()
+    return Body(families.text(), media_type=CONTENT_TYPE_LATEST.encode())
 
 
 async def loads(call: Call) -> Plain:
@@ -66,18 +66,18 @@ async def server_info(call: Call) -> Plain:
     return {"version": __version__, "served_model_name": name, "dp_size": 1}
 
 
-def _load(found: ServerMetrics) -> Plain:
+def _load(metrics: ServerMetrics) -> Plain:
     running = waiting = used = most = 0
-    for name, each in found.request_metrics.items():
-        stats = found.engine_stats.get(name, {})
-        running += stats.get("running", each.num_running)
-        waiting += stats.get("waiting", each.num_waiting)
+    for name, requests in metrics.request_metrics.items():
+        stats = metrics.engine_stats.get(name, {})
+        running += stats.get("running", requests.num_running)
+        waiting += stats.get("waiting", requests.num_waiting)
         for group in stats.get("groups", ())[:1]:  # the one that holds the longest contexts
             used += group["pages_held"] * stats["page_size"]
             most += group["pages"] * stats["page_size"]
-    counted = found.request_metrics.values()
-    prompts = sum(each.prompt_tokens for each in counted)
-    hit = sum(each.cached_tokens for each in counted) / prompts if prompts else 0.0
+    counted = metrics.request_metrics.values()
+    prompts = sum(requests.prompt_tokens for requests in counted)
+    hit = sum(requests.cached_tokens for requests in counted) / prompts if prompts else 0.0
     return {
         "dp_rank": 0,
         "num_running_reqs": running,
@@ -100,12 +100,12 @@ async def list_reuse(call: Call) -> Plain:
 
 async def show_reuse(call: Call) -> Plain:
     """One of these, by the id of its answer or its x-request-id."""
-    found = call.service.reuse.find(call.owner, call.path_params["id"])
-    if found is None:
+    record = call.service.reuse.find(call.owner, call.path_params["id"])
+    if record is None:
         raise HttpError(
             "not_found", "No such request of this key is remembered; /v1/reuse lists the last ones."
         )
-    return found
+    return record
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -193,11 +193,11 @@ async def dashboard(call: Call) -> Plain:
     service = call.service
     now = await service.metrics()
     stats = now.engine_stats
-    running = [found for each in service.calls if (found := each.state()) is not None]
+    running = [state for active in service.calls if (state := active.state()) is not None]
     return {
         **await list_states(call),
         "models": [_shown(service, slot, stats.get(slot.entry.name)) for slot in now.slots],
-        "requests": sorted(running, key=lambda found: -found["age_s"]),
+        "requests": sorted(running, key=lambda state: -state["age_s"]),
         "problems": service.problems.newest(),
         "memory_active_bytes": max((s["active_memory_bytes"] for s in stats.values()), default=0),
         "memory_peak_bytes": max((s["peak_memory_bytes"] for s in stats.values()), default=0),
@@ -294,9 +294,9 @@ def _allowed(path: str, folders: tuple[str, ...]) -> Path:
         raise InvalidRequestError(f"{shown(path)} is no path.", param="lora_path")
     roots = [Path(folder).expanduser().resolve() for folder in folders]
     for root in roots:
-        found = (root / path).resolve()  # an absolute path stays what it is
-        if found.is_relative_to(root) and found != root:
-            return found
+        resolved = (root / path).resolve()  # an absolute path stays what it is
+        if resolved.is_relative_to(root) and resolved != root:
+            return resolved
     raise InvalidRequestError(
         f"{shown(path)} is not in a folder of --adapter-dir, from which alone adapters are loaded.",
         param="lora_path",

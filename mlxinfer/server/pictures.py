@@ -46,14 +46,14 @@ class PictureFetches:
 
     def fetch(self, url: str, place: str) -> bytes:
         """As `fetch_picture`; raises PictureError also where the request's limits are reached."""
-        found = self._found.get(url)
-        if found is None:
+        data = self._found.get(url)
+        if data is None:
             if time.monotonic() > self._deadline:
                 raise _refused(f"comes too late: all have {REQUEST_S:g} seconds", place)
-            found = self._found[url] = fetch_picture(url, place)
+            data = self._found[url] = fetch_picture(url, place)
             if sum(map(len, self._found.values())) > REQUEST_BYTES:
                 raise _refused(f"is too much: all may have {REQUEST_BYTES:,} bytes", place)
-        return found
+        return data
 
 
 def fetch_picture(url: str, place: str) -> bytes:
@@ -70,10 +70,10 @@ def fetch_picture(url: str, place: str) -> bytes:
     deadline = time.monotonic() + TIMEOUT_S
     try:
         for _ in range(MAX_REDIRECTS + 1):
-            found = _get(urlsplit(url), deadline, place)
-            if isinstance(found, bytes):
-                return found
-            url = urljoin(url, found)
+            reply = _get(urlsplit(url), deadline, place)
+            if isinstance(reply, bytes):
+                return reply
+            url = urljoin(url, reply)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _refused(f"cannot be fetched: {error or type(error).__name__}", place) from None
     raise _refused(f"redirects more than {MAX_REDIRECTS} times", place)
@@ -85,8 +85,8 @@ def public_address(host: str, port: int, deadline: float, place: str) -> str:
     lookup = in_background(
         lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), "mlxinfer-names"
     )
-    found = lookup.result(_left(deadline))
-    addresses = [str(address[0]) for *_, address in found]
+    results = lookup.result(_left(deadline))
+    addresses = [str(address[0]) for *_, address in results]
     for address in addresses:
         if not _is_public(address):
             raise _refused("leads to an address that is not public", place)

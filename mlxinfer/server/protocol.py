@@ -138,15 +138,19 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         """
         if len(self.connections) <= self.max_per_client or self.client is None:
             return
-        own = [
-            each
-            for each in self.connections
-            if isinstance(each, TimedProtocol) and not each.transport.is_closing()
-            if each.client is not None and each.client[0] == self.client[0]
+        from_client = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, TimedProtocol) and not connection.transport.is_closing()
+            if connection.client is not None and connection.client[0] == self.client[0]
         ]
-        idle = [each for each in own if each.cycle is None or each.cycle.response_complete]
-        if len(own) > self.max_per_client and idle:
-            min(idle, key=lambda each: each._opened_s).transport.close()
+        idle = [
+            connection
+            for connection in from_client
+            if connection.cycle is None or connection.cycle.response_complete
+        ]
+        if len(from_client) > self.max_per_client and idle:
+            min(idle, key=lambda connection: connection._opened_s).transport.close()
 
     def _listen_on(self) -> None:
         """Read on while the next request waits: its first bytes, and a disconnect."""

@@ -72,9 +72,9 @@ class Readiness:
         return await asyncio.shield(self._running)
 
     async def _check_all(self) -> Health:
-        found = await asyncio.gather(*(self._check(model) for model in self._models.running()))
+        healths = await asyncio.gather(*(self._check(model) for model in self._models.running()))
         self._checked_s = time.monotonic()
-        return next((health for health in found if health is not Health.READY), Health.READY)
+        return next((health for health in healths if health is not Health.READY), Health.READY)
 
     async def _check(self, model: ServedModel) -> Health:
         health = Health.READY

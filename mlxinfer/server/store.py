@@ -170,13 +170,13 @@ class ResponseStore:
             db.execute("SELECT owner, sum(num_bytes) FROM responses GROUP BY owner").fetchall()
         )
         while sum(held.values()) > self._max_bytes:
-            owner = max(held, key=lambda each: held[each])
-            found, size = db.execute(
+            owner = max(held, key=lambda holder: held[holder])
+            oldest, size = db.execute(
                 "SELECT id, num_bytes FROM responses WHERE owner = ?"
                 " ORDER BY used_s, rowid LIMIT 1",
                 (owner,),
             ).fetchone()
-            db.execute("DELETE FROM responses WHERE id = ?", (found,))
+            db.execute("DELETE FROM responses WHERE id = ?", (oldest,))
             held[owner] -= size
 
     def chain(self, owner: str, id: str) -> list[StoredResponse] | None:
@@ -184,10 +184,10 @@ class ResponseStore:
 
         All of them count as used now.
         """
-        found: list[StoredResponse] = []
+        chain: list[StoredResponse] = []
         wanted: str | None = id
         with _reported(), self._file.transaction() as db:
-            while wanted is not None and len(found) < MAX_CHAIN:
+            while wanted is not None and len(chain) < MAX_CHAIN:
                 row = db.execute(
                     "SELECT id, previous, input, response FROM responses WHERE id = ? AND owner = ?"
                     " AND used_s >= ?",
@@ -196,11 +196,11 @@ class ResponseStore:
                 if row is None:
                     return None
                 stored = StoredResponse(id=row[0], previous=row[1], input=row[2], response=row[3])
-                found.append(stored)
+                chain.append(stored)
                 wanted = stored.previous
-            used = [(self._clock(), stored.id) for stored in found]
+            used = [(self._clock(), stored.id) for stored in chain]
             db.executemany("UPDATE responses SET used_s = ? WHERE id = ?", used)
-        return found[::-1]
+        return chain[::-1]
 
     def events(self, id: str) -> list[bytes]:
         """The frames of a response's stream; none if it did not run in the background."""

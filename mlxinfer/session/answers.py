@@ -325,9 +325,9 @@ class Answers:
     def usage(self) -> Usage:
         """Token counts so far."""
         firsts = {id(answer.request.prompt_ids): answer for answer in reversed(self.answers)}
-        done = [each.result for each in firsts.values() if each.result is not None]
+        done = [first.result for first in firsts.values() if first.result is not None]
         return Usage(
-            prompt_tokens=sum(len(each.request.prompt_ids) for each in firsts.values()),
+            prompt_tokens=sum(len(first.request.prompt_ids) for first in firsts.values()),
             cached_tokens=sum(result.cached_tokens for result in done),
             answer_tokens=sum(answer.num_tokens for answer in self.answers),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),

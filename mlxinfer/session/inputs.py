@@ -241,8 +241,8 @@ class ChatInput(Input):
     @property
     def reasoning_limit(self) -> int | None:
         """The most tokens of reasoning that the input asks for; None: no limit."""
-        own = None if self.params is None else self.params.max_reasoning_tokens
-        limit: int | None = self.sampling.get("max_reasoning_tokens", own)
+        default = None if self.params is None else self.params.max_reasoning_tokens
+        limit: int | None = self.sampling.get("max_reasoning_tokens", default)
         return limit
 
     def with_effort(self, effort: str | None) -> Self:
@@ -396,8 +396,8 @@ def text_input(
     method: str, prompt: PromptLike, params: SamplingParams | None, options: Mapping[str, Any]
 ) -> TextInput:
     """The input of a text, from the keyword arguments of LLM's `method`."""
-    own, sampling = _split(method, options, TextArguments)
-    return TextInput(prompt=prompt, params=params, sampling=sampling, **own)
+    arguments, sampling = _split(method, options, TextArguments)
+    return TextInput(prompt=prompt, params=params, sampling=sampling, **arguments)
 
 
 def chat_input(
@@ -407,18 +407,22 @@ def chat_input(
     options: Mapping[str, Any],
 ) -> ChatInput:
     """The input of a conversation, from the keyword arguments of LLM's `method`."""
-    own, sampling = _split(method, options, ChatArguments)
-    variables = own.pop("chat_template_kwargs", None) or {}
+    arguments, sampling = _split(method, options, ChatArguments)
+    variables = arguments.pop("chat_template_kwargs", None) or {}
     if isinstance(variables, Mapping):  # anything else is refused by the input
-        own |= {ENDS[name]: variables[name] for name in ENDS if name in variables}
+        arguments |= {ENDS[name]: variables[name] for name in ENDS if name in variables}
         variables = {name: value for name, value in variables.items() if name not in ENDS}
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    images, videos = own.pop("images", ()), own.pop("videos", ())
+    images, videos = arguments.pop("images", ()), arguments.pop("videos", ())
     if images or videos:
         messages = with_images(messages, images, videos)
     return ChatInput(
-        messages=messages, params=params, sampling=sampling, template_variables=variables, **own
+        messages=messages,
+        params=params,
+        sampling=sampling,
+        template_variables=variables,
+        **arguments,
     )
 
 
@@ -428,8 +432,8 @@ def _split(
     """The options of a method: those of its own, and those that are fields of SamplingParams."""
     check_names(method, options, known.__annotations__)
     fields = SamplingValues.__annotations__
-    own = {name: value for name, value in options.items() if name not in fields}
-    return own, {name: value for name, value in options.items() if name in fields}
+    arguments = {name: value for name, value in options.items() if name not in fields}
+    return arguments, {name: value for name, value in options.items() if name in fields}
 
 
 def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
@@ -513,8 +517,8 @@ def with_images(messages: Sequence[Message], images: object, videos: object = ()
             )
     assert isinstance(images, list | tuple)
     assert isinstance(videos, list | tuple)
-    found = list(messages)
-    roles = [isinstance(each, Mapping) and each.get("role") == "user" for each in found]
+    seen = list(messages)
+    roles = [isinstance(message, Mapping) and message.get("role") == "user" for message in seen]
     shown_first = [{"type": "image", "image": image} for image in images]
     shown_first += [
         {"type": "video", "frames" if isinstance(video, list | tuple) else "video": video}
@@ -525,10 +529,10 @@ def with_images(messages: Sequence[Message], images: object, videos: object = ()
         raise InvalidRequestError(f"{name} go with a message of the user.", param=name)
     if shown_first:
         place = len(roles) - 1 - roles[::-1].index(True)
-        content = found[place].get("content") or []
+        content = seen[place].get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
-        found[place] = {**found[place], "content": [*shown_first, *parts]}
-    return found
+        seen[place] = {**seen[place], "content": [*shown_first, *parts]}
+    return seen
 
 
 def _wrapped(seed: int) -> int:

@@ -61,10 +61,10 @@ class PreparedPictures:
     def prepare(self, key: PreparedKey, make: Callable[[], Shown]) -> Shown:
         """Return the kept result of `make`, or call it: that takes some tenths of a second."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
+            prepared = self._kept.get(key)
+            if prepared is not None:
                 self._kept.move_to_end(key)
-                return found
+                return prepared
         made = make()
         with self._lock:
             if key not in self._kept and num_bytes(made) <= self._max_bytes:
@@ -138,15 +138,15 @@ class SeenParts(NamedTuple):
                 "pictures; it may not be made for pictures, or not in a message of this role."
             )
         waiting = iter(pictures)
-        found: list[int] = []
+        token_ids: list[int] = []
         placed: list[PlacedPicture] = []
         for token in ids:
             if token in placeholders:
-                placed.append(PlacedPicture(next(waiting), len(found)))
-                found += placed[-1].picture.token_ids
+                placed.append(PlacedPicture(next(waiting), len(token_ids)))
+                token_ids += placed[-1].picture.token_ids
             else:
-                found.append(token)
-        return found, tuple(placed)
+                token_ids.append(token)
+        return token_ids, tuple(placed)
 
 
 class PictureReader:
@@ -211,18 +211,18 @@ class PictureReader:
         processor = self._processor_of(images)
         moving = any(image.is_video for image in images)
         budget = Budget(VIDEO_CPU_S if moving else PICTURE_CPU_S, abandoned)
-        found: list[Shown] = []
+        pictures: list[Shown] = []
         num_tokens, most = 0, self._max_context if max_context is None else max_context
         for image in images:
             if abandoned():
                 raise CancelledError
-            found.append(self._shown(image, budget, cache_salt))
-            num_tokens += sum([len(picture.token_ids) for picture in found[-1].pictures])
+            pictures.append(self._shown(image, budget, cache_salt))
+            num_tokens += sum([len(picture.token_ids) for picture in pictures[-1].pictures])
             if num_tokens >= most:
                 raise PromptTooLongError(num_tokens, most, param=place, exact=False)
-        spoken = [one.text for one, part in zip(found, images, strict=True) if part.is_video]
+        spoken = [one.text for one, part in zip(pictures, images, strict=True) if part.is_video]
         videos = self._processors.videos if moving else None
-        return SeenParts(self._name, processor, videos, found, spoken)
+        return SeenParts(self._name, processor, videos, pictures, spoken)
 
     def _processor_of(self, images: Sequence[ImagePart]) -> ImageProcessor:
         """The processor of pictures; raises UnsupportedFieldError where these cannot be seen."""

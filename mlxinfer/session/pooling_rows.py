@@ -112,8 +112,8 @@ def _each_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.En
     for text in texts:
         check_text(text)
     unique = list(dict.fromkeys(texts))
-    found = dict(zip(unique, _encodings(tokenizer, unique), strict=True))
-    return [found[text] for text in texts]
+    by_text = dict(zip(unique, _encodings(tokenizer, unique), strict=True))
+    return [by_text[text] for text in texts]
 
 
 def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice]:
@@ -129,7 +129,7 @@ def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice
 
 
 def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-    found: list[tokenizers.Encoding] = []
+    encodings: list[tokenizers.Encoding] = []
     for text in texts:
         check_text(text)
     with encoding_failures():
@@ -138,8 +138,8 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.En
             return list(plain.encode_batch(list(texts), add_special_tokens=False))
         for text in texts:
             backend = tokenizer.literal_backend(text)
-            found += backend.encode_batch([text], add_special_tokens=False)
-    return found
+            encodings += backend.encode_batch([text], add_special_tokens=False)
+    return encodings
 
 
 def _cut(
@@ -284,10 +284,10 @@ class RowBuilder:
             raise InvalidRequestError(
                 "This model reads no instruction; leave it out.", param="instruction"
             )
-        found = encode_rows(
+        rows = encode_rows(
             self.tokenizer, queries, documents, max_tokens=limit, truncate=cut, param=param
         )
-        return [_row(row, 0) for row in found]
+        return [_row(row, 0) for row in rows]
 
     def limit(self, truncate: int | bool) -> int:
         """Tokens that a row may have; raises InvalidRequestError for what is no number of them."""

@@ -193,15 +193,17 @@ class PoolingSession(LocalSession):
         Source of the cut: Matryoshka representations, arXiv 2205.13147.
         """
         cut = vectors if given.dimensions is None else vectors[:, : given.dimensions]
-        own = NORMALISE in self.pooling.modules
-        if own and given.normalize is False:
+        normalised = NORMALISE in self.pooling.modules
+        if normalised and given.normalize is False:
             raise InvalidRequestError(
                 "This model's own files bring its vectors to length 1, so there are none of other "
                 "lengths: leave normalize out.",
                 param="normalize",
             )
         wanted = given.normalize
-        return unit(cut) if wanted or (wanted is None and own and cut is not vectors) else cut
+        return (
+            unit(cut) if wanted or (wanted is None and normalised and cut is not vectors) else cut
+        )
 
     def _similarities(
         self, first: Sequence[str], second: Sequence[str], vectors: "Vectors"

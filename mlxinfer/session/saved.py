@@ -98,7 +98,9 @@ class NamedSessions(SavedSessions):
         """
         with self._lock:
             saving = self._saving.setdefault(client.owner, {})
-            held = {each.name: each.num_bytes for each in self.all_of(client.owner)} | saving
+            held = {
+                session.name: session.num_bytes for session in self.all_of(client.owner)
+            } | saving
             num_bytes = sum((held | {saved.name: saved.num_bytes}).values())
             if client.num_owners > 1 and num_bytes > self.max_bytes / client.num_owners:
                 raise OverloadedError(
@@ -218,8 +220,8 @@ def _written(
     for (parent, key), (_, group), entry in places:
         if entry.payload.nbytes != sizes.get(group):
             raise DamagedSessionError("The file has pages of another size than the model.")
-        own = Entry(key, parent, entry.token_ids, entry.payload)
-        if tier.read(key) is None and not tier.write_entry(own):
+        page = Entry(key, parent, entry.token_ids, entry.payload)
+        if tier.read(key) is None and not tier.write_entry(page):
             raise _no_room()
         yield key
     tier.sync()

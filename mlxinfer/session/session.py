@@ -157,7 +157,7 @@ class RequestBuilder:
         if constraint is not None or prompt.use is not None:
             spec = self.guidance.rule(prompt.ids, constraint, prompt.use, reasons=prompt.reasons)
         params = given.params_of_answers(chat_params, max_context - num_prompt)
-        return [self._answer(given, prompt, each, spec) for each in params]
+        return [self._answer(given, prompt, answer_params, spec) for answer_params in params]
 
     def _answer(
         self,
@@ -344,16 +344,16 @@ class RequestBuilder:
 
     def _breaking(self, text: str) -> frozenset[int]:
         """The tokens that contain a text. If none does: the last token of the text itself."""
-        found = self._breakers.get(text)
-        if found is None:
+        ids = self._breakers.get(text)
+        if ids is None:
             if len(self._breakers) >= MAX_BREAKERS:
                 self._breakers.clear()
-            found = self.tokenizer.ids_with(text)
-            if not found:
-                own = self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-                found = frozenset(own[-1:])
-            self._breakers[text] = found
-        return found
+            ids = self.tokenizer.ids_with(text)
+            if not ids:
+                text_ids = self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+                ids = frozenset(text_ids[-1:])
+            self._breakers[text] = ids
+        return ids
 
     def _variables(
         self, given: ChatInput, template: ChatTemplate | None
@@ -517,7 +517,7 @@ class Session(LocalSession):
             OverloadedError: too many grammars at once.
         """
         limit, build = self.limits.max_context, self.builder.build
-        answers = [each for given in inputs for each in build(given, self.chat_params, limit)]
+        answers = [answer for given in inputs for answer in build(given, self.chat_params, limit)]
         return Answers(self.engine, answers, owner=self)
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
@@ -543,7 +543,7 @@ class Session(LocalSession):
         check_sequence(prompt)
         one = SamplingParams(max_tokens=1)
         given: Input
-        if any(isinstance(each, Mapping) for each in prompt):
+        if any(isinstance(message, Mapping) for message in prompt):
             messages: Any = prompt
             given = ChatInput(messages=messages, begins=False, params=one, pins=True)
         else:
@@ -579,8 +579,8 @@ class Session(LocalSession):
         self.engine.change(lambda loop: loop.adapters.unload(name))
 
     def adapters(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.stats()["adapters"]
-        return [each for each in found if each.pop("ready")]
+        adapters: list[dict[str, Any]] = self.stats()["adapters"]
+        return [adapter for adapter in adapters if adapter.pop("ready")]
 
     def close(self) -> None:
         try:

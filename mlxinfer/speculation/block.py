@@ -99,14 +99,16 @@ class BlockProposer(ProposalSource):
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
-        found: dict[Sequence, list[int]] = {}
+        by_sequence: dict[Sequence, list[int]] = {}
         if rows:
             self._num_steps += 1
             contexts = [self._contexts[s].layers() for s in rows]
             newest, places = [s.token_ids[-1] for s in rows], [s.num_known - 1 for s in rows]
             tokens: Any = self._draft.propose(newest, places, contexts, max(depths)).tolist()
-            found = dict(zip(rows, tokens, strict=True))
-        proposed = [found.get(s, [])[:depth] for s, depth in zip(sequences, depths, strict=True)]
+            by_sequence = dict(zip(rows, tokens, strict=True))
+        proposed = [
+            by_sequence.get(s, [])[:depth] for s, depth in zip(sequences, depths, strict=True)
+        ]
         return [Proposal([t for t in ids if t < self._vocab_size]) for ids in proposed]
 
     def end(self, sequence: Sequence) -> None:

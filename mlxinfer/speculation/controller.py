@@ -184,19 +184,19 @@ class StepTimes:
             curve = np.array([relative_cost(num_sequences + i) for i in extra.tolist()])
             return known[PLAIN] * curve / curve[0]
         rows = sorted(known)
-        found = np.interp(extra, rows, [known[i] for i in rows])
-        return found + each_s * np.maximum(extra - last, 0)
+        seconds = np.interp(extra, rows, [known[i] for i in rows])
+        return seconds + each_s * np.maximum(extra - last, 0)
 
     def _measured(self, bucket: int) -> dict[int, float]:
         """Extra rows -> seconds, of a batch size.
 
         Fewer rows never take longer: if they seem to, the machine was busier.
         """
-        found, least_s = {}, np.inf
+        medians, least_s = {}, np.inf
         for extra, times in reversed(self._cells[bucket].items()):
             if len(times) >= FEWEST:
-                found[extra] = least_s = min(_low_median(times), least_s)
-        return found
+                medians[extra] = least_s = min(_low_median(times), least_s)
+        return medians
 
     def _plain_elsewhere(self, num_sequences: int) -> float:
         """The time of a plain step, from the nearest batch size and the curve."""
@@ -209,13 +209,13 @@ class StepTimes:
 
     def _row_elsewhere(self) -> float | None:
         """The time of one row more, from steps of the batch size that was measured most."""
-        found: dict[int, float] = {}
+        row_s: dict[int, float] = {}
         for size in list(self._cells):
             known = self._measured(size)
             most = max(known, default=PLAIN)
             if most != PLAIN and PLAIN in known:
-                found[most] = max(known[most] - known[PLAIN], 0.0) / most
-        return found[max(found)] if found else None
+                row_s[most] = max(known[most] - known[PLAIN], 0.0) / most
+        return row_s[max(row_s)] if row_s else None
 
 
 # -- the choice -------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ PREFILL_TOKENS = 256  # of such a step: answers wait for it
 class Counterpart:
     """The sequence in the draft model's cache that follows a sequence of the model."""
 
-    own: Sequence  # the tokens of the model's sequence, and proposals after them
+    drafted: Sequence  # the tokens of the model's sequence, and proposals after them
     num_followed: int  # of them, tokens of the model's sequence
     offset: int = 0  # tokens at the beginning of the model's sequence that are left out
 
@@ -135,20 +135,20 @@ class DraftProposer(ProposalSource):
         wanted = dict(zip(sequences, depths, strict=True))
         rows: dict[Sequence, tuple[Counterpart, int]] = {}
         for sequence, depth in wanted.items():
-            found = self._follow(sequence, depth, keep=wanted)
-            if found is not None:
-                rows[sequence] = found, depth
-        owns = [counterpart.own for counterpart, _ in rows.values()]
-        self._loop.scheduler.kv_manager.settle(owns)
+            followed = self._follow(sequence, depth, keep=wanted)
+            if followed is not None:
+                rows[sequence] = followed, depth
+        drafts = [counterpart.drafted for counterpart, _ in rows.values()]
+        self._loop.scheduler.kv_manager.settle(drafts)
         self._weights = {}
-        self._run([(counterpart.own, depth) for counterpart, depth in rows.values()])
+        self._run([(counterpart.drafted, depth) for counterpart, depth in rows.values()])
         return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]
 
     def _proposal(self, counterpart: Counterpart, depth: int) -> Proposal:
         """The drawn tokens, up to the first that the model does not have."""
-        drawn = counterpart.own.token_ids[counterpart.num_followed :][:depth]
+        drawn = counterpart.drafted.token_ids[counterpart.num_followed :][:depth]
         unknown = [i for i, token_id in enumerate(drawn) if token_id >= self._vocab_size]
-        proposal = Proposal(drawn, self._weights.get(counterpart.own, ()))
+        proposal = Proposal(drawn, self._weights.get(counterpart.drafted, ()))
         return proposal.cut(unknown[0]) if unknown else proposal
 
     def _follow(
@@ -163,28 +163,28 @@ class DraftProposer(ProposalSource):
         if counterpart is None:
             return None
         self._counterparts.move_to_end(sequence)
-        own = counterpart.own
-        if not self._loop.scheduler.kv_manager.extend(own, own.num_known + depth):
+        drafted = counterpart.drafted
+        if not self._loop.scheduler.kv_manager.extend(drafted, drafted.num_known + depth):
             self._release(sequence)
             return None
         return counterpart
 
     def _take_over(self, sequence: Sequence, counterpart: Counterpart) -> None:
         """Take back what was rejected, and append what the model gave instead."""
-        own, start = counterpart.own, counterpart.num_followed
-        drawn, new = own.token_ids[start:], sequence.token_ids[start + counterpart.offset :]
-        self._forget_drawn(own, start, self._num_kept(drawn, new))
-        own.token_ids[start:] = new
+        drafted, start = counterpart.drafted, counterpart.num_followed
+        drawn, new = drafted.token_ids[start:], sequence.token_ids[start + counterpart.offset :]
+        self._forget_drawn(drafted, start, self._num_kept(drawn, new))
+        drafted.token_ids[start:] = new
         counterpart.num_followed = start + len(new)
         for token_id in new:
-            self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
+            self._loop.runner.sampler.observe(ints([drafted.slot]), ints([token_id]))
 
-    def _forget_drawn(self, own: Sequence, start: int, num_kept: int) -> None:
+    def _forget_drawn(self, drafted: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
-        if own.num_computed > start and self._recurs:
-            self._loop.cache.put_back(own.slot, self._states[own])
+        if drafted.num_computed > start and self._recurs:
+            self._loop.cache.put_back(drafted.slot, self._states[drafted])
             num_kept = 0
-        own.num_computed = min(own.num_computed, start + num_kept)
+        drafted.num_computed = min(drafted.num_computed, start + num_kept)
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
         """Proposals that keep their keys and values: those that the model gave, too."""
@@ -221,18 +221,18 @@ class DraftProposer(ProposalSource):
             breakers=frozenset(i for i in sequence.request.breakers if i < vocab_size),
         )
         num_prompt = max(sequence.num_prompt - offset, 1)
-        own = Sequence(request, self._max_context, ids, num_prompt)
-        own.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
+        drafted = Sequence(request, self._max_context, ids, num_prompt)
+        drafted.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
         begin = self._loop.scheduler.kv_manager.begin
-        while not (self._free_slots and begin(own, slot=self._free_slots[0], spare=0)):
+        while not (self._free_slots and begin(drafted, slot=self._free_slots[0], spare=0)):
             unneeded = next((s for s in self._counterparts if s not in keep), None)
             if unneeded is None:
                 return None
             self._release(unneeded)
-        own.slot = heapq.heappop(self._free_slots)
-        self._admitted.append(own)
-        found = self._counterparts[sequence] = Counterpart(own, len(ids), offset)
-        return found
+        drafted.slot = heapq.heappop(self._free_slots)
+        self._admitted.append(drafted)
+        counterpart = self._counterparts[sequence] = Counterpart(drafted, len(ids), offset)
+        return counterpart
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         vocab_size = self._model.config.vocab_size
@@ -243,15 +243,15 @@ class DraftProposer(ProposalSource):
     def _release(self, sequence: Sequence) -> None:
         """End a counterpart; what it computed of the model's tokens stays as a prefix."""
         counterpart = self._counterparts.pop(sequence)
-        own = counterpart.own
-        del own.token_ids[counterpart.num_followed :]
-        self._forget_drawn(own, own.num_known, 0)
-        self._states.pop(own, None)
-        if own in self._admitted:
-            self._admitted.remove(own)
-        self._loop.scheduler.kv_manager.end(own, keep=True)
-        heapq.heappush(self._free_slots, own.slot)
-        own.slot = -1
+        drafted = counterpart.drafted
+        del drafted.token_ids[counterpart.num_followed :]
+        self._forget_drawn(drafted, drafted.num_known, 0)
+        self._states.pop(drafted, None)
+        if drafted in self._admitted:
+            self._admitted.remove(drafted)
+        self._loop.scheduler.kv_manager.end(drafted, keep=True)
+        heapq.heappush(self._free_slots, drafted.slot)
+        drafted.slot = -1
 
     def _start_afresh(self) -> None:
         """After a fault nothing that is cached can be trusted."""
@@ -280,19 +280,19 @@ class DraftProposer(ProposalSource):
         ) is not None:
             left -= bool(batch.long)
             previous = self._launch(batch, previous)
-            for own in batch.sampling.sequences if self._recurs else ():
-                if own.num_pending == 1:  # the next steps are of proposals
-                    self._states[own] = self._loop.cache.held(own.slot)
+            for drafted in batch.sampling.sequences if self._recurs else ():
+                if drafted.num_pending == 1:  # the next steps are of proposals
+                    self._states[drafted] = self._loop.cache.held(drafted.slot)
             launched.append(previous)
         self._num_steps += len(launched)
         for step in launched:
             tokens = step.token_ids().tolist()
-            for row, own in enumerate(step.batch.sampling.sequences):
+            for row, drafted in enumerate(step.batch.sampling.sequences):
                 weights = None if step.sampled is None else step.sampled.drawn_with(row)
                 if weights is not None:
-                    self._weights.setdefault(own, []).append(weights)
-                own.token_ids.append(tokens[row])
-                own.num_pending -= 1
+                    self._weights.setdefault(drafted, []).append(weights)
+                drafted.token_ids.append(tokens[row])
+                drafted.num_pending -= 1
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
         return self._loop.runner.launch(batch, previous)
@@ -301,16 +301,22 @@ class DraftProposer(ProposalSource):
         self, rows: list[tuple[Sequence, int]], *, first: bool, may_prefill: bool
     ) -> Batch | None:
         """The next tokens of every sequence that lacks some, or has too few proposals."""
-        short = [own for own, _ in rows if 1 < own.num_left <= MAX_SHORT]
-        long = [own for own, _ in rows if own.num_left > MAX_SHORT] if may_prefill else []
-        singles = [own for own, depth in rows if own.num_left == 1 and own.num_pending < depth]
+        short = [drafted for drafted, _ in rows if 1 < drafted.num_left <= MAX_SHORT]
+        long = (
+            [drafted for drafted, _ in rows if drafted.num_left > MAX_SHORT] if may_prefill else []
+        )
+        singles = [
+            drafted
+            for drafted, depth in rows
+            if drafted.num_left == 1 and drafted.num_pending < depth
+        ]
         if not (short or long or singles):
             return None
-        few = [own for own, _ in rows if own.num_left <= MAX_SHORT] if first else []
+        few = [drafted for drafted, _ in rows if drafted.num_left <= MAX_SHORT] if first else []
         moves = self._seal_tails(few, long)
         most = min(self._config.prefill_chunk, PREFILL_TOKENS)
         shares = prefill_shares(long, most, self._config.page_size)
-        segments = [(own, own.num_left) for own in short] + shares
+        segments = [(drafted, drafted.num_left) for drafted in short] + shares
         return self._made(singles, segments, moves)
 
     def _made(
@@ -323,7 +329,7 @@ class DraftProposer(ProposalSource):
             segments: others, with how many of their next tokens; the last of all gives a proposal.
             moves: from tails to pages, before it.
         """
-        made = [Segment.following(own, n, seals=n > MAX_SHORT) for own, n in segments]
+        made = [Segment.following(drafted, n, seals=n > MAX_SHORT) for drafted, n in segments]
         kv_manager = self._loop.scheduler.kv_manager
         batch = Batch(
             DecodeBatch.of(singles),
@@ -331,7 +337,8 @@ class DraftProposer(ProposalSource):
             long=[segment for segment in made if segment.seals],
             cache_work=kv_manager.take_work(),
             admitted=self._admitted,
-            held_slots=1 + max([each.own.slot for each in self._counterparts.values()]),
+            held_slots=1
+            + max([counterpart.drafted.slot for counterpart in self._counterparts.values()]),
         )
         self._admitted = []
         batch.cache_work.seal += moves
@@ -340,29 +347,38 @@ class DraftProposer(ProposalSource):
             kv_manager.wrote(segment.sequence)
         return batch
 
-    def _seal_tails(self, owns: list[Sequence], long: list[Sequence]) -> list[Move]:
+    def _seal_tails(self, drafts: list[Sequence], long: list[Sequence]) -> list[Move]:
         """Move tokens from tails to pages before a step.
 
         Args:
-            owns: the sequences that this round draws proposals for, in its first step: the whole
+            drafts: the sequences that this round draws proposals for, in its first step: the whole
                 pages of all tails move where one tail would not hold the proposals. Later steps
                 move none of these, since a sealed page is not taken back.
             long: sequences with a long segment, which reads all tokens before it from pages, also
                 those of a page that is partly filled.
         """
         size = self._config.page_size
-        longest = max([own.num_computed + own.num_left - own.num_sealed for own in owns], default=0)
-        stops = {own: own.num_computed for own in long}
+        longest = max(
+            [drafted.num_computed + drafted.num_left - drafted.num_sealed for drafted in drafts],
+            default=0,
+        )
+        stops = {drafted: drafted.num_computed for drafted in long}
         if longest + MAX_DEPTH > 2 * size:
-            whole = {own: own.num_computed - own.num_computed % size for own in owns}
+            whole = {
+                drafted: drafted.num_computed - drafted.num_computed % size for drafted in drafts
+            }
             stops = whole | stops
-        return [self._seal(own, stop) for own, stop in stops.items() if stop > own.num_sealed]
+        return [
+            self._seal(drafted, stop)
+            for drafted, stop in stops.items()
+            if stop > drafted.num_sealed
+        ]
 
-    def _seal(self, own: Sequence, stop: int) -> Move:
+    def _seal(self, drafted: Sequence, stop: int) -> Move:
         """Move the tokens of a tail before position `stop` to pages."""
-        move = Move(own.tables, own.slot, own.num_sealed, stop)
-        own.num_sealed = stop - stop % self._config.page_size
-        self._loop.scheduler.kv_manager.wrote(own)
+        move = Move(drafted.tables, drafted.slot, drafted.num_sealed, stop)
+        drafted.num_sealed = stop - stop % self._config.page_size
+        self._loop.scheduler.kv_manager.wrote(drafted)
         return move
 
 

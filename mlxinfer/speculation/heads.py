@@ -144,17 +144,17 @@ class HeadProposer(DraftProposer):
         # Hidden states depend on pictures, which its token ids do not tell apart.
         seen = [picture.digest.hex() for picture, _ in sequence.request.pictures]
         salt = f"{sequence.token_ids[0]} {sequence.namespace} {' '.join(seen)}"
-        found = self._begin_at(sequence, keep, 1, salt)
-        if found is None or held.start <= found.own.num_computed:
-            return self._known_as(sequence, found)
+        counterpart = self._begin_at(sequence, keep, 1, salt)
+        if counterpart is None or held.start <= counterpart.drafted.num_computed:
+            return self._known_as(sequence, counterpart)
         self._release(sequence)
         salt = f"{sequence.request.id} from {held.start}"  # shared with nothing
         return self._known_as(sequence, self._begin_at(sequence, keep, held.start + 1, salt))
 
-    def _known_as(self, sequence: Sequence, found: Counterpart | None) -> Counterpart | None:
-        if found is not None:
-            self._follows[found.own] = sequence
-        return found
+    def _known_as(self, sequence: Sequence, counterpart: Counterpart | None) -> Counterpart | None:
+        if counterpart is not None:
+            self._follows[counterpart.drafted] = sequence
+        return counterpart
 
     def _follow(
         self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
@@ -163,14 +163,14 @@ class HeadProposer(DraftProposer):
         held, before = self._held.get(sequence), self._counterparts.get(sequence)
         if before is not None and (held is None or held.start > self._position(before)):
             self._release(sequence)
-        found = super()._follow(sequence, depth, keep)
-        if found is not None and held is not None:
-            held.drop_before(found.own.num_sealed + found.offset - 1)
-        return found
+        counterpart = super()._follow(sequence, depth, keep)
+        if counterpart is not None and held is not None:
+            held.drop_before(counterpart.drafted.num_sealed + counterpart.offset - 1)
+        return counterpart
 
     def _release(self, sequence: Sequence) -> None:
         super()._release(sequence)
-        self._follows = {own: s for own, s in self._follows.items() if own.slot >= 0}
+        self._follows = {drafted: s for drafted, s in self._follows.items() if drafted.slot >= 0}
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
@@ -181,7 +181,7 @@ class HeadProposer(DraftProposer):
 
     def _position(self, counterpart: Counterpart) -> int:
         """The position of the first hidden states that the head may need again."""
-        return counterpart.own.num_sealed + counterpart.offset - 1
+        return counterpart.drafted.num_sealed + counterpart.offset - 1
 
     def _num_waiting(self, sequence: Sequence) -> int:
         held, counterpart = self._held.get(sequence), self._counterparts.get(sequence)
@@ -200,19 +200,19 @@ class HeadProposer(DraftProposer):
             if counterpart is None:
                 self._held[sequence].drop_before(self._held[sequence].stop - FOLLOW_AT)
                 continue
-            own = counterpart.own
+            drafted = counterpart.drafted
             stop = self._held[sequence].stop - counterpart.offset + 1
-            stop = min(stop, own.num_known - 1) // size * size
-            if stop - own.num_computed > MAX_SHORT:
-                counts[own] = stop - own.num_computed
+            stop = min(stop, drafted.num_known - 1) // size * size
+            if stop - drafted.num_computed > MAX_SHORT:
+                counts[drafted] = stop - drafted.num_computed
         if not counts:
             return
         moves = self._seal_tails([], list(counts))
         batch = self._made([], list(counts.items()), moves)
         self._ahead = self._launch(batch, self._ahead)
         self._num_steps += 1
-        for own in counts:
-            sequence = self._follows[own]
+        for drafted in counts:
+            sequence = self._follows[drafted]
             self._held[sequence].drop_before(self._position(self._counterparts[sequence]))
             self._held[sequence].compact()
 
@@ -223,7 +223,7 @@ class HeadProposer(DraftProposer):
         self._head.feed(self._inputs(batch))
         launched = super()._launch(batch, self._ahead if previous is None else previous)
         self._output, self._ahead = self._head.output, None
-        self._output_rows = {own: row for row, own in enumerate(batch.decodes.sequences)}
+        self._output_rows = {drafted: row for row, drafted in enumerate(batch.decodes.sequences)}
         for segment in batch.ragged:
             self._output_rows[segment.sequence] = segment.row + segment.num_tokens - 1
         return launched
@@ -232,12 +232,12 @@ class HeadProposer(DraftProposer):
         """(T, hidden) that the rows of a counted step read: the model's, or the head's own."""
         rows: list[tuple[Row, bool]] = []  # and whether the row is the head's own
         starts = batch.decodes.segments.starts.tolist()
-        for own, start in zip(batch.decodes.sequences, starts, strict=True):
-            if own.num_pending > 1:  # its token was drawn in the step before
+        for drafted, start in zip(batch.decodes.sequences, starts, strict=True):
+            if drafted.num_pending > 1:  # its token was drawn in the step before
                 assert self._output is not None
-                rows.append(((self._output, self._output_rows[own]), True))
+                rows.append(((self._output, self._output_rows[drafted]), True))
             else:
-                rows += self._of_model(own, start, 1)
+                rows += self._of_model(drafted, start, 1)
         for segment in batch.ragged:
             rows += self._of_model(segment.sequence, segment.start, segment.num_tokens)
         pieces = []
@@ -247,8 +247,8 @@ class HeadProposer(DraftProposer):
             pieces.append(part if is_own else self._head.enter(part))
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
-    def _of_model(self, own: Sequence, start: int, count: int) -> list[tuple[Row, bool]]:
-        sequence = self._follows[own]
+    def _of_model(self, drafted: Sequence, start: int, count: int) -> list[tuple[Row, bool]]:
+        sequence = self._follows[drafted]
         held = self._held[sequence]
         first = start + self._counterparts[sequence].offset - 1 - held.start
         assert 0 <= first <= len(held.rows) - count, "hidden states are missing"

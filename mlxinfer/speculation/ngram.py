@@ -46,12 +46,12 @@ class ForcedProposer(ProposalSource):
         self._found: dict[Sequence, tuple[int, list[int]]] = {}  # tokens known then; tokens forced
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
-        found: dict[Sequence, list[Key]] = {}
+        keys: dict[Sequence, list[Key]] = {}
         for sequence in sequences:
             count = len(self._forced(sequence)) - sequence.num_pending
             if count > 0:
-                found[sequence] = [(FORCED, 0)] * min(count, depth)
-        return found
+                keys[sequence] = [(FORCED, 0)] * min(count, depth)
+        return keys
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         return [Proposal(self._forced(s)[:n]) for s, n in zip(sequences, depths, strict=True)]
@@ -104,15 +104,15 @@ class NgramProposer(ProposalSource):
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         """Keys by the number of tokens that agree. Tokens in flight count as guessed right."""
-        found: dict[Sequence, list[Key]] = {}
+        by_sequence: dict[Sequence, list[Key]] = {}
         for sequence, followed in self._follow(sequences).items():
             if followed.length:
                 skipped = sequence.num_pending
                 count = len(_guess(followed, skipped + depth)) - skipped
                 keys = [_key(followed.length + skipped + i) for i in range(count)]
                 if keys:
-                    found[sequence] = keys
-        return found
+                    by_sequence[sequence] = keys
+        return by_sequence
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         followed = self._follow(sequences)
@@ -137,13 +137,13 @@ class NgramProposer(ProposalSource):
 
     def _follow(self, sequences: Seq[Sequence]) -> dict[Sequence, Followed]:
         """Read new tokens, score the guesses of them, and search if there is no match."""
-        found, left = {}, self._searches
+        followed_by, left = {}, self._searches
         for sequence in sequences:
             followed = self._followed.get(sequence)
             if followed is None:
                 followed = Followed(TokenBuffer(dtype=np.int64), _namespace(sequence))
                 self._followed[sequence] = followed
-            found[sequence] = followed
+            followed_by[sequence] = followed
             num_read = len(followed.text)
             if num_read < sequence.num_known:
                 new = sequence.key_ids[num_read:]
@@ -153,7 +153,7 @@ class NgramProposer(ProposalSource):
             if not followed.length and left > 0:
                 left -= 1
                 self._search(followed)
-        return found
+        return followed_by
 
     def _check(self, sequence: Sequence, followed: Followed, new: list[int]) -> None:
         """Follow a match as far as it agrees with the new tokens."""

@@ -77,9 +77,9 @@ def open_speculation(
     draft = load_draft(options, folder, model, dtype=dtype)
     if draft is not None:
         budget = kv_bytes(draft.num_bytes) - config.feature_bytes
-        config, own = _share_budget(config, budget, model, draft.network)
+        config, draft_budget = _share_budget(config, budget, model, draft.network)
         rejects = options.acceptance == "rejection"
-        sources.append(_draft_source(model, draft, own, rejects=rejects))
+        sources.append(_draft_source(model, draft, draft_budget, rejects=rejects))
     depth = options.depth
     controller = FixedDepth(depth) if options.fixed else Controller(max_depth=depth)
     return config, Speculation(sources, controller, max_depth=depth, method=options.method)
@@ -153,8 +153,8 @@ def _share_budget(
     The draft's KV cache has room for as many tokens as the model's, at full precision.
     """
     absent = absent_layers(model)
-    own = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
-    ours = _bytes_per_token(own, model.activation_dtype)
+    specs = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
+    ours = _bytes_per_token(specs, model.activation_dtype)
     its = _bytes_per_token(network.cache_specs, network.activation_dtype)
     of_draft = replace(
         config,

@@ -164,17 +164,17 @@ class Speculation(Proposer):
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         plans = self._plans(sequences)
-        found: dict[Sequence, Proposal] = {}
+        proposals: dict[Sequence, Proposal] = {}
         if plans:
             depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
             self._draft_s = 0.0
             for source in self._sources:
                 some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
                 if some:
-                    found |= self._ask(source, some, [min(depths[s], depth) for s in some])
-        for sequence in found:
+                    proposals |= self._ask(source, some, [min(depths[s], depth) for s in some])
+        for sequence in proposals:
             self._planned[sequence] = plans[sequence]._replace(draft_s=self._draft_s)
-        return [found.get(s, Proposal(())) for s in sequences]
+        return [proposals.get(s, Proposal(())) for s in sequences]
 
     def take(self, batch: Batch, hidden: Any) -> None:
         for source in self._sources:
@@ -201,7 +201,9 @@ class Speculation(Proposer):
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was proposed and accepted, in all and by source."""
-        sources = {each.name: {**asdict(each.counts), **each.stats()} for each in self._sources}
+        sources = {
+            origin.name: {**asdict(origin.counts), **origin.stats()} for origin in self._sources
+        }
         positions = [source.counts.accepted_at for source in self._sources]
         return {
             "method": self._method,
@@ -257,7 +259,11 @@ class Speculation(Proposer):
             return {}
         if source.cost:
             self._draft_s += self._clock() - began_s
-        return {s: found for s, found in zip(sequences, proposed, strict=True) if found.token_ids}
+        return {
+            s: proposal
+            for s, proposal in zip(sequences, proposed, strict=True)
+            if proposal.token_ids
+        }
 
     def _switch_off(self, source: ProposalSource, sequences: Seq[Sequence]) -> None:
         names = ", ".join(sequence.request.id for sequence in sequences)

@@ -155,7 +155,7 @@ class ControlTokens:
         lost = dict.fromkeys(stand_ins, "\ufffd")  # a text that holds one of them loses it
         self._hidden = str.maketrans(dict(zip(characters, stand_ins, strict=True)) | lost)
         self._shown = str.maketrans(dict(zip(stand_ins, characters, strict=True)))
-        self._spelled = {json.dumps(each)[1:-1]: each for each in stand_ins}
+        self._spelled = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in stand_ins}
         self._any = re.compile(f"[{re.escape(''.join(characters))}]" if characters else "(?!)")
         self._finder = tokenizer.finder(list(tokens.values()))
         self._anchor_ids = tokenizer.encode(_ANCHOR, add_special_tokens=False)
@@ -175,7 +175,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._any.search(self._folded(value)) is not None
         if isinstance(value, dict):
-            return any(self.may_be_spelled(each) for pair in value.items() for each in pair)
+            return any(self.may_be_spelled(part) for pair in value.items() for part in pair)
         return isinstance(value, (list, tuple)) and any(map(self.may_be_spelled, value))
 
     def hide(self, value: Any) -> Any:
@@ -184,10 +184,10 @@ class ControlTokens:
             return self._folded(value).translate(self._hidden)
         if isinstance(value, dict):
             return {
-                key if str(key).isidentifier() else self.hide(key): self.hide(each)
-                for key, each in value.items()
+                key if str(key).isidentifier() else self.hide(key): self.hide(item)
+                for key, item in value.items()
             }
-        return [self.hide(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def _joined(self, rendering: str) -> str:
         """Return a rendering in which the stand-ins that JSON escaped are characters again."""
@@ -225,9 +225,9 @@ class ControlTokens:
         places = self._find(hidden)
         if [token for token, *_ in self._find(text)] == [token for token, *_ in places]:
             return self.encode(text)
-        own = {start for _, start, _ in places}
+        starts = {start for _, start, _ in places}
         text = self.show(hidden)  # with everything at the same place
-        spelled = [(start, end) for _, start, end in self._find(text) if start not in own]
+        spelled = [(start, end) for _, start, end in self._find(text) if start not in starts]
         ids: list[int] = []
         position = 0
         for start, end in [*spelled, (len(text), len(text))]:
@@ -238,8 +238,8 @@ class ControlTokens:
 
     def _find(self, text: str) -> list[tuple[int, int, int]]:
         """Return (token, start, end) of the control tokens in a text."""
-        found = self._finder.encode(text)
-        places = zip(found.ids, found.offsets, strict=True)
+        encoding = self._finder.encode(text)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
         return [(token, start, end) for token, (start, end) in places if token]
 
     def _encode_after(self, piece: str, before: list[int]) -> list[int]:
@@ -284,7 +284,7 @@ class _ConstantHider(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        operands = [nodes.Operand(each.op, self._hidden(each.expr)) for each in node.ops]
+        operands = [nodes.Operand(operand.op, self._hidden(operand.expr)) for operand in node.ops]
         other = nodes.Compare(self._hidden(node.expr), operands, lineno=node.lineno)
         if node == other:
             return node
@@ -318,6 +318,6 @@ class _ConstantHider(NodeTransformer):
         if isinstance(node, nodes.Const):
             return nodes.Const(self._hider.hide(node.value), lineno=node.lineno)
         if isinstance(node, (nodes.List, nodes.Tuple)):
-            items = [self._hidden(each) for each in node.items]
+            items = [self._hidden(item) for item in node.items]
             return nodes.List(items, lineno=node.lineno)
         return node

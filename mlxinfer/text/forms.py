@@ -304,7 +304,7 @@ class _Probe:
                 no_parts,
                 single,
                 *styles,
-                *({**each, **single} for each in styles),
+                *({**fields, **single} for fields in styles),
             ]
             options += [as_text, {**as_text, **parts}, no_results, {**as_text, **no_results}]
             self._solve([_called("", *names)], *options)
@@ -320,7 +320,7 @@ class _Probe:
         for change in ({}, *changes):
             forms = replace(self.forms, **change)
             before = self._solved if change else ()
-            if all(self._is_written(forms, each) for each in (*situations, *before)):
+            if all(self._is_written(forms, situation) for situation in (*situations, *before)):
                 self.forms = forms
                 self._solved += situations
                 return

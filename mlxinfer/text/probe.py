@@ -66,8 +66,8 @@ def probe(template: ChatTemplate) -> TemplateFacts:
     def conversation(messages: list[dict[str, Any]], tools: bool) -> str | None:
         if not (tools or needs_tools):
             return _rendered(template, messages)
-        found = _rendered(template, messages, tools=TOOLS)
-        return found or _rendered(template, with_text_arguments(messages), tools=TOOLS)
+        rendered = _rendered(template, messages, tools=TOOLS)
+        return rendered or _rendered(template, with_text_arguments(messages), tools=TOOLS)
 
     names = names - template.given_names()
     source = "".join(template.sources.values())

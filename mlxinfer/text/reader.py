@@ -99,8 +99,8 @@ class TextReader:
         """
         if not (yield from self.more()):
             return ""
-        found = pattern.match(self._text, self._at)
-        return self.take(found.end() - self._at) if found else ""
+        match = pattern.match(self._text, self._at)
+        return self.take(match.end() - self._at) if match else ""
 
     def whole_run(self, pattern: re.Pattern[str]) -> Parse[str]:
         """Read a whole run; raise Malformed past MAX_WORD characters."""

@@ -52,10 +52,10 @@ class Splitter(ABC):
     def _advance(self) -> tuple[str, str]:
         next(self._steps, None)
         self._reader.commit()
-        found = "".join(self._thought), "".join(self._shown)
+        split = "".join(self._thought), "".join(self._shown)
         self._thought.clear()
         self._shown.clear()
-        return found
+        return split
 
     @abstractmethod
     def _read(self) -> Parse[None]:
@@ -151,7 +151,7 @@ class TagSplitter(Splitter):
                 break
         return False
 
-    def _between(self, end: str, found: list[str], begin: str = "") -> Parse[bool]:
+    def _between(self, end: str, parts: list[str], begin: str = "") -> Parse[bool]:
         """Read up to a tag, and the white space around the tag; return whether text was found.
 
         `begin` is white space before the text that belongs to the text.
@@ -163,7 +163,7 @@ class TagSplitter(Splitter):
             nonlocal is_text
             body = piece.rstrip()
             if body:
-                found.extend([*space, body])
+                parts.extend([*space, body])
                 space.clear()
                 is_text = True
             space.append(piece[len(body) :])
@@ -460,12 +460,12 @@ def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
 
 
 def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
-    found = tokenizer.piece_to_id(tag)
-    token = tokenizer.added_tokens.get(found) if found is not None else None
+    token_id = tokenizer.piece_to_id(tag)
+    token = tokenizer.added_tokens.get(token_id) if token_id is not None else None
     if token is None:
         return None
     is_control = token.special or tokenizer.template is None or _writes(tokenizer, token)
-    return found if is_control else None  # a user's text can become the others
+    return token_id if is_control else None  # a user's text can become the others
 
 
 def _last(ids: Sequence[int], wanted: int | None) -> int:
@@ -555,10 +555,10 @@ def written_marks(template: ChatTemplate) -> ReasoningFormat | None:
     if not any(field in source for source in template.sources.values() for field in _FIELDS):
         return None
     text = samples_of(template)["thought"] or ""
-    before, found, rest = text.partition(THOUGHT)
+    before, thought, rest = text.partition(THOUGHT)
     after, answered, _ = rest.partition(PLAIN)
     start, end = _MARK.findall(before.rstrip()), _MARK.findall(after)
-    if not (found and answered and start and end):
+    if not (thought and answered and start and end):
         return None
     beside = before.rstrip().endswith(start[-1]) and after.lstrip().startswith(end[0])
     if beside and text.count(start[-1]) == text.count(end[0]) == 1:

@@ -63,21 +63,21 @@ def facts_of(template: ChatTemplate) -> TemplateFacts:
 
 
 def _known_of(template: ChatTemplate) -> _Known:
-    found = _known.get(template)
-    if found is None:
+    known = _known.get(template)
+    if known is None:
         job = {"sources": template.sources, "variables": template.variables}
         try:
             reply = _process.ask(Message(job)).value
-            found = reply["samples"], TemplateFacts.from_json(reply["facts"])
+            known = reply["samples"], TemplateFacts.from_json(reply["facts"])
         except EndedError:
-            found = (
+            known = (
                 "The chat template was stopped: a few short conversations took more than "
                 f"{_process.max_seconds:g} s or {_process.max_bytes / 1e6:.0f} MB."
             )
-        _known[template] = found
-    if isinstance(found, str):
-        raise TemplateError(found)
-    return found
+        _known[template] = known
+    if isinstance(known, str):
+        raise TemplateError(known)
+    return known
 
 
 def learnt(template: ChatTemplate) -> dict[str, Any]:

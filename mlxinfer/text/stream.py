@@ -174,10 +174,10 @@ class TextStream:
     def _find_calls(self, text: str, parts: list[Part]) -> None:
         self._show(self._tools.push(text) if self._tools else [TextPart(text)], parts)
 
-    def _show(self, found: Iterable[Part], parts: list[Part]) -> None:
+    def _show(self, new: Iterable[Part], parts: list[Part]) -> None:
         """Append parts up to the first stop string in their text."""
         matcher = self._matcher
-        for part in found:
+        for part in new:
             if self.stopped:
                 return
             if matcher and isinstance(part, TextPart):
@@ -270,9 +270,9 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         old, text = len(self._held), self._held + text
-        found = self._first(text, old) if enabled else None
-        if found is not None:
-            end, self.matched = found
+        match = self._first(text, old) if enabled else None
+        if match is not None:
+            end, self.matched = match
             self._held = ""
             return text[: end - len(self.matched)]
         shown = len(text) - self._num_held(text)

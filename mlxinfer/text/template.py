@@ -59,8 +59,8 @@ def read_messages(messages: Any) -> tuple[list[dict[str, Any]], list[ImagePart]]
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise _wrong(f"messages is {shown(messages)}; expected a list such as {_EXAMPLE}.")
     images: list[ImagePart] = []
-    found = [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
-    return found, images
+    plain = [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)]
+    return plain, images
 
 
 def _message(message: Any, path: str, images: list[ImagePart]) -> dict[str, Any]:
@@ -173,11 +173,11 @@ def count_argument_values(messages: Messages) -> int:
 
     Counting takes a thousandth of the time in which the values are parsed and rendered.
     """
-    found = 0
+    count = 0
     for call in (call for message in messages for call in _calls(message)):
         with suppress(TypeError, ValueError, RecursionError):  # rendering raises for such a call
-            found += 1 + _as_text(_function(call).get("arguments")).count(",")
-    return found
+            count += 1 + _as_text(_function(call).get("arguments")).count(",")
+    return count
 
 
 def with_parsed_arguments(messages: Any) -> Any:
@@ -498,10 +498,14 @@ def without_none(message: dict[str, Any]) -> dict[str, Any]:
 
 def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its reasoning under every name that templates read."""
-    found = [message[key] for key in _REASONING_FIELDS if key in message]
-    if not found:
+    thoughts = [message[key] for key in _REASONING_FIELDS if key in message]
+    if not thoughts:
         return message
-    return {**dict.fromkeys(_REASONING_FIELDS, found[0]), **message, "reasoning_content": found[0]}
+    return {
+        **dict.fromkeys(_REASONING_FIELDS, thoughts[0]),
+        **message,
+        "reasoning_content": thoughts[0],
+    }
 
 
 def insert_continue_tag(

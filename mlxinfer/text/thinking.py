@@ -122,7 +122,11 @@ class _Probe:
         if off is None:
             off = self._off_effort(rungs)
         if off is not None:
-            rungs = {place: each for place, each in rungs.items() if self._differs(each, off)}
+            rungs = {
+                place: variables
+                for place, variables in rungs.items()
+                if self._differs(variables, off)
+            }
         if not rungs and off is None:
             return Thinking()
         on = self._on(on, off, rungs)
@@ -196,8 +200,10 @@ class _Probe:
         other = self._prompt({**base, name: _UNKNOWN})
         if other is not None and _UNKNOWN in other:  # it writes any word
             taught = {*_TAUGHT, *(word for word in EFFORTS if word in self._words)}
-            return {place: each for place, each in options.items() if EFFORTS[place] in taught}
-        accepted = {place: each for place, each in options.items() if prompts[place] is not None}
+            return {place: option for place, option in options.items() if EFFORTS[place] in taught}
+        accepted = {
+            place: option for place, option in options.items() if prompts[place] is not None
+        }
         if other is None:
             return accepted if len(set(prompts.values()) - {None}) > 1 else {}
         special = {place for place in accepted if prompts[place] != other}
@@ -219,7 +225,7 @@ class _Probe:
         if not rungs:
             return on
         place = EFFORTS.index(wish)
-        return rungs[min(rungs, key=lambda each: (abs(each - place), -each))]
+        return rungs[min(rungs, key=lambda rung: (abs(rung - place), -rung))]
 
     # -- rendering ------------------------------------------------------------------------------
 

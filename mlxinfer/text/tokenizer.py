@@ -322,11 +322,11 @@ class Tokenizer:
 
     def finder(self, tokens: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
         """Return a tokenizer that finds these tokens in a text, as ids from 1 on; 0 is the rest."""
-        found = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+        finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
         if self._backend.normalizer is not None:
-            found.normalizer = self._backend.normalizer
-        found.add_tokens(list(tokens))
-        return found
+            finder.normalizer = self._backend.normalizer
+        finder.add_tokens(list(tokens))
+        return finder
 
     def num_special_tokens(self, *, pair: bool) -> int:
         """Return how many tokens are put around a text, or around a pair of texts."""
@@ -415,8 +415,8 @@ class Tokenizer:
         declared = {i for i in files.eos_ids if i < self.vocab_size}
         sources = files.templates.values()
         turns = [end for end in TURN_ENDS if any(end in source for source in sources)]
-        found = (eos, *map(self.piece_to_id, turns))
-        self.eos_token_ids = frozenset(declared.union(i for i in found if i is not None))
+        end_ids = (eos, *map(self.piece_to_id, turns))
+        self.eos_token_ids = frozenset(declared.union(i for i in end_ids if i is not None))
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
@@ -478,8 +478,8 @@ def piece_bytes(piece: str, decoder: dict[str, Any] | None) -> bytes:
     kinds = {part.get("type"): part for part in parts}
     if "ByteLevel" in kinds and all(char in BYTE_OF for char in piece):
         return bytes(BYTE_OF[char] for char in piece)
-    if "ByteFallback" in kinds and (found := _FALLBACK.fullmatch(piece)):
-        return bytes.fromhex(found[1])
+    if "ByteFallback" in kinds and (match := _FALLBACK.fullmatch(piece)):
+        return bytes.fromhex(match[1])
     if "Metaspace" in kinds:
         piece = piece.replace(kinds["Metaspace"]["replacement"], " ")
     for part in parts:

@@ -149,15 +149,15 @@ def _published(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
     Template files come first, then chat_template.json, then tokenizer_config.json.
     """
-    found = {
+    templates = {
         path.name.removesuffix(".jinja"): read_text(path, MAX_TEMPLATE_BYTES)
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     single = folder / "chat_template.jinja"
     if single.is_file():
-        found = {"default": read_text(single, MAX_TEMPLATE_BYTES), **found}
-    if found:
-        return found
+        templates = {"default": read_text(single, MAX_TEMPLATE_BYTES), **templates}
+    if templates:
+        return templates
     legacy = read_json(folder / "chat_template.json").get("chat_template")
     return _as_templates(legacy) or _as_templates(config.get("chat_template"))
 

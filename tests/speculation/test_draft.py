@@ -60,8 +60,8 @@ def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -
 
     def checked(layer: PagedLayer, num_slots: int) -> None:
         if layer in source._loop.cache.paged:
-            owns = [each.own for each in source._counterparts.values()]
-            held = [own.slot for own in owns if own.num_computed > own.num_sealed]
+            drafts = [each.drafted for each in source._counterparts.values()]
+            held = [own.slot for own in drafts if own.num_computed > own.num_sealed]
             lost.append(num_slots <= max(held, default=0))
         resize(layer, num_slots)
 

@@ -69,8 +69,8 @@ def _require_qt() -> None:
     if tried.returncode == 0 or "ModuleNotFoundError" in tried.stderr:
         return
     lacks, remedy = "a screen", "Set DISPLAY or WAYLAND_DISPLAY"
-    if found := re.search(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object", tried.stderr):
-        lacks, remedy = f"the library {found[1]}", f"On Debian or Ubuntu: apt-get install {APT}"
+    if library := re.search(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object", tried.stderr):
+        lacks, remedy = f"the library {library[1]}", f"On Debian or Ubuntu: apt-get install {APT}"
     raise ScreenError(
         f"The app's windows need {lacks}, which is not here. {remedy}; or run mlxinfer serve and "
         "open its page in a browser."

@@ -189,15 +189,15 @@ class MenubarApp(toga.App):
         self.platform.on_click(self.status, self.toggle_chat)
 
     def _commands_of(self, entries: tuple[MenuEntry, ...], group: Any) -> list[toga.Command]:
-        found = []
+        commands = []
         for order, entry in enumerate(entries):
             place = {"section": entry.section, "order": order}
             if entry.entries:
                 submenu = toga.Group(entry.text, parent=group, **place)
-                found += self._commands_of(entry.entries, submenu)
+                commands += self._commands_of(entry.entries, submenu)
             else:
-                found.append(self._command(entry.text, entry.action, group=group, **place))
-        return found
+                commands.append(self._command(entry.text, entry.action, group=group, **place))
+        return commands
 
     # -- settings ----------------------------------------------------------------------------------
 
@@ -329,11 +329,11 @@ async def in_thread(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     def work() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             try:
-                found = call(*args, **kwargs)
+                result = call(*args, **kwargs)
             except Exception as error:  # it is raised where the call is awaited
                 loop.call_soon_threadsafe(settle, future.set_exception, error)
             else:
-                loop.call_soon_threadsafe(settle, future.set_result, found)
+                loop.call_soon_threadsafe(settle, future.set_result, result)
 
     threading.Thread(target=work, daemon=True).start()
     return await future

@@ -86,46 +86,51 @@ class ServerClient:
         """GET /admin/state; raises ServerError, as all methods do."""
         said = self._ask("/admin/state")
         requests = said["requests"]
-        waiting = sum(bool(each["waiting"]) for each in requests)
+        waiting = sum(bool(item["waiting"]) for item in requests)
         return Activity(
-            models=tuple(_model(each["state"]) for each in said["models"]),
+            models=tuple(_model(item["state"]) for item in said["models"]),
             running=len(requests) - waiting,
             waiting=waiting,
-            tokens=sum(each["counters"]["generation_tokens"] for each in said["models"]),
+            tokens=sum(item["counters"]["generation_tokens"] for item in said["models"]),
         )
 
     def features(self) -> Mapping[str, Any]:
         """Features of the server: its version, a history, the hub."""
-        found: dict[str, Any] = self._ask("/page/features")
-        return found
+        features: dict[str, Any] = self._ask("/page/features")
+        return features
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Downloads and conversions, the newest first."""
         return tuple(
             Transfer(
-                **{name: each[name] for name in ("id", "kind", "name", "state", "done", "total")},
-                error=each["error"] or "",
+                **{name: job[name] for name in ("id", "kind", "name", "state", "done", "total")},
+                error=job["error"] or "",
             )
-            for each in self._ask("/hub/jobs")["data"]
-            if each["state"] != "cancelled"
+            for job in self._ask("/hub/jobs")["data"]
+            if job["state"] != "cancelled"
         )
 
     def chats(self) -> tuple[Chat, ...]:
         """The newest conversations."""
-        found = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
+        conversations = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
         return tuple(
-            Chat(id=each["id"], title=each["title"], changed_s=each["changed_s"]) for each in found
+            Chat(
+                id=conversation["id"],
+                title=conversation["title"],
+                changed_s=conversation["changed_s"],
+            )
+            for conversation in conversations
         )
 
     def models_on_disk(self) -> tuple[str, ...]:
         """Names of complete models that the server does not serve yet."""
-        found = self._ask("/hub/models")["data"]
-        return tuple(each["name"] for each in found if each["complete"] and not each["served"])
+        models = self._ask("/hub/models")["data"]
+        return tuple(model["name"] for model in models if model["complete"] and not model["served"])
 
     def has(self, model: str) -> bool:
         """Whether a model is complete on the server's disk."""
-        found = self._ask("/hub/models")["data"]
-        return any(each["name"] == model and each["complete"] for each in found)
+        models = self._ask("/hub/models")["data"]
+        return any(entry["name"] == model and entry["complete"] for entry in models)
 
     def suggestions(self) -> tuple[Mapping[str, Any], ...]:
         """Models that fit the server's machine, the best balance first: `Suggestion.as_dict`."""

@@ -173,16 +173,16 @@ class CocoaPlatform(Platform):
         self._listen(carbon, target, action)
         modifiers = sum(CARBON_MODIFIERS[name] for name in hotkey.modifiers)
         id = EventHotKeyID(int.from_bytes(b"mlxi", "big"), 1)
-        found = ctypes.c_void_p()
+        reference = ctypes.c_void_p()
         status = carbon.RegisterEventHotKey(
             ctypes.c_uint32(KEY_CODES[hotkey.key]),
             ctypes.c_uint32(modifiers),
             id,
             target,
             ctypes.c_uint32(0),
-            ctypes.byref(found),
+            ctypes.byref(reference),
         )
-        self._hotkey = found
+        self._hotkey = reference
         return bool(status == 0)
 
     def _listen(

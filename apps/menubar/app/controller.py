@@ -161,11 +161,11 @@ class AppController:
         if not self.client.has(model):
             self.client.download(model)
         while not self.client.has(model):
-            found = [each for each in self.client.transfers() if each.name == model]
-            if not found:
+            transfers = [transfer for transfer in self.client.transfers() if transfer.name == model]
+            if not transfers:
                 return
-            if found[0].error:
-                raise StartError(found[0].error)
+            if transfers[0].error:
+                raise StartError(transfers[0].error)
             time.sleep(LOOK_S)
         self.client.serve(model)
         self.client.load(model)
@@ -176,12 +176,12 @@ class AppController:
         self.start()
 
     def _environment(self) -> dict[str, str]:
-        found = {}
+        environment = {}
         if self.settings.models_folder:
-            found["HF_HUB_CACHE"] = self.settings.models_folder
+            environment["HF_HUB_CACHE"] = self.settings.models_folder
         if self.settings.key:
-            found["MLXINFER_API_KEY"] = self.settings.key
-        return found
+            environment["MLXINFER_API_KEY"] = self.settings.key
+        return environment
 
     # -- what is shown -----------------------------------------------------------------------------
 
@@ -266,15 +266,17 @@ class AppController:
         return view
 
     def _announce(self, before: View, after: View) -> None:
-        was_open = {each.id for each in before.transfers if each.open}
-        for each in after.transfers:
-            if each.id in was_open and each.state == "done":
-                self._notify(f"{each.kind.capitalize()} complete", each.name)
-            elif each.id in was_open and each.state == "failed":
-                self._notify(f"{each.kind.capitalize()} failed", f"{each.name}: {each.error}")
+        was_open = {transfer.id for transfer in before.transfers if transfer.open}
+        for transfer in after.transfers:
+            if transfer.id in was_open and transfer.state == "done":
+                self._notify(f"{transfer.kind.capitalize()} complete", transfer.name)
+            elif transfer.id in was_open and transfer.state == "failed":
+                self._notify(
+                    f"{transfer.kind.capitalize()} failed", f"{transfer.name}: {transfer.error}"
+                )
 
 
 @cache
 def _for_this_machine() -> tuple[Mapping[str, Any], ...]:
     limit_bytes = models_limit_bytes()
-    return tuple(each.as_dict(limit_bytes) for each in to_begin_with(limit_bytes))
+    return tuple(suggestion.as_dict(limit_bytes) for suggestion in to_begin_with(limit_bytes))

@@ -193,16 +193,16 @@ def shortened(text: str, most: int) -> str:
 def model_actions(model: ModelStatus) -> tuple[MenuEntry, ...]:
     """Entries for the actions that a served model allows now."""
     loaded = model.state == "loaded"
-    found = []
+    entries = []
     if loaded and not model.pinned:
-        found.append(MenuEntry("Unload", Action(Do.UNLOAD, model.name)))
+        entries.append(MenuEntry("Unload", Action(Do.UNLOAD, model.name)))
     if model.state == "unloaded":
-        found.append(MenuEntry("Load", Action(Do.LOAD, model.name)))
+        entries.append(MenuEntry("Load", Action(Do.LOAD, model.name)))
     if model.pinned:
-        found.append(MenuEntry("Unpin", Action(Do.UNPIN, model.name)))
+        entries.append(MenuEntry("Unpin", Action(Do.UNPIN, model.name)))
     elif loaded:
-        found.append(MenuEntry("Keep loaded", Action(Do.PIN, model.name)))
-    return tuple(found) or (MenuEntry(model.state),)
+        entries.append(MenuEntry("Keep loaded", Action(Do.PIN, model.name)))
+    return tuple(entries) or (MenuEntry(model.state),)
 
 
 def transfer_actions(transfer: Transfer) -> tuple[MenuEntry, ...]:
@@ -247,8 +247,8 @@ def _models(view: View) -> list[MenuEntry]:
 
 def _transfers(view: View) -> list[MenuEntry]:
     entries = tuple(
-        MenuEntry(f"{each.name}: {transfer_text(each)}", entries=transfer_actions(each))
-        for each in view.transfers
+        MenuEntry(f"{transfer.name}: {transfer_text(transfer)}", entries=transfer_actions(transfer))
+        for transfer in view.transfers
     )
     return [MenuEntry("Downloads", section=2, entries=entries)] if entries else []
 

@@ -185,5 +185,5 @@ def problem_of(log: Path) -> str | None:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return found[-1][:MAX_PROBLEM].replace("`", "") if found else None
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1][:MAX_PROBLEM].replace("`", "") if errors else None

@@ -25,12 +25,12 @@ class Settings:
 def load(path: Path) -> Settings:
     """The stored settings; a field that is missing or of another type has its default."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Settings()
     defaults = asdict(Settings())
     known = {field.name for field in fields(Settings)}
-    given = found.items() if isinstance(found, dict) else ()
+    given = stored.items() if isinstance(stored, dict) else ()
     return Settings(
         **{name: v for name, v in given if name in known and type(v) is type(defaults[name])}
     )

@@ -19,13 +19,13 @@ PRIVATE = "It runs on this machine. What you write stays here."
 TINY = "The demo comes with the app. It knows mlxinfer, and little else."
 
 
-def cards_of(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def cards_of(models: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """At most three suggestions: the best balance, then such as have half the size, if any."""
     chosen: list[Mapping[str, Any]] = []
-    for each in found:
-        if not chosen or each["weights_bytes"] <= chosen[-1]["weights_bytes"] / 2:
-            chosen.append(each)
-    return [*chosen, *(each for each in found if each not in chosen)][:NUM_CARDS]
+    for model in models:
+        if not chosen or model["weights_bytes"] <= chosen[-1]["weights_bytes"] / 2:
+            chosen.append(model)
+    return [*chosen, *(model for model in models if model not in chosen)][:NUM_CARDS]
 
 
 def time_text(num_bytes: int) -> str:
@@ -115,7 +115,7 @@ class Introduction:
         self.more.enabled = view.usable
         if changed:
             models = cards_of(view.suggested)
-            self.cards = {each["name"]: self._card(each, each is models[0]) for each in models}
+            self.cards = {model["name"]: self._card(model, model is models[0]) for model in models}
             self._models.clear()
             self._models.add(*[box for box, _ in self.cards.values()])
             self.choose(self.chosen or next(iter(self.cards), DEMO))
@@ -140,35 +140,37 @@ class Introduction:
     def _show_progress(self, view: View) -> None:
         """One bar and one percentage: of the download. The server's start takes seconds."""
         ready = any(m.name == self.chosen and m.state == "loaded" for m in view.activity.models)
-        found = next((each for each in view.transfers if each.name == self.chosen), None)
+        transfer = next((one for one in view.transfers if one.name == self.chosen), None)
         name = self.chosen.rpartition("/")[2]
         self.title.text = f"{name} is ready" if ready else f"Getting {name}"
         self.next.text, self.next.enabled = "Open chat", ready
-        self.back.enabled = bool(found or view.problem)
-        known = ready or view.problem or (found and found.total)
+        self.back.enabled = bool(transfer or view.problem)
+        known = ready or view.problem or (transfer and transfer.total)
         self.bar.max = 1.0 if known else None
         if known:
-            self.bar.value = 1.0 if ready else found.done / (found.total or 1) if found else 0.0
+            self.bar.value = (
+                1.0 if ready else transfer.done / (transfer.total or 1) if transfer else 0.0
+            )
         self.said.text = f"{status_of(view).word}…"
         if ready:
             self.said.text = f"Programs reach it at {view.url}/v1"
         elif view.problem:
             self.said.text = wrapped(view.problem)
-        elif found:
-            self.said.text = transfer_text(found)
+        elif transfer:
+            self.said.text = transfer_text(transfer)
 
     # -- what is done ------------------------------------------------------------------------------
 
     async def _choose_folder(self, _: Any) -> None:
-        found = await self.window.dialog(toga.SelectFolderDialog("Folder of models"))
-        if found is not None:
-            self.folder.value = str(found)
+        folder = await self.window.dialog(toga.SelectFolderDialog("Folder of models"))
+        if folder is not None:
+            self.folder.value = str(folder)
 
     def on_back(self, *_: Any) -> None:
         """Choose again; a download that runs is cancelled."""
-        for each in self._view.transfers:
-            if each.name == self.chosen and each.open:
-                self._act(Action(Do.CANCEL, each.id))
+        for transfer in self._view.transfers:
+            if transfer.name == self.chosen and transfer.open:
+                self._act(Action(Do.CANCEL, transfer.id))
         self.getting = False
         self._show_step()
 

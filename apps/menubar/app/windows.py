@@ -197,7 +197,7 @@ class ChatWindow:
             self._recent.clear()
             self._recent.add(*([bold("Recent chats"), self.chats] if chats else []))
             whens = [time.strftime("%d %B, %H:%M", time.localtime(c.changed_s)) for c in chats]
-            titles = [shortened(each.title, 44) or "Untitled" for each in chats]
+            titles = [shortened(chat.title, 44) or "Untitled" for chat in chats]
             self.chats.data = [(*row, self._icon) for row in zip(titles, whens, strict=True)]
 
     def _on_select(self, _: Any) -> None:
@@ -242,7 +242,11 @@ class MainWindow:
     def show(self, view: View) -> None:
         self.head.show(view)
         self.places[-1].text = f"{view.url}/v1"
-        running = [f"{each.name}: {transfer_text(each)}" for each in view.transfers if each.open]
+        running = [
+            f"{transfer.name}: {transfer_text(transfer)}"
+            for transfer in view.transfers
+            if transfer.open
+        ]
         self.places[0].text = shortened(running[0], 56) if running else PLACES[0][2]
         entries = tuple(e for e in server_actions(view) if e.action != Action(Do.START))
         if entries != self._entries:
@@ -323,15 +327,15 @@ class SettingsForm:
 
     def on_save(self, *_: Any) -> None:
         """Check and save what stands in the fields; a mistake is said below them."""
-        found = {name: field.value.strip() for name, field in self.texts.items()}
+        values = {name: field.value.strip() for name, field in self.texts.items()}
         try:
-            parse_hotkey(found["hotkey"])
-            found["url"] = checked_url(found["url"])
+            parse_hotkey(values["hotkey"])
+            values["url"] = checked_url(values["url"])
         except ValueError as error:
             self.say(str(error))
             return
         self.said.text = "Saved"
-        self._change(**found, **{name: each.value for name, each in self.switches.items()})
+        self._change(**values, **{name: switch.value for name, switch in self.switches.items()})
         if self.at_login.value != self._platform.starts_at_login():
             self._set_login_item()
 

@@ -134,16 +134,19 @@ def _olmo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     if not facts.count("attention.sliding_window"):
         return _family("olmo2", "Olmo2ForCausalLM")(facts, shapes, config)
     facts.expect("rope.freq_base_swa", config["rope_theta"])  # scaled where all is seen alone
-    own = {"sliding_window": _window, "layer_types": _layer_types(4)}
-    return _family("olmo3", "Olmo3ForCausalLM", **own)(facts, shapes, config)
+    windows = {"sliding_window": _window, "layer_types": _layer_types(4)}
+    return _family("olmo3", "Olmo3ForCausalLM", **windows)(facts, shapes, config)
 
 
 def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Without a window every layer sees, and turns, everything."""
     windowed = facts.count("attention.sliding_window")
-    own = {"sliding_window": windowed or None, "sliding_window_pattern": 4 if windowed else None}
+    windows = {
+        "sliding_window": windowed or None,
+        "sliding_window_pattern": 4 if windowed else None,
+    }
     types = _layer_types(4) if windowed else [_KINDS[1]] * config["num_hidden_layers"]
-    family = _family("exaone4", "Exaone4ForCausalLM", layer_types=types, **own)
+    family = _family("exaone4", "Exaone4ForCausalLM", layer_types=types, **windows)
     return family(facts, shapes, config)
 
 
@@ -229,9 +232,9 @@ def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
 def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     large = config["num_hidden_layers"] == _GEMMA3_27B
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    own = _family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
-    del own["hidden_act"]
-    return own | {
+    fields = _family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
+    del fields["hidden_act"]
+    return fields | {
         **_gemma3_layers(facts, config["num_hidden_layers"]),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": per_head if large else config["head_dim"],
@@ -273,10 +276,10 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     facts.expect("attention.value_length_swa", head_dim)
     facts.expect("rope.dimension_count", facts.integer("attention.key_length"))
     by_kind = dict(zip(slides, kv_heads, strict=True))
-    own = {i for i in range(count - shared) if not slides[i]}
-    no_values = any(f"model.layers.{i}.self_attn.v_proj.weight" not in shapes for i in own)
+    with_values = {i for i in range(count - shared) if not slides[i]}
+    no_values = any(f"model.layers.{i}.self_attn.v_proj.weight" not in shapes for i in with_values)
     table = shapes.get("model.embed_tokens_per_layer.weight", (config["vocab_size"],))
-    found = {
+    fields = {
         "model_type": "gemma4_text",
         "architectures": ["Gemma4ForCausalLM"],
         "intermediate_size": min(widths),
@@ -295,9 +298,9 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         "final_logit_softcapping": facts.number("final_logit_softcapping"),
         "enable_moe_block": facts.count("expert_count") > 0,
     }
-    if found["enable_moe_block"]:
-        found |= _experts(facts, per_token="top_k_experts")
-    return found
+    if fields["enable_moe_block"]:
+        fields |= _experts(facts, per_token="top_k_experts")
+    return fields
 
 
 def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Config:
@@ -329,7 +332,7 @@ def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         raise CheckpointError(
             f"ssm.inner_size in {facts.all.where} is {inner}, which {values} heads do not share."
         )
-    found = {
+    fields = {
         "model_type": "qwen3_5_text",
         "architectures": ["Qwen3_5ForCausalLM"],
         "hidden_act": "silu",
@@ -342,9 +345,9 @@ def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         "attention_bias": False,
     }
     if facts.architecture == "qwen35":
-        return found | {"intermediate_size": facts.integer("feed_forward_length")}
+        return fields | {"intermediate_size": facts.integer("feed_forward_length")}
     shared = shapes.get("model.layers.0.mlp.shared_expert.gate_proj.weight", (0,))[0]
-    return found | {
+    return fields | {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
         **_experts(facts),
@@ -357,7 +360,7 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Layers without heads for K and V are convolutions."""
     kv_heads = facts.by_layer("attention.head_count_kv", config["num_hidden_layers"])
     first = "model.layers.{}.conv.in_proj.bias"
-    found = {
+    fields = {
         "model_type": "lfm2",
         "architectures": ["Lfm2ForCausalLM"],
         "num_key_value_heads": max(kv_heads),
@@ -369,9 +372,9 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
         "block_auto_adjust_ff_dim": False,
     }
     if facts.architecture == "lfm2":
-        return found
+        return fields
     facts.expect("expert_gating_func", _SIGMOID)
-    return found | {
+    return fields | {
         "model_type": "lfm2_moe",
         "architectures": ["Lfm2MoeForCausalLM"],
         **_experts(facts),
@@ -384,9 +387,9 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.read("rope.dimension_sections")  # rows lie as those of texts do
-    own = _family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
+    fields = _family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
     facts.expect("expert_gating_func", _SIGMOID)
-    return own | {
+    return fields | {
         **_routing(facts),
         "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
     }
@@ -405,8 +408,10 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     routing = _routing(facts)
     if not sigmoid:
         routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
-    own = _family(f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")(facts, shapes, config)
-    return own | {
+    fields = _family(f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")(
+        facts, shapes, config
+    )
+    return fields | {
         **routing,
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": rope,

@@ -112,7 +112,7 @@ class ArchitectureFields:
             return [self.all.integer(name, low=0)] * num_layers
         if value.dtype.kind not in "biu" or len(value) < num_layers or value.min() < 0:
             raise CheckpointError(f"{name} in {self.all.where} is not one number for each layer.")
-        return [int(each) for each in value[:num_layers]]
+        return [int(number) for number in value[:num_layers]]
 
     def by_layer_or_none(self, key: str, num_layers: int) -> list[int] | None:
         """An integer for each layer; None where the file has no list of them."""

@@ -283,8 +283,8 @@ def _joined(architecture: str, index: int, rest: str, names: Collection[str]) ->
     recurs = f"blk.{index}.ssm_a" in names
     if rest.startswith("attn_qkv.") and not recurs and modules.get("attn_q"):
         kind = rest.removeprefix("attn_qkv.")
-        own = modules.get("attn_qkv", "").startswith("self_attn.")
-        return () if own else tuple(f"{modules[f'attn_{part}']}.{kind}" for part in "qkv")
+        is_joined = modules.get("attn_qkv", "").startswith("self_attn.")
+        return () if is_joined else tuple(f"{modules[f'attn_{part}']}.{kind}" for part in "qkv")
     if modules.get("ffn_gate_exps") == "mlp.switch_mlp.gate_proj":
         experts = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
         if rest in experts and f"blk.{index}.ffn_gate_up_exps.weight" in names:

@@ -152,11 +152,11 @@ class GGUFTensor:
             return self.array.view() if whole else self.array.view(rows)
         return self.array.view()[self.layout.rows[rows]]
 
-    def values(self, found: Array, rows: slice) -> Array:
+    def values(self, numbers: Array, rows: slice) -> Array:
         """Values (..., in_dims) of these rows with their columns in order, in their own shape."""
         if self.layout.columns is not None:
-            found = found.reshape(-1, len(self.layout.columns))[:, self.layout.columns]
-        return found.reshape(rows.stop - rows.start, *self.shape[1:])
+            numbers = numbers.reshape(-1, len(self.layout.columns))[:, self.layout.columns]
+        return numbers.reshape(rows.stop - rows.start, *self.shape[1:])
 
     def groups(self, size: int) -> Order | slice:
         """The order of groups of `size` columns; all of them as they are: a slice."""
@@ -213,8 +213,10 @@ def _floats(place: GGUFTensor) -> TensorReader:
     kind, change = place.block.name, place.layout.change
 
     def values(rows: slice) -> mx.array:
-        found = place.values(place.rows(rows), rows)
-        return to_mlx(found, kind) if change is None else mx.array(change(to_float32(found, kind)))
+        numbers = place.values(place.rows(rows), rows)
+        return (
+            to_mlx(numbers, kind) if change is None else mx.array(change(to_float32(numbers, kind)))
+        )
 
     dtype = FLOATS[kind] if change is None else "float32"
     info = SourceTensor(place.name, place.shape, dtype, kind.lower(), place.array.num_bytes)

@@ -54,16 +54,16 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
     named = _named(entries, ArchitectureFields(metadata, label))
     shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
     config = make_config(metadata, shapes, _rope_factors(entries), label)
-    own: SideFiles = dict
+    from_metadata: SideFiles = dict
     if side_files is None and check_tokenizer(metadata, label):
-        own = cache(partial(tokenizer_files, metadata, label))
+        from_metadata = cache(partial(tokenizer_files, metadata, label))
     return SourceModel(
         label=label,
         format="GGUF",
         config={key: value for key, value in config.items() if key != HALVES},
         dtype=_model_dtype(architecture, entries),
         readers=_readers(named, architecture, config),
-        side_files=own if side_files is None else lambda: side_files,
+        side_files=from_metadata if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
         origin=origin_of_metadata(metadata),
     )
@@ -239,16 +239,16 @@ def _ropes(
 ) -> dict[str, Any]:
     if facts.architecture == "gemma4":
         return {"rope_parameters": gemma4_ropes(facts, factors.get(ROPE_FACTORS))}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rope_theta": facts.number("rope.freq_base", 10_000.0),
         "rope_scaling": rope_scaling(facts, factors, head_dim),
     }
     if facts.architecture in PARTIAL:
         dims = facts.integer("rope.dimension_count", head_dim)
-        found["partial_rotary_factor"] = dims / head_dim
+        fields["partial_rotary_factor"] = dims / head_dim
     elif facts.architecture != "deepseek2":
         check_rope_dims(facts, head_dim)
-    return found
+    return fields
 
 
 def _token_ids(metadata: Fields) -> dict[str, int]:

@@ -202,12 +202,12 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
 
 
 def _byte_level(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
-    own = pretokenizer_of(fields)
-    made = _bpe(tokens, _merges(fields), ignore_merges=own.whole_words)
-    if own.normal_form:
+    pretokenizer = pretokenizer_of(fields)
+    made = _bpe(tokens, _merges(fields), ignore_merges=pretokenizer.whole_words)
+    if pretokenizer.normal_form:
         made.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in own.patterns]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own.patterns)
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pretokenizer.patterns)
     made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     made.decoder = decoders.ByteLevel()
     return made
@@ -252,14 +252,16 @@ def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
 def merges_from_scores(tokens: list[str], scores: list[float]) -> Merges:
     """The merges of a SentencePiece BPE model, in the order in which they are tried."""
     ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
-    found: list[tuple[float, int, int, int, int]] = []  # with the token's id, and where it is cut
+    candidates: list[
+        tuple[float, int, int, int, int]
+    ] = []  # with the token's id, and where it is cut
     for token, index in ids.items():
         for cut in range(1, len(token) if len(token) <= MAX_PIECE else 1):
             left = ids.get(token[:cut])
             if left is not None and (right := ids.get(token[cut:])) is not None:
-                found.append((-scores[index], left, right, index, cut))
-    found.sort()
-    return [(tokens[index][:cut], tokens[index][cut:]) for *_, index, cut in found]
+                candidates.append((-scores[index], left, right, index, cut))
+    candidates.sort()
+    return [(tokens[index][:cut], tokens[index][cut:]) for *_, index, cut in candidates]
 
 
 def _bpe(tokens: list[str], merges: Merges, **settings: Any) -> tokenizers.Tokenizer:

@@ -80,13 +80,13 @@ class StackedExperts:
         count, out_dims, in_dims = stored.shape
         if inputs_first:
             out_dims, in_dims = in_dims, out_dims
-        own = _rows(stored, out_dims, part, interleaved=self.interleaved)
+        part_rows = _rows(stored, out_dims, part, interleaved=self.interleaved)
 
         def values(rows: slice) -> mx.array:
-            found = stored.view(rows)
+            numbers = stored.view(rows)
             if inputs_first:
-                found = found.swapaxes(1, 2)
-            return to_mlx(found[:, own], stored.dtype)
+                numbers = numbers.swapaxes(1, 2)
+            return to_mlx(numbers[:, part_rows], stored.dtype)
 
         return _plain(name, (count, out_dims // part[1], in_dims), stored, part, values)
 
@@ -127,10 +127,10 @@ def _mxfp4(
         raise blocks.fail(f"has shape {blocks.shape}; expected (experts, out, in / 32, 16)")
     scales.expect(["U8"], blocks.shape[:3])
     count, out_dims, groups, _ = blocks.shape
-    own = _rows(blocks, out_dims, part)
+    part_rows = _rows(blocks, out_dims, part)
 
     def octets(rows: slice) -> Octets:
-        codes, powers = (np.ascontiguousarray(p.view(rows)[:, own]) for p in (blocks, scales))
+        codes, powers = (np.ascontiguousarray(p.view(rows)[:, part_rows]) for p in (blocks, scales))
         return codes.reshape(*codes.shape[:2], -1), powers
 
     shape = (count, out_dims // part[1], groups * 32)
@@ -144,9 +144,9 @@ def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> TensorReader:
     if len(bias.expect([*FLOATS]).shape) != 2 or 0 in bias.shape:
         raise bias.fail(f"has shape {bias.shape}; expected (experts, out)")
     count, both = bias.shape
-    own = _rows(bias, both, part)
+    part_rows = _rows(bias, both, part)
 
     def values(rows: slice) -> mx.array:
-        return to_mlx(bias.view(rows)[:, own], bias.dtype)
+        return to_mlx(bias.view(rows)[:, part_rows], bias.dtype)
 
     return _plain(name, (count, both // part[1]), bias, part, values)

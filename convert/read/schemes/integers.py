@@ -32,7 +32,7 @@ class Integers:
         groups = groups_of(config)
         self._weights = [weights for group in groups if (weights := _weights_of(group))]
         self._where = config.where
-        for form in [each.text("format", default="dense") for each in (config, *groups)]:
+        for form in [stated.text("format", default="dense") for stated in (config, *groups)]:
             if form not in _FORMATS:
                 raise UnsupportedModelError(
                     f"format in {config.where} is {form[:40]!r}; expected one of "
@@ -63,9 +63,9 @@ class Integers:
         assert words is not None
         if scale is None or len(words.shape) != 2 or len(scale.shape) != 2 or 0 in words.shape:
             raise words.fail(f"has shape {words.shape} and no weight_scale that fits")
-        found = self._choose(words, scale)
-        self._check_zeros(words, zeros, [w for w in self._weights if w.bits == found.bits])
-        matrix = _words(path, words, scale, zeros, shape, found)
+        form = self._choose(words, scale)
+        self._check_zeros(words, zeros, [w for w in self._weights if w.bits == form.bits])
+        matrix = _words(path, words, scale, zeros, shape, form)
         return matrix.reader(leaves.pop("weight_g_idx", None))
 
     def _choose(self, words: StoredArray, scale: StoredArray) -> "_Packing":
@@ -135,8 +135,8 @@ class _Packing:
 def groups_of(config: Fields | None) -> list[Fields]:
     """The objects in `config_groups`."""
     groups = config.fields("config_groups") if config else None
-    found = [groups.fields(name) for name in groups.values] if groups else []
-    return [group for group in found if group]
+    listed = [groups.fields(name) for name in groups.values] if groups else []
+    return [group for group in listed if group]
 
 
 def _check_transforms(stated: Fields | None) -> None:
@@ -182,15 +182,15 @@ def _words(
         """Words as they are; without zero points, the middle is zero."""
         if shape is not None and tuple(shape.view().tolist()) != (out_dims, in_dims):
             raise shape.fail(f"is {shape.view().tolist()}; expected {(out_dims, in_dims)}")
-        found = np.ascontiguousarray(words.view(rows)).view(np.uint32)
+        codes = np.ascontiguousarray(words.view(rows)).view(np.uint32)
         if packing.padded:
-            found = _as_words(packing.unpack(found, in_dims), bits)
+            codes = _as_words(packing.unpack(codes, in_dims), bits)
         steps = scale.floats(rows)
         if zeros is None:
-            return found, steps, -np.float32(1 << (bits - 1)) * steps
+            return codes, steps, -np.float32(1 << (bits - 1)) * steps
         by_group = np.ascontiguousarray(zeros.view().T).view(np.uint32)  # (groups, words)
         points = packing.unpack(by_group, out_dims)[:, rows]
-        return found, steps, -np.ascontiguousarray(points.T).astype(np.float32) * steps
+        return codes, steps, -np.ascontiguousarray(points.T).astype(np.float32) * steps
 
     parts = [part for part in (words, scale, zeros, shape) if part is not None]
     return affine_matrix(

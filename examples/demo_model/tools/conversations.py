@@ -38,8 +38,8 @@ def _offers(rng: Random) -> list[Offer]:
     if roll < 0.2:
         return rivals(rng)
     kinds: list[Callable[[Random], Offer]] = [*FAMILIES, chore, chore, action, action, action]
-    found = [kind(rng) for kind in rng.sample(kinds, rng.choice((1, 1, 1, 2, 2, 3)))]
-    return list({offer.tool.name: offer for offer in found}.values())
+    offers = [kind(rng) for kind in rng.sample(kinds, rng.choice((1, 1, 1, 2, 2, 3)))]
+    return list({offer.tool.name: offer for offer in offers}.values())
 
 
 def _called(rng: Random, offer: Offer) -> list[Message]:

@@ -58,9 +58,9 @@ class Tool:
 
 def read_tool(signature: str) -> Tool:
     """Return the tool of a signature."""
-    found = re.fullmatch(r"([\w.-]+)\((.*?)\): (.*)", signature)
-    assert found is not None, f"expected name(parameter: kind, ...): text, not {signature!r}"
-    name, inside, description = found.groups()
+    match = re.fullmatch(r"([\w.-]+)\((.*?)\): (.*)", signature)
+    assert match is not None, f"expected name(parameter: kind, ...): text, not {signature!r}"
+    name, inside, description = match.groups()
     pairs = [part.split(": ") for part in inside.split(", ") if part]
     parameters = tuple(Parameter(n.removesuffix("?"), k, not n.endswith("?")) for n, k in pairs)
     return Tool(name, parameters, description)

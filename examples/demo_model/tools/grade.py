@@ -41,12 +41,12 @@ def is_right(question: ToolQuestion, said: Result) -> bool:
 
 def tool_report(questions: Sequence[ToolQuestion], said: Sequence[Result]) -> str:
     """Return how many are right, then each that is wrong with what was said."""
-    right = [is_right(*each) for each in zip(questions, said, strict=True)]
+    right = [is_right(*result) for result in zip(questions, said, strict=True)]
     lines = [f"{sum(right)} of {len(right)} conversations with tools go on as they should"]
-    for good, question, each in zip(right, questions, said, strict=True):
+    for good, question, result in zip(right, questions, said, strict=True):
         if not good:
-            calls = "".join(f"{call.name} {call.arguments}" for call in each.tool_calls or ())
-            lines += [f"[bad] {question.asked}", f"    {calls or each.text}"]
+            calls = "".join(f"{call.name} {call.arguments}" for call in result.tool_calls or ())
+            lines += [f"[bad] {question.asked}", f"    {calls or result.text}"]
     return "\n".join(lines)
 
 

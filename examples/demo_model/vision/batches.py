@@ -91,33 +91,33 @@ def patches_of(image: Image.Image) -> NDArray[np.float32]:
 def labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:
     """(features, LABELS) what has its centre in each."""
     rows, columns = grid
-    found = np.zeros((rows, columns, LABELS), np.float32)
+    labels = np.zeros((rows, columns, LABELS), np.float32)
     colours, words = list(COLOURS), len(SHAPES) * len(COLOURS)
     for thing in scene.things:
         label = SHAPES.index(thing.shape) * len(colours) + colours.index(thing.colour)
-        found[int(thing.y * rows), int(thing.x * columns), label] = 1
+        labels[int(thing.y * rows), int(thing.x * columns), label] = 1
     if scene.word:
         label = words + WORDS.index(scene.word)
-        found[int(scene.y * rows), int(scene.x * columns), label] = 1
-    found[:, :, -1] = scene.is_photo
-    return found.reshape(-1, LABELS)
+        labels[int(scene.y * rows), int(scene.x * columns), label] = 1
+    labels[:, :, -1] = scene.is_photo
+    return labels.reshape(-1, LABELS)
 
 
 def patch_labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:
     """(P, PATCH_LABELS) what covers the centre of each patch, nearly."""
     rows, columns = grid[0] * MERGE, grid[1] * MERGE
     centres = (patch_places(rows, columns) + 0.5) / (rows, columns)
-    found = np.zeros((len(centres), PATCH_LABELS), np.float32)
+    labels = np.zeros((len(centres), PATCH_LABELS), np.float32)
     short = min(rows, columns)
     for thing in scene.things:
         away = (centres - (thing.y, thing.x)) * (rows / short, columns / short)
         inside = (away**2).sum(1) < (0.9 * thing.radius) ** 2
-        found[inside, SHAPES.index(thing.shape)] = 1
-        found[inside, len(SHAPES) + list(COLOURS).index(thing.colour)] = 1
+        labels[inside, SHAPES.index(thing.shape)] = 1
+        labels[inside, len(SHAPES) + list(COLOURS).index(thing.colour)] = 1
     if scene.word:
         away = np.abs(centres - (scene.y, scene.x))
-        found[(away < (0.08, scene.length / 2)).all(1), -1] = 1
-    return found
+        labels[(away < (0.08, scene.length / 2)).all(1), -1] = 1
+    return labels
 
 
 class Row:
@@ -198,9 +198,9 @@ def _seen(scenes: list[Shown], grid: Grid) -> Arrays:
     rows, columns = grid[0] * MERGE, grid[1] * MERGE
     cosines, sines = patch_turn(rows, columns)
     return {
-        "patches": np.stack([patches_of(each.image) for each in scenes]),
-        "labels": np.stack([labels_of(each.scene, grid) for each in scenes]),
-        "patch_labels": np.stack([patch_labels_of(each.scene, grid) for each in scenes]),
+        "patches": np.stack([patches_of(shown.image) for shown in scenes]),
+        "labels": np.stack([labels_of(shown.scene, grid) for shown in scenes]),
+        "patch_labels": np.stack([patch_labels_of(shown.scene, grid) for shown in scenes]),
         "places": stretch(rows, columns),
         "patch_cos": cosines,
         "patch_sin": sines,

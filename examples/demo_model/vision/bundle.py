@@ -98,7 +98,7 @@ def processor_config() -> dict[str, Any]:
 def trained_weights(checkpoint: Path) -> dict[str, mx.array]:
     """Return the weights of a training checkpoint in bfloat16, by the names of Qwen3-VL."""
     arrays: Any = mx.load(str(checkpoint))
-    found = {}
+    weights = {}
     for name, array in sorted(arrays.items()):
         part, _, rest = name.removeprefix("params.").partition(".")
         if not name.startswith("params.") or part not in ("visual", "language_model"):
@@ -106,8 +106,8 @@ def trained_weights(checkpoint: Path) -> dict[str, mx.array]:
         if rest == "patch_embed.proj.weight":  # half of it for each of two equal frames
             half = array.reshape(WIDTH, 3, 1, PATCH, PATCH) / 2
             array = mx.concatenate([half, half], axis=2)
-        found[f"model.{part}.{rest}"] = array.astype(mx.bfloat16)
-    return found
+        weights[f"model.{part}.{rest}"] = array.astype(mx.bfloat16)
+    return weights
 
 
 def write_whole(work: Path, folder: Path) -> None:

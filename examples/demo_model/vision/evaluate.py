@@ -29,16 +29,16 @@ class Example(NamedTuple):
 
 def examples(kind: str, count: int) -> list[Example]:
     """The first held-out drawings with questions of a kind, and with something to ask about."""
-    found: list[Example] = []
+    drawn: list[Example] = []
     number = 0
-    while len(found) < count:
+    while len(drawn) < count:
         rng = Random(f"held-out/{kind}/{number}")
         number += 1
         scene = draw_scene(rng)
         asked = ask_kind(kind, scene, rng)
         if asked.kind == kind and (kind == "unknown" or not scene.is_photo):
-            found.append(Example(draw(scene, canvas(rng), rng), asked))
-    return found
+            drawn.append(Example(draw(scene, canvas(rng), rng), asked))
+    return drawn
 
 
 def answers(llm: LLM, some: Sequence[Example]) -> list[str]:
@@ -46,7 +46,9 @@ def answers(llm: LLM, some: Sequence[Example]) -> list[str]:
     params = SamplingParams(max_tokens=64, temperature=0)
 
     async def ask_all() -> list[str]:
-        asked = [llm.achat(each.asked.question, params, images=[each.image]) for each in some]
+        asked = [
+            llm.achat(example.asked.question, params, images=[example.image]) for example in some
+        ]
         return [result.text for result in await asyncio.gather(*asked)]
 
     return asyncio.run(ask_all())

@@ -97,12 +97,12 @@ def waves() -> Numbers:
         for down in range(PATCH)
         for across in range(PATCH)
     )
-    found = []
+    filters = []
     for _, tint, down, across in kinds[:WIDTH]:
         colour = tints[tint] / np.linalg.norm(tints[tint])
         wave = colour[:, None, None] * np.outer(np.cos(at * down), np.cos(at * across))
-        found.append(wave.ravel() / np.linalg.norm(wave) * 0.12 * (1 + down + across) ** 0.5)
-    return np.array(found, np.float32)
+        filters.append(wave.ravel() / np.linalg.norm(wave) * 0.12 * (1 + down + across) ** 0.5)
+    return np.array(filters, np.float32)
 
 
 NEIGHBOURS = ((-1, 0), (1, 0), (0, -1), (0, 1))  # rows down and columns to the right, by head

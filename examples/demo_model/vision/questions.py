@@ -92,7 +92,7 @@ def _what(scene: Scene, rng: Random) -> tuple[str, str]:
 
 def _colour(scene: Scene, rng: Random) -> tuple[str, str] | None:
     shape = _shape(scene, rng)
-    found = {thing.colour for thing in scene.things if thing.shape == shape}
+    colours_of_shape = {thing.colour for thing in scene.things if thing.shape == shape}
     many = sum(thing.shape == shape for thing in scene.things) > 1
     noun, verb = (f"{shape}s", "are") if many else (shape, "is")
     question = rng.choice(
@@ -104,9 +104,9 @@ def _colour(scene: Scene, rng: Random) -> tuple[str, str] | None:
             f"Tell me the colour of the {noun}.",
         )
     )
-    if not found:
+    if not colours_of_shape:
         return question, f"There is no {shape}."
-    colours = [colour for colour in COLOURS if colour in found]
+    colours = [colour for colour in COLOURS if colour in colours_of_shape]
     listed = ", ".join(colours[:-1]) + (" and " if len(colours) > 1 else "") + colours[-1]
     return question, f"The {noun} {verb} {listed}."
 

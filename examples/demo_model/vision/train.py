@@ -62,9 +62,9 @@ class Worker:
         made = batch(self.tokenizer, SEED, number, crowded=not answers)
         inputs = {key: mx.array(x) for key, x in made.items()}
         wanted = tree_map(mx.array, params)
-        (_, *losses), found = (self.whole if answers else self.tower)(wanted, inputs)
-        mx.eval(losses, found)
-        return [float(loss) for loss in losses], tree_map(np.array, found)
+        (_, *losses), gradients = (self.whole if answers else self.tower)(wanted, inputs)
+        mx.eval(losses, gradients)
+        return [float(loss) for loss in losses], tree_map(np.array, gradients)
 
     def loss(
         self, params: Any, inputs: Any, *, answers: bool
@@ -95,7 +95,7 @@ def make_update(optimizer: optim.Optimizer) -> Any:
 
     @partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
     def update(params: Any, parts: Any) -> Any:
-        mean = tree_map(lambda *each: sum(each) / len(each), *parts)
+        mean = tree_map(lambda *gradients: sum(gradients) / len(gradients), *parts)
         grads, _ = optim.clip_grad_norm(mean, 1.0)
         return optimizer.apply_gradients(grads, params)
 
@@ -132,8 +132,8 @@ class Run:
             pool.submit(part, PARTS * self.step + number, answers=answers)
             for number in range(PARTS)
         ]
-        losses, grads = zip(*(each.result() for each in parts), strict=True)
-        self.params = self.update(self.params, [tree_map(mx.array, each) for each in grads])
+        losses, grads = zip(*(computed.result() for computed in parts), strict=True)
+        self.params = self.update(self.params, [tree_map(mx.array, computed) for computed in grads])
         mx.eval(self.params, self.optimizer.state)
         self.step += 1
         labels, answered = np.mean(losses, axis=0)
@@ -183,9 +183,9 @@ def train(run: Run, pool: ProcessPoolExecutor) -> None:
         now_s = time.monotonic()
         if run.step % 20 == 0:
             labels, answers = np.mean(losses, axis=0)
-            each = (now_s - start_s) / (run.step - first)
+            step_s = (now_s - start_s) / (run.step - first)
             report = {"step": run.step, "labels": round(labels, 3), "answers": round(answers, 4)}
-            print(json.dumps({**report, "s": round(each, 2)}), flush=True)
+            print(json.dumps({**report, "s": round(step_s, 2)}), flush=True)
             losses.clear()
         if now_s - saved_s > CHECKPOINT_S or run.step == run.num_steps:
             run.save()

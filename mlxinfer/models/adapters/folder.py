@@ -83,14 +83,14 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 def layer_of(path: str) -> int | None:
     """The number of the decoder layer that a module belongs to; None: it belongs to none."""
-    found = _LAYER.search(path)
-    return int(found[1]) if found else None
+    match = _LAYER.search(path)
+    return int(match[1]) if match else None
 
 
 def in_layer(path: str) -> str:
     """The path of a module within its layer, or the whole of it where it belongs to none."""
-    found = _LAYER.search(path)
-    return found[2] if found else path
+    match = _LAYER.search(path)
+    return match[2] if match else path
 
 
 def find_file(folder: Path) -> tuple[Path, Fields]:
@@ -105,8 +105,8 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
             f"There is no folder {str(folder)[:200]!r}; an adapter is a folder with {CONFIG} and "
             f"{PEFT_FILE} (PEFT) or {MLX_FILE} (mlx-lm)."
         )
-    found = [folder / name for name in (PEFT_FILE, MLX_FILE) if (folder / name).is_file()]
-    if not found:
+    files = [folder / name for name in (PEFT_FILE, MLX_FILE) if (folder / name).is_file()]
+    if not files:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:
             raise CheckpointError(
@@ -114,11 +114,11 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
                 "is never opened; save it with safe_serialization=True."
             )
         raise AdapterNotFoundError(f"{folder} has no {PEFT_FILE} and no {MLX_FILE}.")
-    if len(found) > 1:
+    if len(files) > 1:
         raise CheckpointError(f"{folder} has both {PEFT_FILE} and {MLX_FILE}; leave one of them.")
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}, which says rank and scale.")
-    return found[0], Fields(read_json(folder / CONFIG), str(folder / CONFIG))
+    return files[0], Fields(read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def adapter_identity(file: Path) -> str:
@@ -189,20 +189,20 @@ def read_mlx_lm(file: Path, config: Fields) -> AdapterFolder:
     scale = stated.number("scale", low=-1e6, high=1e6)
     keys = stated.items("keys")
     num_layers = config.integer("num_layers", low=-1)
-    headers, found = checked_headers(file), dict[str, dict[str, str]]()
+    headers, tensors = checked_headers(file), dict[str, dict[str, str]]()
     for name in headers:
         path, _, leaf = name.rpartition(".")
         if leaf not in _LEAVES or not path:
             raise CheckpointError(
                 f"{file} has a tensor {name[:200]!r}; expected lora_a, lora_b and m of modules."
             )
-        found.setdefault(path, {})[_LEAVES[leaf]] = name
+        tensors.setdefault(path, {})[_LEAVES[leaf]] = name
     modules = [
         _module(path, parts, headers, rank, scale, dora=kind == "dora", file=file)
-        for path, parts in found.items()
+        for path, parts in tensors.items()
     ]
     stated_keys = None if keys is None else frozenset(map(str, keys))
-    kinds = stated_keys or frozenset(map(in_layer, found))  # what it has in one layer, in all
+    kinds = stated_keys or frozenset(map(in_layer, tensors))  # what it has in one layer, in all
 
     def wants(path: str, count: int) -> bool:
         layer = layer_of(path)
@@ -250,8 +250,8 @@ def _module(
     if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (2, 3):
         raise CheckpointError(f"The matrices for {path[:200]!r} in {file} are {shapes}.")
     has_rank = shapes[0][1], shapes[1][2 if stacked else 0]
-    for each in has_rank:
-        check_rank(each, rank, path, file)
+    for rank_rows in has_rank:
+        check_rank(rank_rows, rank, path, file)
     magnitude = parts.get("magnitude")
     if dora != (magnitude is not None):
         raise CheckpointError(

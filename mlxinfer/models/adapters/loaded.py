@@ -96,7 +96,11 @@ class ModelAdapters:
         """Placements of each projection, of those that are not another rank's."""
         assert self._model is not None
         targets = self._model.adapter_targets
-        placed = [each for each in placements if targets[each.target].projection is not None]
+        placed = [
+            placement
+            for placement in placements
+            if targets[placement.target].projection is not None
+        ]
         return by_target(placed)
 
     def new_number(self) -> int:
@@ -120,10 +124,10 @@ class ModelAdapters:
                 shorter, or has NaN or infinity.
         """
         tensors = file_tensors(adapter.file)
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        for each in adapter.modules:
-            same = (found.get(each.a), found.get(each.b)) == each.shapes
-            if not same or each.magnitude not in (None, *found):
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        for module in adapter.modules:
+            same = (shapes.get(module.a), shapes.get(module.b)) == module.shapes
+            if not same or module.magnitude not in (None, *shapes):
                 raise CheckpointError(f"{adapter.file} changed while it was being loaded.")
         return self._load(number, adapter, placements, tensors)
 
@@ -251,7 +255,7 @@ class ModelAdapters:
         if not lengths:
             return mx.zeros((source.num_rows,))
         ((placement, name),) = lengths
-        start = sum(each.num_rows for each in target.sources[:part])
+        start = sum(earlier.num_rows for earlier in target.sources[:part])
         rows = slice(start, start + source.num_rows)
         a, b = matrices[0][0], matrices[1][0]  # (in_dims, r), (r, outputs)
         bias = self._adapted[index].bias
@@ -430,7 +434,7 @@ def _replaced(item: object, replacement: Replacement, seen: set[int]) -> object:
     if id(item) in replacement:
         return replacement[id(item)]
     if isinstance(item, list | tuple):
-        made = [_replaced(each, replacement, seen) for each in item]
+        made = [_replaced(part, replacement, seen) for part in item]
         if all(new is old for new, old in zip(made, item, strict=True)):
             return item
         return made if isinstance(item, list) else tuple(made)
@@ -446,4 +450,4 @@ def _replaced(item: object, replacement: Replacement, seen: set[int]) -> object:
 
 
 def _slots(kind: type) -> list[str]:
-    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
+    return [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]

@@ -62,7 +62,7 @@ def read_peft(file: Path, config: Fields) -> AdapterFolder:
     """
     check_supported(config)
     headers = checked_headers(file)
-    found: dict[str, dict[str, str]] = {}
+    tensors: dict[str, dict[str, str]] = {}
     for name in headers:
         if name.startswith(_FRONT) and name.endswith(".base_layer.weight"):
             continue  # of the base as it is: PEFT saves an output matrix that is not tied with it
@@ -71,12 +71,12 @@ def read_peft(file: Path, config: Fields) -> AdapterFolder:
             raise _unknown(name, file)
         part = "magnitude" if place["magnitude"] else place["part"].lower()
         path = place["path"].removeprefix(_FRONT)
-        if part in found.setdefault(path, {}):
+        if part in tensors.setdefault(path, {}):
             raise CheckpointError(f"{file} has two tensors {part!r} for {path[:200]!r}.")
-        found[path][part] = name
-    modules = _Modules(file, config, headers, found)
+        tensors[path][part] = name
+    modules = _Modules(file, config, headers, tensors)
     sizes = modules.sizes
-    kinds = frozenset(map(in_layer, found))  # what it has in one layer, it has in all
+    kinds = frozenset(map(in_layer, tensors))  # what it has in one layer, it has in all
     return AdapterFolder(
         folder=file.parent,
         file=file,
@@ -192,14 +192,14 @@ class _Targets:
             _matcher("target_modules", config),
             _matcher("exclude_modules", config),
             frozenset(numbers) if numbers else None,  # PEFT takes an empty list for none
-            tuple(_compiled(_LAYER.format(each)) for each in _layer_patterns(config)),
+            tuple(_compiled(_LAYER.format(pattern)) for pattern in _layer_patterns(config)),
         )
 
     def include(self, path: str) -> bool:
         """Whether the config means the module at a path."""
         if self.layers is not None:
             places = (pattern.match(path) for pattern in self.layer_number)
-            place = next((each for each in places if each is not None), None)
+            place = next((number for number in places if number is not None), None)
             if place is None or int(place[1]) not in self.layers:
                 return False
         return self.names(path) and not self.excluded(path)
@@ -269,7 +269,8 @@ def _parameter_path(path: str, parameters: tuple[str, ...], paths: Collection[st
         name
         for name in _STACKS
         if any(
-            f"{root}.{name}" == each or f"{root}.{name}".endswith(f".{each}") for each in parameters
+            f"{root}.{name}" == parameter or f"{root}.{name}".endswith(f".{parameter}")
+            for parameter in parameters
         )
     ]
     if not meant or not root.endswith(".experts"):
@@ -298,14 +299,14 @@ class _Modules:
         file: Path,
         config: Fields,
         headers: Mapping[str, TensorInfo],
-        found: Mapping[str, Mapping[str, str]],
+        tensors: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.file = file
         self.sizes = _Sizes.of(config)
         self.targets = _Targets.of(config)
         self._parameters = parameter_names(config)
         self._headers = headers
-        self._found = found
+        self._found = tensors
 
     def all(self) -> tuple[AdapterModule, ...]:
         """Every module; raises CheckpointError where its tensors are not as the config says."""
@@ -337,6 +338,6 @@ class _Modules:
                 "does not name."
             )
         rank = self.sizes.rank_of(path)
-        for each in (shapes[0][0], shapes[1][1]):
-            check_rank(each, rank, path, self.file)
+        for stored_rank in (shapes[0][0], shapes[1][1]):
+            check_rank(stored_rank, rank, path, self.file)
         return AdapterModule(path, rank, self.sizes.scale_of(path), a, b, magnitude, "peft", shapes)

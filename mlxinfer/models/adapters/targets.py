@@ -81,15 +81,15 @@ class Targets:
                 a module of the model that the adapter should change and does not.
             UnsupportedModelError: a module of a projection that cannot have an adapter.
         """
-        found: list[Placement] = []
+        placed: list[Placement] = []
         named: set[str] = set()
         for module in adapter.modules:
             for path, placement in self._of(module, adapter):
                 self._check(placement, adapter)
-                found.append(placement)
+                placed.append(placement)
                 named.add(path)
         self._check_complete(adapter, named)
-        return found
+        return placed
 
     def _of(self, module: AdapterModule, adapter: AdapterFolder) -> Iterator[tuple[str, Placement]]:
         path, expert = self._ours(module.path), None
@@ -125,9 +125,9 @@ class Targets:
         if root == block:
             return []
         for stack in (f"{root}.switch_mlp", f"{root}.experts"):
-            for own in (name, _UNGATED.get(name)):
-                if f"{stack}.{own}" in self._spots:
-                    return [(f"{stack}.{own}", None, None)]
+            for part in (name, _UNGATED.get(name)):
+                if f"{stack}.{part}" in self._spots:
+                    return [(f"{stack}.{part}", None, None)]
             if name == _BOTH and f"{stack}.{_HALVES[0]}" in self._spots:
                 total = 2 * self._spots[f"{stack}.{_HALVES[0]}"][0].total
                 return [(f"{stack}.{half}", self._half(half, total), None) for half in _HALVES]
@@ -243,7 +243,7 @@ def _shapes(
 
 def by_target(placements: Sequence[Placement]) -> dict[int, list[Placement]]:
     """Placements of each projection, in the order of the model."""
-    found: dict[int, list[Placement]] = {}
+    by_target_index: dict[int, list[Placement]] = {}
     for placement in placements:
-        found.setdefault(placement.target, []).append(placement)
-    return dict(sorted(found.items()))
+        by_target_index.setdefault(placement.target, []).append(placement)
+    return dict(sorted(by_target_index.items()))

@@ -115,8 +115,8 @@ class DistilBert(Encoder):
             "intermediate_size": "hidden_dim",
             "hidden_act": "activation",
         }
-        found = {ours: config.get(key) for ours, key in theirs.items()}
-        stated = {ours: value for ours, value in found.items() if value is not None}
+        renamed = {ours: config.get(key) for ours, key in theirs.items()}
+        stated = {ours: value for ours, value in renamed.items() if value is not None}
         return Fields({**config.values, **stated}, config.where)
 
     def mlp(self, index: int) -> FeedForward:

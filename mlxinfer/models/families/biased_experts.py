@@ -83,8 +83,8 @@ _V3_NAMES = {  # of configs, and DeepSeek's for the same things
 
 def with_deepseek_names(config: Fields) -> Fields:
     """The config with DeepSeek's names for the fields of experts."""
-    own = {ours: config.values[key] for key, ours in _V3_NAMES.items() if key in config.values}
-    return Fields({**config.values, **own}, config.where)
+    renamed = {ours: config.values[key] for key, ours in _V3_NAMES.items() if key in config.values}
+    return Fields({**config.values, **renamed}, config.where)
 
 
 class HyV3(Dots1):

@@ -103,14 +103,14 @@ class DeepseekV4(MixedStreams):
         """The config in the new spelling: kinds of layers by name, and a rope of each kind."""
         num_layers = config.integer("num_hidden_layers", high=2000)
         ropes, inner = _ropes(config), config.get("moe_intermediate_size")
-        own = {
+        renamed = {
             "layer_types": _layer_types(config, num_layers),
             "mlp_layer_types": _mlp_types(config, num_layers),
             "rope_parameters": ropes,
             "rope_scaling": None,
             "intermediate_size": inner or cls.defaults["moe_intermediate_size"],
         }
-        return Fields({**config.values, **own}, config.where)
+        return Fields({**config.values, **renamed}, config.where)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -240,12 +240,12 @@ class DeepseekV4(MixedStreams):
         kinds = [(f"{path}.compressor", cache.dim)]
         if cache.index_dim:
             kinds.insert(0, (f"{index_path}.compressor", cache.index_dim))
-        names = [f"{own}.{name}" for own, _ in kinds for name in ("kv_proj", "gate_proj")]
+        names = [f"{part}.{name}" for part, _ in kinds for name in ("kv_proj", "gate_proj")]
         rows = [halves * dim for _, dim in kinds for _ in range(2)]
         return Compressor(
             proj=weights.fused(names, rows, config.hidden_size),
             order=mx.array(_halves_apart(rows)) if halves > 1 else None,
-            series=[self._series(*each, spec, cache, halves) for each in kinds],
+            series=[self._series(*pair, spec, cache, halves) for pair in kinds],
             index=self._index(index_path, spec, cache) if cache.index_dim else None,
             spec=cache,
         )
@@ -357,14 +357,14 @@ def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
     """What the cache keeps of the entries of a layer of a kind; see `EntrySpec`."""
     fields, dim = config.fields, config.head_dim
     rates, kinds = fields.fields("compress_rates"), fields.items("layer_types") or ()
-    stated = {each: fields.get(key) for each, key in _RATES.items()}
-    for each, rate in zip(_KINDS.values(), _KINDS, strict=True):
-        if each in stated:
-            own = None if rates is None else rates.get(each)
-            stated[each] = stated[each] or own or rate
+    stated = {label: fields.get(key) for label, key in _RATES.items()}
+    for label, rate in zip(_KINDS.values(), _KINDS, strict=True):
+        if label in stated:
+            listed = None if rates is None else rates.get(label)
+            stated[label] = stated[label] or listed or rate
     whole = Fields(stated, fields.where)
     ratio = whole.integer(kind, high=2**12)
-    unit = max(whole.integer(each, high=2**12) for each in _RATES if each in kinds)
+    unit = max(whole.integer(label, high=2**12) for label in _RATES if label in kinds)
     index_dim = fields.integer("index_head_dim", high=2**14) if kind == _CSA else 0
     carried = 2 * (dim + index_dim) if kind == _CSA else 0
     rope = next(spec for spec in config.ropes if spec is not None)

@@ -21,8 +21,8 @@ _NORMS = (
 def language_fields(config: Fields, model_type: str) -> Fields:
     """The text_config of a multimodal model of this type, or the whole config of a text model."""
     text = config.fields("text_config")
-    own = config if text is None or config.get("model_type") != model_type else text
-    return Fields({**own.values, "model_type": f"{model_type}_text"}, own.where)
+    fields = config if text is None or config.get("model_type") != model_type else text
+    return Fields({**fields.values, "model_type": f"{model_type}_text"}, fields.where)
 
 
 def sees_pictures(config: Fields) -> bool:

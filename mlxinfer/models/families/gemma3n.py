@@ -100,8 +100,8 @@ class StreamedNorm:
 def _as_long(x: mx.array, other: mx.array) -> mx.array:
     """x (T, S, hidden), each as long as `other` (T, 1, hidden)."""
     length = mx.sqrt(mx.mean(mx.square(other), axis=-1, keepdims=True))
-    own = mx.mean(mx.square(x), axis=-1, keepdims=True)
-    return x * length * mx.rsqrt(mx.maximum(own, _LEAST))
+    square = mx.mean(mx.square(x), axis=-1, keepdims=True)
+    return x * length * mx.rsqrt(mx.maximum(square, _LEAST))
 
 
 class AltUp:
@@ -252,8 +252,8 @@ class Gemma3n(Family):
         if not isinstance(widths, list):
             return fields
         first = widths[0] if widths else None
-        own = {"intermediate_size": first, "intermediate_sizes": widths}
-        return Fields({**fields.values, **own}, fields.where)
+        sizes = {"intermediate_size": first, "intermediate_sizes": widths}
+        return Fields({**fields.values, **sizes}, fields.where)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -360,16 +360,16 @@ def _heads(fields: Fields, layer_types: Sequence[str], head_dim: int) -> list[tu
     full = kv_heads, fields.integer("global_head_dim", high=2**14)
     if fields.boolean("attention_k_eq_v"):
         full = fields.integer("num_global_key_value_heads", high=2**14, default=kv_heads), full[1]
-    found = [full if kind == FULL else (kv_heads, head_dim) for kind in layer_types]
+    heads = [full if kind == FULL else (kv_heads, head_dim) for kind in layer_types]
     overrides = fields.fields("per_layer_config")
     if overrides is None:
-        return found
+        return heads
     for key in overrides.values:
-        own = overrides.fields(key)
-        if own is None or not key.isdecimal() or int(key) >= len(found):
+        override = overrides.fields(key)
+        if override is None or not key.isdecimal() or int(key) >= len(heads):
             raise CheckpointError(f"{overrides.where} has {key[:40]!r}; expected a layer's number.")
-        found[int(key)] = (
-            own.integer("num_key_value_heads", high=2**14, default=kv_heads),
-            own.integer("head_dim", high=2**14, default=head_dim),
+        heads[int(key)] = (
+            override.integer("num_key_value_heads", high=2**14, default=kv_heads),
+            override.integer("head_dim", high=2**14, default=head_dim),
         )
-    return found
+    return heads

@@ -60,9 +60,9 @@ class PerLayerInputs:
         rows = self.table(mx.where(ids < self.vocab_size, ids, 0))
         if step.features is not None:
             rows[step.features.rows] = self.table(mx.array([self.picture_id]))
-        own = mx.unflatten(rows, -1, (self.num_layers, -1))
+        by_layer = mx.unflatten(rows, -1, (self.num_layers, -1))
         mixed = mx.unflatten(self.projection(x) * self.scale, -1, (self.num_layers, -1))
-        step.per_layer = (self.norm(mixed) + own * own.shape[-1] ** 0.5) * _MIX
+        step.per_layer = (self.norm(mixed) + by_layer * by_layer.shape[-1] ** 0.5) * _MIX
         return x
 
 
@@ -107,15 +107,15 @@ def sources(config: ModelConfig) -> list[int | None]:
         CheckpointError: there is no such layer.
     """
     count = config.fields.integer("num_kv_shared_layers", low=0)
-    own = max(config.num_layers - count, 0)
-    last = {window: index for index, window in enumerate(config.windows[:own])}
-    missing = [window for window in config.windows[own:] if window not in last]
+    num_own = max(config.num_layers - count, 0)
+    last = {window: index for index, window in enumerate(config.windows[:num_own])}
+    missing = [window for window in config.windows[num_own:] if window not in last]
     if missing:
         raise CheckpointError(
             f"num_kv_shared_layers in {config.fields.where} is {count}, which leaves no layer with "
             f"keys and values for those of window {missing[0]}."
         )
-    return [None] * own + [last[window] for window in config.windows[own:]]
+    return [None] * num_own + [last[window] for window in config.windows[num_own:]]
 
 
 def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStages:

@@ -106,8 +106,8 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
         """With an index of its own, or the choice of the layer before it."""
-        own = index not in _shared(self.config)
-        return PooledAttention(self._index(index) if own else None, **parts)
+        has_index = index not in _shared(self.config)
+        return PooledAttention(self._index(index) if has_index else None, **parts)
 
     def _index(self, index: int) -> GatedIndexer:
         config, fields, weights = self.config, self.config.fields, self.weights

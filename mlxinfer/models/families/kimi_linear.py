@@ -69,13 +69,13 @@ class KimiLinear(DeepseekV3):
     def language_model(cls, config: Fields) -> Fields:
         """The config under DeepSeek's names, with `linear_attn_config` beside the others."""
         values = dict(config.values)
-        for own, ours in _NAMES.items():
-            if (stated := values.pop(own, None)) is not None:
+        for theirs, ours in _NAMES.items():
+            if (stated := values.pop(theirs, None)) is not None:
                 values[ours] = stated
         delta = config.fields("linear_attn_config")
         if delta is not None:
-            for own, ours in _DELTA.items():
-                if (stated := delta.get(own)) is not None:
+            for theirs, ours in _DELTA.items():
+                if (stated := delta.get(theirs)) is not None:
                     values[ours] = stated
             attending = delta.items("full_attn_layers")
             values.setdefault("full_attn_layers", attending)

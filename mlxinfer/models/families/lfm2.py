@@ -54,7 +54,9 @@ class Lfm2(Family):
             "tie_embedding": "tie_word_embeddings",
         }
         renamed = {
-            ours: config.values[own] for own, ours in names.items() if config.get(own) is not None
+            ours: config.values[theirs]
+            for theirs, ours in names.items()
+            if config.get(theirs) is not None
         }
         return Fields({**config.values, **renamed}, config.where)
 
@@ -181,7 +183,7 @@ class Lfm2MoE(Lfm2):
     @classmethod
     def rename(cls, name: str) -> str | None:
         """The names of MLX for projections, and a tensor's name for the experts' biases."""
-        name = _PROJECTION.sub(lambda found: f".{_NAMES[found[1]]}.", name)
+        name = _PROJECTION.sub(lambda match: f".{_NAMES[match[1]]}.", name)
         return super().rename(name)
 
     @classmethod

@@ -58,8 +58,8 @@ class MiMoV2Flash(Dots1):
         has 1 for windows. Where nothing is stated, the first layer and each sixth see everything.
         """
         values = dict(config.values)
-        for own, ours in _NAMES.items():
-            if (stated := values.pop(own, None)) is not None:
+        for theirs, ours in _NAMES.items():
+            if (stated := values.pop(theirs, None)) is not None:
                 values[ours] = stated
         if config.get("sliding_window_size") is not None:
             values["sliding_window"] = 1 + config.integer("sliding_window_size")

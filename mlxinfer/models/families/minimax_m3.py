@@ -131,9 +131,9 @@ class MiniMaxM3(MiniMaxM2):
         index = config.fields("sparse_attention_config") or Fields({}, config.where)
         index.require(_KNOWN)
         config.require(_KNOWN)
-        for own, ours in _INDEX.items():
-            if index.get(own) is not None:
-                values[ours] = index.get(own)
+        for theirs, ours in _INDEX.items():
+            if index.get(theirs) is not None:
+                values[ours] = index.get(theirs)
         frequency = index.items("sparse_attention_freq")
         if frequency is not None and values.get("layer_types") is None:
             values["layer_types"] = [_SPARSE if one else FULL for one in frequency]

@@ -19,7 +19,7 @@ _NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 def name_projections(name: str) -> str:
     """A tensor's name with `gate_proj`, `down_proj` and `up_proj` for an expert's w1, w2 and w3."""
-    return _PROJECTION.sub(lambda found: f"{found[1]}{_NAMES[found[2]]}.", name)
+    return _PROJECTION.sub(lambda match: f"{match[1]}{_NAMES[match[2]]}.", name)
 
 
 class Mixtral(Family):

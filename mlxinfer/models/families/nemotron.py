@@ -136,11 +136,13 @@ class NemotronH(Family):
     def language_model(cls, config: Fields) -> Fields:
         """With the names of other families, and the kind of each block as one letter."""
         renamed = {
-            ours: config.values[own] for own, ours in _NAMES.items() if config.get(own) is not None
+            ours: config.values[theirs]
+            for theirs, ours in _NAMES.items()
+            if config.get(theirs) is not None
         }
         blocks = _blocks(config)
-        own = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
-        return Fields({**config.values, **renamed, **own}, config.where)
+        theirs = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
+        return Fields({**config.values, **renamed, **theirs}, config.where)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -226,9 +228,9 @@ class NemotronH(Family):
         count, inner = config.num_experts, config.moe_intermediate_size
         up, down = (
             weights.experts(
-                f"{path}.switch_mlp.{stack}", f"{path}.experts.{{}}.{each}_proj", shape
+                f"{path}.switch_mlp.{stack}", f"{path}.experts.{{}}.{projection}_proj", shape
             ).expert_projection()
-            for stack, each, shape in (
+            for stack, projection, shape in (
                 ("fc1", "up", (count, inner, hidden)),
                 ("fc2", "down", (count, hidden, inner)),
             )
@@ -270,8 +272,8 @@ class NemotronHPuzzle(NemotronH):
     def mlp(self, index: int) -> FeedForward:
         blocks = self.config.fields.items("block_configs") or []
         stated = blocks[index] if index < len(blocks) else {}
-        own = {key: value for key, value in stated.items() if value is not None}
-        fields = Fields({**self.config.fields.values, **own}, self.config.fields.where)
+        sizes = {key: value for key, value in stated.items() if value is not None}
+        fields = Fields({**self.config.fields.values, **sizes}, self.config.fields.where)
         builder = copy(self)
         builder.config = with_experts(replace(self.config, fields=fields))
         return NemotronH.mlp(builder, index)

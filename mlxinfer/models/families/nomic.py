@@ -72,8 +72,8 @@ class NomicBert(Encoder):
     def language_model(cls, config: Fields) -> Fields:
         """The usual keys; refuses other networks of the same name."""
         config.require(_FIXED)
-        found = {ours: config.get(ours, theirs) for ours, theirs in _KEYS.items()}
-        stated = {ours: value for ours, value in found.items() if value is not None}
+        renamed = {ours: config.get(ours, theirs) for ours, theirs in _KEYS.items()}
+        stated = {ours: value for ours, value in renamed.items() if value is not None}
         return Fields({**config.values, **stated}, config.where)
 
     def qkv(self, index: int) -> Projection:

@@ -159,10 +159,10 @@ class Qwen4Exp(Qwen3_5MoE):
     def _ngrams(self, index: int) -> NgramLayer:
         config, fields, weights = self.config, self.config.fields, self.weights
         path, hidden = f"model.layers.{index}.ple", config.hidden_size
-        longest, each = fields.integer("ngram_size", low=2, high=16), self._rows_of_ngram()
+        longest, per_length = fields.integer("ngram_size", low=2, high=16), self._rows_of_ngram()
         width = fields.integer("ple_embed_dim", high=2**20, default=hidden)
         parts = self._table_parts(index)
-        table = weights.rows_in_files(parts, width // (each * (longest - 1)))
+        table = weights.rows_in_files(parts, width // (per_length * (longest - 1)))
         channels = self.num_streams * hidden
         taps = fields.integer("ple_conv_kernel_size", low=2, high=64)
         conv = self.causal_conv(
@@ -173,7 +173,7 @@ class Qwen4Exp(Qwen3_5MoE):
         dilated = mx.concatenate([spread.flatten(1, 2), conv[:, -1:]], axis=1)
         return NgramLayer(
             window=TokenWindow(StateSpec((((longest - 1,), "int32"),))),
-            hashing=self._hashing(f"{path}.ple_embedding", longest, each, table.num_rows),
+            hashing=self._hashing(f"{path}.ple_embedding", longest, per_length, table.num_rows),
             table=table,
             key_proj=weights.linear(f"{path}.key_proj", channels, width),
             value_proj=weights.linear(f"{path}.value_proj", hidden, width),
@@ -194,9 +194,9 @@ class Qwen4Exp(Qwen3_5MoE):
             count += 1
         return [f"{path}.shard_{i}" for i in range(count)] or [path]
 
-    def _hashing(self, path: str, longest: int, each: int, num_rows: int) -> NgramHash:
+    def _hashing(self, path: str, longest: int, per_length: int, num_rows: int) -> NgramHash:
         """How ids become rows: the checkpoint says, since a config may leave out what it needs."""
-        count = each * (longest - 1)
+        count = per_length * (longest - 1)
         names = {"layer_multipliers": longest}
         names |= {"ngram_heads_vocab_sizes": count, "ngram_heads_offsets": count}
         multipliers, sizes, offsets = (
@@ -208,7 +208,7 @@ class Qwen4Exp(Qwen3_5MoE):
                 f"{path} has a table of {num_rows} rows; its offsets and sizes need "
                 f"{int((offsets + sizes).max())}."
             )
-        shape = longest - 1, each
+        shape = longest - 1, per_length
         stated = self.config.fields.get("eos_token_id")
         end = Fields({"eos_token_id": stated[0] if isinstance(stated, list) else stated}, path)
         return NgramHash(

@@ -153,9 +153,9 @@ class Qwen3_5(Qwen3Next):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The text_config of a multimodal model, by the name that MLX has for both."""
-        own = config.fields("text_config") or config
-        kind = own.text("model_type", default=config.text("model_type")).removesuffix("_text")
-        return Fields({**own.values, "model_type": kind}, own.where)
+        fields = config.fields("text_config") or config
+        kind = fields.text("model_type", default=config.text("model_type")).removesuffix("_text")
+        return Fields({**fields.values, "model_type": kind}, fields.where)
 
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
         (_, channels), (values, value_dim, _) = (shape for shape, _ in state.shapes)

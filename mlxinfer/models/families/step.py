@@ -57,20 +57,20 @@ class Step3p5(Laguna):
     def language_model(cls, config: Fields) -> Fields:
         fields = super().language_model(config)
         count = fields.integer("num_hidden_layers", high=2000)
-        own: dict[str, Any] = {
+        renamed: dict[str, Any] = {
             "num_key_value_heads": fields.get("num_attention_groups", "num_key_value_heads") or 8
         }
         if stated := fields.text("moe_layers_enum", default=None):
             sparse = [name.strip() for name in stated.split(",")]
-            own["mlp_layer_types"] = [str(i) in sparse for i in range(count)]
+            renamed["mlp_layer_types"] = [str(i) in sparse for i in range(count)]
         if other := fields.fields("attention_other_setting"):
-            own["num_sliding_attention_heads"] = other.get("num_attention_heads")
+            renamed["num_sliding_attention_heads"] = other.get("num_attention_heads")
         for key in ("layer_types", "mlp_layer_types"):
             if kinds := fields.items(key):
-                own[key] = kinds[:count]
+                renamed[key] = kinds[:count]
         if further := (fields.items("layer_types") or [])[count:]:
-            own["mtp_layer_types"] = further
-        return Fields({**fields.values, **own}, fields.where)
+            renamed["mtp_layer_types"] = further
+        return Fields({**fields.values, **renamed}, fields.where)
 
     @classmethod
     def rope_specs(
@@ -82,14 +82,14 @@ class Step3p5(Laguna):
         stretched = fields.items("yarn_only_types") or [FULL]
         specs = []
         for index, kind in enumerate(layer_types):
-            own = dict(fields.values)
+            values = dict(fields.values)
             for key, one in _ROPE_LISTS.items():
-                stated = own.get(key)
+                stated = values.get(key)
                 if isinstance(stated, list):
-                    own[one] = stated[index] if index < len(stated) else None
+                    values[one] = stated[index] if index < len(stated) else None
             if kind not in stretched:
-                own["rope_scaling"] = None
-            specs.append(read_rope(Fields(own, fields.where), kind, head_dim=head_dim))
+                values["rope_scaling"] = None
+            specs.append(read_rope(Fields(values, fields.where), kind, head_dim=head_dim))
         return tuple(specs)
 
     @classmethod

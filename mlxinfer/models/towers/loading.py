@@ -91,8 +91,8 @@ def tower_family(config: Fields) -> TowerFamily | None:
     module, name = TOWERS.get(kind, ("", ""))
     if not module:
         return None
-    found: TowerFamily = getattr(import_module(f".{module}", __package__), name)
-    return found
+    family: TowerFamily = getattr(import_module(f".{module}", __package__), name)
+    return family
 
 
 def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

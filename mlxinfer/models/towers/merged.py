@@ -136,14 +136,14 @@ class Windows:
         size = sum(count * length for count, length in self.runs)
         heads, whole, dim = queries.shape
         frames = [x.reshape(heads, -1, size, dim) for x in (queries, keys, values)]
-        found, start = [], 0
+        attended, start = [], 0
         for count, length in self.runs:
             stop = start + count * length
             q, k, v = (x[:, :, start:stop].reshape(heads, -1, length, dim) for x in frames)
             seen = _by_window(q, k, v, scale)
-            found.append(seen.reshape(heads, whole // size, stop - start, dim))
+            attended.append(seen.reshape(heads, whole // size, stop - start, dim))
             start = stop
-        return mx.concatenate(found, axis=2).reshape(heads, whole, dim)
+        return mx.concatenate(attended, axis=2).reshape(heads, whole, dim)
 
 
 def _by_window(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -154,15 +154,15 @@ def _by_window(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     if not is_fused(dim) and heads * length * length > MAX_SCORES:
         parts = zip(*(mx.split(x, count, axis=1) for x in (queries, keys, values)), strict=True)
         return mx.concatenate([_by_window(q, k, v, scale) for q, k, v in parts], axis=1)
-    each = count if is_fused(dim) else MAX_SCORES // (heads * length * length)
-    found: list[mx.array] = []
-    for start in range(0, count, each):
-        some = [x[:, start : start + each].swapaxes(0, 1) for x in (queries, keys, values)]
-        if found:  # scores of a few windows at a time
-            some[0] = mx.depends(some[0], found[-1])
+    per_product = count if is_fused(dim) else MAX_SCORES // (heads * length * length)
+    attended: list[mx.array] = []
+    for start in range(0, count, per_product):
+        some = [x[:, start : start + per_product].swapaxes(0, 1) for x in (queries, keys, values)]
+        if attended:  # scores of a few windows at a time
+            some[0] = mx.depends(some[0], attended[-1])
         seen = mx.fast.scaled_dot_product_attention(*some, scale=scale)
-        found.append(seen.swapaxes(0, 1))
-    return mx.concatenate(found, axis=1)
+        attended.append(seen.swapaxes(0, 1))
+    return mx.concatenate(attended, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

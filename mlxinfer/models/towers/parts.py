@@ -90,14 +90,16 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
             parts = [mx.pad(part, [*[(0, 0)] * 3, (0, wide - dim)]) for part in parts]
         return mx.fast.scaled_dot_product_attention(*parts, scale=scale)[0, ..., :dim]
     block, shared = max(MAX_SCORES // count, 1), heads // keys.shape[0]
-    found: list[mx.array] = []
+    attended: list[mx.array] = []
     for head in range(heads):
         seen = keys[None, head // shared, None], values[None, head // shared, None]
         for start in range(0, count, block):
             some = queries[None, head, None, start : start + block]
-            some = mx.depends(some, found[-1]) if found else some  # scores of one block at a time
-            found.append(mx.fast.scaled_dot_product_attention(some, *seen, scale=scale))
-    return mx.concatenate(found, axis=2).reshape(heads, count, dim)
+            some = (
+                mx.depends(some, attended[-1]) if attended else some
+            )  # scores of one block at a time
+            attended.append(mx.fast.scaled_dot_product_attention(some, *seen, scale=scale))
+    return mx.concatenate(attended, axis=2).reshape(heads, count, dim)
 
 
 class Sight(Protocol):
@@ -168,15 +170,15 @@ class PatchAttention:
             queries, keys = turn(queries), turn(keys)
         queries, keys, values = (part.swapaxes(0, 1) for part in (queries, keys, values))
         shared, pairs = heads // kv_heads, count * sight.seen(count)
-        each = max(MAX_PRODUCTS // (2 * pairs * shared * queries.shape[-1]), 1)  # KV heads
-        found: list[mx.array] = []
-        for start in range(0, kv_heads, each):
-            if found:
-                yield found[-1]
-            some = slice(start, start + each)
-            group = queries[start * shared : (start + each) * shared]
-            found.append(sight.attend(group, keys[some], values[some], self.scale))
-        joined = found[0] if len(found) == 1 else mx.concatenate(found)
+        per_product = max(MAX_PRODUCTS // (2 * pairs * shared * queries.shape[-1]), 1)  # KV heads
+        attended: list[mx.array] = []
+        for start in range(0, kv_heads, per_product):
+            if attended:
+                yield attended[-1]
+            some = slice(start, start + per_product)
+            group = queries[start * shared : (start + per_product) * shared]
+            attended.append(sight.attend(group, keys[some], values[some], self.scale))
+        joined = attended[0] if len(attended) == 1 else mx.concatenate(attended)
         return self.o_proj(joined.swapaxes(0, 1).flatten(1))
 
 

@@ -76,8 +76,8 @@ def resized(table: mx.array, rows: int, columns: int) -> mx.array:
     side, _, hidden = table.shape
     by_row = mx.array(_weights(side, rows)) @ table.astype(mx.float32).reshape(side, -1)
     by_row = by_row.reshape(rows, side, hidden)
-    found = mx.array(_weights(side, columns)) @ by_row  # (rows, columns, hidden)
-    return found.reshape(-1, hidden).astype(table.dtype)
+    resampled = mx.array(_weights(side, columns)) @ by_row  # (rows, columns, hidden)
+    return resampled.reshape(-1, hidden).astype(table.dtype)
 
 
 def _weights(side: int, count: int) -> np.ndarray:

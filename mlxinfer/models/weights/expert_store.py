@@ -107,13 +107,13 @@ class SlotArray:
         if self._memory is not None:
             self._slots[slot] = host_bytes(self._memory)[expert]
             return []
-        at, found = 0, []
+        at, targets = 0, []
         ratio = self.array.dtype.size / self._dtypes[0].size
         for span in self.spans[expert]:
             end = at + int(span.size * ratio)
-            found.append(Target(span, self._slots[slot, at:end], self._dtypes))
+            targets.append(Target(span, self._slots[slot, at:end], self._dtypes))
             at = end
-        return found
+        return targets
 
 
 def host_bytes(array: mx.array) -> Bytes:
@@ -192,7 +192,7 @@ def adjacent(targets: Iterable[Target]) -> list[list[Target]]:
     """Targets by where they lie; those that follow each other in a file are together."""
     runs: list[list[Target]] = []
     end: tuple[WeightFile, int] | None = None
-    for target in sorted(targets, key=lambda each: (str(each.span.file.path), each.span.start)):
+    for target in sorted(targets, key=lambda read: (str(read.span.file.path), read.span.start)):
         span = target.span
         if end == (span.file, span.start):
             runs[-1].append(target)
@@ -366,8 +366,8 @@ class LayerExperts:
         rates[kept[kept >= 0]] = np.inf
         order = np.lexsort((self._last_step[held], rates))[:count]
         assert np.isfinite(rates[order]).all(), "more experts are kept than there are slots"
-        found: list[int] = order.tolist()
-        return found
+        slots: list[int] = order.tolist()
+        return slots
 
     def _forget(self, expert: int) -> None:
         self._reading.pop(expert, None)

@@ -134,9 +134,13 @@ class InSlots:
             UnsupportedModelError: the files do not hold each expert in one piece.
         """
         projections = parts["gate_up_proj"], parts["down_proj"]
-        found = list(dict.fromkeys(reachable(list(projections), SlotProjection)))
-        whole = [one for one in found if isinstance(self._deferred[one].weight, FileTensor)]
-        if not found or len(whole) < len(found) or list(reachable(list(projections), mx.array)):
+        in_slots = list(dict.fromkeys(reachable(list(projections), SlotProjection)))
+        whole = [one for one in in_slots if isinstance(self._deferred[one].weight, FileTensor)]
+        if (
+            not in_slots
+            or len(whole) < len(in_slots)
+            or list(reachable(list(projections), mx.array))
+        ):
             raise UnsupportedModelError(
                 "expert_memory reads experts as they are in the files, and this checkpoint has "
                 f"them {self._why_not()}: convert it first (`mlxinfer convert MODEL OUT "
@@ -144,7 +148,7 @@ class InSlots:
             )
         self._dtypes.clear()
         mixture = StreamedMoE(**parts)
-        self._mixtures.append((mixture, found))
+        self._mixtures.append((mixture, in_slots))
         return mixture
 
     def _why_not(self) -> str:
@@ -172,22 +176,22 @@ class InSlots:
             raise UnsupportedModelError(
                 "expert_memory is for mixtures of experts, and this model has none: leave it out."
             )
-        sizes = [sum(map(self._expert_bytes, found)) for _, found in self._mixtures]
-        counts = [self._deferred[found[0]].weight.shape[0] for _, found in self._mixtures]
+        sizes = [sum(map(self._expert_bytes, in_slots)) for _, in_slots in self._mixtures]
+        counts = [self._deferred[in_slots[0]].weight.shape[0] for _, in_slots in self._mixtures]
         all_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
         slots = [min(count * num_bytes // all_bytes, count) for count in counts]
         self._require_room(slots, sizes, counts, num_bytes, per_token)
         spans = [
             span
-            for _, found in self._mixtures
-            for span in self._deferred[found[0]].weight.spans  # type: ignore[union-attr]  # see `moe`
+            for _, in_slots in self._mixtures
+            for span in self._deferred[in_slots[0]].weight.spans  # type: ignore[union-attr]  # see `moe`
         ]
         active, rate = per_token * sum(sizes), disk_rate(spans)
         if not forced:
             _require_rate(active, min(num_bytes / all_bytes, 1.0), rate)
         reader, layers = Reader(), []
-        for index, (mixture, found) in enumerate(self._mixtures):
-            arrays = [array for one in found for array in self._fill(one, slots[index])]
+        for index, (mixture, in_slots) in enumerate(self._mixtures):
+            arrays = [array for one in in_slots for array in self._fill(one, slots[index])]
             first = index == 0
             experts = LayerExperts(arrays, counts[index], per_token, reader, counts_tokens=first)
             mixture.slots = experts

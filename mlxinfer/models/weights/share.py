@@ -78,13 +78,13 @@ class Share:
         In this order: as each of `counts` is divided, then as what several ranks have alike, and
         by themselves.
         """
-        found = []
+        counts = []
         for count in sorted(self.counts):
             first, stop = self.span(count)
             fits = stop > first and wanted % (stop - first) == 0
-            found.append(wanted // (stop - first) * count if fits else 0)
+            counts.append(wanted // (stop - first) * count if fits else 0)
         alike = [wanted * n if self.size % n == 0 else 0 for n in sorted(self.counts)]
-        return [*found, *alike, wanted]
+        return [*counts, *alike, wanted]
 
     def fields(self, fields: Fields, model_type: str, unit: int) -> Fields:
         """Return the fields of this rank's config.

@@ -73,7 +73,7 @@ class Source(Protocol):
         """The part that was taken of a tensor; None: all of it."""
         ...
 
-    def stored_apart(self, stack: str, each: str, shape: tuple[int, int, int]) -> bool:
+    def stored_apart(self, stack: str, single: str, shape: tuple[int, int, int]) -> bool:
         """Whether each expert's matrix is a tensor of its own; see `Weights.experts`."""
         ...
 
@@ -129,10 +129,10 @@ class Checkpoint:
             return stored == tuple(shape)
         return all(self.share.cut(*pair) is not None for pair in zip(stored, shape, strict=True))
 
-    def stored_apart(self, stack: str, each: str, shape: tuple[int, int, int]) -> bool:
+    def stored_apart(self, stack: str, single: str, shape: tuple[int, int, int]) -> bool:
         if f"{stack}.weight" in self:
             return False
-        return any(f"{each.format(i)}.weight" in self for i in range(shape[0]))
+        return any(f"{single.format(i)}.weight" in self for i in range(shape[0]))
 
     def slices(self, name: str) -> Slices | None:
         return self._slices.get(name)
@@ -155,8 +155,8 @@ class Checkpoint:
         slices = self._find_slices(name, tensor, wanted, parts)
         self._slices[name] = slices
         assert isinstance(tensor, FileTensor)
-        found = [_sliced(tensor, tensor.ndim + slices.axis, span) for span in slices.spans]
-        return found[0] if len(found) == 1 else side_by_side(found, slices.axis)
+        pieces = [_sliced(tensor, tensor.ndim + slices.axis, span) for span in slices.spans]
+        return pieces[0] if len(pieces) == 1 else side_by_side(pieces, slices.axis)
 
     def rows(self, name: str) -> Tensor:
         """As of `Source`; each rank has as many rows but the last, which may have fewer."""
@@ -220,12 +220,12 @@ def _wholes(share: Share, stored: int, kinds: Sequence[int]) -> list[int] | None
         alike = [options[count][choice] for count in kinds]
         if sum(alike) == stored and 0 not in alike:
             return alike
-    found = set()
+    choices = set()
     for some in product(*[filter(None, options[count]) for count in dict.fromkeys(kinds)]):
         of_kind = dict(zip(options, some, strict=True))
         if sum(of_kind[count] for count in kinds) == stored:
-            found.add(tuple(of_kind[count] for count in kinds))
-    return list(found.pop()) if len(found) == 1 else None
+            choices.add(tuple(of_kind[count] for count in kinds))
+    return list(choices.pop()) if len(choices) == 1 else None
 
 
 def _sliced(tensor: FileTensor, axis: int, span: tuple[int, int]) -> Tensor:

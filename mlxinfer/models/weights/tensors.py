@@ -100,7 +100,7 @@ class FileTensor:
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
         row = prod(self.shape[axis + 1 :]) * self.dtype.size
         blocks = _blocks(self.spans, prod(self.shape[:axis]))
-        spans = [each for block in blocks for each in _between(block, start * row, stop * row)]
+        spans = [span for block in blocks for span in _between(block, start * row, stop * row)]
         return FileTensor(self.stored, shape, spans)
 
     def rows(self) -> list[list[Span]]:
@@ -188,13 +188,13 @@ def _blocks(spans: Sequence[Span], count: int) -> list[list[Span]]:
 
 def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     """Return the bytes at [start, stop) of all spans one behind the other."""
-    found, at = [], 0
+    cut, at = [], 0
     for span in spans:
         first, last = max(start - at, 0), min(stop - at, span.size)
         if first < last:
-            found.append(Span(span.file, span.start + first, last - first))
+            cut.append(Span(span.file, span.start + first, last - first))
         at += span.size
-    return found
+    return cut
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[mx.array]:
@@ -203,13 +203,13 @@ def read_together(tensors: Sequence[Tensor]) -> list[mx.array]:
     Raises:
         CheckpointError: a file became shorter, or its disk fails.
     """
-    new = [each for each in tensors if isinstance(each, FileTensor) and each.array is None]
+    new = [one for one in tensors if isinstance(one, FileTensor) and one.array is None]
     if new:
         made = _allocated(new)
         _read([(tensor.spans, view) for tensor, (_, view) in zip(new, made, strict=True)], made)
         for tensor, (array, _) in zip(new, made, strict=True):
             tensor.array = array
-    return [_array_of(each) for each in tensors]
+    return [_array_of(one) for one in tensors]
 
 
 def _array_of(tensor: Tensor) -> mx.array:
@@ -265,7 +265,7 @@ def _tasks(destinations: Sequence[tuple[Sequence[Span], memoryview]]) -> list[li
             pieces.append((span, view[at : at + span.size]))
             at += span.size
     tasks, room, end = list[list[_Read]](), 0, (-1, 0)
-    for span, view in sorted(pieces, key=lambda each: (id(each[0].file), each[0].start)):
+    for span, view in sorted(pieces, key=lambda piece: (id(piece[0].file), piece[0].start)):
         first = 0
         while first < span.size:
             if not room:
@@ -304,14 +304,14 @@ def _unwritten(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview
     left.acquire()
     weakref.finalize(source, left.release)
     try:
-        found = mx.load(source, format="safetensors")  # type: ignore[arg-type]  # enough for it
+        arrays = mx.load(source, format="safetensors")  # type: ignore[arg-type]  # enough for it
     finally:
         # A thread of MLX lets go of `source` a moment later, and needs Python for it: a process
         # that ended meanwhile would be aborted.
         del source
         left.acquire(timeout=LEAVE_S)
-    assert isinstance(found, dict)
-    return [(found[f"{number}"], view) for number, view in sorted(views.items())]
+    assert isinstance(arrays, dict)
+    return [(arrays[f"{number}"], view) for number, view in sorted(views.items())]
 
 
 class _Source:
@@ -379,9 +379,9 @@ def choose_dtype(
         return mx.float32
     floats = {name: t for name, t in tensors.items() if t.dtype in FLOATS}
     packed = [t.dtype for name, t in floats.items() if name.endswith(_OF_PACKED)]
-    own = [t for name, t in floats.items() if not name.endswith(_OF_PACKED)]
-    chosen = _most([t.dtype for t in own] or packed)
-    if chosen == mx.float32 and packed and all(t.ndim < 2 for t in own):
+    weights = [t for name, t in floats.items() if not name.endswith(_OF_PACKED)]
+    chosen = _most([t.dtype for t in weights] or packed)
+    if chosen == mx.float32 and packed and all(t.ndim < 2 for t in weights):
         chosen = _most(packed)
     return mx.bfloat16 if chosen == mx.float16 and not fits_float16 else chosen
 

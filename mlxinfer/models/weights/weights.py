@@ -193,7 +193,7 @@ class Weights:
         """Whether the matrix at `path`, if there is one, is stored bit for bit as another is."""
         parts = [part for part in _PARTS if f"{path}.{part}" in self]
         return all(f"{other}.{part}" in self for part in parts) and all(
-            self._placing.same(*(self._source.rows(f"{each}.{part}") for each in (path, other)))
+            self._placing.same(*(self._source.rows(f"{matrix}.{part}") for matrix in (path, other)))
             for part in parts
         )
 
@@ -287,7 +287,7 @@ class Weights:
     def experts(
         self,
         stack: str,
-        each: str,
+        single: str,
         shape: tuple[int, int, int],
         *,
         bias: bool = False,
@@ -308,21 +308,21 @@ class Weights:
             CheckpointError: the experts have different formats.
         """
         count, rows, in_dims = shape
-        if not self._source.stored_apart(stack, each, shape):
+        if not self._source.stored_apart(stack, single, shape):
             return self.matrix(stack, shape, bias=bias, parts=parts)
-        found = [
-            self._matrix(each.format(i), (rows, in_dims), False, parts, of_experts=True)
+        matrices = [
+            self._matrix(single.format(i), (rows, in_dims), False, parts, of_experts=True)
             for i in range(count)
         ]
-        if len({one.form for one in found}) > 1:
-            raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        (rows_of,) = found[0].sources
+        if len({one.form for one in matrices}) > 1:
+            raise CheckpointError(f"Experts of {single!r} have different formats; expected one.")
+        (rows_of,) = matrices[0].sources
         added = self.take(f"{stack}.bias", (count, rows), parts=parts) if bias else None
-        if added is not None and self._gives_summands(each.format(0)):
+        if added is not None and self._gives_summands(single.format(0)):
             added = self.once(added)
         return self._placing.experts(
             replace(
-                combined(found, lambda arrays, _: stacked(arrays)),
+                combined(matrices, lambda arrays, _: stacked(arrays)),
                 bias=added,
                 sources=(replace(rows_of, path=stack),),
             )
@@ -338,10 +338,10 @@ class Weights:
         Raises:
             CheckpointError: its parts have different formats.
         """
-        found = [self._fields_in_files(path, width) for path in paths]
-        forms = {form for form, _ in found}
-        by_field = list(zip(*[fields for _, fields in found], strict=len(forms) == 1))
-        if len(forms) > 1 or any(len({each.dtype for each in some}) > 1 for some in by_field):
+        tables = [self._fields_in_files(path, width) for path in paths]
+        forms = {form for form, _ in tables}
+        by_field = list(zip(*[fields for _, fields in tables], strict=len(forms) == 1))
+        if len(forms) > 1 or any(len({field.dtype for field in some}) > 1 for some in by_field):
             raise CheckpointError(f"Parts of {paths[0]!r} have different formats; expected one.")
         fields = [side_by_side(some, -2) for some in by_field]
         return FileRows(fields, next(iter(forms)), self.dtype)
@@ -408,11 +408,11 @@ class Weights:
             rows = np.concatenate([np.arange(*span, dtype=np.int32) for span in slices.spans])
             return replace(stored, sources=(SourceRows(path, len(rows), slices.stored, rows),))
         ((start, stop),) = slices.spans
-        each = stored.in_dims // (stop - start)  # inputs of a word, or of a group
+        inputs_each = stored.in_dims // (stop - start)  # inputs of a word, or of a group
         return replace(
             stored,
             sources=(SourceRows(path, num_rows, num_rows),),
-            inputs=InputSlice(start * each, slices.stored * each),
+            inputs=InputSlice(start * inputs_each, slices.stored * inputs_each),
         )
 
     def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:

@@ -64,12 +64,12 @@ def lazy_arrays(folder: Path) -> dict[str, mx.array]:
     raise_file_limit(len(headers))
     for path, header in headers.items():
         try:
-            found = mx.load(str(path))
+            arrays = mx.load(str(path))
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-        assert isinstance(found, dict), path
-        assert found.keys() == header.keys(), path
-        tensors.update(found)
+        assert isinstance(arrays, dict), path
+        assert arrays.keys() == header.keys(), path
+        tensors.update(arrays)
     return tensors
 
 
@@ -110,12 +110,12 @@ def fill(
     """As `load_weights`, but nothing is evaluated. `cast`: of dense numbers; None: as they are."""
     model = definition.model
     with _fitting(definition):
-        found = definition.made_of(tensors)
-        formats = _formats(model, found, quantization)
+        arrays = definition.made_of(tensors)
+        formats = _formats(model, arrays, quantization)
         quantise(model, formats)
         if cast is not None:
-            found = {n: _cast(n, t, cast, definition) for n, t in found.items()}
-        model.load_weights(list(found.items()), strict=True)
+            arrays = {n: _cast(n, t, cast, definition) for n, t in arrays.items()}
+        model.load_weights(list(arrays.items()), strict=True)
     return formats
 
 
@@ -231,19 +231,19 @@ class DenseLayer:
         outputs, start = [], 0
         for sequence, count in enumerate(self.counts):
             rows = slice(start, start + count)
-            own = [part[rows].swapaxes(0, 1)[None] for part in (queries, keys, values)]
-            outputs.append(self._attend_one(sequence, own, softmax))
+            rows_of = [part[rows].swapaxes(0, 1)[None] for part in (queries, keys, values)]
+            outputs.append(self._attend_one(sequence, rows_of, softmax))
             start += count
         return mx.concatenate(outputs)
 
     def _attend_one(
         self,
         sequence: int,
-        own: Sequence[mx.array],
+        parts: Sequence[mx.array],
         softmax: Softmax,
     ) -> mx.array:
         """Queries, keys and values (1, heads, L, ·) of one sequence -> (L, H * V)."""
-        queries, keys, values = own
+        queries, keys, values = parts
         if sequence in self._past:
             past_keys, past_values = self._past[sequence]
             keys = mx.concatenate([past_keys, keys], axis=2)
@@ -254,10 +254,10 @@ class DenseLayer:
         mask = of <= at
         if self._window is not None:
             mask = mask & (of > at - self._window)
-        found = mx.fast.scaled_dot_product_attention(
+        attended = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=softmax.scale, mask=mask, sinks=softmax.sinks
         )
-        return found[0].swapaxes(0, 1).flatten(1)
+        return attended[0].swapaxes(0, 1).flatten(1)
 
 
 def _ids(vocab_size: int) -> list[mx.array]:
@@ -275,7 +275,7 @@ def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
         model = FlatModel(config, definition, traced)
         layers = [DenseLayer(spec) for spec in traced.specs]
         ids = _ids(traced.vocab_size)
-        found: list[list[mx.array]] = [[] for _ in ids]
+        hidden: list[list[mx.array]] = [[] for _ in ids]
         done = [0] * len(ids)
         for counts in zip(*CHUNKS, strict=True):
             spans = [slice(at, at + count) for at, count in zip(done, counts, strict=True)]
@@ -286,10 +286,10 @@ def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
             step = Step(positions, dict(zip(model.mixers, layers, strict=True)))
             logits = model.logits(model(flat, step))
             first, second = mx.split(logits, [counts[0]])
-            found[0].append(first)
-            found[1].append(second)
+            hidden[0].append(first)
+            hidden[1].append(second)
             done = [span.stop for span in spans]
-        return _compare(definition, ids, [mx.concatenate(parts) for parts in found])
+        return _compare(definition, ids, [mx.concatenate(parts) for parts in hidden])
     except Exception as error:  # the fault boundary of foreign code
         return f"fails ({one_line(f'{type(error).__name__}: {error}', 90)})"
 
@@ -310,15 +310,15 @@ def problem_alone(model: AloneModel) -> str | None:
 
 
 def _compare(
-    definition: Definition, ids: Sequence[mx.array], found: Sequence[mx.array]
+    definition: Definition, ids: Sequence[mx.array], hidden: Sequence[mx.array]
 ) -> str | None:
     """Compare logits (L, vocab_size) of sequences with mlx-lm's own run; None: they agree.
 
     In float32 every position must agree; with 16 bits, where experts may be chosen differently on
     the last bit, most must.
     """
-    own = [definition(some[None], definition.own_caches())[0] for some in ids]
-    expected, logits = mx.concatenate(own), mx.concatenate(list(found))
+    alone = [definition(some[None], definition.own_caches())[0] for some in ids]
+    expected, logits = mx.concatenate(alone), mx.concatenate(list(hidden))
     dtype = weights_dtype(definition)
     expected, logits = expected.astype(mx.float32), logits.astype(mx.float32)
     spread = mx.sqrt(mx.mean(mx.var(expected, axis=-1)))

@@ -23,8 +23,8 @@ NOT_COMPARED = "transformers has no such model, so this was not compared with it
 @cache
 def verdicts() -> Mapping[str, Any]:
     """The file's contents."""
-    found: dict[str, Any] = json.loads(VERDICTS.read_text())
-    return found
+    table: dict[str, Any] = json.loads(VERDICTS.read_text())
+    return table
 
 
 class Verdict(StrEnum):

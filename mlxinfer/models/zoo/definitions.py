@@ -107,14 +107,14 @@ def _table(name: str) -> Mapping[Any, str]:
     """A literal of mlx-lm's utils.py; empty where this version has none of that name."""
     try:
         tree = ast.parse((_folder() / "utils.py").read_text())
-        found = next(
+        table = next(
             ast.literal_eval(node.value)
             for node in tree.body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
         )
     except (OSError, SyntaxError, ValueError, StopIteration):
         return {}
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def module_name(model_type: str, classes: Sequence[Any] = ()) -> str:
@@ -276,8 +276,10 @@ class Definition:
         """Paths of the layers that may be quantised, and the least bits of each; 0: any."""
         wanted = getattr(self.model, "quant_predicate", None) or (lambda path, layer: True)
         layers = self.model.named_modules()
-        found = {p: wanted(p, layer) for p, layer in layers if getattr(layer, "to_quantized", None)}
-        return {p: 0 if said is True else said["bits"] for p, said in found.items() if said}
+        choices = {
+            p: wanted(p, layer) for p, layer in layers if getattr(layer, "to_quantized", None)
+        }
+        return {p: 0 if said is True else said["bits"] for p, said in choices.items() if said}
 
     def own_caches(self) -> list[Any]:
         """New caches of mlx-lm's for one sequence, as the definition wants them."""
@@ -299,10 +301,10 @@ class Definition:
             return self(ids, caches)
         with self._body.replaced() as body:
             self(ids, caches)  # lazy: the logits of all tokens are never computed
-        found = body.found
-        if not isinstance(found, mx.array) or found.ndim != 3:
+        states = body.found
+        if not isinstance(states, mx.array) or states.ndim != 3:
             raise TypeError("the definition has no hidden states before its output projection")
-        return found
+        return states
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits of rows that `hidden` returned: (R, width) -> (R, vocab_size)."""

@@ -221,8 +221,8 @@ class FlatCache(AttendingCache):
         self.num_attended += 1
         num_heads = queries.shape[1]
         parts = [part.squeeze(2).astype(values.dtype) for part in (queries, keys, values)]
-        found = self._layer.attend(*parts, Softmax(scale, sinks))
-        return mx.unflatten(found, -1, (num_heads, -1))[:, :, None]
+        attended = self._layer.attend(*parts, Softmax(scale, sinks))
+        return mx.unflatten(attended, -1, (num_heads, -1))[:, :, None]
 
     def _seen(self, mask: Any) -> int | None:
         """Tokens that a mask shows, the newest included; None: all."""
@@ -323,9 +323,9 @@ _SIGNS = {  # part of a message of foreign code -> what it means here
 
 def _explained(error: Exception) -> str:
     """Why a definition could not be built on flat caches."""
-    found = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
+    reason = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
     what = one_line(f"{type(error).__name__}: {error}", 90)
-    return found or f"it does not take tokens one by one ({what})"
+    return reason or f"it does not take tokens one by one ({what})"
 
 
 def _flat(cache: Any) -> FlatCache:
@@ -457,11 +457,11 @@ class AloneModel:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
         assert step.taps is None, "mlx-lm's definitions give no hidden states"
         outputs = []
-        own = step.caches[self]
-        for rows, slot in own.parts:
-            if slot not in own.caches:
-                own.caches[slot] = Kept(self.definition.own_caches())
-            outputs.append(self.definition.hidden(ids[rows][None], own.caches[slot].caches)[0])
+        alone = step.caches[self]
+        for rows, slot in alone.parts:
+            if slot not in alone.caches:
+                alone.caches[slot] = Kept(self.definition.own_caches())
+            outputs.append(self.definition.hidden(ids[rows][None], alone.caches[slot].caches)[0])
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:

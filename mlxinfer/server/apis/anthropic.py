@@ -259,17 +259,17 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     """
     if not body.messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
-    found: list[Plain] = []
+    messages: list[Plain] = []
     system = _without_billing(_text(body.system, "system")) if body.system else ""
     if system:
-        found.append({"role": "system", "content": system})
+        messages.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         for plain in _turn(message, f"messages[{number}]", skipped):
-            if found and _together(found[-1], plain):
-                found[-1]["content"] = joined(found[-1]["content"], plain["content"], "\n\n")
+            if messages and _together(messages[-1], plain):
+                messages[-1]["content"] = joined(messages[-1]["content"], plain["content"], "\n\n")
             else:
-                found.append(plain)
-    return found
+                messages.append(plain)
+    return messages
 
 
 def _without_billing(system: str) -> str:
@@ -309,7 +309,7 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> l
     Raises:
         UnsupportedFieldError: a field that would change the answer.
     """
-    found = []
+    functions = []
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
         if tool.type is not None and tool.type != "custom" and tool.type not in DEFINED:
@@ -326,8 +326,8 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> l
             function["description"] = tool.description
         if tool.strict:
             function["strict"] = True
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _openai_choice(choice: ToolChoice | None) -> str | Plain:
@@ -346,16 +346,16 @@ def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plai
         return [_earlier_answer(message.content, f"{path}.content", skipped)]
     if isinstance(message.content, str) or message.role == "system":
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
-    found: list[Plain] = []
+    messages: list[Plain] = []
     rest: list[ContentBlock] = []
     for number, block in enumerate(message.content):
         if block.type == "tool_result":
-            found.append(_tool_result(block, f"{path}.content[{number}]"))
+            messages.append(_tool_result(block, f"{path}.content[{number}]"))
         else:
             rest.append(block)
-    if rest or not found:
-        found.append({"role": "user", "content": read_content(rest, _part, f"{path}.content")})
-    return found
+    if rest or not messages:
+        messages.append({"role": "user", "content": read_content(rest, _part, f"{path}.content")})
+    return messages
 
 
 def _earlier_answer(content: str | list[ContentBlock], path: str, skipped: list[str]) -> Plain:
@@ -535,19 +535,19 @@ class MessageWriter:
             calls: of the answer; the last one may be cut off.
         """
         complete = {call.id: call for call in calls}
-        found: list[Plain] = []
+        blocks: list[Plain] = []
         for part in parts:
             if isinstance(part, TextPart):
-                found.append({"type": "text", "text": part.text})
+                blocks.append({"type": "text", "text": part.text})
             elif isinstance(part, ReasoningPart):
                 shown = part.text if self._body.shows_thinking else ""
                 signature = self._call.id  # never checked
-                found.append({"type": "thinking", "thinking": shown, "signature": signature})
+                blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
             elif part.id in complete:
                 call = complete[part.id]
                 named_call = {"type": "tool_use", "id": call.id, "name": call.name}
-                found.append({**named_call, "input": begun_object(call.arguments)})
-        return found
+                blocks.append({**named_call, "input": begun_object(call.arguments)})
+        return blocks
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the events of the message: its start, its blocks, its end."""

@@ -270,7 +270,7 @@ def template_messages(messages: Sequence[Message]) -> list[Plain]:
     """
     if not messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
-    return [template_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
+    return [template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def template_message(message: Message, path: str) -> Plain:
@@ -434,7 +434,7 @@ class ChatWriter:
         if result.reasoning is not None:
             message["reasoning_content"] = result.reasoning
         if result.tool_calls:
-            message["tool_calls"] = [self._tool_call(each) for each in result.tool_calls]
+            message["tool_calls"] = [self._tool_call(call) for call in result.tool_calls]
         scored = logprobs_of(self.model.tokenizer, self.answers.answers[index])
         choice = _choice(index, message=message, reason=finish_reason(result), scored=scored)
         if self.body.wants_timings:
@@ -475,7 +475,7 @@ class ChatWriter:
         scored: list[Plain] = []
         if step.logprobs is not None:
             scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
-        pieces = [p for each in delta.tool_calls for p in self._pieces(step.index, each)]
+        pieces = [p for call in delta.tool_calls for p in self._pieces(step.index, call)]
         ids = list(delta.token_ids) if body.return_token_ids else []
         if text or reasoning or pieces or scored or ids:
             fields: Plain = {}
@@ -526,7 +526,7 @@ class ChatWriter:
             return
         del self._custom[place]
         if piece.status is not CallStatus.BROKEN:  # a broken call follows as text
-            text = custom_input("".join(each.arguments for each in begun))
+            text = custom_input("".join(delta.arguments for delta in begun))
             custom = {"name": begun[0].name, "input": text}
             yield {"index": piece.index, "id": begun[0].id, "type": "custom", "custom": custom}
 

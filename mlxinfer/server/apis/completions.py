@@ -138,17 +138,17 @@ class ChoiceWriter:
                 self._logprobs.add(delta.token_ids[0], step.logprobs)
         logprobs = self._logprobs.take() if self._logprobs else None
         ids = list(delta.token_ids) if body.return_token_ids and not self.silent else []
-        found = []
+        pieces = []
         if text or ids or (logprobs is not None and logprobs["tokens"]):
             piece = _choice(text, index, logprobs=logprobs)
-            found.append({**piece, "token_ids": ids} if ids else piece)
+            pieces.append({**piece, "token_ids": ids} if ids else piece)
         if delta.result is not None:
             reason = FinishReason.LENGTH if self.silent else delta.result.finish_reason
             last = _choice("", index, reason=str(reason))
             if body.wants_timings:
                 last["timings"] = timings_of(delta.result)
-            found.append(last)
-        return found
+            pieces.append(last)
+        return pieces
 
     def _begin(self) -> str:
         """The echoed prompt, at the first call."""
@@ -157,8 +157,8 @@ class ChoiceWriter:
         self._begun = True
         scores = self._answer.prompt_scores
         if self._body.echo and self._logprobs is not None and scores is not None:
-            for token_id, found in zip(self._answer.prompt.ids, scores.scores, strict=True):
-                self._logprobs.add(token_id, found)
+            for token_id, score in zip(self._answer.prompt.ids, scores.scores, strict=True):
+                self._logprobs.add(token_id, score)
         return self._echo
 
 
@@ -178,7 +178,7 @@ class CompletionWriter:
         async for steps in self._answers:
             for step in steps:
                 pieces[step.index] += self._writers[step.index].write(step)
-        choices = [merged(each) for each in pieces]
+        choices = [merged(choice_pieces) for choice_pieces in pieces]
         for choice, answer in zip(choices, self._answers.answers, strict=True):
             if self._body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_logprobs_of(self._model.tokenizer, answer)
@@ -236,7 +236,10 @@ def merged(pieces: Sequence[Plain]) -> Plain:
     scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     whole = None
     if scored:
-        whole = {name: [entry for each in scored for entry in each[name]] for name in scored[0]}
+        whole = {
+            name: [entry for scored_piece in scored for entry in scored_piece[name]]
+            for name in scored[0]
+        }
     ids = [i for piece in pieces for i in piece.get("token_ids", ())]
     last = {key: value for key, value in pieces[-1].items() if key != "token_ids"}
     text = "".join([piece["text"] for piece in pieces])

@@ -68,10 +68,10 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
     """Put texts in place of PDFs; raises as `pdf_texts`."""
-    found = await call.in_worker(list, parts)
-    if found:
-        texts = await call.pdf_texts({part.place: part.data for part in found})
-        for part, text in zip(found, texts, strict=True):
+    pdfs = await call.in_worker(list, parts)
+    if pdfs:
+        texts = await call.pdf_texts({part.place: part.data for part in pdfs})
+        for part, text in zip(pdfs, texts, strict=True):
             part.replace(text)
 
 
@@ -101,10 +101,10 @@ class _DataUrl(NamedTuple):
 
 def pdf_data(data: str) -> str | None:
     """The base64 of a PDF that a request holds as a data URL or in base64; None: it is no PDF."""
-    found = _DataUrl.parse(data)
-    if found is None:
+    url = _DataUrl.parse(data)
+    if url is None:
         return data if data.startswith(BEGINNING) else None
-    return found.content if found.kind == PDF and found.is_base64 else None
+    return url.content if url.kind == PDF and url.is_base64 else None
 
 
 def text_of_file(data: str, path: str) -> str:
@@ -114,12 +114,12 @@ def text_of_file(data: str, path: str) -> str:
         UnsupportedFieldError: it is no text file.
         InvalidRequestError: it is no base64, or no UTF-8.
     """
-    found = _DataUrl.parse(data) or _DataUrl("", is_base64=True, content=data)
-    check_text_type(found.kind or "text/plain", path)
-    if not found.is_base64:
-        return found.content
+    url = _DataUrl.parse(data) or _DataUrl("", is_base64=True, content=data)
+    check_text_type(url.kind or "text/plain", path)
+    if not url.is_base64:
+        return url.content
     try:
-        return base64.b64decode(found.content, validate=True).decode()
+        return base64.b64decode(url.content, validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError):
         raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
 

@@ -74,12 +74,12 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     num_tokens, vectors = await call.pool(model, lambda: model.pooler.read_texts(given))
 
     def answer() -> dict[str, Any]:
-        found: list[Any] = vectors.tolist()
+        rows: list[Any] = vectors.tolist()
         if body.encoding_format == "base64":
-            found = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
+            rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
         data = [
-            {"object": "embedding", "index": index, "embedding": each}
-            for index, each in enumerate(found)
+            {"object": "embedding", "index": index, "embedding": row}
+            for index, row in enumerate(rows)
         ]
         usage = pooling_usage(num_tokens)
         return {"object": "list", "data": data, "model": model.name, "usage": usage}
@@ -189,11 +189,11 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
         "model": model.name,
         "results": [
             {
-                "index": each.index,
-                "relevance_score": each.score,
-                **({"document": {"text": each.document}} if shows else {}),
+                "index": document.index,
+                "relevance_score": document.score,
+                **({"document": {"text": document.document}} if shows else {}),
             }
-            for each in ranked(documents, scores, body.top_n or None)
+            for document in ranked(documents, scores, body.top_n or None)
         ],
         "usage": usage,
         "meta": {  # where Cohere's clients look for usage
@@ -226,7 +226,7 @@ async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
         "created": call.created_s,
         "model": model.name,
         "data": [
-            {"index": i, "object": "score", "score": float(each)} for i, each in enumerate(scores)
+            {"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)
         ],
         "usage": pooling_usage(num_tokens),
     }
@@ -236,8 +236,8 @@ def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]
     tokenizer = model.tokenizer
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
     return [
-        text if len(each) <= most else tokenizer.decode(each[:most])
-        for text, each in zip(documents, ids, strict=True)
+        text if len(token_ids) <= most else tokenizer.decode(token_ids[:most])
+        for text, token_ids in zip(documents, ids, strict=True)
     ]
 
 
@@ -246,7 +246,7 @@ def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
     named = ((body.text_1, body.queries, body.data_1), (body.text_2, body.documents, body.data_2))
     sides = []
     for index, given in enumerate(named):
-        there = [each for each in given if each is not None]
+        there = [side for side in given if side is not None]
         if len(there) != 1:
             raise InvalidRequestError(
                 f"Send text_1 and text_2 (or queries and documents); of side {index + 1} there are "
@@ -258,4 +258,4 @@ def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
 
 
 def _texts(given: list[str | TextDocument]) -> list[str]:
-    return [each if isinstance(each, str) else each.text for each in given]
+    return [item if isinstance(item, str) else item.text for item in given]

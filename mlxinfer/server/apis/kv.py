@@ -83,8 +83,8 @@ async def _model(call: Call, namespace: str) -> ServedModel:
         )
     for model in service.models.running():
         if "completion" in model.session.capabilities:
-            own = await _in_thread(call, model.session.pages.namespace)
-            if own is not None and own.hex() == namespace:
+            name = await _in_thread(call, model.session.pages.namespace)
+            if name is not None and name.hex() == namespace:
                 return await call.model(model.name)
     raise HttpError(
         "not_found",

@@ -127,11 +127,11 @@ async def _answer(
         if step.progress is not None:
             yield data({**piece, "prompt_progress": progress_of(answers, step)})
             return
-        found = logprob_of(tokenizer, answer, step) if body.n_probs else []
+        logprobs = logprob_of(tokenizer, answer, step) if body.n_probs else []
         scores = [step.logprobs] if step.logprobs is not None else []
-        if found:
-            piece |= _probabilities(found, step.delta.token_ids, scores)
-        if text or found:
+        if logprobs:
+            piece |= _probabilities(logprobs, step.delta.token_ids, scores)
+        if text or logprobs:
             yield data(piece)
         if result is not None:
             yield data(_end(answer, step.index, "", model.name))
@@ -154,12 +154,12 @@ def _probabilities(
     entries: Sequence[Plain], ids: Sequence[int], scores: Sequence[TokenLogprobs]
 ) -> Plain:
     """The entries of chat completions, with the ids of their tokens."""
-    found = []
+    rows = []
     for entry, token_id, score in zip(entries, ids, scores, strict=False):
         top = zip(score.top, entry["top_logprobs"], strict=True)
-        named = [{"id": i, **each} for (i, _), each in top]
-        found.append({"id": token_id, **entry, "top_logprobs": named})
-    return {"completion_probabilities": found}
+        named = [{"id": i, **fields} for (i, _), fields in top]
+        rows.append({"id": token_id, **entry, "top_logprobs": named})
+    return {"completion_probabilities": rows}
 
 
 def _end(answer: Answer, index: int, text: str, model: str) -> Plain:

@@ -185,8 +185,8 @@ def _message(turn: ChatTurn, path: str) -> Plain:
         plain |= {"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {}
     if turn.tool_calls:
         plain["tool_calls"] = [
-            function_call(each.id or f"call_{place}", each.function.name, each.function.arguments)
-            for place, each in enumerate(turn.tool_calls)
+            function_call(call.id or f"call_{place}", call.function.name, call.function.arguments)
+            for place, call in enumerate(turn.tool_calls)
         ]
     return plain
 
@@ -281,13 +281,13 @@ class SaidWriter:
 
     def _complete_calls(self, delta: Delta) -> list[ToolCall]:
         """The calls that end with this delta: clients expect each in one piece."""
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         for piece in delta.tool_calls:
             self._pieces.append(piece)
             if piece.status is not CallStatus.OPEN:
-                found += joined_calls(self._pieces)
+                calls += joined_calls(self._pieces)
                 self._pieces = []
-        return found
+        return calls
 
     def _said(self, text: str, thinking: str, calls: Sequence[ToolCall]) -> Plain:
         said: Plain = {"model": self._name, "created_at": _now(), "done": False}
@@ -298,10 +298,10 @@ class SaidWriter:
         if calls:
             message["tool_calls"] = [
                 {
-                    "function": {"name": each.name, "arguments": begun_object(each.arguments)},
-                    "id": each.id,
+                    "function": {"name": call.name, "arguments": begun_object(call.arguments)},
+                    "id": call.id,
                 }
-                for each in calls
+                for call in calls
             ]
         return {**said, "message": message}
 
@@ -416,7 +416,7 @@ async def running(call: Call) -> Plain:
     """The models that are loaded (Ollama's API)."""
     models = call.service.models
     stats = await call.service.engine_stats.all(models)
-    found = []
+    cards = []
     for slot in models.slots():
         if not slot.loaded:
             continue
@@ -425,7 +425,7 @@ async def running(call: Call) -> Plain:
         expires = datetime.fromtimestamp(call.created_s + (left_s or 0), UTC)
         if left_s is None:  # it stays
             expires = expires.replace(year=expires.year + 100, day=1)
-        found.append(
+        cards.append(
             {
                 **_tag(slot),
                 "size": used,  # weights, and pages of the KV cache so far
@@ -434,7 +434,7 @@ async def running(call: Call) -> Plain:
                 "context_length": slot.max_context or 0,
             }
         )
-    return {"models": found}
+    return {"models": cards}
 
 
 async def ollama_version(call: Call) -> dict[str, str]:

@@ -123,8 +123,8 @@ class ResponsesRequest(SamplerFields, kw_only=True):
                 background that is not stored.
             UnsupportedFieldError: an unknown entry of `include`.
         """
-        own = self.reasoning.effort if self.reasoning else None
-        names = {"reasoning.effort": own, "reasoning_effort": self.reasoning_effort}
+        effort = self.reasoning.effort if self.reasoning else None
+        names = {"reasoning.effort": effort, "reasoning_effort": self.reasoning_effort}
         self.reasoning_effort = same_field(names)
         for name in self.include or ():
             if name != LOGPROBS:
@@ -224,15 +224,15 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
 
 async def _in_background(call: Call, body: ResponsesRequest) -> Plain | Events:
     """Begin an answer that goes on when its client has left. Errors until then are its client's."""
-    store, own = _store_of(call, "background"), call.again()
+    store, background = _store_of(call, "background"), call.again()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(own)
-        writer = await _begin(own, body)
+        await stack.enter_async_context(background)
+        writer = await _begin(background, body)
         running = RunningResponse(writer.response)
         work = _run(writer, running, store, stack.pop_all())
         running.task = asyncio.create_task(work)
     store.running[_owner(call), writer.response["id"]] = running
-    call.headers += own.headers
+    call.headers += background.headers
     return Events(running.follow(0)) if body.stream else writer.response
 
 
@@ -537,15 +537,15 @@ def _chain_of(call: Call, response_id: str, missing: str = "not_found") -> list[
         HttpError: it, or one before it, is not there; `missing` is the code.
         UnsupportedFieldError: this server stores nothing.
     """
-    found = _store_of(call).chain(_owner(call), response_id)
-    if found is None:
+    chain = _store_of(call).chain(_owner(call), response_id)
+    if chain is None:
         raise HttpError(
             missing,
             f"There is no stored response {response_id[:100]!r}, or one before it is gone: it was "
             "not stored, was deleted, or was the oldest.",
             param="previous_response_id",
         )
-    return found
+    return chain
 
 
 def _items_of(stored: StoredResponse) -> list[dict[str, Any]]:
@@ -558,7 +558,7 @@ def _items_of(stored: StoredResponse) -> list[dict[str, Any]]:
 def _listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
     """Items of a request as they are stored and listed: each with an id, contents as parts."""
     number = response_id.partition("_")[2]
-    found = []
+    listed = []
     for place, item in enumerate(items):
         plain: dict[str, Any] = {"type": item.type, **msgspec.to_builtins(item)}
         plain["id"] = f"{'msg' if item.type == 'message' else 'item'}_in_{number}_{place}"
@@ -566,5 +566,5 @@ def _listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str
             kind = _TEXT_TYPES.get(item.role or "", "input_text")
             plain["content"] = [{"type": kind, "text": item.content}]
             plain["status"] = "completed"
-        found.append(plain)
-    return found
+        listed.append(plain)
+    return listed

@@ -92,19 +92,19 @@ def conversation(
     """
     if not items and not before:
         raise InvalidRequestError.of("input", "is missing or empty; send a text or an item.")
-    found: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate([*before, *items], start=-len(before)):
         place = "previous_response_id" if number < 0 else f"input[{number}]"
         newest = number == len(items) - 1
         if item.type in HOSTED_ITEMS or _is_foreign(item, newest=newest):
             skip(skipped, place, item.type)
         else:
-            _add(found, item, place)
-    if len(found) == bool(instructions):
+            _add(messages, item, place)
+    if len(messages) == bool(instructions):
         raise InvalidRequestError.of("input", "has no item that can be used here.")
-    for message in found:
+    for message in messages:
         message.setdefault("content", "")
-    return found
+    return messages
 
 
 def _is_foreign(item: InputItem, *, newest: bool) -> bool:
@@ -126,39 +126,39 @@ def _unwrapped(encrypted: str | None) -> str | None:
         return None
 
 
-def _add(found: list[Plain], item: InputItem, path: str) -> None:
+def _add(messages: list[Plain], item: InputItem, path: str) -> None:
     if item.type == "message":
         if item.role is None or item.content is None:
             raise InvalidRequestError.of(path, "has no role or no content.")
         content = read_content(item.content, _part, f"{path}.content")
         if item.role == "assistant":
-            _turn(found, "content")["content"] = content
+            _turn(messages, "content")["content"] = content
         else:
-            found.append({"role": item.role, "content": content})
+            messages.append({"role": item.role, "content": content})
     elif item.type in ("function_call", "custom_tool_call"):
-        _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
+        _turn(messages, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
     elif item.type in OUTPUTS:
         if item.call_id is None:
             raise InvalidRequestError.of(path, "has no call_id or no output.")
         content = read_content(_output(item, path), _part, f"{path}.output")
-        found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "reasoning":
-        _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
+        _turn(messages, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
     else:
         raise UnsupportedFieldError(
             f"{path} is of type {item.type[:50]!r}, which is not supported.", param=f"{path}.type"
         )
 
 
-def _turn(found: list[Plain], key: str) -> Plain:
+def _turn(messages: list[Plain], key: str) -> Plain:
     """The assistant's message that a key belongs to: the last message or a new one."""
-    last = found[-1] if found else {}
+    last = messages[-1] if messages else {}
     follows = {"reasoning_content": (), "content": ("reasoning_content",)}
     before = follows.get(key, ("reasoning_content", "content", "tool_calls"))
     if last.get("role") == "assistant" and set(last) - {"role"} <= set(before):
         return last
-    found.append({"role": "assistant"})
-    return found[-1]
+    messages.append({"role": "assistant"})
+    return messages[-1]
 
 
 def _call(item: InputItem, path: str) -> Plain:
@@ -185,8 +185,8 @@ def _thoughts(item: InputItem, path: str) -> str:
     """The reasoning of an earlier answer, as text or in our `encrypted_content`."""
     if item.content:
         return _text(item.content, f"{path}.content")
-    own = _unwrapped(item.encrypted_content)
-    return own or _text(item.summary or "", f"{path}.summary")
+    thoughts = _unwrapped(item.encrypted_content)
+    return thoughts or _text(item.summary or "", f"{path}.summary")
 
 
 def _text(content: str | list[InputPart], path: str) -> str:

@@ -134,9 +134,9 @@ class SamplerFields(NumberFields, kw_only=True):
 
 
 _SAMPLING = [
-    each.name
-    for each in msgspec.structs.fields(SamplerFields)
-    if each.name in SamplingParams.__dataclass_fields__
+    field.name
+    for field in msgspec.structs.fields(SamplerFields)
+    if field.name in SamplingParams.__dataclass_fields__
 ]
 
 
@@ -233,7 +233,7 @@ def _logit_bias(
         raise InvalidRequestError.of(
             "logit_bias", f"has texts of {num_chars:,} characters; at most {MAX_BIAS_CHARS:,}."
         )
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for number, (token, bias) in enumerate(given):
         if bias is True:
             place = f"logit_bias[{number}]"
@@ -242,8 +242,8 @@ def _logit_bias(
             ids = model.tokenizer.encode(token, add_special_tokens=False, parse_special=True)
         else:
             ids = [token]
-        found.update(dict.fromkeys(ids, BANNED if bias is False else float(bias)))
-    return found
+        biases.update(dict.fromkeys(ids, BANNED if bias is False else float(bias)))
+    return biases
 
 
 def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> None:
@@ -305,12 +305,12 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
         InvalidRequestError: it is invalid, or there are two.
     """
     given = {name: getattr(fields, name) for name in _READERS}
-    found = {
+    grammars = {
         name: read_form(value, name, _READERS[name])
         for name, value in given.items()
         if value is not None
     }
-    asked = {name: grammar for name, grammar in found.items() if grammar is not None}
+    asked = {name: grammar for name, grammar in grammars.items() if grammar is not None}
     if len(asked) > 1:
         names = " and ".join(asked)
         raise InvalidRequestError(f"{names} exclude each other; send one.", param=names.split()[2])

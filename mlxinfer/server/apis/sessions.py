@@ -44,8 +44,8 @@ class SlotRequest(RequestBody, kw_only=True):
 
 async def list_sessions(call: Call) -> Plain:
     """The sessions that the key has saved."""
-    found = await call.in_worker(call.sessions.all_of, call.owner)
-    return {"object": "list", "data": [_card(each) for each in found]}
+    sessions = await call.in_worker(call.sessions.all_of, call.owner)
+    return {"object": "list", "data": [_card(session) for session in sessions]}
 
 
 async def save_session(call: Call, body: SaveRequest) -> Plain:
@@ -67,8 +67,8 @@ async def remove_session(call: Call) -> Plain:
 
 
 async def export_session(call: Call) -> File:
-    found = await _find(call, call.path_params["id"])
-    num_bytes, pieces = await call.in_worker(call.sessions.exported, found)
+    session = await _find(call, call.path_params["id"])
+    num_bytes, pieces = await call.in_worker(call.sessions.exported, session)
 
     async def read() -> AsyncIterator[bytes]:
         while piece := await call.in_worker(next, pieces, b""):
@@ -123,11 +123,11 @@ async def _save(call: Call, name: str, model_name: str | None, number: int) -> S
 
 
 async def _load(call: Call, name: str, number: int) -> SavedSession:
-    found = await _find(call, name)
-    model = await _model(call, found.model)
-    given = found, model.session, _client(call), number
+    session = await _find(call, name)
+    model = await _model(call, session.model)
+    given = session, model.session, _client(call), number
     await call.service.session_workers.run(call.sessions.load_slot, *given)
-    return found
+    return session
 
 
 def _client(call: Call) -> Client:
@@ -142,10 +142,10 @@ async def _model(call: Call, name: str | None) -> ServedModel:
 
 
 async def _find(call: Call, name: str) -> SavedSession:
-    found = await call.in_worker(call.sessions.find, name, call.owner)
-    if found is None:
+    session = await call.in_worker(call.sessions.find, name, call.owner)
+    if session is None:
         raise _missing(name)
-    return found
+    return session
 
 
 def _missing(name: str) -> HttpError:

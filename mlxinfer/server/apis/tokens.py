@@ -68,10 +68,10 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     else:
         await read_pdfs(call, pdfs_of(body.messages))
         ids = await call.encode(model, partial(read, body))
-    found = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
+    reply = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:
-        return found
-    return {**found, "token_strs": [model.tokenizer.id_to_piece(i) or "" for i in ids]}
+        return reply
+    return {**reply, "token_strs": [model.tokenizer.id_to_piece(i) or "" for i in ids]}
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> dict[str, Any]:

@@ -144,8 +144,8 @@ class DeclaredTools:
                 "tool_choice",
                 'of type allowed_tools: expected tools, and mode "auto" or "required".',
             )
-        each = [tool for tool in tools if isinstance(tool, dict)]
-        named = [{**tool, **(tool.get(str(tool.get("type"))) or {})} for tool in each]
+        objects = [tool for tool in tools if isinstance(tool, dict)]
+        named = [{**tool, **(tool.get(str(tool.get("type"))) or {})} for tool in objects]
         names = {self._shown(tool) for tool in named if tool.get("type") in ("function", "custom")}
         known = {function["function"].get("name") for function in self.functions}
         for name in sorted(names - known):
@@ -165,10 +165,10 @@ class DeclaredTools:
             name, inner = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not isinstance(inner, list):
                 raise InvalidRequestError.of(path, "has no name or no tools.")
-            for number, each in enumerate(inner):
-                if not isinstance(each, dict):
+            for number, member in enumerate(inner):
+                if not isinstance(member, dict):
                     raise InvalidRequestError(f"{path}.tools[{number}] is no object.", param=path)
-                self.add(each, f"{path}.tools[{number}]", name)
+                self.add(member, f"{path}.tools[{number}]", name)
         elif kind in ("function", "custom"):
             self._add_callable(tool, path, namespace)
         elif kind is None:
@@ -236,19 +236,19 @@ def read_tools(tools: list[Plain] | None) -> DeclaredTools:
         InvalidRequestError: a tool is incomplete, or all of them are too large.
     """
     check_tools(tools)
-    found = DeclaredTools()
+    declared = DeclaredTools()
     for number, tool in enumerate(tools or ()):
-        found.add(tool, f"tools[{number}]")
-    return found
+        declared.add(tool, f"tools[{number}]")
+    return declared
 
 
-def read_chat_tools(tools: list[Plain] | None, found: DeclaredTools) -> None:
-    """Add the tools of a chat request to `found`; as `read_tools`, but functions pass unread."""
+def read_chat_tools(tools: list[Plain] | None, declared: DeclaredTools) -> None:
+    """Add the tools of a chat request to `declared`; as `read_tools`, but functions pass unread."""
     for number, tool in enumerate(tools or ()):
         if tool.get("type") == "custom":
-            found.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
+            declared.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
         else:
-            found.functions.append(tool)
+            declared.functions.append(tool)
 
 
 def _flat(tool: Plain, path: str) -> Plain:
@@ -314,14 +314,14 @@ def texts_of(given: Prompts, name: str, most: int) -> dict[str, str | list[int]]
         return {name: given}  # type: ignore[dict-item]  # a text, or ids
     if not 0 < len(given) <= most:
         raise InvalidRequestError.of(name, f"holds {len(given)} texts; expected 1 to {most}.")
-    found: dict[str, str | list[int]] = {}
+    texts: dict[str, str | list[int]] = {}
     for index, item in enumerate(given):
         if isinstance(item, int):
             raise InvalidRequestError.of(
                 name, "mixes token ids with texts; expected texts, ids, or lists of ids."
             )
-        found[f"{name}[{index}]"] = item
-    return found
+        texts[f"{name}[{index}]"] = item
+    return texts
 
 
 class ImageUrl(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -385,7 +385,7 @@ def read_content(content: str | Sequence[P], read: Callable[[P, str], Plain], pa
 
 def content_of(parts: Iterable[Plain]) -> Content:
     """The content of a message: its parts if the model sees some, else its texts, line by line."""
-    found = list(parts)
-    if any(part["type"] != "text" for part in found):
-        return found
-    return "\n".join(part["text"] for part in found)
+    all_parts = list(parts)
+    if any(part["type"] != "text" for part in all_parts):
+        return all_parts
+    return "\n".join(part["text"] for part in all_parts)

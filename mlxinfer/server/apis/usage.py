@@ -86,7 +86,7 @@ def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> list[Plain] | None:
     ids: Sequence[int] = result.token_ids
     ids = ids[:-1] if ids and _is_end(answer, ids[-1]) else ids
     pairs = zip(ids, result.logprobs, strict=False)
-    return [_entry(tokenizer, i, found) for i, found in pairs]
+    return [_entry(tokenizer, i, score) for i, score in pairs]
 
 
 def _is_end(answer: Answer, token_id: int) -> bool:
@@ -95,7 +95,7 @@ def _is_end(answer: Answer, token_id: int) -> bool:
     return ended and token_id in answer.request.stop_ids
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, found: TokenLogprobs) -> Plain:
+def _entry(tokenizer: Tokenizer, token_id: int, score: TokenLogprobs) -> Plain:
     """The sampled token and the most probable ones."""
 
     def scored(token_id: int, logprob: float) -> Plain:
@@ -103,16 +103,16 @@ def _entry(tokenizer: Tokenizer, token_id: int, found: TokenLogprobs) -> Plain:
         text = raw.decode(errors="replace")
         return {"token": text, "bytes": list(raw), "logprob": _finite(logprob)}
 
-    top = [scored(*pair) for pair in found.top]
-    return {**scored(token_id, found.logprob), "top_logprobs": top}
+    top = [scored(*pair) for pair in score.top]
+    return {**scored(token_id, score.logprob), "top_logprobs": top}
 
 
 def prompt_logprobs_of(tokenizer: Tokenizer, answer: Answer) -> list[Plain | None]:
     """The scores of a prompt's tokens as vLLM writes them: by token id, null for the first."""
-    found, ids = answer.prompt_scores, answer.prompt.ids
-    assert found is not None
+    scores, ids = answer.prompt_scores, answer.prompt.ids
+    assert scores is not None
     rows: list[Plain | None] = []
-    for token_id, score, rank in zip(ids, found.scores, found.ranks, strict=True):
+    for token_id, score, rank in zip(ids, scores.scores, scores.ranks, strict=True):
         if score is None:
             rows.append(None)
             continue
@@ -152,13 +152,13 @@ class LogprobsWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._lists: dict[str, list[Any]] = {name: [] for name in LISTS}
 
-    def add(self, token_id: int, found: TokenLogprobs | None) -> None:
-        """Add one token; `found` is None for the first one of a prompt."""
+    def add(self, token_id: int, score: TokenLogprobs | None) -> None:
+        """Add one token; `score` is None for the first one of a prompt."""
         lists = self._lists
         lists["text_offset"].append(self._offset)
-        lists["token_logprobs"].append(None if found is None else _finite(found.logprob))
+        lists["token_logprobs"].append(None if score is None else _finite(score.logprob))
         lists["tokens"].append(self._spelled(token_id))
-        lists["top_logprobs"].append(None if found is None else self._top(token_id, found))
+        lists["top_logprobs"].append(None if score is None else self._top(token_id, score))
         if token_id not in self._tokenizer.special_ids:  # those are not in the text
             self._offset += self._num_characters(token_id)
 
@@ -174,10 +174,10 @@ class LogprobsWriter:
             return len(spelled)
         return min(len(spelled), len(self._tokenizer.decode([token_id])))
 
-    def _top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token_id: int, score: TokenLogprobs) -> dict[str, float]:
         """The most probable tokens, and the sampled one if it is not among them."""
-        top = {self._spelled(i): _finite(logprob) for i, logprob in found.top}
-        top.setdefault(self._spelled(token_id), _finite(found.logprob))
+        top = {self._spelled(i): _finite(logprob) for i, logprob in score.top}
+        top.setdefault(self._spelled(token_id), _finite(score.logprob))
         return top
 
     def _spelled(self, token_id: int) -> str:

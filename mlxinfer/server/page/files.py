@@ -28,13 +28,13 @@ POLICY = (
 
 def built_files() -> dict[str, Body]:
     """The answer for every file of the page, by path: `/` is index.html."""
-    found = {}
+    files = {}
     for file in sorted(BUILT.iterdir()):
         if file.suffix not in MEDIA_TYPES:
             continue
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
-        found[path] = _answer(file)
-    return found
+        files[path] = _answer(file)
+    return files
 
 
 def _answer(file: Path) -> Body:

@@ -109,14 +109,14 @@ class Jobs:
         """
         with self._lock:
             same = [j for j in self._jobs.values() if (j.kind, j.name) == (job.kind, job.name)]
-            open_ones = [each for each in same if not each.ended]
+            open_ones = [other for other in same if not other.ended]
             if open_ones:
                 job = open_ones[0]
             elif len([j for j in self._jobs.values() if not j.ended]) >= MAX_RUNNING:
                 raise InvalidRequestError(f"{MAX_RUNNING} jobs run already; wait for one of them.")
-            for each in same:
-                if each.state is JobState.FAILED:
-                    del self._jobs[each.id]
+            for other in same:
+                if other.state is JobState.FAILED:
+                    del self._jobs[other.id]
             self._jobs[job.id] = job
             self._forget_old()
         if job.process is None and not job.ended:

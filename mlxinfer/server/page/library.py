@@ -100,11 +100,11 @@ class LibraryRoutes:
         """The models on this disk: bundled, downloaded, converted."""
         added = self._added()
         served = _served(call)
-        found = await self._workers.run(self._local)
-        for model in found:
+        models = await self._workers.run(self._local)
+        for model in models:
             model["served"] = model["name"] in served
             model["added"] = model["name"] in added
-        return {"data": found}
+        return {"data": models}
 
     async def suggestions(self, call: Call) -> Plain:
         """Models to begin with that fit this machine, the best balance first.
@@ -113,16 +113,16 @@ class LibraryRoutes:
         chips of this name; null where the chip is not known.
         """
         library = self._library
-        found = await self._workers.run(to_begin_with, library.limit_bytes)
+        suggestions = await self._workers.run(to_begin_with, library.limit_bytes)
         here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
         data = [
             {
-                **each.as_dict(library.limit_bytes),
+                **suggestion.as_dict(library.limit_bytes),
                 "tokens_per_s": library.bandwidth
-                and [round(rate * 1e9 / each.read_bytes) for rate in library.bandwidth],
-                "here": here.get(each.name),
+                and [round(rate * 1e9 / suggestion.read_bytes) for rate in library.bandwidth],
+                "here": here.get(suggestion.name),
             }
-            for each in found
+            for suggestion in suggestions
         ]
         return {"data": data}
 
@@ -130,19 +130,21 @@ class LibraryRoutes:
         """Models of the hub with the words of `q` in their names; all=1: also those not for MLX."""
         query = call.query
         mlx_only = query.get("all") != "1"
-        found = await self._workers.run(search_models, query.get("q", "")[:200], mlx_only=mlx_only)
+        matches = await self._workers.run(
+            search_models, query.get("q", "")[:200], mlx_only=mlx_only
+        )
         here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
-        data = [{**asdict(model), "here": here.get(model.name)} for model in found]
+        data = [{**asdict(model), "here": here.get(model.name)} for model in matches]
         return {"data": data}
 
     async def fit(self, call: Call) -> Plain:
         """Whether a repository of the hub fits this machine, and at which context."""
         name = str(parse_repo_name(call.query.get("model", "")))
         if name not in self._fits:
-            found = await self._workers.run(self._library.fit_of, name)
+            fit = await self._workers.run(self._library.fit_of, name)
             while len(self._fits) >= MAX_FITS:
                 del self._fits[next(iter(self._fits))]
-            self._fits[name] = found
+            self._fits[name] = fit
         return self._fits[name]
 
     async def jobs(self, call: Call) -> Plain:
@@ -205,7 +207,7 @@ class LibraryRoutes:
             )
         if name in call.service.models.names():
             await call.service.models.remove(name, DRAIN_S)
-        self._remember([each for each in added if each != name])
+        self._remember([other for other in added if other != name])
         return {"model": name}
 
     async def remove(self, call: Call) -> Plain:
@@ -233,10 +235,10 @@ class LibraryRoutes:
 
     def _added(self) -> list[str]:
         try:
-            found = json.loads(self._library.added.read_text())
+            names = json.loads(self._library.added.read_text())
         except (OSError, ValueError):
             return []
-        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def _remember(self, names: Sequence[str]) -> None:
         """Store the names in one step; a folder that cannot be written costs the memory alone."""
@@ -248,7 +250,7 @@ class LibraryRoutes:
             log.warning("added models are forgotten at the end: %s", error)
 
     def _local(self) -> list[dict[str, Any]]:
-        found = [
+        models = [
             {
                 "name": model.name,
                 "size_bytes": model.size_bytes,
@@ -258,13 +260,13 @@ class LibraryRoutes:
             }
             for model in hub.list_models()
         ]
-        return found + [_converted(folder) for folder in self._conversions()]
+        return models + [_converted(folder) for folder in self._conversions()]
 
     def _conversions(self) -> list[Path]:
         folder = self._library.converted
         if not folder.is_dir():
             return []
-        return sorted(each for each in folder.iterdir() if (each / "config.json").is_file())
+        return sorted(entry for entry in folder.iterdir() if (entry / "config.json").is_file())
 
     def _source(self, name: str) -> str:
         """The folder or repository of a model on this disk; raises ModelNotFoundError."""

@@ -87,17 +87,17 @@ class ConversationRoutes:
         """Stored conversations, the last changed first; `limit` and `before` page through them."""
         limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
         before_s = _number(call.query, "before", None)
-        found = await call.in_worker(
+        conversations = await call.in_worker(
             self._history.conversations, await self._owner(call), limit=limit + 1, before_s=before_s
         )
-        return {"data": found[:limit], "more": len(found) > limit}
+        return {"data": conversations[:limit], "more": len(conversations) > limit}
 
     async def show(self, call: Call) -> Plain:
         """A conversation with the messages of all its branches."""
         owner, id = await self._owner(call), call.path_params["id"]
-        found = await call.in_worker(self._history.conversation, owner, id)
+        conversation = await call.in_worker(self._history.conversation, owner, id)
         return {
-            **asdict(found),
+            **asdict(conversation),
             "messages": await call.in_worker(self._history.messages, owner, id),
         }
 
@@ -126,11 +126,15 @@ class ConversationRoutes:
         """Messages with all words of the query `q`."""
         words = call.query.get("q", "")[:MAX_QUERY_CHARS]
         matches = await call.in_worker(self._history.search, await self._owner(call), words)
-        found = [
-            {**asdict(each), "conversation": each.conversation.id, "title": each.conversation.title}
-            for each in matches
+        hits = [
+            {
+                **asdict(match),
+                "conversation": match.conversation.id,
+                "title": match.conversation.title,
+            }
+            for match in matches
         ]
-        return {"data": found}
+        return {"data": hits}
 
     def routes(self) -> tuple[Route, ...]:
         return (
@@ -266,17 +270,17 @@ class PageRoutes:
 
     def routes(self) -> tuple[Route, ...]:
         """The routes of this server's page."""
-        found: tuple[Route, ...] = (
+        routes: tuple[Route, ...] = (
             Route("GET", "/page/features", self.features),
             Route("GET", "/admin/settings", self.settings, "admin"),
         )
         if self._history is not None:
-            found += ConversationRoutes(self._history).routes()
+            routes += ConversationRoutes(self._history).routes()
         if self._library is not None:
-            found += self._library.routes()
+            routes += self._library.routes()
         if self._tools is not None:
-            found += self._tools.routes()
-        return (*found, Route("POST", "/page/pdf", self.read_pdf)) if self._pdf else found
+            routes += self._tools.routes()
+        return (*routes, Route("POST", "/page/pdf", self.read_pdf)) if self._pdf else routes
 
     def restore(self, service: ServerState) -> None:
         """Serve the models that were added on the page before."""

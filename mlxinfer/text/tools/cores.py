@@ -241,9 +241,9 @@ class NamedCore(CallCore):
         tags = [number for number, word in enumerate(words) if word[0] in "<["]
         first = tags[0] if tags else 0  # up to here the words may stand in a name too
         text = yield from reader.until(words[first] if words else "{", limit=MAX_WORD)
-        found = re.fullmatch(rf"(.+){pattern_of(words[:first])}\s*", text, re.DOTALL)
+        match = re.fullmatch(rf"(.+){pattern_of(words[:first])}\s*", text, re.DOTALL)
         yield from expect_words(reader, words[first:])
-        yield from read_arguments(reader, calls, _checked_name(found[1] if found else ""))
+        yield from read_arguments(reader, calls, _checked_name(match[1] if match else ""))
 
     def write(self, call: WrittenCall) -> str:
         return f"{call.name}{self.after_name}{call.text}"

@@ -105,9 +105,9 @@ def reads_back(format: ToolFormat, written: WrittenCalls) -> bool:
 def template_format(written: WrittenCalls) -> TemplateFormat | None:
     """Return the format that these calls show; None where they show none of a kind known here."""
     for kind in (_object, _named, _python, _parameters):
-        found = kind(written)
-        if found is not None and reads_back(found, written):
-            return found
+        format = kind(written)
+        if format is not None and reads_back(format, written):
+            return format
     return None
 
 
@@ -133,8 +133,8 @@ def _parsed(format: ToolFormat, text: str) -> list[Call] | None:
     parts = [*parser.push(text), *parser.finish()]
     if any(isinstance(part, TextPart) and part.text.strip() for part in parts):
         return None
-    found = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
-    return [(call.name, json.loads(call.arguments)) for call in found if call.complete]
+    calls = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
+    return [(call.name, json.loads(call.arguments)) for call in calls if call.complete]
 
 
 # -- marks --------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _spans(
         spans.append(span)
     (first, *_, last) = (*spans, spans[-1])
     around = [text[: first[0]], text[first[1] : last[0]], text[last[1] :]]
-    head, gap, tail = (written.without_ids(each) for each in around)
+    head, gap, tail = (written.without_ids(samples) for samples in around)
     return [(text, span) for span in spans], _split(head, gap if len(calls) > 1 else None, tail)
 
 
@@ -219,10 +219,10 @@ def _built(syntax: CallSyntax, core: CallCore, written: WrittenCalls) -> Templat
 def _objects(text: str, start: int = 0) -> Iterator[tuple[Span, dict[str, Any]]]:
     """Yield the JSON objects in a text, inner ones too."""
     decoder = json.JSONDecoder()
-    for found in re.compile(r"\{").finditer(text, start):
+    for brace in re.compile(r"\{").finditer(text, start):
         with suppress(ValueError):
-            value, end = decoder.raw_decode(text, found.start())
-            yield (found.start(), end), value
+            value, end = decoder.raw_decode(text, brace.start())
+            yield (brace.start(), end), value
 
 
 def _is_arguments(value: object, arguments: dict[str, Any]) -> bool:
@@ -239,10 +239,10 @@ def _object(written: WrittenCalls) -> TemplateFormat | None:
                 return span
         return None
 
-    found = _spans(written, find)
-    if found is None:
+    spans = _spans(written, find)
+    if spans is None:
         return None
-    places, syntax = found
+    places, syntax = spans
     patterns = [
         _pattern(text[a:b], call, written)
         for (text, (a, b)), call in zip(places, TWO, strict=False)
@@ -274,10 +274,10 @@ def _named(written: WrittenCalls) -> TemplateFormat | None:
         ends = [span[1] for span, value in _objects(text, start) if value == call[1]]
         return (start, ends[0]) if start >= 0 and ends else None
 
-    found = _spans(written, find)
-    if found is None:
+    spans = _spans(written, find)
+    if spans is None:
         return None
-    places, syntax = found
+    places, syntax = spans
     pairs = zip(places, TWO, strict=False)
     after = [text[a + len(call[0]) : text.index("{", a)] for (text, (a, _)), call in pairs]
     return _built(syntax, NamedCore(_counted(*map(written.without_ids, after))), written)
@@ -292,11 +292,11 @@ def _counted(one: str, two: str | None = None) -> str:
 
 def _python(written: WrittenCalls) -> TemplateFormat | None:
     def find(text: str, call: Call) -> Span | None:
-        found = re.search(rf"{call[0]}\(\s*{KEYS[0]}\s*=[^()]*\)", text)
-        return None if found is None else found.span()
+        spans = re.search(rf"{call[0]}\(\s*{KEYS[0]}\s*=[^()]*\)", text)
+        return None if spans is None else spans.span()
 
-    found = _spans(written, find)
-    return None if found is None else _built(found[1], PythonCore(), written)
+    spans = _spans(written, find)
+    return None if spans is None else _built(spans[1], PythonCore(), written)
 
 
 def _parameters(written: WrittenCalls) -> TemplateFormat | None:
@@ -316,10 +316,10 @@ def _parameters(written: WrittenCalls) -> TemplateFormat | None:
         after = value + len(str(call[1][KEYS[1]]))
         return (start, after + len(end)) if text.startswith(end, after) else None
 
-    found = _spans(written, find)
-    if found is None:
+    spans = _spans(written, find)
+    if spans is None:
         return None
-    syntax = found[1]
+    syntax = spans[1]
     stops = (first_word(syntax.call[1], syntax.between, syntax.call[0]), syntax.section[1])
     words = tuple(word for word in (stops[0], first_word(stops[1])) if word)
     if not words or not all(map(first_word, (begin, middle[0], end))):

@@ -49,10 +49,10 @@ class Harmony(ToolFormat):
         """Read one message; a message without a tool, or without JSON in its body, is text."""
         header = yield from reader.until("<|message|>", limit=1024)
         yield from reader.expect("<|message|>")
-        found = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))
-        if found is None:
+        recipient = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))
+        if recipient is None:
             raise Malformed("a message without a tool")
-        yield from read_arguments(reader, calls, found.group(1))
+        yield from read_arguments(reader, calls, recipient.group(1))
         yield from reader.space()
         if (yield from reader.accept("<|call|>", "<|end|>", "<|return|>")):
             reader.commit()
@@ -155,7 +155,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     HARMONY, FUNCTIONARY, GEMMA4, FUNCTION_GEMMA, KIMI, KIMI_K3, MINIMAX_M3, MUSE, LFM2, GRANITE,
     _hermes("hermes"),
 )  # fmt: skip
-_BY_NAME = {each.name: each for each in (*FORMATS, GENERIC)}
+_BY_NAME = {format.name: format for format in (*FORMATS, GENERIC)}
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -199,9 +199,9 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
     if {"<|open|>", "<|close|>", "<|sep|>"} <= tokens or "<|open|>" in literals:
         return KIMI_K3
     written = written_calls(tokenizer)
-    found = None if written is None else template_format(written)
-    if found is not None:
-        return found
+    derived = None if written is None else template_format(written)
+    if derived is not None:
+        return derived
     silent = [format for format in (LFM2, GRANITE) if format.begins[0] in tokens]
     if silent:
         return silent[0]

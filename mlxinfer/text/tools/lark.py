@@ -146,16 +146,16 @@ def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:
 
 def _anchored_body(pattern: object) -> str | None:
     """Return what stands between the anchors of `^...$`, None for other patterns."""
-    found = re.fullmatch(r"\^(.*[^\\])\$", pattern, re.DOTALL) if isinstance(pattern, str) else None
-    if found is None:
+    match = re.fullmatch(r"\^(.*[^\\])\$", pattern, re.DOTALL) if isinstance(pattern, str) else None
+    if match is None:
         return None
-    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", found[1], flags=re.DOTALL)
+    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", match[1], flags=re.DOTALL)
     depth = 0
     for char in outside:
         depth += (char == "(") - (char == ")")
         if char == "|" and not depth:  # the anchors hold for one alternative each
             return None
-    return found[1]
+    return match[1]
 
 
 def strings_of(tool: Tool, parameter: str) -> list[str]:

@@ -40,8 +40,8 @@ class Nested(ToolFormat):
             yield from self._call(reader, calls)
             yield from reader.space()
             ends = (f'{self._token}<invoke name="', f"{self._token}</tool_call>")
-            found = yield from reader.accept(*ends)
-            if found != ends[0]:
+            end = yield from reader.accept(*ends)
+            if end != ends[0]:
                 reader.commit()
                 return
 

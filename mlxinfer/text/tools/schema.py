@@ -49,18 +49,18 @@ class FlatSchema:
 
 def flatten(root: Schema) -> FlatSchema:
     """Return the members that a schema allows, those included that it only requires."""
-    found = FlatSchema()
+    flat = FlatSchema()
     for place, alternative in _places(root, root):
         for name, schema in _mapping(place.get("properties")).items():
-            found.add(name, schema, alternative=alternative)
+            flat.add(name, schema, alternative=alternative)
         if not alternative:
             required = as_list(place.get("required"))
-            found.required |= dict.fromkeys(n for n in required if isinstance(n, str))
-        if found.others is None and isinstance(place.get("additionalProperties"), Mapping):
-            found.others = place["additionalProperties"]
-    for name in found.required:
-        found.properties.setdefault(name, {} if found.others is None else found.others)
-    return found
+            flat.required |= dict.fromkeys(n for n in required if isinstance(n, str))
+        if flat.others is None and isinstance(place.get("additionalProperties"), Mapping):
+            flat.others = place["additionalProperties"]
+    for name in flat.required:
+        flat.properties.setdefault(name, {} if flat.others is None else flat.others)
+    return flat
 
 
 def _places(schema: object, root: Schema) -> Iterator[tuple[Schema, bool]]:
@@ -99,12 +99,12 @@ def resolve(reference: str, root: Schema) -> object:
 def enum_values(schema: object, root: Schema) -> list[object]:
     """Return the values of an `enum` or `const`, also where a reference leads to it."""
     for _ in range(MAX_PLACES):
-        own = _mapping(schema)
-        if "enum" in own or "const" in own:
-            return list(as_list(own.get("enum"))) or [own.get("const")]
-        parts = as_list(own.get("allOf"))
-        if isinstance(own.get("$ref"), str):
-            schema = resolve(own["$ref"], root)
+        plain = _mapping(schema)
+        if "enum" in plain or "const" in plain:
+            return list(as_list(plain.get("enum"))) or [plain.get("const")]
+        parts = as_list(plain.get("allOf"))
+        if isinstance(plain.get("$ref"), str):
+            schema = resolve(plain["$ref"], root)
         elif len(parts) == 1:  # how a reference is written that has a default beside it
             schema = parts[0]
         else:
@@ -114,10 +114,10 @@ def enum_values(schema: object, root: Schema) -> list[object]:
 
 def standalone_schema(schema: object, root: Schema) -> Schema:
     """Return a parameter's schema as a document, with the tool's schema if it refers to that."""
-    own = _mapping(schema)
-    if not any(_references(own)):
-        return own
-    moved: dict[str, Any] = _moved(own)
+    plain = _mapping(schema)
+    if not any(_references(plain)):
+        return plain
+    moved: dict[str, Any] = _moved(plain)
     return {**moved, "$defs": {**_mapping(moved.get("$defs")), "tool": _moved(root)}}
 
 
@@ -189,7 +189,7 @@ class Tool:
         """
         root = self.parameters
         options = {k: [o for o in as_list(root.get(k)) if _allows_object(o)] for k in ALTERNATIVES}
-        options = {keyword: found for keyword, found in options.items() if found}
+        options = {keyword: parts for keyword, parts in options.items() if parts}
         count = math.prod(map(len, options.values()))
         leads_back = (r == "#" or r.startswith(("#/anyOf", "#/oneOf")) for r in _references(root))
         if not options or count > MAX_ALTERNATIVES or any(leads_back):
@@ -234,7 +234,7 @@ class Place:
         if key not in self._inner:
             schemas = [schema for schema, _ in _places(self._schema, self._root)]
             inner = [_at(schema, path) for path in paths for schema in schemas]
-            chosen = next((each for each in inner if isinstance(each, Mapping)), None)
+            chosen = next((part for part in inner if isinstance(part, Mapping)), None)
             self._inner[key] = Place(chosen, self._root)
         return self._inner[key]
 
@@ -356,8 +356,8 @@ def json_of(text: str, types: frozenset[str]) -> str:
         return str(int(plain.partition(".")[0]))
     if "number" in types and (number := _number(plain)) is not None:
         return number
-    if types & {"object", "array"} and (found := _container(plain)) is not None:
-        return found
+    if types & {"object", "array"} and (container := _container(plain)) is not None:
+        return container
     if plain.lower() == "null" and "string" not in types:
         return "null"
     return json.dumps(text, ensure_ascii=False)
@@ -385,5 +385,5 @@ def _number(text: str) -> str | None:
 
 def _container(text: str) -> str | None:
     """Return an object or list written as JSON or as a Python literal, None for any other text."""
-    found = _any_json(text) or _any_json(python_to_json(text) or "")
-    return found if found is not None and found[0] in "[{" else None
+    json_text = _any_json(text) or _any_json(python_to_json(text) or "")
+    return json_text if json_text is not None and json_text[0] in "[{" else None

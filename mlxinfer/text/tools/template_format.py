@@ -56,19 +56,19 @@ class TemplateFormat(ToolFormat):
     ) -> None:
         self.name = name  # type: ignore[misc]
         self.syntax, self.core, self._short_ids = syntax, core, short_ids
-        found = [first_word(syntax.section[0]), first_word(syntax.call[0])]
-        found += [word for word in words_of(syntax.call[0])[-1:] if re.fullmatch("<.+=", word)]
-        found = list(dict.fromkeys(word for word in found if word))
-        if not found and isinstance(core, ObjectCore):
-            found = ["{"]
-        if not found:
+        words = [first_word(syntax.section[0]), first_word(syntax.call[0])]
+        words += [word for word in words_of(syntax.call[0])[-1:] if re.fullmatch("<.+=", word)]
+        words = list(dict.fromkeys(word for word in words if word))
+        if not words and isinstance(core, ObjectCore):
+            words = ["{"]
+        if not words:
             raise ValueError("nothing marks a call")
-        self.begins = tuple(w for w in found if w not in ("{", "["))  # type: ignore[misc]
-        bare = {w for w in found if w in ("{", "[")}
+        self.begins = tuple(w for w in words if w not in ("{", "["))  # type: ignore[misc]
+        bare = {w for w in words if w in ("{", "[")}
         if isinstance(core, ObjectCore):  # models that miss their own mark: Qwen2.5-Coder
             bare.add("{")
         self.bare = tuple(sorted(bare))  # type: ignore[misc]
-        texts = [text for each in (*syntax.texts, *core.texts) for text in literals_of(each)]
+        texts = [text for source in (*syntax.texts, *core.texts) for text in literals_of(source)]
         self.ends = tuple(dict.fromkeys(texts))  # type: ignore[misc]
 
     def new_id(self) -> str:
@@ -108,10 +108,10 @@ class TemplateFormat(ToolFormat):
         first = first_word(gap)
         yield from reader.space()
         if first:
-            found = yield from reader.accept(first)
-            if found:
+            mark = yield from reader.accept(first)
+            if mark:
                 yield from expect_text(reader, gap.partition(first)[2])
-            return bool(found)
+            return bool(mark)
         following = yield from reader.peek()
         return bool(self.core.starts and re.match(self.core.starts, following))
 
@@ -126,7 +126,7 @@ class TemplateFormat(ToolFormat):
             ]
             for group in groups
         ]
-        return "".join(f"{head}{self.syntax.between.join(each)}{tail}" for each in written)
+        return "".join(f"{head}{self.syntax.between.join(pieces)}{tail}" for pieces in written)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         syntax = self.syntax

@@ -245,7 +245,7 @@ def _copy_python_string(reader: TextReader, emit: Emit) -> Parse[None]:
             char = yield from reader.peek()
             emit("\\" + reader.take() if char in _ESCAPES else "\\\\")
         else:
-            emit(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", piece))
+            emit(_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", piece))
     emit(quote)
 
 

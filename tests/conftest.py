@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def is_drawn(item: pytest.Item) -> bool:
+    """Whether a test runs in this run: of tests marked `alike`, one in MLXINFER_ALIKE does."""
+    among = int(os.environ.get("MLXINFER_ALIKE", "1"))
+    is_alike = item.get_closest_marker("alike") is not None
+    return not is_alike or zlib.crc32(f"{ORDER} {item.nodeid}".encode()) % among == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files come first; else the files are shuffled."""
+    left_out = [item for item in items if not is_drawn(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if is_drawn(item)]
     files = sorted({item.path for item in items})
     random.Random(ORDER).shuffle(files)
     place = {path: number for number, path in enumerate(files)}

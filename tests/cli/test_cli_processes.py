@@ -187,7 +187,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, text: str, timeout_s: float = 30.0) -> str:
+    def until(self, text: str, timeout_s: float = 120.0) -> str:
         """Return the output before `text`."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:

@@ -10,6 +10,7 @@ from convert_cases import TEXT, by_mlxinfer, convert, write_source, write_tokeni
 from models.cases import CASES as ALL_CASES
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
+from models.runs import alike
 from models.test_hybrid_layouts import packed, tensors_of
 from oracles.checkpoints import bf16, f32, from_bf16, write_folder
 from oracles.floats import E4M3_VALUES, finite_e4m3, fp4_rows
@@ -50,7 +51,7 @@ EIGHT_BITS = tuple(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", alike(CASES))
 def test_a_conversion_that_quantises_nothing_changes_nothing(case: str, tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", case)
     convert(source, tmp_path / "out", "bf16")

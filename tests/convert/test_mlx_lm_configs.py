@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from convert_cases import agreed, by_mlxinfer, convert, write_source
 from models.cases import CASES
+from models.runs import alike
 
 from mlxinfer.convert.mlx_lm import OTHERWISE, UNDEFINED_BY_MLX_LM
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64, 33, 71, 12, 50]  # more than the windows, less than contexts
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", alike(CASES))
 def test_a_config_is_read_as_it_is_meant_or_its_reader_is_warned(tmp_path: Path, case: str) -> None:
     source = write_source(tmp_path / "source", case, dtype=mx.float32)
     report = convert(source, tmp_path / "out", "fp32")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from engine.harness import PAGE, alone, config, model_of, prompt
-from models.runs import every
+from models.runs import alike, every
 
 from mlxinfer.cache.disk import entry_bytes
 from mlxinfer.config import KVOptions, PeerOptions
@@ -278,8 +278,7 @@ class Faults:
 FAULTS = ("drop", "delay", "corrupt", "cut", "noise", "claim", "replay", "impersonate")
 
 
-@pytest.mark.ci  # many engines
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", alike(CASES))
 def test_whatever_peers_do_tokens_are_those_of_computing_alone(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from models.cases import CASES
 from models.dense_kv import logits
+from models.runs import every
 from models.tiny import arrays_of, tiny_config, write
 
 from mlxinfer.bench.peer import peer_module
@@ -53,10 +54,7 @@ LEFT_OUT = {
 COMPARED = [case for case in CASES if case not in LEFT_OUT]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=pytest.mark.ci if i % 12 else ()) for i, c in enumerate(COMPARED)],
-)
+@pytest.mark.parametrize("case", every(12, COMPARED))
 def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
     config = dict(tiny_config(case))
     arrays = arrays_of(config)

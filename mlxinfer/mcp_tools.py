@@ -10,12 +10,12 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from .configfile import ToolServer
 from .errors import InvalidRequestError, UnsupportedFieldError, shown
+from .threads import Reply, start
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -58,12 +58,12 @@ class McpTools:
         self._kept: dict[str, asyncio.Task[None]] = {}  # the connections
         self._restarting = asyncio.Lock()
         self._end = asyncio.Event()
-        ready: Future[asyncio.AbstractEventLoop] = Future()
+        ready: Reply[asyncio.AbstractEventLoop] = Reply()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run(ready)), name="mlxinfer-mcp", daemon=True
+            target=self._work, args=(ready,), name="mlxinfer-mcp", daemon=True
         )
-        self._thread.start()
-        self._loop = ready.result()
+        start(self._thread, ready.fail)
+        self._loop = ready.wait()
 
     def close(self) -> None:
         """End the servers that were started, and the connections to others."""
@@ -102,10 +102,16 @@ class McpTools:
 
     # -- on the thread of the loop ------------------------------------------------------------
 
-    async def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
+    def _work(self, ready: Reply[asyncio.AbstractEventLoop]) -> None:
+        try:
+            asyncio.run(self._run(ready))
+        except BaseException as error:  # the constructor raises it, if it still waits
+            ready.fail(error)
+
+    async def _run(self, ready: Reply[asyncio.AbstractEventLoop]) -> None:
         tools = await asyncio.gather(*map(self._start, self._servers))
         self._offer(dict(zip(self._servers, tools, strict=True)))
-        ready.set_result(asyncio.get_running_loop())
+        ready.put(asyncio.get_running_loop())
         await self._end.wait()
         await asyncio.gather(*self._kept.values(), return_exceptions=True)
 
@@ -128,7 +134,7 @@ class McpTools:
                 self.failures.pop(name, None)
                 listed.set_result(tools)
                 await self._end.wait()
-        except Exception as error:  # one server is broken; the chat goes on
+        except (Exception, asyncio.CancelledError) as error:  # one server is broken, not the chat
             self.failures[name] = _reason(error)
         if not listed.done():
             listed.set_result([])

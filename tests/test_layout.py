@@ -29,7 +29,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "remote": LEAVES | {"http_json", "images", "session", "text"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
-    "mcp_tools": {"configfile", "errors", "text"},
+    "mcp_tools": {"configfile", "errors", "text", "threads"},
     "suggestions": {"hub"},
     "resolve": {"convert", "hub", "progress"},
     "metal_kernels": set(),

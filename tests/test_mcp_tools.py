@@ -1,5 +1,6 @@
 """Tools of MCP servers: a real server over pipes, and chats that call it."""
 
+import asyncio
 import contextlib
 import io
 import json
@@ -7,7 +8,7 @@ import random
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from mlxinfer.mcp_tools import McpTools
 from mlxinfer.outputs import Result, ToolCall
 from mlxinfer.text.tools.schema import Toolbox
 from tests.bench.processes import free_port
+from tests.waiting import wait_until
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))
 SERVER = ToolServer(command=COMMAND, env={"NUMBERS": "some"}, allow=("add",))
@@ -135,6 +137,24 @@ def test_a_tool_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     tools.close()
 
 
+def test_a_fault_while_tools_are_listed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    found = {"one": [SimpleNamespace(name="add", description="d")]}  # it has no schema
+    with pytest.raises(AttributeError, match="input_schema"):
+        connected(found, monkeypatch)
+    wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_a_connection_that_is_cancelled_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(*_: object) -> list[Any]:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(McpTools, "_connect", connect)
+    tools = McpTools({"one": SERVER})
+    tools.close()
+    assert (tools.schemas, tools.failures) == ([], {"one": "CancelledError"})
+
+
 def test_without_servers_there_are_no_tools_and_nothing_to_end() -> None:
     tools = McpTools({})
     tools.close()
@@ -176,11 +196,12 @@ def test_a_server_that_died_is_started_again_by_the_next_call() -> None:
 
 
 def wait_for_port(port: int) -> None:
-    for _ in range(300):
+    def listens() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"nothing listens at {port}")
+            return True
+        return False
+
+    wait_until(listens, pause_s=0.1)
 
 
 class Caller(FakeLLM):

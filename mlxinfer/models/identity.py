@@ -121,7 +121,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
         for place in range(count):
             waiting.put(_Chunk(file, place, path))
     digests = [[b""] * count for count in counts]
-    failures: list[OSError] = []
+    failures: list[BaseException] = []
 
     def work() -> None:
         try:
@@ -130,7 +130,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
                 digests[chunk.file][chunk.place] = _hash_chunk(chunk)
         except Empty:
             pass
-        except OSError as error:
+        except BaseException as error:  # raised below: a digest that lacks a part names nothing
             failures.append(error)
 
     others = min(MAX_THREADS, (os.cpu_count() or 1) // 2, waiting.qsize()) - 1

@@ -135,8 +135,9 @@ class Follower:
                     self._say(messages.Pong())
                 else:
                     self._inbox.put(message)
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
-            log.info("rank 0 is gone: %s", error)
+        except Exception as error:  # whatever it is: no order comes any more
+            known = isinstance(error, OSError | EOFError | msgspec.MsgspecError)
+            log.info("rank 0 is gone: %s", error, exc_info=not known)
             self._inbox.put(None)
             time.sleep(END_S)  # after which it waits for a rank that is gone
             self._ended()

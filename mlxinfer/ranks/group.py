@@ -379,7 +379,9 @@ class RankGroup(Followers):
                         self._tell("ping")
                         pinged_s = now_s
                     self._check_time(now_s)
-                except RanksFailedError:
+                except Exception as error:  # whatever it is: no one else hears the others
+                    if not self._closed:
+                        self.fail(error)
                     return
 
     def _hear(self, rank: int) -> None:

@@ -55,6 +55,22 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def test_nothing_waits_for_a_writer_that_did_not_start(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            put(tier, [1, 2], b"lost")
+    assert tier.flush(timeout_s=0)
+    key = put(tier, [1, 2], b"stored")
+    assert tier.flush(timeout_s=60)
+    assert tier.stores(key)
+
+
 # -- entries ------------------------------------------------------------------------------------
 
 entries = st.builds(

@@ -125,6 +125,28 @@ def test_chunks_of_all_files_are_hashed_by_several_threads(
     assert len(threads) == 3
 
 
+def test_a_thread_that_fails_leaves_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100))
+    right, caller = identity._hash_chunk, threading.current_thread()
+
+    def hash_chunk(chunk):  # type: ignore[no-untyped-def]
+        if threading.current_thread() is not caller:
+            failed.set()
+            raise MemoryError
+        failed.wait(60)
+        return right(chunk)
+
+    failed = threading.Event()
+    monkeypatch.setattr(identity, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(identity, "_hash_chunk", hash_chunk)
+    with pytest.raises(MemoryError):
+        hash_files([path])
+
+
 def test_content_id_in_the_background(
     folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from mlxinfer.config import KVOptions
 from mlxinfer.errors import CheckpointError, InvalidRequestError, RanksFailedError
 from mlxinfer.memory import default_kv_bytes
 from mlxinfer.ranks import control, messages
+from mlxinfer.ranks import follower as follower_module
 from mlxinfer.ranks import group as group_module
 from mlxinfer.ranks.control import Connection, connect
 from mlxinfer.ranks.group import RankGroup
@@ -75,6 +76,44 @@ def test_the_checksum_of_every_rank_is_compared(three: Group) -> None:
     theirs[2].send(say(Checked(1, checksum(step) ^ 1)))
     group._watcher.join(60)
     assert "rank 2 disagrees about step 1" in str(group.failure)
+
+
+def test_a_fault_of_the_watcher_fails_the_group(
+    three: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step would wait for a rank that nobody hears any more."""
+    group, theirs = three
+
+    def hear(rank: int) -> None:
+        raise KeyError("a reply of no known kind")
+
+    monkeypatch.setattr(group, "_hear", hear)
+    theirs[1].send(messages.encode(messages.Pong()))
+    group._watcher.join(60)
+    assert "no known kind" in str(group.failure)
+    with pytest.raises(RanksFailedError):
+        group._await(messages.Ready, timeout_s=60)
+
+
+def test_a_fault_while_orders_are_read_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def receive_within(self, seconds: float) -> bytes:
+            raise ValueError("a fault")
+
+    class EndedError(Exception):
+        pass
+
+    ends = []
+
+    def ended() -> None:
+        ends.append(threading.current_thread())
+        if threading.current_thread() is threading.main_thread():
+            raise EndedError
+
+    monkeypatch.setattr(follower_module, "END_S", 0.0)
+    with pytest.raises(EndedError):
+        follower_module.Follower(Place(1, 2, [], ("", 1)), Broken(), None, ended).run()  # type: ignore[arg-type]
+    wait_until(lambda: len(ends) == 2)
 
 
 def test_a_rank_that_cannot_load_says_so_and_the_group_lives_on(

@@ -330,7 +330,7 @@ async def in_thread(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             try:
                 result = call(*args, **kwargs)
-            except Exception as error:  # it is raised where the call is awaited
+            except BaseException as error:  # it is raised where the call is awaited
                 loop.call_soon_threadsafe(settle, future.set_exception, error)
             else:
                 loop.call_soon_threadsafe(settle, future.set_result, result)

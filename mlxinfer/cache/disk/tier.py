@@ -303,9 +303,9 @@ class DiskTier:
         with self._changed:
             waiting = self._num_pending_bytes + entry.num_bytes
             if not self._stopping and waiting <= self._max_pending_bytes:
+                self._start_writer()  # first: where it fails, nothing waits for it
                 self._num_pending_bytes = waiting
                 self._pending[entry.key] = entry
-                self._start_writer()
                 self._changed.notify_all()
                 return True
         self.count_dropped()
@@ -326,8 +326,9 @@ class DiskTier:
 
     def _start_writer(self) -> None:
         if self._writer is None:
-            self._writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
-            self._writer.start()
+            writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
+            writer.start()
+            self._writer = writer
 
     def _waiting(self, key: bytes) -> Entry | None:
         with self._changed:

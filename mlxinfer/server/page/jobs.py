@@ -152,16 +152,20 @@ class Jobs:
     def _run(self, job: Job, arguments: Sequence[str]) -> None:
         job.state = job.wanted = JobState.RUNNING
         job.error, job.rate, job.marked = None, 0.0, (0.0, 0)
-        process = subprocess.Popen(
-            [*self._command, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C at the server's terminal is not meant for it
-            env={**os.environ, **PROGRESS},
-        )
+        try:
+            process = subprocess.Popen(
+                [*self._command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C at the server's terminal is not meant for it
+                env={**os.environ, **PROGRESS},
+            )
+        except OSError as error:
+            job.state, job.error = JobState.FAILED, f"It does not start: {error.strerror}."
+            return
         job.process = process
         threading.Thread(
             target=self._watch, args=(job, process), name="mlxinfer-job", daemon=True

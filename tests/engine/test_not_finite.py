@@ -73,8 +73,13 @@ class Told(Followers):
 def answers(
     model: Model, kv: KVOptions, told: Followers, kernels: Chooser
 ) -> tuple[Harness, list[Outcome]]:
-    """Long answers, so that a trial ends within them; some join late."""
+    """A loop, and what it answered."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=4, followers=told)
+    return harness, asked(harness)
+
+
+def asked(harness: Harness) -> list[Outcome]:
+    """Long answers, so that a trial ends within them; some join late."""
     for index in range(3):
         params = SamplingParams(max_tokens=60, temperature=0.8, seed=index, ignore_eos=True)
         harness.add(str(index), prompt(20 + index, seed=index), params)
@@ -82,7 +87,7 @@ def answers(
     for index in range(24):  # a kernel for prompts is tried on prompts
         harness.drain()
         harness.add(f"later {index}", prompt(18, seed=index), SamplingParams(max_tokens=2))
-    return harness, list(harness.drain().values())
+    return list(harness.drain().values())
 
 
 @requires_compiler

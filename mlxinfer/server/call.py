@@ -646,6 +646,7 @@ class Call:
             "answers": len(answers),
             "waiting": len(self._queued) == len(answers),
             "prompt_tokens": len(answers[0].request.prompt_ids),
+            "reuse": None if self.reuse is None else self.reuse.without_text(),
             "answer_tokens": sum(answer.num_tokens for answer in answers),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
             "age_s": time.monotonic() - min(answer.request.arrived_s for answer in answers),

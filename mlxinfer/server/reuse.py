@@ -67,6 +67,11 @@ class Record:
     ids: Ids | None
     shown: Plain
 
+    def without_text(self) -> Plain:
+        """How much was reused, and why no more."""
+        names = ("cached_tokens", "cause", "message", "position")
+        return {name: self.shown[name] for name in names}
+
 
 class ReuseRecords:
     """The last requests of each owner."""

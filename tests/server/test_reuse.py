@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,55 @@ def test_a_key_sees_nothing_of_another_key(shared: bool, caplog: pytest.LogCaptu
     noted = [record for record in caplog.records if record.message == "prompt reuse"]
     assert [record.__dict__["cause"] for record in noted[:3]].count("text_differs") == 1
     assert not any("Zan" in str(record.__dict__) for record in noted)
+
+
+TEXT = "Some words that are longer than a page of the cache, and come twice. " * 2
+TURN = [{"role": "user", "content": TEXT}]
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": TURN, "max_tokens": 4, "stream_options": {"include_usage": True}},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 4, "stream_options": {"include_usage": True}},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 4},
+    "/v1/messages": {"messages": TURN, "max_tokens": 4},
+    "/api/chat": {"model": "demo", "messages": TURN, "options": {"num_predict": 4}},
+    "/api/generate": {"model": "demo", "prompt": TEXT, "options": {"num_predict": 4}},
+    "/completion": {"prompt": TEXT, "n_predict": 4},
+}
+
+
+def details_in(value: Any) -> list[Any]:
+    """Every `cached_tokens_details` at any depth of JSON."""
+    if isinstance(value, list):
+        return [found for each in value for found in details_in(each)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["cached_tokens_details"]] if "cached_tokens_details" in value else []
+    return own + details_in(list(value.values()))
+
+
+def details_of(text: str) -> list[Any]:
+    """The same of an answer, of its events or of its lines."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    return details_in([json.loads(line) for line in lines if line.startswith("{")])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+def test_each_api_says_on_request_why_no_more_was_reused(
+    path: str, stream: bool, server: LiveServer
+) -> None:
+    body = {"stream": stream, **ASKED[path]}
+    assert details_of(server.post(path, body).text) == []
+    again = server.post(path, {**body, "return_cached_tokens_details": True})
+    assert again.status_code == 200, again.text
+    [found] = details_of(again.text)
+    assert (found["cause"], found["message"]) == ("complete", reuse_module.MESSAGES["complete"])
+    assert found["memory"] == found["position"] > PAGE
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from scripted import TEMPLATE, Script, ScriptedServer
 
 from mlxinfer import hub
 from mlxinfer.cli._inspect import fit_of_repository
-from mlxinfer.core import FinishReason, Request, TokenEvent
+from mlxinfer.core import FinishReason, Request, Reuse, ReuseEnd, TokenEvent
 from mlxinfer.history import History
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.memory import weights_bytes
@@ -22,6 +22,7 @@ from mlxinfer.server.page.routes import PageRoutes, Setting
 from mlxinfer.server.slots import RegistryEntry, ServedModel
 from mlxinfer.session.options import EngineOptions
 from tests.seeing_folder import seeing_folder
+from tests.waiting import LIMIT_S
 
 LIMIT_BYTES = 8_000_000_000
 KV_BYTES = 20_000_000
@@ -91,6 +92,7 @@ class PacedScript(Script):
 
     def submit(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:
         self.requests.append(request)
+        request.reuse = Reuse(16, ("memory",), 1, ReuseEnd.EVICTED, page_size=16)
         request.arrived_s = time.monotonic()
         work = (request, deliver, self.go_on, self.aborted)
         threading.Thread(target=self._deliver, args=work, daemon=True).start()
@@ -106,7 +108,7 @@ class PacedScript(Script):
         ids, cached, pause_s = [*first, *rest], self.cached_tokens, self.pause_s
         for number, token in enumerate([*ids, min(request.stop_ids)]):
             if number == len(first) and rest:
-                go_on.wait(20)
+                go_on.wait(LIMIT_S)
             if pause_s:
                 time.sleep(pause_s)
             if aborted.is_set():

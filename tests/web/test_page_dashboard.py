@@ -37,6 +37,9 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     row = page.page.locator("[aria-label='Running requests'] tbody tr")
     row.locator("text=answering").wait_for()
     assert "demo" in row.inner_text()
+    why = row.locator(".why")
+    assert why.inner_text() == "16 reused: evicted at 16"
+    assert "was there and was evicted" in (why.get_attribute("title") or "")
     assert "A question" not in page.page.locator("main").inner_text()
     card = page.page.locator("article.card[aria-label='demo']")
     card.locator("summary").click()

@@ -180,7 +180,10 @@ function Requests({ state }) {
               <td>
                 <span class={`badge ${each.waiting ? "" : "good"}`}>{each.waiting ? "waiting or reading its prompt" : "answering"}</span>
               </td>
-              <td class="right">{number(each.prompt_tokens)}</td>
+              <td class="right">
+                {number(each.prompt_tokens)}
+                {each.reuse && <Reuse reuse={each.reuse} />}
+              </td>
               <td class="right">
                 {number(each.answer_tokens)}
                 {each.max_tokens ? ` / ${number(each.max_tokens)}` : ""}
@@ -193,6 +196,15 @@ function Requests({ state }) {
         </tbody>
       </table>
     </div>
+  );
+}
+
+// How much of a prompt was reused, and why no more, as `mlxinfer why` lists it.
+function Reuse({ reuse }) {
+  return (
+    <small class="why" title={reuse.message}>
+      {number(reuse.cached_tokens)} reused: {reuse.cause} at {number(reuse.position)}
+    </small>
   );
 }
 

@@ -53,6 +53,7 @@ from .tools import (
     text_part,
     url_part,
 )
+from .usage import reuse_details
 
 PING = named("ping", {"type": "ping"})
 # Claude Code's first line: it differs with each version and session, and says nothing to a model.
@@ -618,7 +619,10 @@ class MessageWriter:
     @property
     def _usage(self) -> Plain:
         result = self._result
-        return usage_of(result.prompt_tokens, result.cached_tokens, len(result.token_ids))
+        return {
+            **usage_of(result.prompt_tokens, result.cached_tokens, len(result.token_ids)),
+            **reuse_details(self._call.reuse, self._body.return_cached_tokens_details),
+        }
 
     def _ending(self) -> dict[str, Any]:
         clipped = (self._answer.request.params.max_tokens or 0) < self._body.max_tokens

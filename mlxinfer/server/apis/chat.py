@@ -49,6 +49,7 @@ from .usage import (
     logprobs_of,
     progress_of,
     prompt_logprobs_of,
+    reuse_details,
     timings_of,
     usage_of,
 )
@@ -499,8 +500,8 @@ class ChatWriter:
         return data(self._object(CHUNK, [choice], **rest))
 
     def _usage(self) -> Plain:
-        reuse = self.call.reuse if self.body.return_cached_tokens_details else None
-        return usage_of(self.answers, reuse=reuse)
+        reused = reuse_details(self.call.reuse, self.body.return_cached_tokens_details)
+        return usage_of(self.answers, reused)
 
     def _object(self, kind: str, choices: list[Plain], **rest: Any) -> Plain:
         return {

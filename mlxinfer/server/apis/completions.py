@@ -20,6 +20,7 @@ from .usage import (
     LogprobsWriter,
     progress_of,
     prompt_logprobs_of,
+    reuse_details,
     timings_of,
     usage_of,
 )
@@ -222,8 +223,8 @@ class CompletionWriter:
 
     def _usage(self) -> Plain:
         silent = sum(writer.silent for writer in self._writers)
-        reuse = self._call.reuse if self._body.return_cached_tokens_details else None
-        return usage_of(self._answers, left_out=silent, reuse=reuse)
+        reused = reuse_details(self._call.reuse, self._body.return_cached_tokens_details)
+        return usage_of(self._answers, reused, left_out=silent)
 
 
 def _choice(text: str, index: int, *, logprobs: Any = None, reason: str | None = None) -> Plain:

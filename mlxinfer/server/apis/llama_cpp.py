@@ -22,7 +22,14 @@ from .documents import read_pdfs
 from .models import SAMPLING
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .tools import DeclaredTools, Prompts, texts_of
-from .usage import FINGERPRINT, logprob_of, logprobs_of, progress_of, timings_of
+from .usage import (
+    FINGERPRINT,
+    logprob_of,
+    logprobs_of,
+    progress_of,
+    reuse_details,
+    timings_of,
+)
 
 INFILL_MAX_TOKENS = 128
 MAX_FILES = 256
@@ -121,6 +128,11 @@ async def _answer(
     answers = await call.start(model, given)
     tokenizer = model.tokenizer
 
+    def end(index: int, text: str) -> Plain:
+        is_asked = index == 0 and body.return_cached_tokens_details
+        reused = reuse_details(call.reuse, is_asked)
+        return {**_end(answers.answers[index], index, text, model.name), **reused}
+
     def write(step: AnswerStep) -> Iterator[bytes]:
         text, result, answer = step.delta.text, step.delta.result, answers.answers[step.index]
         piece = {"index": step.index, "content": text, "stop": False}
@@ -134,7 +146,7 @@ async def _answer(
         if text or logprobs:
             yield data(piece)
         if result is not None:
-            yield data(_end(answer, step.index, "", model.name))
+            yield data(end(step.index, ""))
 
     if body.stream:
         idle = data({"index": 0, "content": "", "stop": False})
@@ -142,11 +154,11 @@ async def _answer(
     results = await answers.aresults()
     ends = []
     for index, (answer, result) in enumerate(zip(answers.answers, results, strict=True)):
-        end = _end(answer, index, "" if body.max_tokens == 0 else result.text, model.name)
+        whole = end(index, "" if body.max_tokens == 0 else result.text)
         scored = logprobs_of(tokenizer, answer) if body.n_probs else None
         if scored is not None:
-            end |= _probabilities(scored, result.token_ids, result.logprobs or ())
-        ends.append(end)
+            whole |= _probabilities(scored, result.token_ids, result.logprobs or ())
+        ends.append(whole)
     return ends
 
 

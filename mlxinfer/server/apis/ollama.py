@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -32,7 +33,7 @@ from .tools import (
     function_call,
     text_part,
 )
-from .usage import logprob_of, logprobs_of
+from .usage import logprob_of, logprobs_of, reuse_details
 
 API_VERSION = "0.13.4"  # of Ollama: these paths follow its API; clients check for the oldest
 LATEST = ":latest"  # a tag that clients add to names without one
@@ -88,6 +89,7 @@ class AskFields(RequestBody, kw_only=True):
     keep_alive: Any = None  # 0 without a prompt unloads; otherwise the server's own times hold
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_cached_tokens_details: bool | None = None  # also in `options`
 
     @property
     def unloads(self) -> bool:
@@ -97,7 +99,10 @@ class AskFields(RequestBody, kw_only=True):
     def sampling(self) -> Options:
         """The options; raises as `http.decode`."""
         given = bytes(self.options)
-        return Options() if given == bytes(_NONE) else decode(given, Options, "options")
+        options = Options() if given == bytes(_NONE) else decode(given, Options, "options")
+        if self.return_cached_tokens_details is not None:
+            options.return_cached_tokens_details = self.return_cached_tokens_details
+        return options
 
     def input_fields(self, model: ServedModel, options: Options) -> dict[str, Any]:
         """Fields of the session's input: how tokens are chosen, and the form of the answer."""
@@ -199,7 +204,8 @@ async def ollama_chat(call: Call, body: ChatAsk) -> Plain | Events:
     options = body.sampling()
     if not body.messages:
         return await _load_or_unload(call, body, chats=True)
-    return await _answer(call, body, lambda model: read_chat(body, options, model), chats=True)
+    read = partial(read_chat, body, options)
+    return await _answer(call, body, options, read, chats=True)
 
 
 async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
@@ -207,7 +213,8 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
     options = body.sampling()
     if not body.prompt and not body.suffix and not body.images:
         return await _load_or_unload(call, body, chats=False)
-    return await _answer(call, body, lambda model: read_text(body, options, model), chats=False)
+    read = partial(read_text, body, options)
+    return await _answer(call, body, options, read, chats=False)
 
 
 async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
@@ -227,13 +234,19 @@ async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
 
 
 async def _answer(
-    call: Call, body: AskFields, read: Callable[[ServedModel], Input], *, chats: bool
+    call: Call,
+    body: AskFields,
+    options: Options,
+    read: Callable[[ServedModel], Input],
+    *,
+    chats: bool,
 ) -> Plain | Events:
     began_s = time.monotonic()
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
     answers = await call.start(model, lambda: [read(model)])
-    writer = SaidWriter(call, body.model, model, answers, load_s, chats)
+    explains = bool(options.return_cached_tokens_details)
+    writer = SaidWriter(call, body.model, model, answers, load_s, chats, explains)
     if body.stream is not False:
         return Events(call.frames(answers, writer.lines, writer.idle), media_type=NDJSON)
     (result,) = await answers.aresults()
@@ -248,6 +261,7 @@ class SaidWriter:
         _name: of the model, as the request has it.
         _load_s: seconds until the model was loaded.
         _chats: the answer is a message, not a text.
+        _explains: the end says why no more of the prompt was reused.
         _pieces: of the call that has begun.
     """
 
@@ -257,6 +271,7 @@ class SaidWriter:
     _answers: Answers
     _load_s: float
     _chats: bool
+    _explains: bool
     _pieces: list[ToolCallDelta] = field(default_factory=list)
 
     def whole(self, result: Result) -> Plain:
@@ -317,6 +332,7 @@ class SaidWriter:
             "prompt_eval_duration": int(1e9 * timing.prefill_s),
             "eval_count": len(result.token_ids),
             "eval_duration": int(1e9 * timing.decode_s),
+            **reuse_details(self._call.reuse, self._explains),
         }
 
 

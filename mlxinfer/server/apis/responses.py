@@ -44,7 +44,7 @@ from .documents import read_pdfs
 from .responses_items import InputItem, OutputItems, Status, conversation, pdfs_of
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, read_form, sampling_params
 from .tools import DeclaredTools, check_tools, read_tools
-from .usage import logprob_of
+from .usage import logprob_of, reuse_details
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 WRAPPED = "reasoning.encrypted_content"  # the same
@@ -373,6 +373,7 @@ class ResponseWriter:
             "input_tokens_details": {
                 "cached_tokens": counts.cached_tokens,
                 "cache_write_tokens": 0,
+                **reuse_details(self.call.reuse, self.body.return_cached_tokens_details),
             },
             "output_tokens": counts.answer_tokens,
             "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},

@@ -131,6 +131,8 @@ class SamplerFields(NumberFields, kw_only=True):
     id_slot: Annotated[int, Meta(ge=-1, le=MAX_SLOT)] | None = None
     # prompts with different salts share no prefix cache
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    # of SGLang: the counts say where cached tokens lay; here also why there are no more
+    return_cached_tokens_details: bool | None = None
 
 
 _SAMPLING = [
@@ -162,8 +164,6 @@ class SamplingFields(SamplerFields, kw_only=True):
     timings: bool | None = None  # answers say where their time went; so do they with:
     timings_per_token: bool | None = None  # llama.cpp's name
     return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
-    # of SGLang: `usage` says where cached tokens lay; here also why there are no more
-    return_cached_tokens_details: bool | None = None
     return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
 
     # of vLLM: scores of the prompt's tokens, and so many of the most probable ones at each

@@ -17,27 +17,30 @@ LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST = -9999.0  # JSON has no -Infinity
 
 
-def usage_of(answers: Answers, *, left_out: int = 0, reuse: Record | None = None) -> Plain:
+def usage_of(answers: Answers, reused: Plain, *, left_out: int = 0) -> Plain:
     """The token counts so far, all choices together; a prompt with several choices counts once.
 
     Args:
         answers: of the request.
+        reused: `reuse_details`.
         left_out: generated tokens that the client does not get.
-        reuse: of the first prompt, where the client asks for it.
     """
     usage = answers.usage
     completion = usage.answer_tokens - left_out
-    cached: Plain = {"cached_tokens": usage.cached_tokens}
-    if reuse is not None:
-        shown = {name: reuse.shown[name] for name in ("cause", "message", "position")}
-        cached["cached_tokens_details"] = {**reuse.shown["tiers"], **shown}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": usage.prompt_tokens + completion,
-        "prompt_tokens_details": cached,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **reused},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def reuse_details(reuse: Record | None, is_asked: bool | None) -> Plain:
+    """Tokens of the first prompt that were reused, by tier, and why no more, if a client asks."""
+    if reuse is None or not is_asked:
+        return {}
+    return {"cached_tokens_details": {**reuse.shown["tiers"], **reuse.without_text()}}
 
 
 def progress_of(answers: Answers, step: AnswerStep) -> Plain:

@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import click
 
 from ..memory import human_bytes
 from ._options import API_KEY, json_option
-from ._output import emit_json, table
+from ._output import emit_json, escaped, note, table
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")
@@ -190,39 +190,52 @@ class Endpoint:
         url: of the server.
         model: its name.
         key: for the server.
-        max_context: tokens of prompt and answer; None: the server has not loaded the model yet.
+        max_context: tokens of prompt and answer.
+        reasons: it thinks before it answers, if it is asked to.
+        sees: it reads pictures.
     """
 
     url: str
     model: str
     key: str
-    max_context: int | None
+    max_context: int
+    reasons: bool
+    sees: bool
 
 
 def claude(to: Endpoint) -> Started:
     """Claude Code, over Anthropic's API; every tier of its models is this one.
 
     Its attribution line would differ in each session, at the head of the prompt. It compacts a
-    conversation before the window is full, but takes no window below 100,000 tokens.
+    conversation before the window is full. A compact window alone is 100,000 tokens at least.
     """
     tiers = [f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("FABLE", "OPUS", "SONNET", "HAIKU")]
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", *tiers)
-    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key}
-    variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
-    if to.max_context is not None:
-        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(to.max_context)
-    return ["claude"], {**variables, **dict.fromkeys(models, to.model)}
+    windows = ("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_AUTO_COMPACT_WINDOW")
+    able = ",".join(("temperature", *(CLAUDE_LEVELS if to.reasons else ())))
+    return ["claude"], {
+        "ANTHROPIC_BASE_URL": to.url,
+        "ANTHROPIC_AUTH_TOKEN": to.key,
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        **dict.fromkeys(windows, str(to.max_context)),
+        **dict.fromkeys(models, to.model),
+        **{f"{tier}_SUPPORTED_CAPABILITIES": able for tier in tiers},
+    }
 
 
 def codex(to: Endpoint) -> Started:
-    """Codex, over OpenAI's Responses API; -c sets what its config file would."""
+    """Codex, over OpenAI's Responses API; -c sets what its config file would.
+
+    It sends a level of reasoning only where the model is said to take one.
+    """
     url, model, key = to.url, to.model, to.key
     provider = {"name": "mlxinfer", "base_url": f"{url}/v1", "wire_api": "responses"}
     provider["env_key"] = API_KEY
     settings = [f"model_providers.mlxinfer.{k}={json.dumps(v)}" for k, v in provider.items()]
     settings = ['model_provider="mlxinfer"', *settings]
-    if to.max_context is not None:
-        settings.append(f"model_context_window={to.max_context}")
+    settings.append(f"model_context_window={to.max_context}")
+    if to.reasons:
+        settings.append("model_supports_reasoning_summaries=true")
     flags = [part for setting in settings for part in ("-c", setting)]
     return ["codex", *flags, "--model", model], {API_KEY: key}
 
@@ -230,10 +243,14 @@ def codex(to: Endpoint) -> Started:
 def opencode(to: Endpoint) -> Started:
     """OpenCode, over OpenAI's chat completions; its config is given by a variable."""
     url, model, key = to.url, to.model, to.key
-    described: dict[str, Any] = {"name": model}
-    if to.max_context is not None:
-        answer = min(to.max_context // 4, OPENCODE_ANSWER)
-        described["limit"] = {"context": to.max_context, "output": answer}
+    answer = min(to.max_context // 4, OPENCODE_ANSWER)
+    described = {
+        "name": model,
+        "limit": {"context": to.max_context, "output": answer},
+        "reasoning": to.reasons,
+        "attachment": to.sees,
+        "modalities": {"input": ["text", *["image"] * to.sees], "output": ["text"]},
+    }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxinfer",
@@ -251,12 +268,32 @@ def aider(to: Endpoint) -> Started:
 
 
 OPENCODE_ANSWER = 32_000  # tokens that OpenCode asks for at most
+CLAUDE_LEVELS = ("thinking", "interleaved_thinking", "effort", "xhigh_effort", "max_effort")
 TOOLS: dict[str, tuple[Callable[[Endpoint], Started], str]] = {
     "claude": (claude, "npm install -g @anthropic-ai/claude-code"),
     "codex": (codex, "npm install -g @openai/codex"),
     "opencode": (opencode, "npm install -g opencode-ai"),
     "aider": (aider, "pip install aider-chat"),
 }
+
+
+def endpoint_of(url: str | None, model: str | None) -> Endpoint:
+    """A model of a server, by default its first. What it can is known once it was loaded."""
+    cards = {card["id"]: card for card in ask(url, "/v1/models")["data"]}
+    chosen = model or next(iter(cards), None)
+    if chosen is None or chosen not in cards:
+        raise click.UsageError(
+            f"The server has no such model; it has {', '.join(cards) or 'none'}."
+        )
+    card = cards[chosen]
+    if card["max_model_len"] is None:
+        note(f"the server loads {escaped(chosen)}")
+        ask(url, "/api/show", {"model": card["parent"] or chosen}, timeout_s=LOAD_S)
+        card = ask(url, f"/v1/models/{quote(chosen, safe='')}")
+    able, key = card["capabilities"], os.environ.get(API_KEY) or "local"
+    return Endpoint(
+        base_of(url), chosen, key, card["max_model_len"], able["reasoning"], able["vision"]
+    )
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -272,16 +309,8 @@ def launch(
 
     ARGUMENTS go to the tool; put -- before those that begin with a dash.
     """
-    contexts = {entry["id"]: entry.get("max_model_len") for entry in ask(url, "/v1/models")["data"]}
-    names = list(contexts)
-    if not names or (model is not None and model not in names):
-        raise click.UsageError(
-            f"The server has no such model; it has {', '.join(names) or 'none'}."
-        )
     make, install = TOOLS[tool]
-    chosen = model or names[0]
-    key = os.environ.get(API_KEY) or "local"
-    words, variables = make(Endpoint(base_of(url), chosen, key, contexts[chosen]))
+    words, variables = make(endpoint_of(url, model))
     words += arguments
     if only_print:
         for name, value in variables.items():

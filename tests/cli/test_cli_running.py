@@ -183,8 +183,20 @@ def test_a_model_that_cannot_be_loaded_says_when_it_is_tried_again() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(*_: Any, **__: Any) -> Any:
-        return {"data": [{"id": "chat", "max_model_len": 4096}, {"id": "small"}]}
+    """A server with two models: `chat` is loaded and thinks, `small` is loaded when asked for."""
+    chat_model = {"max_model_len": 4096, "capabilities": {"reasoning": True, "vision": True}}
+    cards: dict[str, Any] = {
+        "chat": {"id": "chat", "parent": None, **chat_model},
+        "small": {"id": "small", "parent": None, "max_model_len": None, "capabilities": None},
+    }
+
+    def ask(_: object, path: str, body: Any = None, **__: object) -> Any:
+        if path == "/api/show":
+            able = {"reasoning": False, "vision": False}
+            cards[body["model"]] |= {"max_model_len": 512, "capabilities": able}
+        if path == "/v1/models":
+            return {"data": list(cards.values())}
+        return cards.get(path.rpartition("/")[2])
 
     monkeypatch.setattr(running, "ask", ask)
     monkeypatch.setattr(running, "default_url", lambda: "http://127.0.0.1:8080")
@@ -228,19 +240,43 @@ def test_launch_says_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("tool", "said"),
+    ("tool", "chat", "small"),
     [
-        ("claude", "CLAUDE_CODE_AUTO_COMPACT_WINDOW=4096"),
-        ("codex", "model_context_window=4096"),
-        ("opencode", '"limit": {"context": 4096, "output": 1024}'),
+        (
+            "claude",
+            {
+                "MAX_CONTEXT_TOKENS=4096",
+                "AUTO_COMPACT_WINDOW=4096",
+                "OPUS_MODEL_SUPPORTED"
+                "_CAPABILITIES=temperature,thinking,interleaved_thinking,effort,xhigh",
+            },
+            {"MAX_CONTEXT_TOKENS=512", "SONNET_MODEL_SUPPORTED_CAPABILITIES=temperature\n"},
+        ),
+        (
+            "codex",
+            {"model_context_window=4096", "model_supports_reasoning_summaries=true"},
+            {"model_context_window=512"},
+        ),
+        (
+            "opencode",
+            {
+                '"limit": {"context": 4096, "output": 1024}',
+                '"reasoning": true',
+                '"input": ["text", "image"]',
+            },
+            {'"limit": {"context": 512, "output": 128}', '"reasoning": false', '"input": ["text"]'},
+        ),
     ],
 )
-def test_launch_tells_agents_how_long_a_prompt_may_be(
-    tool: str, said: str, served: None, outcome: Any
+def test_launch_tells_agents_what_the_model_can(
+    tool: str, chat: set[str], small: set[str], served: None, outcome: Any
 ) -> None:
-    assert said in outcome("launch", tool, "-m", "chat", "--print").out
-    unknown = outcome("launch", tool, "-m", "small", "--print").out  # it was never loaded
-    assert not re.search("WINDOW|_window|limit", unknown)
+    known = outcome("launch", tool, "-m", "chat", "--print").out
+    assert {words for words in chat if words not in known} == set()
+    seen = outcome("launch", tool, "-m", "small", "--print")  # it is loaded first
+    assert {words for words in small if words not in seen.out} == set()
+    assert not chat & {words for words in chat if words in seen.out}
+    assert "the server loads small" in seen.err
 
 
 def test_each_tier_of_claude_code_is_a_model_of_the_server(served: None, outcome: Any) -> None:

@@ -75,7 +75,7 @@ class Victim:
             self.llm.close()
             self.llm = LLM("demo-draft", max_batch=8)
         gc.collect(0)
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + HANG_S
         while (stats := self.llm.stats())["running"] or stats["waiting"]:
             assert time.monotonic() < until_s, "an interrupted request goes on"
             time.sleep(0.0005)
@@ -93,7 +93,7 @@ class Victim:
                 assert not sound, f"the verdict on {pattern!r} is another grammar's"
         sys.last_value = None
         gc.collect()
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + HANG_S
         while (count := num_engines()) > 1:
             assert time.monotonic() < until_s, f"{count} engines, and one model"
             time.sleep(0.01)

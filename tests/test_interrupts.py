@@ -64,7 +64,12 @@ def test_an_interrupted_check_leaves_no_verdict_for_the_next_grammar(checker: Ch
     process = checker._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # the verdict comes after the interrupt
-    pressing = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+
+    def press() -> None:
+        wait_until(lambda: checker.num_jobs)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
     pressing.start()
     with pytest.raises(KeyboardInterrupt):
         checker.check(spec.regex("("))

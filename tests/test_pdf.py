@@ -12,6 +12,7 @@ from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
 from mlxinfer.killable import KillablePool, KillableProcess
 from mlxinfer.pdf import MAX_BYTES, MAX_PAGES, PROCESSES, pdf_texts
 from tests.pdf_files import encrypted, pdf
+from tests.waiting import LIMIT_S
 
 pytest.importorskip("pypdf")
 
@@ -92,7 +93,7 @@ def test_a_file_that_nobody_waits_for_is_stopped_and_others_go_on() -> None:
         has_left.set()
         for job in slow:
             with pytest.raises(CancelledError):
-                job.result(10)
+                job.result(LIMIT_S)
     assert texts_of({"a": coded(pdf("Text"))}) == ["Text"]
 
 

@@ -16,6 +16,7 @@ from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.http_json import NoServerError
 from tests.bench.bench_parts import check
+from tests.waiting import LIMIT_S
 
 
 class Scripted(ThreadingHTTPServer):
@@ -59,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.flush()
             self.server.hangs.set()
-            assert self.server.goes_on.wait(20)
+            assert self.server.goes_on.wait(LIMIT_S)
         elif how == "busy":
             self._answer(503, {"error": {"message": "too many requests wait"}})
         else:
@@ -141,9 +142,9 @@ def test_a_request_can_be_broken_off(server: Scripted) -> None:
     client, found = ChatClient(server.url, timeout_s=60), []
     thread = threading.Thread(target=lambda: found.append(client.chat({"model": "only"})))
     thread.start()
-    assert server.hangs.wait(10)
+    assert server.hangs.wait(LIMIT_S)
     client.hang_up()
-    thread.join(10)
+    thread.join(LIMIT_S)
     server.goes_on.set()
     assert not thread.is_alive()
     assert found[0].error is not None

@@ -14,6 +14,8 @@ from typing import Self
 import pytest
 from tiny_folder import write_tiny_folder
 
+from tests.waiting import LIMIT_S
+
 pytestmark = pytest.mark.ci
 
 COMMAND = [sys.executable, "-m", "mlxinfer.cli"]
@@ -187,7 +189,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, text: str, timeout_s: float = 120.0) -> str:
+    def until(self, text: str, timeout_s: float = LIMIT_S) -> str:
         """Return the output before `text`."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:

@@ -12,6 +12,8 @@ import pytest
 from standin import StandIn
 from standin_fixtures import WEIGHTS
 
+from tests.waiting import wait_until
+
 pytestmark = pytest.mark.ci
 
 MLXINFER = [sys.executable, "-m", "mlxinfer.cli"]
@@ -24,9 +26,7 @@ def kept_bytes(cache: Path) -> int:
 
 
 def wait_for_bytes(cache: Path) -> None:
-    end = time.monotonic() + 30
-    while not kept_bytes(cache) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: kept_bytes(cache))
 
 
 @pytest.mark.parametrize("command", [PULL, RUN], ids=["pull", "run"])

@@ -16,6 +16,7 @@ from mlxinfer.engine.engine import Engine
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import DeviceLostError, RequestFailedError, gpu_stopped
+from tests.waiting import LIMIT_S
 
 CASE = "qwen3-v4"
 FAILED = "[METAL] Command buffer execution failed: "
@@ -133,7 +134,7 @@ def test_an_engine_whose_gpu_takes_no_more_work_ends_and_says_so() -> None:
 
     engine = Engine(make)
     engine.submit(Request("a", prompt(20), PARAMS), events.append)
-    engine._thread.join(30)
+    engine._thread.join(LIMIT_S)
     assert engine.closed
     last: TokenEvent = events[-1]
     assert last.finish_reason is FinishReason.ERROR

@@ -1,7 +1,6 @@
 """Which Metal kernels a model's steps use, by number of query tokens, and when they are checked."""
 
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from mlxinfer.metal_kernels.variants import (
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.sampling.sampler import Sampler
+from tests.waiting import wait_until
 
 DECODE = {"paged_attention", "kv_write", "tail_write", "gate_up", "sample"}
 
@@ -176,10 +176,8 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
         assert ended.wait(60)
         assert idle.wait(60)
         assert asked[0].number("queries") == 8
-        deadline_s = time.monotonic() + 30
-        while engine.stats()["kernels"]["asked"] and time.monotonic() < deadline_s:
-            time.sleep(0.01)  # gate and up of several rows are checked after it
-        assert engine.stats()["kernels"]["asked"] == 0
+        # gate and up of several rows are checked after it
+        wait_until(lambda: engine.stats()["kernels"]["asked"] == 0)
     finally:
         engine.close()
 

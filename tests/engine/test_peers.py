@@ -23,6 +23,7 @@ from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.peers import OwnPages
 from tests.bench.processes import free_port
+from tests.waiting import LIMIT_S
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states
     *("qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "deepseek_v3-v4"),
@@ -428,7 +429,7 @@ def test_clients_that_leave_cost_a_peer_nothing() -> None:
     gate = threading.Event()
 
     def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
-        gate.wait(20)
+        gate.wait(LIMIT_S)
         return reply
 
     ids = prompt(140)
@@ -450,7 +451,7 @@ def test_requests_go_on_while_one_waits_for_peers() -> None:
     gate = threading.Event()
 
     def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
-        gate.wait(20)
+        gate.wait(LIMIT_S)
         return reply
 
     ids = prompt(140)

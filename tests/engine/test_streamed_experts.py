@@ -41,6 +41,7 @@ from mlxinfer.models.decoder import Model
 from mlxinfer.models.language import reachable
 from mlxinfer.models.weights import expert_store
 from tests.bench.checkpoints import Experts, write_checkpoint
+from tests.waiting import wait_until
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "2"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -258,10 +259,7 @@ def test_close_gives_back_threads_and_files() -> None:
     assert descriptors(file) > 0
     harness.loop.close()
     del harness
-    deadline_s = time.monotonic() + 5
-    while any(reader.is_alive() for reader in readers) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not [reader.name for reader in readers if reader.is_alive()]
+    wait_until(lambda: not any(reader.is_alive() for reader in readers))
     assert descriptors(file) == 0
 
 

@@ -26,7 +26,7 @@ from mlxinfer.grammar.spec import (
     tool_calls,
 )
 from mlxinfer.text.tools import Toolbox, ToolUse, tool_format
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 SIZE = tokenizer_of("demo").vocab_size + PADDING
 FULL = "[a-z ]{0,40}x[a-z]{0,20}y[0-9 ]{3,30}z[a-z]{3,40}"  # has many states
@@ -204,7 +204,7 @@ def test_a_wait_for_the_checker_ends_with_its_caller_or_at_once(
             checker.check(json_object())
         has_left.set()
         with pytest.raises(CancelledError):
-            check.result(30)
+            check.result(LIMIT_S)
     assert checker.num_started == 0
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from mlxinfer.errors import PictureError
 from mlxinfer.images import ImageProcessor, Shown, image_processor, process
 from mlxinfer.images.process import Budget, Source, prepare
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 NEVER = jpeg_of_many_scans(4000, 3000)  # 75 KB, half a minute
 
@@ -84,7 +84,7 @@ def test_a_picture_that_nobody_waits_for_ends(processor: ImageProcessor) -> None
         has_left.set()
         for job in jobs:
             with pytest.raises(CancelledError):
-                job.result(30)
+                job.result(LIMIT_S)
     assert not running()
 
 

@@ -275,7 +275,7 @@ def test_ctrl_c_ends_the_loading(monkeypatch):
     reads.ranges.clear()
 
     def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
-        time.sleep(0.05)
+        time.sleep(0.2)  # the next ones wait while the signal is handled
         plain(file, views, start)
         if len(reads.ranges) == 3:
             os.kill(os.getpid(), signal.SIGINT)

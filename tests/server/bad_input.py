@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx2 as httpx
 from live_server import CHAT as CHAT
-from live_server import LiveServer, chat, num_threads, wait_until
+from live_server import LiveServer, chat, num_threads
+
+from tests.waiting import wait_until
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"

@@ -7,6 +7,8 @@ from typing import Any
 
 from live_server import LiveServer
 
+from tests.waiting import LIMIT_S
+
 SECRET = "/Users/somebody/secret"
 
 
@@ -36,7 +38,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
 
     def hang(batch: Any, previous: Any) -> Any:
         if max([0, *batch.sampling.output_index.tolist()]) > behind:
-            go_on.wait(20)
+            go_on.wait(LIMIT_S)
             del vars(runner)["launch"]
         return launch(batch, previous)
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, long_chat
 
 from mlxinfer.server.awake import Awake
 from tests.waiting import wait_until
@@ -22,7 +22,7 @@ def stand_in(server: LiveServer, command: tuple[str, ...], release_s: float) -> 
 def test_the_machine_is_held_while_requests_run(tmp_path: Path) -> None:
     note = tmp_path / "runs"
     with LiveServer() as server:
-        awake = stand_in(server, (sys.executable, "-c", STAND_IN, str(note)), 0.2)
+        awake = stand_in(server, (sys.executable, "-c", STAND_IN, str(note)), 600.0)
         server.get("/health")
         assert awake._process is None
         held: list[subprocess.Popen[bytes] | None] = []
@@ -32,7 +32,8 @@ def test_the_machine_is_held_while_requests_run(tmp_path: Path) -> None:
         assert held[0] is not None
         assert held[0] is held[1]
         process = held[0]
-        with server.stream(CHAT, chat(max_tokens=1500, ignore_eos=True)):
+        awake._release_s = 0.2
+        with server.stream(CHAT, long_chat()):
             wait_until(note.exists)
             threading.Event().wait(0.5)  # longer than the machine is held without requests
             assert process.poll() is None

@@ -16,6 +16,7 @@ from test_serve_process import Process, post, start, url_in
 
 from tests.images.hostile import gif_of_large_frames, heic, jpeg_of_many_scans, png_of_one_bit
 from tests.seeing_folder import seeing_folder
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 CLIENTS = 4  # of each kind: twice as many as processes that decode
@@ -71,10 +72,7 @@ def seconds_of(process: psutil.Process) -> float:
 
 
 def wait_for_decoders(server: psutil.Process) -> None:
-    deadline = time.monotonic() + 300
-    while not decoders(server):
-        assert time.monotonic() < deadline, "nothing is decoded"
-        time.sleep(0.02)
+    wait_until(lambda: decoders(server), 300, pause_s=0.02)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -23,6 +23,7 @@ from mlxinfer.cache.disk.entry import Entry, encode, read_entry
 from mlxinfer.cache.prefix.names import page_key
 from mlxinfer.cli import session as session_command
 from mlxinfer.server.keys import ApiKeys
+from tests.waiting import wait_until
 
 ROOT = bytes(20)
 SECONDS = 60.0  # that anything may take here
@@ -231,20 +232,21 @@ def test_sessions_saved_at_once_keep_to_the_share_of_their_key(
         sessions = server.service.sessions
         assert sessions is not None
         sessions.max_bytes = 2 * 2 * saved["bytes"]
-        slow = sessions.save
+        slow, go_on = sessions.save, threading.Event()
 
         def save(*given: Any) -> None:
-            time.sleep(0.2)
+            go_on.wait(SECONDS)
             slow(*given)
 
         monkeypatch.setattr(sessions, "save", save)
         with ThreadPoolExecutor(8) as threads:
-            bodies = [{"name": f"n{n}"} for n in range(1, 9)]
-            statuses = list(
-                threads.map(
-                    lambda body: server.post("/v1/sessions", body, headers=anna).status_code, bodies
-                )
-            )
+            asked = [
+                threads.submit(server.post, "/v1/sessions", {"name": f"n{n}"}, headers=anna)
+                for n in range(1, 9)
+            ]
+            wait_until(lambda: sum(one.done() for one in asked) == 7)
+            go_on.set()
+            statuses = [one.result().status_code for one in asked]
         assert sorted(statuses) == [200] + [503] * 7
 
 

@@ -15,6 +15,7 @@ Whoever asks says what it has: memory alone, or memory with a disk and peers.
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -412,11 +413,15 @@ class PageGroup:
         that all later tokens need in order, up to the first that is missing; others from the end.
         """
         size, position = self.page_size, num_tokens
-        num_pages = -(-position // size)
-        for number in range(min(self.num_kept, num_pages) if self.recycles else num_pages):
-            if not held(number, min(size, position - number * size)):
+        whole, rest = divmod(position, size)
+        needed = self.num_kept if self.recycles else whole + 1  # by all later tokens
+        for number in range(min(needed, whole)):
+            if not held(number, size):
                 position = number * size
                 break
+        else:
+            if rest and whole < needed and not held(whole, rest):
+                position -= rest
         number = -(-position // size) - 1
         first = self.first_page(position) if self.recycles else number + 1
         while number >= first:
@@ -522,16 +527,14 @@ def span_rule(start: int, stop: int) -> Rule:
 def rules_of(groups: Sequence[PageGroup], states: StateGroup | None, held: HeldBy) -> list[Rule]:
     """The rule of each group, the states last."""
 
-    def of_pages(number: int, group: PageGroup) -> Rule:
-        return lambda point: group.last_resumable(point, lambda n, count: held(number, n, count))
-
-    def of_states(states: StateGroup) -> Rule:
-        return lambda point: states.last_resumable(
-            point, lambda n, count: held(len(groups), n, count), groups[0].page_size
-        )
-
-    rules = [of_pages(number, group) for number, group in enumerate(groups)]
-    return rules if states is None else [*rules, of_states(states)]
+    rules: list[Rule] = [
+        partial(group.last_resumable, held=partial(held, number))
+        for number, group in enumerate(groups)
+    ]
+    if states is not None:
+        size, of_states = groups[0].page_size, partial(held, len(groups))
+        rules.append(partial(states.last_resumable, held=of_states, page_size=size))
+    return rules
 
 
 def longest_prefix(

@@ -105,6 +105,14 @@ CLAIMS = {
         (small, cpu_time, peer),
         takes="some minutes",
     ),
+    "lookup": Claim(
+        "CPU time of the prefix cache for a prompt that it has. Without mlx-lm.",
+        (
+            counts("--tokens", "8192,131072", "Lengths of prompts; several, with commas."),
+            runs(5, "Of each; the quickest counts."),
+        ),
+        takes="ten seconds",
+    ),
     "real": Claim(
         "A real model, Gemma 3 270M: quality of conversions and of a quantised KV cache.",
         (

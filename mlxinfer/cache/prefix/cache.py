@@ -230,14 +230,15 @@ class PrefixCache:
         If a group needs them all, up to the first that is not.
         """
         path: list[Page | None] = []
-        last = 0
-        for number in range(stop):
-            page = self.page_of.get(names.name(number))
-            if page is None and len(self.windowed) < len(self.groups):
-                break
-            path.append(page)
-            last = last if page is None else number + 1
-        return path[:last]
+        goes_on = len(self.windowed) == len(self.groups)
+        while len(path) < stop:  # as many names at once as there are pages so far
+            count = min(2 * len(path) + 1, stop) - len(path)
+            path += map(self.page_of.get, names.between(len(path), len(path) + count))
+            if not goes_on and None in path[-count:]:
+                return path[: path.index(None, len(path) - count)]
+        while path and path[-1] is None:
+            path.pop()
+        return path
 
     def _closest(self, parent: Name, tokens: tuple[int, ...]) -> tuple[Page | None, int]:
         """The page after `parent` that agrees with `tokens` for longest, and for how many.
@@ -338,7 +339,7 @@ class PrefixCache:
             anchored: others will go on from here.
         """
         now = self.clock()
-        for page, group in users:
+        for page, group in reversed(users):  # of least worth first: so a queue takes each at once
             page.users[group] -= 1
             assert page.users[group] >= 0
             page.tick = now

@@ -5,16 +5,15 @@ at once. Pages of an answer get theirs when the sequence ends or is preempted, o
 window is about to recycle them. Only a partial page is copied.
 """
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from ..cache.inputs import CacheWork, Move, PageTransfer
+from ..cache.inputs import CacheWork, Move
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import LOCAL_ROOT, Page, PageNames, PrefixCache, RestorePoint
 from ..core import Reuse, ReuseEnd
 from ..errors import InvalidRequestError
 from .batch import Namespace, Sequence
-from .pagestore import PageStore, Transfers
+from .pagestore import PageStore
 
 Place = tuple[str | None, int]
 """The owner of a request, and its slot: a number of the client's choice."""
@@ -49,14 +48,15 @@ class KVManager:
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
         self._copies: dict[Sequence, Move] = {}  # of sequences that no step has yet
-        self._transfers = Transfers(store, groups) if store and reuse else None
+        self._store = store if reuse else None
         self.prefix = PrefixCache(
             groups,
-            on_evict=self._transfers.note_evicted if self._transfers else None,
+            on_evict=self._store.note_evicted if self._store else None,
             states=states,
             root=(store and store.root) or LOCAL_ROOT,
         )
         if store is not None:
+            store.forget()
             store.on_open = self.prefix.set_root
         self._states = Snapshots(states, self, reuse=reuse) if states else None
         self._prompts: dict[Place, tuple[Namespace | None, list[int]]] = {}  # oldest first
@@ -77,8 +77,8 @@ class KVManager:
             False: there is no room now; then nothing is taken.
         """
         tiers: dict[int, str] = {}
-        if self._transfers is not None and not sequence.request.prompt_logits:
-            tiers = self._transfers.fetch(
+        if self._store is not None and not sequence.request.prompt_logits:
+            tiers = self._store.fetch(
                 self.prefix,
                 self.probe(sequence),
                 lambda point: self._room(point, sequence, spare),
@@ -227,7 +227,7 @@ class KVManager:
 
         Its copies count as done: the pages that they read may be evicted from now on.
         """
-        spills, loads = self._transfers.take() if self._transfers else ([], [])
+        spills, loads = self._store.take() if self._store else ([], [])
         work = CacheWork(self._closing, spills, loads, list(self._copies.values()))
         begun = [*self._copies]
         if self._states is not None:
@@ -236,15 +236,6 @@ class KVManager:
             self.prefix.release_copied(sequence.lease_of)
         self._closing, self._copies = [], {}
         return work
-
-    def take_all(self) -> list[PageTransfer]:
-        """All pages that memory has and the disk lacks, the ones used last and parents first."""
-        assert self._transfers is not None
-        return self._transfers.all_of(self.prefix)
-
-    def held(self, keys: Collection[bytes]) -> list[PageTransfer]:
-        """Where the pages with these keys are in memory, of those that are."""
-        return self._transfers.held(self.prefix, keys) if self._transfers else []
 
     # -- going on -------------------------------------------------------------------------------
 
@@ -334,7 +325,7 @@ class KVManager:
             self.prefix.add_partial(lease, names, written)
             if self._states is not None:
                 self._states.snapshot(sequence, written)
-            if self._transfers is not None and sequence.request.id_slot is not None:
+            if self._store is not None and sequence.request.id_slot is not None:
                 place = sequence.request.owner, sequence.request.id_slot
                 self._remember(place, (sequence.namespace, sequence.key_ids[:written]))
         if self._states is not None:
@@ -367,11 +358,11 @@ class KVManager:
 
     def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
         """Bring what the disk has of a prompt into memory, as far as there is room."""
-        assert self._transfers is not None
+        assert self._store is not None
         self._remember(place, prompt)
         namespace, ids = prompt
         names = self.prefix.names(namespace, [*ids, 0])  # the last one comes next
-        self._transfers.fetch(self.prefix, self.prefix.probe(names), lambda _: True)
+        self._store.fetch(self.prefix, self.prefix.probe(names), lambda _: True)
 
     def erase(self, place: Place) -> None:
         """Drop the pages of a slot's prompt that no other prompt shares. No work may wait."""
@@ -381,8 +372,8 @@ class KVManager:
     def forget(self) -> None:
         """Drop everything that was computed, after a failed step: no prompt finds it again."""
         self._closing, self._written, self._copies = [], [], {}
-        if self._transfers is not None:
-            self._transfers.forget()
+        if self._store is not None:
+            self._store.forget()
         self.prefix.clear()
         if self._states is not None:
             self._states.forget()

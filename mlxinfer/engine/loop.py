@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.disk import DiskTier, Entry
+from ..cache.disk import Entry
 from ..cache.pages import StateGroup
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs, check_token_ids
@@ -53,7 +53,7 @@ from .suspects import Suspects
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
-STAGED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
+RECEIVED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
 _ENDLESS = 2**31  # tokens; more than any context
 
 
@@ -131,12 +131,12 @@ class Loop:
                 groups=self.cache.groups,
                 states=self.cache.state_group,
                 max_bytes=0 if config.disk is None else config.disk.max_bytes,
-                max_staged_bytes=config.kv_budget_bytes // STAGED_SHARE,
+                max_received_bytes=config.kv_budget_bytes // RECEIVED_SHARE,
                 others=self._followers.disks,
             )
             if config.peers and config.peers.asked:
                 self._peers = PeerFetches(self.store, config.peers)
-            self._open_tier(OPEN_WAIT_S)
+            self._open_tiers(OPEN_WAIT_S)
         self.features = PictureFeatures(
             self.model.tower,
             dtype=self.model.activation_dtype,
@@ -177,14 +177,14 @@ class Loop:
             features=self.features,
         )
 
-    def _open_tier(self, wait_s: float) -> None:
-        """Open the disk tier once the weights' identity is known; wait at most `wait_s` for that.
+    def _open_tiers(self, wait_s: float) -> None:
+        """Open the tiers once the weights' identity is known; wait at most `wait_s` for that.
 
-        Until then nothing is stored or found, and requests are served without the tier.
+        Until then nothing is stored or found, and requests are served from memory alone.
         """
         disk, store = self.config.disk, self.store
         options = disk or self.config.peers
-        if options is None or store is None or store.tier is not None or self.suspects.active:
+        if options is None or store is None or store.tiers or self.suspects.active:
             return
         identity = options.identity(wait_s)
         if identity is not None:
@@ -212,8 +212,8 @@ class Loop:
         A step on which the next one depends is read first (`Scheduler.reads_first`). With pipeline
         stages several steps stay in flight, each with other rows.
         """
-        if self.store is not None and self.store.tier is None:
-            self._open_tier(0.0)
+        if self.store is not None and not self.store.tiers:
+            self._open_tiers(0.0)
         steps, scheduler = self._in_flight, self.scheduler
         if steps and scheduler.reads_first(steps[-1].batch):
             self._read(0)
@@ -568,8 +568,9 @@ class Loop:
         if self.store is not None:
             with contextlib.suppress(Exception):  # what is not saved is computed again
                 if save:
-                    self._open_tier(SAVE_S)
-                    self._save(self.store)
+                    self._open_tiers(SAVE_S)
+                    self.carry_out_work(self.store)
+                    self.store.save(self.scheduler.kv_manager.prefix, self.cache.read_out)
             self.store.close()
         if self._peers is not None:
             self._peers.close()
@@ -579,11 +580,6 @@ class Loop:
         del self.adapters, self.kernels, self._layers  # the last two refer to pages
         del self.features
 
-    def _save(self, store: PageStore) -> None:
-        """To the disk with all named pages, as far as bytes and time allow."""
-        self.carry_out_work(store)
-        store.save(self.scheduler.kv_manager.take_all(), self.cache.read_out)
-
     def carry_out_work(self, store: PageStore) -> None:
         """Do the work now that waits for the next step. Then all named pages are filled."""
         self._read(0)
@@ -592,14 +588,16 @@ class Loop:
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
 
-    def tier(self) -> DiskTier | None:
-        """The disk tier, in which any thread may look for pages; None: not known yet, or none."""
-        self._open_tier(0.0)
-        return None if self.store is None else self.store.tier
+    def root(self) -> bytes | None:
+        """The name that stands for the model in pages' names; None: not known yet, or no tiers."""
+        self._open_tiers(0.0)
+        return None if self.store is None else self.store.root
 
     def held(self, keys: Collection[bytes]) -> set[bytes]:
         """Those of some keys whose pages are in memory."""
-        return {found.entry.key for found in self.scheduler.kv_manager.held(keys)}
+        assert self.store is not None
+        pages = self.store.in_memory(self.scheduler.kv_manager.prefix, keys)
+        return {page.entry.key for page in pages}
 
     def entries(self, keys: Collection[bytes]) -> list[Entry]:
         """The entries of the pages with these keys that are in memory and can be read now."""
@@ -607,7 +605,8 @@ class Loop:
         if self.scheduler.queues.admitted:  # their states are put in place before their first step
             return []
         self.carry_out_work(self.store)
-        return self.cache.read_out(self.scheduler.kv_manager.held(keys))
+        prefix = self.scheduler.kv_manager.prefix
+        return self.cache.read_out(self.store.in_memory(prefix, keys))
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""

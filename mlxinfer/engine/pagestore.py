@@ -1,24 +1,23 @@
-"""Named pages on disk: which to store, which to fetch, and whether that pays. No mlx.
+"""The tiers below memory: a disk, and pages that peers sent. No mlx.
+
+`PrefixCache` has the pages in memory, and every page has the same name everywhere. The tiers below
+have one protocol: `has`, `load`, `store`. A page that memory evicts is stored on the disk. A prompt
+whose pages lie below gets them loaded into pages of memory, unless computing them is quicker.
 
 A page of tokens is one entry for each layer group. A window's pages are stored and read only where
 a prompt can go on from them. Partial pages are not stored. If a model is spread over ranks, each
-stores its part of a page under the same name, and a page counts as found if all ranks have it.
+stores its part of a page under the same name, and a page counts as there if all ranks have it.
 """
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from ..cache.disk import (
-    NOTHING_STORED,
-    DiskTier,
-    Entry,
-    NoFiles,
-    group_key,
-    namespace_key,
-)
+from ..cache.disk import NOTHING_STORED, DiskTier, Entry, group_key, namespace_key
 from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, Spans, StateGroup, longest_prefix
 from ..cache.prefix import Name, Page, PageNames, PrefixCache, RestorePoint, Users
@@ -29,6 +28,80 @@ SAVE_CHUNK_BYTES = 64 * 2**20
 SAVE_S = 10.0  # how long a shutdown may take to save what is cached
 FORGET = 0.8  # weight of what was measured before, at each new measurement
 TRIES = 16  # of so many fetches that seem too slow, one is made: a disk may have become quicker
+
+Place = tuple[int, int]
+"""Page number, layer group."""
+
+
+class Tier(Protocol):
+    """A place below memory where pages lie under the keys of their entries. For any thread.
+
+    Attributes:
+        name: of the tier in `Reuse.tiers`.
+    """
+
+    name: str
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is an entry; it may yet prove broken."""
+        ...
+
+    def load(self, keys: Seq[bytes]) -> list[Entry]:
+        """The entries of those keys that are there. A tier may stop at the first that is not."""
+        ...
+
+    def store(self, entry: Entry) -> bool:
+        """Keep an entry under its key; False: there is no room for it."""
+        ...
+
+    def remove(self, key: bytes) -> None:
+        """Drop the entry of a key, unless a saved session keeps it."""
+        ...
+
+
+class ReceivedPages:
+    """A tier of pages that peers sent. Each stays until it is loaded once; the oldest make room.
+
+    Args:
+        max_bytes: of the payloads.
+    """
+
+    name = "peer"
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def has(self, key: bytes) -> bool:
+        """Whether an entry waits."""
+        return key in self._entries
+
+    def load(self, keys: Seq[bytes]) -> list[Entry]:
+        """Take the entries of those keys that are there."""
+        with self._lock:
+            return [entry for entry in map(self._take, keys) if entry is not None]
+
+    def store(self, entry: Entry) -> bool:
+        """Keep an entry until it is loaded."""
+        with self._lock:
+            self._take(entry.key)
+            self._entries[entry.key] = entry
+            self._num_bytes += entry.payload.nbytes
+            while self._num_bytes > self.max_bytes:
+                self._take(next(iter(self._entries)))
+            return entry.key in self._entries
+
+    def remove(self, key: bytes) -> None:
+        """Drop the entry of a key."""
+        with self._lock:
+            self._take(key)
+
+    def _take(self, key: bytes) -> Entry | None:
+        entry = self._entries.pop(key, None)
+        self._num_bytes -= 0 if entry is None else entry.payload.nbytes
+        return entry
 
 
 @dataclass(slots=True)
@@ -46,10 +119,6 @@ class Rate:
     def seconds_for(self, amount: float) -> float | None:
         """How long `amount` would take; None: nothing was measured."""
         return amount * self.seconds / self.amount if self.amount else None
-
-
-Found = list[dict[int, Entry]]
-"""Pages on the disk that lengthen the prefix of a prompt: by group, page number -> payload."""
 
 
 class FollowerDisks:
@@ -83,78 +152,113 @@ NO_DISKS = FollowerDisks()
 
 
 class PageStore:
-    """Names for pages, and a disk tier under them.
+    """The tiers below memory, and the pages that go there and come back before the next step.
 
     Args:
-        tier: of this model and KV format; None, and set later: the model's identity is not known
+        disk: of this model and KV format; None, and opened later: the model's identity is not known
             yet, so that nothing is stored or found.
         groups: what layers keep in pages.
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
-        max_bytes: what the tier may hold; 0: there is no disk.
-        max_staged_bytes: pages from peers that may wait for their prompts.
+        max_bytes: that the disk may hold; 0: there is no disk.
+        max_received_bytes: pages from peers that may wait for their prompts.
         others: disks of other ranks.
         clock: seconds that only grow.
 
     Attributes:
-        on_open: gets the name of the model once it is known.
+        tiers: in the order in which they are asked; empty until the model's identity is known.
+        root: the name that stands for the model; None: it is not known yet.
+        on_open: gets that name once it is known.
     """
 
     def __init__(
         self,
-        tier: DiskTier | None,
+        disk: DiskTier | None,
         *,
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
         max_bytes: int,
-        max_staged_bytes: int = 0,
+        max_received_bytes: int = 0,
         others: FollowerDisks = NO_DISKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.tier = tier
         self.others = others
         self.groups = groups
         self.states = states
-        self.state_group = len(groups)  # its number among the groups of entries
         self.page_bytes = [group.page_bytes for group in groups]
         self.page_bytes += [states.num_bytes] if states is not None else []
         self.page_size = groups[0].page_size
-        self.always = [g for g, group in enumerate(groups) if not group.recycles]  # need all pages
         self.tokens_loaded = 0
         self.identity: tuple[str, ...] = ()  # what the bytes of pages depend on
-        self._max_bytes, self._max_staged_bytes = max_bytes, max_staged_bytes
+        self.received = ReceivedPages(max_received_bytes)
+        self.on_open: Callable[[Name], None] = lambda root: None
+        self._max_bytes = max_bytes
         self._clock = clock
         self._computing, self._reading = Rate(), Rate()  # tokens, bytes
         self._step_ended_s = 0.0
         self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
-        self.on_open: Callable[[Name], None] = lambda root: None
+        self._spills: list[PageTransfer] = []
+        self._loads: dict[tuple[int, int | None], PageTransfer] = {}  # by group and page id
+        self._begin(None if disk is None else disk.namespace, disk)
+
+    def _begin(self, root: Name | None, disk: DiskTier | None) -> None:
+        self.root, self.disk = root, disk
+        self.tiers: list[Tier] = [] if root is None else [self.received]
+        self.tiers += [] if disk is None else [disk]
 
     def open(self, folder: str, identity: tuple[str, ...]) -> None:
-        """Open the tier for pages of this identity, on all ranks."""
-        namespace, self.identity = namespace_key(*identity), identity
-        self.others.open(folder, namespace, self._max_bytes)
-        self.tier = DiskTier(
-            folder,
-            namespace,
-            max_bytes=self._max_bytes,
-            max_staged_bytes=self._max_staged_bytes,
-            files=None if self._max_bytes else NoFiles(),
-        )
-        self.on_open(namespace)
+        """Open the tiers for pages of this identity, on all ranks."""
+        root, self.identity = namespace_key(*identity), identity
+        self.others.open(folder, root, self._max_bytes)
+        disk = DiskTier(folder, root, max_bytes=self._max_bytes) if self._max_bytes else None
+        self._begin(root, disk)
+        self.on_open(root)
+
+    def close(self) -> None:
+        """Stop the writer, until `open`. What it has not written within `SAVE_S` is lost."""
+        if self.disk is not None:
+            self.disk.close(SAVE_S)
+        self._begin(None, None)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers; a page of tokens is an entry for each layer group."""
+        disk = NOTHING_STORED if self.disk is None else self.disk.stats()
+        return {**disk, "tokens_loaded": self.tokens_loaded}
+
+    # -- before a step --------------------------------------------------------------------------
+
+    def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
+        """Pages to be read out before the next step, and then those to be filled."""
+        spills, loads = self.affordable(self._spills), list(self._loads.values())
+        self.forget()
+        return spills, loads
+
+    def forget(self) -> None:
+        """Drop all transfers: the pages in memory are lost."""
+        self._spills, self._loads = [], {}
+
+    def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
+        """As many of the last entries as may be held, and at least one.
+
+        The last entries of a path are those nearest to its beginning.
+        """
+        affordable: list[PageTransfer] = []
+        room = MAX_SPILL_BYTES
+        for spill in reversed(spills):
+            room -= self.page_bytes[spill.group]
+            if room < 0 and affordable:
+                break
+            affordable.append(spill)
+        return affordable[::-1]
 
     # -- to the disk ----------------------------------------------------------------------------
 
-    @property
-    def root(self) -> Name | None:
-        """The name that stands for the model; None: it is not known yet."""
-        return None if self.tier is None else self.tier.namespace
-
-    def spills(self, page: Page, groups: Iterable[int]) -> list[PageTransfer]:
-        """What groups have of a page, to be read out and stored, but for what the disk has."""
-        if self.tier is None or not self._max_bytes:
-            return []
-        transfers = self.transfers(page, groups)
-        return [each for each in transfers if not self.tier.stores(each.entry.key)]
+    def note_evicted(self, page: Page, groups: Iterable[int]) -> None:
+        """Note an evicted page, to be stored, unless it waits for content from a tier."""
+        places = {(group, page.ids[group]) for group in groups}
+        unfilled = {place for place in places if self._loads.pop(place, None)}
+        filled = sorted(group for group, number in places if (group, number) not in unfilled)
+        self._spills += self.lacking([page], filled)
 
     def transfers(self, page: Page, groups: Iterable[int]) -> list[PageTransfer]:
         """Where groups have a page, and its entries without their payload; none of a short page."""
@@ -167,43 +271,42 @@ class PageStore:
             if number is not None
         ]
 
-    def lacking(self, pages: Iterable[Page]) -> list[PageTransfer]:
-        """The entries of pages that the disk lacks."""
-        every = range(len(self.page_bytes))
-        return [spill for page in pages for spill in self.spills(page, every)]
+    def lacking(
+        self, pages: Iterable[Page], groups: Collection[int] | None = None
+    ) -> list[PageTransfer]:
+        """What groups (None: all) have of pages, to be stored, but for what the disk has."""
+        if self.disk is None or not self._max_bytes:
+            return []
+        groups = range(len(self.page_bytes)) if groups is None else groups
+        transfers = [transfer for page in pages for transfer in self.transfers(page, groups)]
+        return [transfer for transfer in transfers if not self.disk.has(transfer.entry.key)]
 
-    def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
-        """As many of the last entries as may be held, and at least one.
-
-        The last entries of a path are those nearest to its beginning.
-        """
-        kept: list[PageTransfer] = []
-        room = MAX_SPILL_BYTES
-        for spill in reversed(spills):
-            room -= self.page_bytes[spill.group]
-            if room < 0 and kept:
-                break
-            kept.append(spill)
-        return kept[::-1]
+    def in_memory(self, prefix: PrefixCache, keys: Iterable[bytes]) -> list[PageTransfer]:
+        """Where the pages with these keys are in memory, of those that are."""
+        pages = [(prefix.page_of.get(group_key(key, 0)), key[-1]) for key in keys]
+        known = [(page, group) for page, group in pages if page and group < len(page.ids)]
+        return [transfer for page, group in known for transfer in self.transfers(page, [group])]
 
     def put(self, spilled: Iterable[Entry]) -> None:
         """Queue entries to be written."""
-        if self.tier is not None:
+        if self.disk is not None:
             for entry in spilled:
-                self.tier.put(entry)
+                self.disk.store(entry)
 
-    def save(
-        self, spills: Seq[PageTransfer], read: Callable[[Seq[PageTransfer]], list[Entry]]
-    ) -> None:
-        """Write as many as bytes and seconds allow, in their order, and wait for the writes."""
-        if self.tier is None:
+    def save(self, prefix: PrefixCache, read: Callable[[Seq[PageTransfer]], list[Entry]]) -> None:
+        """Write all pages that the disk lacks, and wait for the writes.
+
+        As many as bytes and seconds allow: first those that were used last, parents first.
+        """
+        if self.disk is None:
             return
+        pages = sorted(prefix.page_of.values(), key=lambda page: (-page.tick, page.number))
         deadline_s = self._clock() + SAVE_S
-        for chunk in self.chunks(spills):
+        for chunk in self.chunks(self.lacking(pages)):
             left_s = max(deadline_s - self._clock(), 0.0)
             self.others.begin_save(chunk, left_s)
             self.put(read(chunk))
-            written = self.tier.flush(max(deadline_s - self._clock(), 0.0))
+            written = self.disk.flush(max(deadline_s - self._clock(), 0.0))
             written &= self.others.end_save(max(deadline_s - self._clock(), 0.0))
             if not written:
                 return
@@ -223,51 +326,108 @@ class PageStore:
                 chunk, room = [], SAVE_CHUNK_BYTES
         yield chunk
 
-    # -- from the disk --------------------------------------------------------------------------
+    # -- to memory ------------------------------------------------------------------------------
+
+    def has(self, key: bytes) -> bool:
+        """Whether a tier has an entry."""
+        return any(tier.has(key) for tier in self.tiers)
+
+    def fetch(
+        self, prefix: PrefixCache, point: RestorePoint, has_room: Callable[[RestorePoint], bool]
+    ) -> dict[int, str]:
+        """Bring the pages of a prompt that only tiers have into memory, if there is room.
+
+        Args:
+            prefix: as it was when `point` was found.
+            point: where the prompt could go on from memory alone.
+            has_room: whether it could begin there.
+
+        Returns:
+            Of pages that came, by number: the name of their tier.
+        """
+        users, tiers = prefix.hold_path(point), {}
+        search = self.find(point) if has_room(point) else None
+        if search is not None and self._make_room(prefix, loaded := search.loaded()):
+            users += self._insert(prefix, point.names, loaded)
+            tiers = search.tiers
+        prefix.let_go(users, anchored=True)
+        return tiers
+
+    def _make_room(self, prefix: PrefixCache, loaded: dict[Place, Entry]) -> bool:
+        """Evict until each group has free pages for what was loaded; False: too many are needed."""
+        counts = [sum(g == group for _, g in loaded) for group in prefix.attention]
+        for group, (count, allocator) in enumerate(zip(counts, prefix.allocators, strict=True)):
+            if count > allocator.num_free:
+                prefix.evict(group, count - allocator.num_free)
+        groups = zip(counts, prefix.allocators, strict=True)
+        return all(count <= allocator.num_free for count, allocator in groups)
+
+    def _insert(self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]) -> Users:
+        """Name pages, and note which entries will fill them."""
+        users: Users = []
+        for group, allocator in enumerate(prefix.allocators):
+            numbers = [number for number, g in loaded if g == group]
+            for number, page_id in zip(numbers, allocator.allocate(len(numbers)), strict=True):
+                page = prefix.insert(names, number, group, page_id)
+                if page is None:
+                    allocator.release([page_id])
+                    continue
+                users.append((page, group))
+                self._loads[group, page_id] = PageTransfer(group, page_id, loaded[number, group])
+        group = len(prefix.groups)  # of the states
+        for number in [number for number, g in loaded if g == group]:
+            page = prefix.add_state(names, (number + 1) * self.page_size)
+            if page is not None and (state := page.ids[group]) is not None:
+                self._loads[group, state] = PageTransfer(group, state, loaded[number, group])
+        return users
 
     def find(self, point: RestorePoint) -> "PageSearch | None":
-        """Read the pages on disk that lengthen `point`; None: none do, or reading does not pay.
+        """Load the pages in tiers that lengthen `point`; None: none do, or loading does not pay.
 
-        Takes time in proportion to the prompt. If the disk knows nothing of it, one look at a file.
+        Takes time in proportion to the prompt. If no tier knows anything of it, one look at a file.
         """
         stop = (len(point.names.token_ids) - 1) // self.page_size
-        if self.tier is None or stop - point.num_pages < MIN_PAGES:
+        if not self.tiers or stop - point.num_pages < MIN_PAGES:
             return None
-        search = PageSearch(self, self.tier, point, stop)
+        search = PageSearch(self, point, stop)
         while (num_pages := search.reachable()) - point.num_pages >= MIN_PAGES:
             wanted = search.wanted(num_pages)
             num_tokens = num_pages * self.page_size - point.num_tokens
             num_bytes = sum(self.page_bytes[group] for _, group in wanted)
             if not self.pays(num_tokens, self._reading.seconds_for(num_bytes)):
                 return None
-            if self._read(search, wanted):
+            if self._load(search, wanted):
                 self.tokens_loaded += num_tokens
                 search.stop = num_pages
                 return search
         return None
 
-    def _read(self, search: "PageSearch", wanted: list[tuple[int, int]]) -> bool:
-        """Read pages. False: one is missing, and the search knows it now."""
+    def _load(self, search: "PageSearch", wanted: list[Place]) -> bool:
+        """Load pages. False: one is missing, and the search knows it now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
-        for (number, _), key in zip(wanted, keys, strict=True):
-            search.tiers[number] = "peer" if search.tier.is_staged(key) else "disk"
         self.others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
-        entries = search.tier.get_chain(keys)
+        entries: dict[bytes, tuple[Entry, str]] = {}
+        for tier in self.tiers:
+            left = [key for key in keys if key not in entries]
+            entries |= {entry.key: (entry, tier.name) for entry in tier.load(left)}
         missing = self.others.end_fetch()
-        count = min([len(entries), *missing])
-        for lacking in missing:  # to be stored again, by all
-            search.tier.remove(keys[lacking])
-        self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
+        for index in missing:  # to be stored again, by all
+            for tier in self.tiers:
+                tier.remove(keys[index])
+            entries.pop(keys[index], None)
+        num_bytes = sum(entry.payload.nbytes for entry, _ in entries.values())
+        self._reading.add(num_bytes, self._clock() - started_s)
         self._read_meanwhile = True
-        for place, entry in zip(wanted, entries[:count], strict=False):
-            if entry.payload.nbytes != self.page_bytes[place[1]]:
-                search.there[place] = False
-                return False
-            search.read[place] = entry
-        if count < len(wanted):
-            search.there[wanted[count]] = False
-        return count == len(wanted)
+        lacking: list[Place] = []
+        for place, key in zip(wanted, keys, strict=True):
+            entry, tier_name = entries.get(key, (None, ""))
+            if entry is None or entry.payload.nbytes != self.page_bytes[place[1]]:
+                lacking.append(place)
+            else:
+                search.read[place], search.tiers[place[0]] = entry, tier_name
+        search.known.update(dict.fromkeys(lacking[:1], False))
+        return not lacking
 
     def pays(self, num_tokens: int, reading_s: float | None) -> bool:
         """Whether reading is expected to be quicker than computing."""
@@ -290,14 +450,13 @@ class PageStore:
 
     # -- saved prompts --------------------------------------------------------------------------
 
-    def places(self, names: PageNames) -> tuple[int, list[tuple[int, int]]]:
+    def places(self, names: PageNames, disk: DiskTier) -> tuple[int, list[Place]]:
         """Pages after which a prompt can go on from the disk alone; places of their entries."""
-        assert self.tier is not None
         stop, groups = len(names.token_ids) // self.page_size, range(len(self.page_bytes))
-        every = [(number, group) for number in range(stop) for group in groups]
-        on_disk = {place for place in every if self.tier.stores(key_of(names, *place))}
-        num_pages = self.reachable(stop, lambda number, group: (number, group) in on_disk)
-        return num_pages, [place for place in every if place[0] < num_pages and place in on_disk]
+        places = [(number, group) for number in range(stop) for group in groups]
+        stored = {place for place in places if disk.has(key_of(names, *place))}
+        num_pages = self.reachable(stop, lambda number, group: (number, group) in stored)
+        return num_pages, [place for place in places if place[0] < num_pages and place in stored]
 
     def reachable(self, stop: int, has: Callable[[int, int], bool], spans: Spans = ()) -> int:
         """The most pages, up to `stop`, after which all groups can go on with the pages there are.
@@ -319,23 +478,10 @@ class PageStore:
 
     def erase(self, names: PageNames) -> None:
         """Remove the entries of a prompt, except those that saved sessions keep."""
-        assert self.tier is not None
         for number in range(len(names.token_ids) // self.page_size):
             for group in range(len(self.page_bytes)):
-                self.tier.remove(key_of(names, number, group))
-
-    # -- the end --------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Plain numbers; a page of tokens is an entry for each layer group."""
-        found = NOTHING_STORED if self.tier is None else self.tier.stats()
-        return {**found, "tokens_loaded": self.tokens_loaded}
-
-    def close(self) -> None:
-        """Stop the writer, until `open`. What it has not written within `SAVE_S` is lost."""
-        if self.tier is not None:
-            self.tier.close(SAVE_S)
-            self.tier = None
+                for tier in self.tiers:
+                    tier.remove(key_of(names, number, group))
 
 
 def key_of(names: PageNames, number: int, group: int) -> bytes:
@@ -344,166 +490,63 @@ def key_of(names: PageNames, number: int, group: int) -> bytes:
 
 @dataclass(slots=True)
 class PageSearch:
-    """The pages of one prompt on the disk. Each place (page number, group) is looked for once.
+    """The pages of one prompt in all tiers. Each place is looked for once.
 
     Attributes:
-        tiers: page number -> "disk" or "peer", where what was read of it lay.
+        point: what memory has of it.
+        stop: pages, those in memory included.
+        known: places that were looked for below memory; whether a tier has them.
+        read: entries that were loaded.
+        tiers: page number -> the name of the tier from which it came.
         offered: keys that count as there, too, because peers have them.
     """
 
     store: PageStore
-    tier: DiskTier
     point: RestorePoint
-    stop: int  # pages
-    there: dict[tuple[int, int], bool] = field(default_factory=dict)
-    read: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    stop: int
+    known: dict[Place, bool] = field(default_factory=dict)
+    read: dict[Place, Entry] = field(default_factory=dict)
     tiers: dict[int, str] = field(default_factory=dict)
     offered: Collection[bytes] = ()
-
-    def reachable(self) -> int:
-        """The most pages after which all groups can go on, from memory and disk together."""
-        return self.store.reachable(self.stop, self.has, self.point.spans)
-
-    def places(self, groups: Seq[int]) -> list[tuple[int, int]]:
-        """Places of groups after the prefix in memory, the first pages first."""
-        numbers = range(self.point.num_pages, self.stop)
-        return [(number, group) for number in numbers for group in groups]
-
-    def wanted(self, num_pages: int) -> list[tuple[int, int]]:
-        """Places to be read for going on after `num_pages`, the first pages first."""
-        return sorted(
-            (number, group)
-            for group in range(len(self.store.page_bytes))
-            for number in self._needed(num_pages, group)
-            if not self._in_memory(number, group) and (number, group) not in self.read
-        )
-
-    def found(self) -> Found:
-        """What was read of the pages that are needed to go on after all `stop` pages."""
-        found: Found = []
-        for group in range(len(self.store.page_bytes)):
-            numbers = [n for n in self._needed(self.stop, group) if (n, group) in self.read]
-            found.append({number: self.read[number, group] for number in numbers})
-        return found
 
     def key(self, number: int, group: int) -> bytes:
         """The key of a page's entry."""
         return key_of(self.point.names, number, group)
 
-    def _needed(self, num_pages: int, group: int) -> Seq[int]:
-        """Page numbers of a group that the token after `num_pages` needs; of a state, the last."""
-        if group == self.store.state_group:
-            return [num_pages - 1] if num_pages else []
-        return self.store.groups[group].needed_pages(num_pages * self.store.page_size)
-
     def has(self, number: int, group: int) -> bool:
-        """Whether a page is in memory, on the disk, or at a peer."""
-        if self._in_memory(number, group):
+        """Whether a page is in memory, in a tier below, or at a peer."""
+        if self.point.holds(number, group):
             return True
         place = number, group
-        if place not in self.there:
-            self.there[place] = self.tier.contains(self.key(*place))
-        return self.there[place] or self.key(*place) in self.offered
+        if place not in self.known:
+            self.known[place] = self.store.has(self.key(*place))
+        return self.known[place] or self.key(*place) in self.offered
 
-    def _in_memory(self, number: int, group: int) -> bool:
-        path = self.point.path
-        page = path[number] if number < len(path) else None
-        return page is not None and page.ids[group] is not None
+    def reachable(self) -> int:
+        """The most pages after which all groups can go on, from memory and tiers together."""
+        return self.store.reachable(self.stop, self.has, self.point.spans)
 
+    def places(self, groups: Iterable[int]) -> list[Place]:
+        """Places of groups after the prefix in memory, the first pages first."""
+        groups = list(groups)
+        return [(n, group) for n in range(self.point.num_pages, self.stop) for group in groups]
 
-class Transfers:
-    """Pages to read out before they are written over, and pages to fill from the disk.
+    def wanted(self, num_pages: int) -> list[Place]:
+        """Places to be read for going on after `num_pages`, the first pages first."""
+        needed = self._needed(num_pages)
+        return sorted(p for p in needed if not self.point.holds(*p) and p not in self.read)
 
-    Args:
-        store: where pages go and come from.
-        groups: what layers keep in pages.
-    """
+    def loaded(self) -> dict[Place, Entry]:
+        """What was read of the pages that are needed to go on after all `stop` pages."""
+        return {place: self.read[place] for place in self._needed(self.stop) if place in self.read}
 
-    def __init__(self, store: PageStore, groups: Seq[PageGroup]) -> None:
-        self._store = store
-        self._groups = groups
-        self._allocators = [group.allocator for group in groups]
-        self._spills: list[PageTransfer] = []
-        self._loads: dict[tuple[int, int | None], PageTransfer] = {}  # by group and page id
-
-    def take(self) -> tuple[list[PageTransfer], list[PageTransfer]]:
-        """Pages to be read out before the next step, and then those to be filled."""
-        spills = self._store.affordable(self._spills)
-        loads = list(self._loads.values())
-        self.forget()
-        return spills, loads
-
-    def forget(self) -> None:
-        """Drop all transfers."""
-        self._spills, self._loads = [], {}
-
-    # -- to the disk ----------------------------------------------------------------------------
-
-    def note_evicted(self, page: Page, groups: Iterable[int]) -> None:
-        """Note an evicted page, to be stored, unless it waits for content from the disk."""
-        places = {(group, page.ids[group]) for group in groups}
-        unfilled = {place for place in places if self._loads.pop(place, None)}
-        filled = sorted(group for group, number in places if (group, number) not in unfilled)
-        self._spills += self._store.spills(page, filled)
-
-    def all_of(self, prefix: PrefixCache) -> list[PageTransfer]:
-        """All pages that memory has and the disk lacks, the ones used last and parents first."""
-        pages = sorted(prefix.page_of.values(), key=lambda page: (-page.tick, page.number))
-        return self._store.lacking(pages)
-
-    def held(self, prefix: PrefixCache, keys: Iterable[bytes]) -> list[PageTransfer]:
-        """Where the pages with these keys are in memory, of those that are."""
-        pages = [(prefix.page_of.get(group_key(key, 0)), key[-1]) for key in keys]
-        known = [(page, g) for page, g in pages if page and g < len(page.ids)]
-        return [each for page, group in known for each in self._store.transfers(page, [group])]
-
-    # -- from the disk --------------------------------------------------------------------------
-
-    def fetch(
-        self, prefix: PrefixCache, point: RestorePoint, has_room: Callable[[RestorePoint], bool]
-    ) -> dict[int, str]:
-        """Bring the pages of a prompt that only the disk has into memory, if there is room.
-
-        Args:
-            prefix: as it was when `point` was found.
-            point: where the prompt could go on from memory alone.
-            has_room: whether it could begin there.
-
-        Returns:
-            Of pages that came, by number: "disk" or "peer".
-        """
-        users, tiers = prefix.hold_path(point), {}
-        search = self._store.find(point) if has_room(point) else None
-        if search is not None and self._make_room(prefix, found := search.found()):
-            users += self._insert(prefix, point.names, found)
-            tiers = search.tiers
-        prefix.let_go(users, anchored=True)
-        return tiers
-
-    def _make_room(self, prefix: PrefixCache, found: Found) -> bool:
-        """Evict until each group has free pages for what was found; False: too many are needed."""
-        for group, (allocator, entries) in enumerate(zip(self._allocators, found, strict=False)):
-            if len(entries) > allocator.num_free:
-                prefix.evict(group, len(entries) - allocator.num_free)
-        rooms = zip(self._allocators, found, strict=False)
-        return all(len(entries) <= allocator.num_free for allocator, entries in rooms)
-
-    def _insert(self, prefix: PrefixCache, names: PageNames, found: Found) -> Users:
-        """Name pages, and note which entries will fill them."""
-        users: Users = []
-        for group, allocator in enumerate(self._allocators):
-            entries, places = found[group], allocator.allocate(len(found[group]))
-            for (number, entry), own in zip(entries.items(), places, strict=True):
-                page = prefix.insert(names, number, group, own)
-                if page is None:
-                    allocator.release([own])
-                    continue
-                users.append((page, group))
-                self._loads[group, own] = PageTransfer(group, own, entry)
-        for states in found[len(self._allocators) :]:
-            for number, entry in states.items():
-                page = prefix.add_state(names, (number + 1) * self._store.page_size)
-                if page is not None and (state := page.ids[-1]) is not None:
-                    place = self._store.state_group, state
-                    self._loads[place] = PageTransfer(*place, entry)
-        return users
+    def _needed(self, num_pages: int) -> list[Place]:
+        """Pages that the token after `num_pages` needs, by group; of states, the last."""
+        store = self.store
+        needed = [
+            (number, group)
+            for group, pages in enumerate(store.groups)
+            for number in pages.needed_pages(num_pages * store.page_size)
+        ]
+        has_state = store.states is not None and num_pages
+        return [*needed, (num_pages - 1, len(store.groups))] if has_state else needed

@@ -1,6 +1,6 @@
 """Pages from other servers: what memory and disk lack of a prompt is asked of peers by its keys.
 
-The pages that come are staged in the disk tier, from where a prompt takes them as it takes those of
+The pages that come wait in a tier of their own, from where a prompt takes them as it takes those of
 the disk. A request waits for them at most as long as its prompt is expected to take here. So peers
 decide when a prompt is there, and never what it is: the key of an entry stands for the weights,
 the versions, the format and all tokens, and its checksum for its bytes.
@@ -22,12 +22,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..cache.disk import DiskTier, Entry, decode, encode, entry_bytes
+from ..cache.disk import Entry, decode, encode, entry_bytes
 from ..config import PeerOptions
 from ..errors import MlxinferError
 from .batch import Sequence
 from .kv_manager import KVManager
-from .pagestore import MIN_PAGES, PageSearch, PageStore, Rate
+from .pagestore import MIN_PAGES, PageSearch, PageStore, Place, Rate
 
 if TYPE_CHECKING:
     import httpx2
@@ -47,9 +47,6 @@ MAX_SAID_CHARS = 200  # of a refusal, in the log
 MAX_HEAD_BYTES = 1 << 16  # of an answer beside what was asked for
 
 NOTHING_CAME = {"pages": 0, "bytes": 0, "failures": 0}
-
-Place = tuple[int, int]  # page number, layer group
-
 
 log = logging.getLogger("mlxinfer.engine")
 
@@ -242,33 +239,31 @@ class OwnPages:
 
     def __init__(self, call: Callable[[Callable[[Any], Any]], Any]) -> None:
         self._call = call
-        self._tier: DiskTier | None = None  # once it is known
+        self._root: bytes | None = None  # once it is known
 
     def namespace(self) -> bytes | None:
         """The namespace of their entries; None: it is not known yet, or no pages are given."""
-        self._tier = self._tier or self._call(lambda loop: loop.tier())
-        return None if self._tier is None else self._tier.namespace
+        self._root = self._root or self._call(lambda loop: loop.root())
+        return self._root
 
     def held(self, keys: Seq[bytes]) -> bytes:
         """For each key "1" where memory or disk has its entry, else "0"."""
-        tier, held = self._tier, self._call(lambda loop: loop.held(set(keys)))
-        assert tier is not None, "a key is of a namespace"
-        there = (key in held or tier.stores(key) for key in keys)
-        return b"".join([b"1" if each else b"0" for each in there])
+        disk, in_memory = self._call(lambda loop: (loop.store.disk, loop.held(set(keys))))
+        has = (key in in_memory or (disk is not None and disk.has(key)) for key in keys)
+        return b"".join([b"1" if is_held else b"0" for is_held in has])
 
     def entries(self, keys: Seq[bytes]) -> bytes:
         """The entries of keys, as they lie on the disk, up to the first that is not there.
 
         A request may ask for `pages_at_once`, and gets no more.
         """
-        tier, most = self._tier, self._call(lambda loop: pages_at_once(loop.store))
-        assert tier is not None, "a key is of a namespace"
+        disk, most = self._call(lambda loop: (loop.store.disk, pages_at_once(loop.store)))
         keys = keys[:most]
         read = self._call(lambda loop: loop.entries(set(keys)))
-        found: dict[bytes, Entry] = {entry.key: entry for entry in read}
+        in_memory: dict[bytes, Entry] = {entry.key: entry for entry in read}
         parts: list[bytes | memoryview] = []
         for key in keys:
-            entry = found.get(key) or tier.stored(key)
+            entry = in_memory.get(key) or (None if disk is None else disk.get(key))
             if entry is None:
                 break
             parts += encode(entry)
@@ -281,6 +276,7 @@ class Fetch:
 
     Attributes:
         search: of the prompt's pages.
+        root: the namespace of the model's entries.
         own_s: that the rest of the prompt takes here; None: not measured.
         is_plain: the prompt is text for the model alone, with its usual frequencies: all that a
             peer is told.
@@ -290,6 +286,7 @@ class Fetch:
     """
 
     search: PageSearch
+    root: bytes
     own_s: float | None
     is_plain: bool
     salt: str | None
@@ -307,6 +304,7 @@ class PeerFetches:
 
     def __init__(self, store: PageStore, options: PeerOptions) -> None:
         self._store = store
+        self._needed_by_all = [g for g, group in enumerate(store.groups) if not group.recycles]
         self._loop = asyncio.new_event_loop()
         self._peers = {url: Peer(url) for url in options.asked}
         self._elsewhere = self._peers.get(options.prefill_at or "")
@@ -315,9 +313,9 @@ class PeerFetches:
 
     def begin(self, kv_manager: KVManager, sequence: Sequence) -> "Future[None] | None":
         """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
-        tier, num_ids, request = self._store.tier, sequence.num_known, sequence.request
+        root, num_ids, request = self._store.root, sequence.num_known, sequence.request
         stop = (num_ids - 1) // self._store.page_size
-        if tier is None or request.prompt_logits or request.from_peer or not self._asked_now():
+        if root is None or request.prompt_logits or request.from_peer or not self._asked_now():
             return None
         point = kv_manager.probe(sequence)
         own_s = self._store.computing_s(num_ids - point.num_tokens)
@@ -325,9 +323,9 @@ class PeerFetches:
             return None
         point.names.name(stop - 1)  # all are named before the other thread reads names
         is_plain = sequence.pictures is None and sequence.adapter_id is None
-        search = PageSearch(self._store, tier, point, stop)
+        search = PageSearch(self._store, point, stop)
         is_plain = is_plain and not sequence.rope_variant
-        fetch = Fetch(search, own_s, is_plain, request.cache_salt)
+        fetch = Fetch(search, root, own_s, is_plain, request.cache_salt)
         return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
 
     def stats(self) -> dict[str, int]:
@@ -358,7 +356,7 @@ class PeerFetches:
     async def _bring(self, fetch: Fetch) -> None:
         """Bring what peers have, or compute, in the time that computing it here would take."""
         search = fetch.search
-        if self._num_bytes(search.wanted(search.stop)) > search.tier.max_staged_bytes:
+        if self._num_bytes(search.wanted(search.stop)) > self._store.received.max_bytes:
             return
         limit_s = UNMEASURED_S if fetch.own_s is None else fetch.own_s
         now_s, peer = self._loop.time(), self._elsewhere
@@ -371,16 +369,14 @@ class PeerFetches:
     async def _compute_at(self, peer: Peer, fetch: Fetch) -> None:
         """Let a peer compute the prompt, and take pages as it seals them."""
         search = fetch.search
-        work = peer.compute(
-            search.tier.namespace, search.point.names.token_ids, fetch.salt, fetch.wait
-        )
+        work = peer.compute(fetch.root, search.point.names.token_ids, fetch.salt, fetch.wait)
         computing, ended = asyncio.create_task(work), False
         try:
             while not ended:
                 await asyncio.wait({computing}, timeout=POLL_S)
                 ended = computing.done()  # before the last look
                 await self._look(fetch, [peer], fetch.wait)
-                await self._take(fetch, search.places(self._store.always))
+                await self._take(fetch, search.places(self._needed_by_all))
         finally:
             computing.cancel()
 
@@ -392,7 +388,7 @@ class PeerFetches:
 
         async def held(peer: Peer) -> set[bytes]:
             with suppress(PeerError):
-                return await peer.held(search.tier.namespace, keys, wait)
+                return await peer.held(fetch.root, keys, wait)
             return set()
 
         for peer, has in zip(peers, await asyncio.gather(*map(held, peers)), strict=True):
@@ -435,7 +431,7 @@ class PeerFetches:
         found: dict[Peer, list[Place]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))
-            if peer is not None and not fetch.search.there.get(place):
+            if peer is not None and not fetch.search.known.get(place):
                 found.setdefault(peer, []).append(place)
         return found
 
@@ -459,9 +455,9 @@ class PeerFetches:
         by_key = {search.key(*place): place for place in places}
         sizes = {k: entry_bytes(page, self._num_bytes([place])) for k, place in by_key.items()}
         with suppress(PeerError):
-            async for entry in peer.entries(search.tier.namespace, sizes, fetch.wait):
-                search.tier.stage(entry)
-                search.there[by_key[entry.key]] = True
+            async for entry in peer.entries(fetch.root, sizes, fetch.wait):
+                self._store.received.store(entry)
+                search.known[by_key[entry.key]] = True
 
     def _num_bytes(self, places: Seq[Place]) -> int:
         return sum(self._store.page_bytes[group] for _, group in places)

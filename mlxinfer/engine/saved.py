@@ -25,19 +25,19 @@ IDENTIFY_S = 30.0  # until weights that are being hashed may be known
 def open_store(loop: "Loop") -> tuple[PageStore, DiskTier]:
     """The disk cache of a model; raises InvalidRequestError if it has none."""
     store = loop.store
-    if store is None or store.others.form:
+    if store is None or store.others.form or not loop.config.disk:
         raise InvalidRequestError(
             "Sessions lie in the disk cache, and this model has none; serve it with --disk-cache "
             "SIZE."
-            if store is None
+            if store is None or not store.others.form
             else "Sessions of a model that is spread over ranks cannot be saved."
         )
-    if store.tier is None:
+    if store.disk is None:
         raise OverloadedError(
             "The model's weights are still being identified for the disk cache; try again later.",
             retry_after_s=IDENTIFY_S,
         )
-    return store, store.tier
+    return store, store.disk
 
 
 class Saving:
@@ -63,7 +63,7 @@ class Saving:
             OverloadedError: try again later.
             RequestFailedError: a step failed meanwhile, and the cache is lost.
         """
-        (store, tier), kv = open_store(loop), loop.scheduler.kv_manager
+        (store, disk), kv = open_store(loop), loop.scheduler.kv_manager
         loop.carry_out_work(store)
         namespace, ids = kv.prompt_of(self._place)
         adapter, variant, *_ = namespace or (None, 0)
@@ -77,7 +77,7 @@ class Saving:
                 if not all(page.is_named for page in pages):
                     raise RequestFailedError("A step failed; send the request again, then save.")
                 store.put(loop.cache.read_out(spills))
-                while not tier.flush(0.0):
+                while not disk.flush(0.0):
                     yield WRITE_S
             lacking = store.lacking(pages)
         finally:
@@ -88,7 +88,7 @@ class Saving:
                 "remove sessions, raise --disk-cache, or make room on its disk.",
                 retry_after_s=IDENTIFY_S,
             )
-        num_pages, places = store.places(names)
+        num_pages, places = store.places(names, disk)
         if not num_pages:
             raise InvalidRequestError("The prompt has no whole page that could be saved.")
         self.prompt = SavedPrompt(

@@ -112,7 +112,7 @@ class OwnDisk:
         """Queue entries to be written, of those that have any bytes."""
         for entry in spilled:
             if entry.payload and self._tier is not None:
-                self._tier.put(entry)
+                self._tier.store(entry)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the writes; whether all ended in time."""

@@ -19,7 +19,6 @@ from mlxinfer.cache.disk import (
     DiskTier,
     Entry,
     Files,
-    NoFiles,
     group_key,
     namespace_key,
     page_key,
@@ -47,7 +46,7 @@ def chain_keys(root: bytes, token_ids: list[int], page_size: int) -> list[bytes]
 
 def put(tier: DiskTier, token_ids: list[int], payload: bytes, parent: bytes = MODEL) -> bytes:
     key = page_key(parent, token_ids)
-    assert tier.put(Entry(key, parent, tuple(token_ids), memoryview(payload)))
+    assert tier.store(Entry(key, parent, tuple(token_ids), memoryview(payload)))
     return key
 
 
@@ -150,16 +149,16 @@ def test_the_longest_unused_goes_and_of_a_chain_the_end(tmp_path: Path) -> None:
         put(tier, [2 * number, 2 * number + 1], bytes(1000), parent)
     old = put(tier, [7, 7], bytes(1000))
     tier.flush()
-    assert len(tier.get_chain(keys)) == 3
+    assert len(tier.load(keys)) == 3
     put(tier, [8, 8], bytes(1000))
     put(tier, [9, 9], bytes(1000))
     tier.flush()
-    assert [tier.contains(key) for key in (*keys, old)] == [True, True, False, False]
+    assert [tier.has(key) for key in (*keys, old)] == [True, True, False, False]
     tier.close()
     reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)  # reads the times of last use
     put(reopened, [10, 10], bytes(1000))
     reopened.flush()
-    assert [reopened.contains(key) for key in keys] == [True, False, False]
+    assert [reopened.has(key) for key in keys] == [True, False, False]
     assert reopened.stats()["num_bytes"] == 4 * size
     assert (reopened.stats()["num_entries"], reopened.stats()["evicted"]) == (4, 1)
     reopened.close()
@@ -176,7 +175,7 @@ def test_a_restart_keeps_the_order_of_last_use(tmp_path: Path, oldest: int) -> N
     reopened = DiskTier(str(tmp_path), MODEL, max_bytes=4 * size)
     put(reopened, [9], b"")
     reopened.close()
-    assert [key for key in keys if not reopened.contains(key)] == [keys[oldest]]
+    assert [key for key in keys if not reopened.has(key)] == [keys[oldest]]
 
 
 def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
@@ -184,30 +183,12 @@ def test_an_entry_that_can_never_fit_is_dropped(tmp_path: Path) -> None:
     small = put(tier, [1], b"")
     put(tier, [2], bytes(500))
     tier.close()
-    assert tier.contains(small)
+    assert tier.has(small)
     assert (tier.stats()["num_entries"], tier.stats()["dropped"], tier.stats()["evicted"]) == (
         1,
         1,
         0,
     )
-
-
-def test_a_staged_entry_is_read_once_and_the_oldest_make_room() -> None:
-    tier = DiskTier("", MODEL, max_bytes=0, max_staged_bytes=25, files=NoFiles())
-    entries = [
-        Entry(page_key(MODEL, [n]), MODEL, (n,), memoryview(b"0123456789")) for n in range(3)
-    ]
-    for entry in entries:
-        tier.stage(entry)
-    tier.stage(entries[2])  # it counts once
-    oldest, *kept = (entry.key for entry in entries)
-    assert not tier.contains(oldest)
-    assert tier.contains(kept[0])
-    assert [entry.key for entry in tier.get_chain([*kept, oldest])] == kept
-    assert tier.get_chain(kept) == []
-    tier.stage(entries[0])
-    assert tier.contains(oldest)
-    assert tier.stats()["errors"] == 0
 
 
 def test_prompts_are_for_this_user_alone(tier: DiskTier, tmp_path: Path) -> None:
@@ -333,7 +314,7 @@ def test_a_slow_disk_makes_no_request_wait(tmp_path: Path) -> None:
     entries = [
         Entry(page_key(MODEL, [n]), MODEL, (n,), memoryview(bytes([n] * 900))) for n in range(6)
     ]
-    taken = [tier.put(entry) for entry in entries]
+    taken = [tier.store(entry) for entry in entries]
     assert taken == [True, True, True, False, False, False]
     assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900), "not written yet"
     assert not tier.flush(0.01)
@@ -341,35 +322,22 @@ def test_a_slow_disk_makes_no_request_wait(tmp_path: Path) -> None:
     tier.close()
     assert (tier.stats()["written"], tier.stats()["dropped"]) == (3, 3)
     assert bytes(tier.get(page_key(MODEL, [2])).payload) == bytes([2] * 900)
-    assert not tier.put(Entry(page_key(MODEL, [9]), MODEL, (9,)))
+    assert not tier.store(Entry(page_key(MODEL, [9]), MODEL, (9,)))
     assert tier.flush()
 
 
-def test_removed_entries_are_gone_also_before_they_were_written_or_read(tmp_path: Path) -> None:
+def test_removed_entries_are_gone_also_before_they_were_written(tmp_path: Path) -> None:
     files = Slow()
-    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_staged_bytes=900, files=files)
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, files=files)
     keys = [put(tier, [n], bytes(900)) for n in range(3)]  # the first is being written
-    staged = Entry(page_key(MODEL, [9]), MODEL, (9,), memoryview(bytes(900)))
-    tier.stage(staged)
-    for key in [*keys, staged.key]:
+    for key in keys:
         tier.remove(key)
     kept = put(tier, [4], bytes(900))
     files.go_on.set()
     tier.close()
     assert [path.name for path in files_in(tmp_path)] == [f"{kept.hex()}.kv"]
-    assert not any(tier.contains(key) for key in [*keys, staged.key])
+    assert not any(tier.has(key) for key in keys)
     assert tier.stats()["num_entries"] == 1
-
-
-def test_entries_that_wait_for_a_prompt_are_neither_stored_nor_given_away(tmp_path: Path) -> None:
-    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_staged_bytes=900)
-    staged = Entry(page_key(MODEL, [9]), MODEL, (9,), memoryview(bytes(900)))
-    tier.stage(staged)
-    assert (tier.contains(staged.key), tier.stores(staged.key)) == (True, False)
-    assert tier.stored(staged.key) is None
-    assert tier.put(staged)
-    tier.close()
-    assert tier.stored(staged.key) == tier.get(staged.key) == staged
 
 
 def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
@@ -407,7 +375,7 @@ model = namespace_key("model", "bf16")
 tier = DiskTier(sys.argv[1], model, max_bytes=2**20)
 for n in range(10**9):
     payload = memoryview(n.to_bytes(4, "little") * 5000)
-    tier.put(Entry(page_key(model, [n]), model, (n,), payload))
+    tier.store(Entry(page_key(model, [n]), model, (n,), payload))
     tier.flush()
     if n == 3:
         print("under way", flush=True)

@@ -217,12 +217,12 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(number=which)
     def get(self, number: int) -> None:
         there = self.path(number) in self.disk.files
-        assert self.store.contains(ENTRIES[number].key) == there
+        assert self.store.has(ENTRIES[number].key) == there
         self.check_get(self.store, number)
 
     @rule(numbers=st.lists(which, max_size=4))
-    def get_chain(self, numbers: list[int]) -> None:
-        found = self.store.get_chain([ENTRIES[number].key for number in numbers])
+    def load(self, numbers: list[int]) -> None:
+        found = self.store.load([ENTRIES[number].key for number in numbers])
         assert found == [ENTRIES[number] for number in numbers[: len(found)]]
 
     @rule()

@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tier = DiskTier(str(root), namespace_key(name), max_bytes=1 << 20)
         for i in range(count):
             key, payload = page_key(tier.namespace, [i]), memoryview(bytes(1000))
-            tier.put(Entry(key, tier.namespace, (i,), payload))
+            tier.store(Entry(key, tier.namespace, (i,), payload))
         tier.close()
     return root
 

@@ -78,7 +78,7 @@ while True:
     keys = prompt.keys(model)
     for page, (parent, key) in enumerate(keys):
         payload = memoryview(number.to_bytes(4, "little") * 5000)
-        tier.put(Entry(key, parent, prompt.page(page), payload))
+        tier.store(Entry(key, parent, prompt.page(page), payload))
     tier.flush()
     session = SavedSession(
         name=f"s{number % 5}", owner="anna", model="m", created_s=number, num_bytes=40000,

@@ -36,7 +36,7 @@ def answer(harness: Harness, ids: list[int], params: SamplingParams = FEW) -> Ou
     harness.drain()
     harness.turn()  # what the last step left
     assert harness.loop.store is not None
-    harness.loop.store.tier.flush()
+    harness.loop.store.disk.flush()
     return harness.outcomes[name]
 
 
@@ -336,7 +336,7 @@ def test_requests_do_not_wait_for_the_identity_of_the_weights(tmp_path: Path) ->
     later.add("early", shared, FEW)
     later.drain()
     assert later.loop.store is not None
-    assert later.loop.store.tier is None
+    assert later.loop.store.disk is None
     assert later.outcomes["early"].cached_tokens == 0
     assert later.loop.stats()["disk"]["num_entries"] == 0
     found[0] = "qwen3-v4"

@@ -10,7 +10,7 @@ from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, names
 from mlxinfer.engine import pagestore
-from mlxinfer.engine.pagestore import TRIES, Found, PageStore
+from mlxinfer.engine.pagestore import TRIES, PageStore, Place, ReceivedPages
 
 PAGE = 4
 IDS = list(range(100, 141))  # ten pages and a token
@@ -32,9 +32,9 @@ class SlowTier(DiskTier):
 
     clock: Clock
 
-    def get_chain(self, keys):  # type: ignore[no-untyped-def]
+    def load(self, keys):  # type: ignore[no-untyped-def]
         self.clock.now += 1.0
-        return super().get_chain(keys)
+        return super().load(keys)
 
 
 class Bench:
@@ -55,6 +55,7 @@ class Bench:
             self.tier,
             groups=groups,
             max_bytes=max_bytes,
+            max_received_bytes=1 << 20,
             clock=self.clock,
         )
 
@@ -79,7 +80,7 @@ class Bench:
 
     def store_all(self) -> None:
         for page in self.memory(10).page_of.values():
-            spills = self.store.spills(page, [FULL, WINDOWED])
+            spills = self.store.lacking([page])
             assert [spill.group for spill in spills] == [FULL, WINDOWED]
             self.store.put(s.filled(bytes([page.number]) * PAGE_BYTES[s.group]) for s in spills)
             self.keys |= {(page.number, s.group): s.entry.key for s in spills}
@@ -91,9 +92,9 @@ class Bench:
         [path] = self.folder.rglob(f"{name}.kv")
         path.unlink()
 
-    def find(self, in_memory: int = 0) -> Found | None:
+    def find(self, in_memory: int = 0) -> dict[Place, Entry] | None:
         search = self.store.find(self.point(IDS, in_memory))
-        return None if search is None else search.found()
+        return None if search is None else search.loaded()
 
     def point(self, ids: list[int], in_memory: int = 0) -> RestorePoint:
         """Where a prompt could go on from memory alone."""
@@ -109,14 +110,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.store.close()
 
 
-def numbers(found: Found | None) -> list[list[int]]:
+def numbers(loaded: dict[Place, Entry] | None) -> list[list[int]]:
     """The page numbers that were read, by group; every payload is the one that was stored."""
-    if found is None:
+    if loaded is None:
         return []
-    for group, pages in enumerate(found):
-        for number, entry in pages.items():
-            assert bytes(entry.payload) == bytes([number]) * PAGE_BYTES[group]
-    return [list(pages) for pages in found]
+    for (number, group), entry in loaded.items():
+        assert bytes(entry.payload) == bytes([number]) * PAGE_BYTES[group]
+    return [[number for number, g in loaded if g == group] for group in (FULL, WINDOWED)]
 
 
 def test_a_window_is_read_only_where_a_prompt_goes_on(bench: Bench) -> None:
@@ -181,19 +181,18 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
 ) -> None:
     bench = Bench(tmp_path, max_bytes=40)
     monkeypatch.setattr(pagestore, "SAVE_CHUNK_BYTES", 14)
-    spills = bench.spills()
-    asked: list[int] = []
+    memory, asked = bench.memory(10), list[int]()
 
     def read(chunk):  # type: ignore[no-untyped-def]
         asked.append(len(chunk))
         bench.clock.now += 4.0
         return [spill.filled(bytes(PAGE_BYTES[spill.group])) for spill in chunk]
 
-    bench.store.save(spills, read)
+    bench.store.save(memory, read)
     assert asked == [2, 2, 1], "14, 28 and 36 bytes; six more are too many"
     asked.clear()
     monkeypatch.setattr(bench.tier, "flush", lambda timeout_s: timeout_s > 3.0)
-    bench.store.save(spills, read)
+    bench.store.save(memory, read)
     assert asked == [2, 2]
     bench.store.close()
 
@@ -249,3 +248,41 @@ def test_only_prefill_without_a_read_meanwhile_tells_the_speed(bench: Bench) -> 
     step(bench, 40, seconds=0.001)
     step(bench, 40, seconds=0.001)
     assert bench.find() is None
+
+
+# -- pages from peers ---------------------------------------------------------------------------
+
+
+def received_entries(count: int) -> list[Entry]:
+    root = namespace_key("test")
+    payload = memoryview(b"0123456789")
+    return [Entry(page_key(root, [n]), root, (n,), payload) for n in range(count)]
+
+
+def test_a_received_page_is_loaded_once_and_the_oldest_make_room() -> None:
+    tier, entries = ReceivedPages(max_bytes=25), received_entries(3)
+    assert [tier.store(entry) for entry in [*entries, entries[2]]] == [True] * 4, "it counts once"
+    oldest, *kept = (entry.key for entry in entries)
+    assert [tier.has(key) for key in (oldest, *kept)] == [False, True, True]
+    assert [entry.key for entry in tier.load([oldest, *kept])] == kept
+    assert tier.load(kept) == []
+    assert tier.store(entries[0])
+    tier.remove(oldest)
+    assert not tier.has(oldest)
+    assert not ReceivedPages(max_bytes=9).store(entries[0])
+
+
+def test_received_pages_are_read_before_the_disk_and_are_not_stored(bench: Bench) -> None:
+    keys = [bench.keys[number, group] for number in (8, 9) for group in (FULL, WINDOWED)]
+    for key in keys:
+        entry = bench.tier.get(key)
+        assert entry is not None
+        assert bench.store.received.store(entry)
+    for number in (8, 9):
+        bench.lose(number, FULL)
+    assert [spill.entry.key for spill in bench.spills()] == [keys[0], keys[2]]
+    search = bench.store.find(bench.point(IDS))
+    assert search is not None
+    assert numbers(search.loaded()) == [list(range(10)), [0, 8, 9]]
+    assert search.tiers == dict.fromkeys(range(8), "disk") | {8: "peer", 9: "peer"}
+    assert not any(bench.store.received.has(key) for key in keys)

@@ -46,9 +46,9 @@ def save(harness: Harness, sessions: SavedSessions) -> SavedSession:
         name="work", owner="anna", model="m", created_s=1, num_bytes=1, prompt=saving.prompt
     )
     assert harness.loop.store is not None
-    assert harness.loop.store.tier is not None
+    assert harness.loop.store.disk is not None
     keys = [key for _, key in saved.prompt.keys(saved.prompt.root)]
-    sessions.save(saved, harness.loop.store.tier, keys)
+    sessions.save(saved, harness.loop.store.disk, keys)
     return saved
 
 
@@ -69,8 +69,8 @@ def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path:
     found = sessions.find("work", "anna")
     assert found == saved
     assert later.loop.store is not None
-    assert later.loop.store.tier is not None
-    sessions.restore(found, later.loop.store.tier)
+    assert later.loop.store.disk is not None
+    sessions.restore(found, later.loop.store.disk)
     load(later.loop, PLACE, found.prompt, None)
     assert later.loop.store.tokens_loaded == len(found.prompt.token_ids) >= 96
     more = ids + prompt(20, 5)
@@ -89,13 +89,11 @@ def test_pages_that_came_from_peers_and_wait_are_saved_too(case: str, tmp_path: 
     harness = on_disk(here, case)
     answer(harness, ids)
     assert harness.loop.store is not None
-    tier = harness.loop.store.tier
-    assert tier is not None
-    tier.max_staged_bytes = 1 << 26
+    harness.loop.store.received.max_bytes = 1 << 26
     for path in there.glob("[!s]*/*.kv"):
         entry = decode(path.read_bytes())
         assert entry is not None
-        tier.stage(entry)
+        assert harness.loop.store.received.store(entry)
     saved = save(harness, SavedSessions(here))
     assert len(saved.prompt.token_ids) >= 96
 

@@ -150,7 +150,7 @@ def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path)
     prompts = [prompt(60, seed=seed) for seed in range(4)]
     cold = [answer(harness, ids) for ids in prompts]
     assert group.num_held <= 2
-    harness.loop.store.tier.flush()  # type: ignore[union-attr]
+    harness.loop.store.disk.flush()  # type: ignore[union-attr]
     assert answer(harness, prompts[0]) == cold[0]
     assert cached(harness) == 48
 

@@ -209,8 +209,8 @@ def test_prefixes_on_disk_come_back_after_a_restart(
         harness.add("a", list(ids), params)
         outcome = harness.drain()["a"]
         assert harness.loop.store is not None
-        assert harness.loop.store.tier is not None
-        namespaces.add(harness.loop.store.tier.namespace.hex())
+        assert harness.loop.store.disk is not None
+        namespaces.add(harness.loop.store.disk.namespace.hex())
         harness.loop.close()
         return outcome.token_ids, outcome.cached_tokens
 

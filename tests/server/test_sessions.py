@@ -89,7 +89,7 @@ def test_eviction_leaves_what_a_session_keeps(tmp_path: Path) -> None:
         assert pinned
         disk = server.model.session.engine.call(lambda loop: loop.store)
         num_others = 0
-        while disk.tier.stats()["evicted"] < 10:
+        while disk.disk.stats()["evicted"] < 10:
             num_others += 1
             ask(server, f"{num_others} " * 100, max_tokens=1)
             refused = server.post("/v1/sessions", {"name": "again"})
@@ -97,7 +97,7 @@ def test_eviction_leaves_what_a_session_keeps(tmp_path: Path) -> None:
                 server.client.delete("/v1/sessions/again")
             assert num_others < 200
         assert pinned <= set(entry_files(tmp_path))
-        assert disk.tier.stats()["num_bytes"] <= 2_000_000
+        assert disk.disk.stats()["num_bytes"] <= 2_000_000
         server.client.delete("/v1/sessions/kept")
         assert all(path.stat().st_nlink == 1 for path in entry_files(tmp_path))
 

@@ -23,22 +23,22 @@ class FakeTier:
     def _fails(self) -> bool:
         return self._rng.random() < self._fault_share
 
-    def contains(self, key: bytes) -> bool:
+    name = "disk"
+
+    def has(self, key: bytes) -> bool:
         return key in self._entries
 
-    stores = contains
+    def remove(self, key: bytes) -> None:
+        self._entries.pop(key, None)
 
-    def is_staged(self, key: bytes) -> bool:
-        return False  # nothing comes from peers
-
-    def put(self, entry: Entry) -> bool:
+    def store(self, entry: Entry) -> bool:
         if self._fails():
             return False
         before = self._entries.setdefault(entry.key, entry)
         assert before == entry, "the same tokens, another content"
         return True
 
-    def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
+    def load(self, keys: Sequence[bytes]) -> list[Entry]:
         found: list[Entry] = []
         for key in keys:
             if key not in self._entries:

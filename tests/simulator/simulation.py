@@ -161,7 +161,7 @@ class Simulation:
         if self.store is not None:
             self.store.put(spilled)
         if self.store is not None and self.sizes.reuse:
-            self.store.save(kv_manager.take_all(), self.kv.read_out)
+            self.store.save(kv_manager.prefix, self.kv.read_out)
         self.start()
 
     # -- one turn, as in engine/loop.py ----------------------------------------------------------

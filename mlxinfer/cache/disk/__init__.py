@@ -1,7 +1,7 @@
 """The disk tier of the prefix cache."""
 
 from ..prefix.names import group_key, namespace_key, page_key
-from .entry import Entry, Files, NoFiles, decode, encode, entry_bytes
+from .entry import Entry, Files, decode, encode, entry_bytes
 from .tier import NOTHING_STORED, DiskTier
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "DiskTier",
     "Entry",
     "Files",
-    "NoFiles",
     "decode",
     "encode",
     "entry_bytes",

@@ -150,21 +150,3 @@ class Files:
     def mark_used(self, path: str, at_ns: int) -> None:
         """Set the time of last use, in nanoseconds since the epoch."""
         os.utime(path, ns=(at_ns, at_ns))
-
-
-class NoFiles(Files):
-    """No disk: nothing is there, and nothing is made."""
-
-    def make_folder(self, folder: str) -> None:
-        """Make none."""
-
-    def names(self, folder: str) -> list[str]:
-        return []
-
-    def read(self, path: str) -> bytes:
-        """Raise FileNotFoundError."""
-        raise FileNotFoundError(path)
-
-    def info(self, path: str) -> tuple[int, int]:
-        """Raise FileNotFoundError."""
-        raise FileNotFoundError(path)

@@ -48,8 +48,8 @@ NOTHING_STORED = {
 class DiskTier:
     """Prefix pages of one namespace, in a folder that other processes and models may share.
 
-    Raises nothing that files can cause. Safe to use from several threads. `put` never waits for a
-    write: a thread of its own, which the first `put` starts, calls `write_entry` and `sync`.
+    Raises nothing that files can cause. Safe to use from several threads. `store` never waits for
+    a write: a thread of its own, which the first `store` starts, calls `write_entry` and `sync`.
 
     Args:
         root: the folder; made where it is missing.
@@ -57,10 +57,11 @@ class DiskTier:
             adapter is best part of the key that a chain starts from.
         max_bytes: what the entries of all namespaces under `root` may take together.
         max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
-        max_staged_bytes: payloads that may wait to be read, see `stage`.
         files: access to files.
         clock_ns: nanoseconds since the epoch.
     """
+
+    name = "disk"
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class DiskTier:
         *,
         max_bytes: int,
         max_pending_bytes: int = 256 * 2**20,
-        max_staged_bytes: int = 0,
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -89,9 +89,6 @@ class DiskTier:
         self._max_pending_bytes = max_pending_bytes
         self._pending: OrderedDict[bytes, Entry] = OrderedDict()  # until they are written
         self._num_pending_bytes = 0
-        self.max_staged_bytes = max_staged_bytes
-        self._staged: OrderedDict[bytes, Entry] = OrderedDict()  # until they are read
-        self._num_staged_bytes = 0
         self._writer: threading.Thread | None = None
         self._stopping = False
         self._changed = threading.Condition()  # of all from `_pending` on
@@ -104,9 +101,9 @@ class DiskTier:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, which counts as used; None: not there, or broken and now removed."""
-        return next(iter(self.get_chain([key])), None)
+        return next(iter(self.load([key])), None)
 
-    def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
+    def load(self, keys: Sequence[bytes]) -> list[Entry]:
         """The entries of a prompt's pages from the first on, up to the first miss.
 
         They count as used, the first one most recently. So a chain loses its end first, and its
@@ -115,7 +112,7 @@ class DiskTier:
         entries: list[Entry] = []
         read: list[str] = []  # from the disk
         for key in keys:
-            entry = self._unstaged(key) or self._waiting(key)
+            entry = self._waiting(key)
             if entry is None:
                 entry = self.read(key)
                 if entry is None:
@@ -125,26 +122,8 @@ class DiskTier:
         self._mark_used(read[::-1])
         return entries
 
-    def stored(self, key: bytes) -> Entry | None:
-        """As `get`, but staged entries stay with the prompts that wait for them."""
-        waiting = self._waiting(key)
-        if waiting is not None:
-            return waiting
-        entry = self.read(key)
-        if entry is not None:
-            self._mark_used([self.path(key)])
-        return entry
-
-    def contains(self, key: bytes) -> bool:
-        """Whether there is an entry; it may yet prove broken."""
-        return key in self._staged or self.stores(key)
-
-    def is_staged(self, key: bytes) -> bool:
-        """Whether an entry came from another server and was not read yet."""
-        return key in self._staged
-
-    def stores(self, key: bytes) -> bool:
-        """Whether an entry is on the disk, or waits to be written."""
+    def has(self, key: bytes) -> bool:
+        """Whether an entry is on the disk, or waits to be written; it may yet prove broken."""
         if self._waiting(key) is not None:
             return True
         try:
@@ -161,7 +140,6 @@ class DiskTier:
     def remove(self, key: bytes) -> None:
         """Remove the entry of a key, if it is there and no saved session keeps it."""
         with self._changed:
-            self._take(key)
             waiting = self._pending.pop(key, None)
             self._num_pending_bytes -= 0 if waiting is None else waiting.num_bytes
             self._changed.notify_all()
@@ -291,14 +269,14 @@ class DiskTier:
 
     # -- writing later --------------------------------------------------------------------------
 
-    def put(self, entry: Entry) -> bool:
+    def store(self, entry: Entry) -> bool:
         """Store a page soon. The payload is not copied, and must not change.
 
         Returns:
             False: dropped, for too much waits already, or the tier was closed.
         """
         assert entry.is_named
-        if self.stores(entry.key):
+        if self.has(entry.key):
             return True
         with self._changed:
             waiting = self._num_pending_bytes + entry.num_bytes
@@ -364,26 +342,6 @@ class DiskTier:
             self._num_pending_bytes -= entry.num_bytes
             self._changed.notify_all()
             return True
-
-    # -- from other servers ---------------------------------------------------------------------
-
-    def stage(self, entry: Entry) -> None:
-        """Keep an entry in memory until it is read once; the oldest ones make room."""
-        with self._changed:
-            self._take(entry.key)
-            self._staged[entry.key] = entry
-            self._num_staged_bytes += entry.payload.nbytes
-            while self._num_staged_bytes > self.max_staged_bytes:
-                self._take(next(iter(self._staged)))
-
-    def _unstaged(self, key: bytes) -> Entry | None:
-        with self._changed:
-            return self._take(key)
-
-    def _take(self, key: bytes) -> Entry | None:
-        entry = self._staged.pop(key, None)
-        self._num_staged_bytes -= 0 if entry is None else entry.payload.nbytes
-        return entry
 
     # -- looking around -------------------------------------------------------------------------
 

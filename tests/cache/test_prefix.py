@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 from cache.prefix_invariants import check, groups_of, states_of
 
-from mlxinfer.cache.disk import namespace_key, page_key
+from mlxinfer.cache.disk import namespace_key
 from mlxinfer.cache.pages import PageAllocator, StateGroup, resume_point
 from mlxinfer.cache.prefix import EvictionQueue, Lease, Page, PrefixCache, names
+from mlxinfer.cache.prefix.names import pack_ids, packed_key
 
 SIZE = 4
 
@@ -163,15 +164,15 @@ def test_pages_keep_their_prompts_when_the_model_becomes_known() -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[tuple[int, ...]] = []
+    hashed: list[bytes] = []
 
-    def counted(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
-        hashed.append(tuple(token_ids))
-        return page_key(parent, token_ids)
+    def counted(parent: bytes, packed_ids: bytes) -> bytes:
+        hashed.append(packed_ids)
+        return packed_key(parent, packed_ids)
 
     cache = make_cache(window)
     put(cache, range(400))
-    monkeypatch.setattr(names, "page_key", counted)
+    monkeypatch.setattr(names, "packed_key", counted)
     prompt = cache.names("", range(400))
     for _ in range(3):
         assert cache.probe(prompt).num_tokens == 399
@@ -179,7 +180,7 @@ def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.Monkey
     for table, allocator in zip(lease.tables, cache.allocators, strict=True):
         table.append(allocator.allocate(100))
     cache.extend(lease, prompt, 400)
-    assert hashed == [tuple(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
+    assert hashed == [pack_ids(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
     cache.release(lease)
 
 

@@ -9,6 +9,7 @@ from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, names
+from mlxinfer.cache.prefix.names import pack_ids, packed_key
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, PageStore, Place, ReceivedPages
 
@@ -200,19 +201,19 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
 def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[list[int]] = []
+    hashed: list[bytes] = []
 
-    def counted(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
-        hashed.append(list(token_ids))
-        return page_key(parent, token_ids)
+    def counted(parent: bytes, packed_ids: bytes) -> bytes:
+        hashed.append(packed_ids)
+        return packed_key(parent, packed_ids)
 
-    monkeypatch.setattr(names, "page_key", counted)
+    monkeypatch.setattr(names, "packed_key", counted)
     bench.find()
-    assert hashed == [IDS[n : n + PAGE] for n in range(0, 40, PAGE)]
+    assert hashed == [pack_ids(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]
     hashed.clear()
     other = [7, *IDS[1:]] * 1000
     assert bench.store.find(bench.point(other)) is None
-    assert hashed == [other[:PAGE]], "of 10,250 pages"
+    assert hashed == [pack_ids(other[:PAGE])], "of 10,250 pages"
 
 
 def test_reading_must_be_quicker_than_computing(bench: Bench) -> None:

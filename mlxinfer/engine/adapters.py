@@ -1,17 +1,17 @@
 """The adapters of an engine by name: loading beside running requests, and unloading after them."""
 
 from collections.abc import Callable, Generator, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from ..errors import InsufficientMemoryError, InvalidRequestError, shown
+from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters
 from ..models.adapters.targets import Placement
 from ..models.language import LanguageModel
 from .batch import Sequence
-from .runner import FollowerAdapters
+from .followers import FollowerAdapters
+from .limits import no_adapter
 
 
 @dataclass(slots=True)
@@ -178,8 +178,3 @@ class AdapterTable:
             return  # there was no room for it, or `close` took all of them off meanwhile
         self._loaded.remove(loaded.number)
         self._reserve(self.num_bytes)
-
-
-def no_adapter(name: str, loaded: Seq[str]) -> InvalidRequestError:
-    there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
-    return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")

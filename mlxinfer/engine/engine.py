@@ -34,9 +34,9 @@ from ..errors import (
 )
 from ..models.language import LanguageModel
 from ..threads import Reply, start
+from .followers import NO_FOLLOWERS, Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
-from .runner import NO_FOLLOWERS, Followers
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]

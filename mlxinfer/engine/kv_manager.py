@@ -9,16 +9,16 @@ from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move
 from ..cache.pages import PageGroup, PageTable, StateGroup
-from ..cache.prefix import LOCAL_ROOT, Page, PageNames, PrefixCache, RestorePoint
+from ..cache.prefix import LOCAL_ROOT, PageNames, PrefixCache, RestorePoint
 from ..core import Reuse, ReuseEnd
 from ..errors import InvalidRequestError
 from .batch import Namespace, Sequence
 from .pagestore import PageStore
+from .snapshots import Snapshots
 
 Place = tuple[str | None, int]
 """The owner of a request, and its slot: a number of the client's choice."""
 MAX_PLACES = 64  # of an owner, with a prompt that is remembered
-ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 
 
 class KVManager:
@@ -58,7 +58,9 @@ class KVManager:
         if store is not None:
             store.forget()
             store.on_open = self.prefix.set_root
-        self._states = Snapshots(states, self, reuse=reuse) if states else None
+        self._states: Snapshots | None = None
+        if states is not None:
+            self._states = Snapshots(states, self.prefix, self.names_of, reuse=reuse)
         self._prompts: dict[Place, tuple[Namespace | None, list[int]]] = {}  # oldest first
 
     # -- beginning ------------------------------------------------------------------------------
@@ -377,110 +379,6 @@ class KVManager:
         self.prefix.clear()
         if self._states is not None:
             self._states.forget()
-
-
-class Snapshots:
-    """Decides when recurrent states are snapshotted, and collects that work for the next step.
-
-    A snapshot is as large as the KV of thousands of tokens, so few are taken:
-    - in a long prompt every `ROLLING_TOKENS`, each replacing the one before;
-    - at the last page boundary before the prompt's end;
-    - where prompts part: at `Request.boundaries`, and where memory has more pages than snapshots;
-    - where a sequence ends or is preempted.
-
-    Args:
-        group: the state layers.
-        kv_manager: which names them.
-        reuse: whether any are taken.
-    """
-
-    def __init__(self, group: StateGroup, kv_manager: KVManager, *, reuse: bool) -> None:
-        self._group = group
-        self._kv_manager = kv_manager
-        self._reuse = reuse
-        self._boundaries: dict[Sequence, set[int]] = {}  # of running sequences
-        self._rolling: dict[Sequence, Page] = {}  # the last one
-        self._save: list[tuple[int, int]] = []  # slot, snapshot
-        self._leave: list[int] = []  # slots
-        self._resume: dict[Sequence, tuple[int, int]] = {}  # snapshot, slot
-
-    def begin(self, sequence: Sequence, slot: int, point: RestorePoint) -> None:
-        """Let a sequence go on from the snapshot of a restore point, or from the beginning."""
-        if point.state is not None and (number := point.state.ids[-1]) is not None:
-            self._resume[sequence] = number, slot
-        places = [*sequence.request.boundaries, sequence.num_prompt - 1]
-        if point.num_matched > point.num_tokens:
-            places.append(point.num_matched)
-        self._boundaries[sequence] = {self._aligned(place) for place in places}
-
-    def next_boundary(self, sequence: Sequence) -> int | None:
-        """The next position at which a snapshot is to be taken."""
-        if not self._reuse or sequence.request.prompt_logits:
-            return None
-        done = sequence.num_computed
-        ahead = [place for place in self._boundaries[sequence] if place > done]
-        rolling = (done // ROLLING_TOKENS + 1) * ROLLING_TOKENS
-        ahead += [rolling] if rolling < sequence.num_prompt else []
-        return min(ahead, default=None)
-
-    def will_stop_at(self, sequence: Sequence, place: int) -> bool:
-        """Plan a snapshot where another prompt will part; False: it is too late for that."""
-        if place <= sequence.num_computed or sequence not in self._boundaries:
-            return False
-        self._boundaries[sequence].add(place)
-        return True
-
-    def settle(self, sequence: Sequence) -> None:
-        """Take a snapshot if the step that was launched last ends at a boundary."""
-        place = sequence.num_computed
-        if place != sequence.num_sealed or not sequence.started:
-            return
-        if place in self._boundaries[sequence]:
-            self.snapshot(sequence, place)
-        elif place % ROLLING_TOKENS == 0:
-            before = self._rolling.pop(sequence, None)
-            taken = self.snapshot(sequence, place)
-            if taken is not None:
-                self._rolling[sequence] = taken
-            if before is not None:
-                self._kv_manager.prefix.remove_state(before)
-
-    def snapshot(self, sequence: Sequence, place: int) -> Page | None:
-        """Keep the state of a sequence, of which memory has the tokens up to `place`.
-
-        None: the state is at another place, there is a snapshot already, or there is no room.
-        """
-        if not sequence.started or place != sequence.num_computed or not place:
-            return None
-        names = self._kv_manager.names_of(sequence)
-        taken = self._kv_manager.prefix.add_state(names, place, sequence.request.priority)
-        if taken is not None and (number := taken.ids[-1]) is not None:
-            self._save.append((sequence.slot, number))
-        return taken
-
-    def end(self, sequence: Sequence) -> None:
-        """Forget a sequence that gives up its slot."""
-        self._leave.append(sequence.slot)
-        self._resume.pop(sequence, None)
-        self._boundaries.pop(sequence, None)
-        self._rolling.pop(sequence, None)
-
-    def take(self, work: CacheWork) -> list[Sequence]:
-        """Add the work on states to that of the next step; returns the sequences that resume."""
-        resumed = list(self._resume)
-        work.save, work.leave = self._save, self._leave
-        work.resume = list(self._resume.values())
-        work.drop = self._group.take_dropped()
-        self._save, self._leave, self._resume = [], [], {}
-        return resumed
-
-    def forget(self) -> None:
-        """Forget what was to be done: all states are lost."""
-        self._group.take_dropped()
-        self._save, self._leave, self._resume = [], [], {}
-
-    def _aligned(self, place: int) -> int:
-        return place - place % self._kv_manager.page_size
 
 
 def _common_prefix(a: list[int], b: list[int], stop: int) -> int:

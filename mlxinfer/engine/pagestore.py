@@ -21,6 +21,7 @@ from ..cache.disk import NOTHING_STORED, DiskTier, Entry, group_key, namespace_k
 from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, Spans, StateGroup, longest_prefix
 from ..cache.prefix import Name, Page, PageNames, PrefixCache, RestorePoint, Users
+from .followers import FollowerDisks
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -121,36 +122,6 @@ class Rate:
         return amount * self.seconds / self.amount if self.amount else None
 
 
-class FollowerDisks:
-    """The disks of the other ranks of a model, each with its part of every page. Here: no others.
-
-    Attributes:
-        form: how the model is divided among them, as text: pages of another division are of no use.
-    """
-
-    form = ""
-
-    def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
-        """Let the other ranks open a folder of this path."""
-
-    def begin_fetch(self, places: Seq[tuple[int, bytes]]) -> None:
-        """Let the other ranks read (group, key), for the step that comes next."""
-
-    def end_fetch(self) -> list[int]:
-        """Places that one of them lacks, or found broken, in order."""
-        return []
-
-    def begin_save(self, spills: Seq[PageTransfer], timeout_s: float) -> None:
-        """Let the other ranks store pages, and wait for the writes."""
-
-    def end_save(self, timeout_s: float) -> bool:
-        """Wait for `begin_save`; whether every rank has written its part."""
-        return True
-
-
-NO_DISKS = FollowerDisks()
-
-
 class PageStore:
     """The tiers below memory, and the pages that go there and come back before the next step.
 
@@ -178,10 +149,10 @@ class PageStore:
         states: StateGroup | None = None,
         max_bytes: int,
         max_received_bytes: int = 0,
-        others: FollowerDisks = NO_DISKS,
+        others: FollowerDisks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.others = others
+        self.others = others or FollowerDisks()
         self.groups = groups
         self.states = states
         self.page_bytes = [group.page_bytes for group in groups]

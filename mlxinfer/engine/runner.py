@@ -6,7 +6,7 @@ to the others before it runs the step.
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -28,12 +28,11 @@ from ..core import TokenLogprobs
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Step, StepFeatures, Taps
 from ..metal_kernels.variants import KernelUse, dtype_name
-from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
+from .followers import NO_FOLLOWERS, Followers
 from .kernels import Chooser, Kernels
-from .pagestore import FollowerDisks
 
 
 @dataclass(slots=True)
@@ -92,101 +91,6 @@ class InFlight(Protocol):
     def wait(self) -> None:
         """Return when the step is done and MLX holds none of its inputs."""
         ...
-
-
-class FollowerAdapters:
-    """The adapters on the other ranks. Each loads its part of them. Here: no others."""
-
-    def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
-        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
-
-        Yields seconds until the next look for their answers.
-        """
-        yield from ()
-        return 0
-
-    def begin_piece(self, number: int) -> None:
-        """Let them load the next piece of it."""
-
-    def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
-        """Wait until they have; whether that was all. Raises CheckpointError."""
-        return True
-
-    def remove(self, number: int) -> None:
-        """Let them take an adapter off."""
-
-
-class Followers:
-    """The other ranks, which run every step that is sent to them. Here: there are none.
-
-    Attributes:
-        disks: their disk tiers.
-        adapters: their parts of adapters.
-    """
-
-    disks = FollowerDisks()
-    adapters = FollowerAdapters()
-
-    @property
-    def link(self) -> Link | None:
-        """The link by which every rank gets the tokens of a step; None: only this one does."""
-        return None
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether ranks are pipeline stages: then a step without samples returns nothing."""
-        return False
-
-    @property
-    def num_stages(self) -> int:
-        """Ranks, this one included, that can work on different steps at the same time.
-
-        1: all of them work on each step together.
-        """
-        return 1
-
-    def assembled(self, cache: KVCache, config: EngineConfig, taps: Seq[int]) -> None:
-        """Let the other ranks make a cache like this; steps give the outputs of layers `taps`.
-
-        Raises:
-            RanksFailedError: one of them cannot.
-        """
-
-    def send(self, step: StepInputs) -> None:
-        """Let the other ranks run a step too; raises RanksFailedError if one of them cannot."""
-
-    def commit(self, num_kept: Mapping[int, int]) -> None:
-        """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
-
-    def carry_out(self, work: CacheWork) -> None:
-        """Let the other ranks do work on their caches that belongs to no step."""
-
-    def resize(self, num_pages: Seq[int]) -> None:
-        """Limit the pages of each layer group that may be in use."""
-
-    def leave_out(self, kinds: Collection[str], faulty: str) -> None:
-        """Let no rank use these kinds of kernels; `faulty`: the one found at fault, or empty."""
-
-    def reset(self, error: BaseException) -> None:
-        """Forget the contents of all caches, because a step failed by this error.
-
-        Raises:
-            RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.
-        """
-
-    def fail(self, error: BaseException) -> BaseException:
-        """End the other ranks after a fault, and return the error to raise for it."""
-        return error
-
-    def release(self) -> None:
-        """End the other ranks: the model is not used any more."""
-
-    def stats(self) -> dict[str, Any]:
-        """Plain numbers."""
-        return {}
-
-
-NO_FOLLOWERS = Followers()
 
 
 class Forward:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..engine.runner import FollowerAdapters
+from ..engine.followers import FollowerAdapters
 from ..errors import CheckpointError, MlxinferError
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters, read_adapter

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..cache.disk import DiskTier, Entry, namespace_key
 from ..cache.inputs import PageTransfer
-from ..engine.pagestore import FollowerDisks
+from ..engine.followers import FollowerDisks
 from . import messages
 
 GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was given to write

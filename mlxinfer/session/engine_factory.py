@@ -114,7 +114,7 @@ def open_engine(
     """
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
-    from ..engine.runner import NO_FOLLOWERS
+    from ..engine.followers import NO_FOLLOWERS
 
     watch, stop = stoppable(watch)
     group = _group(name, folder, options, partial(watch, 0, 0))

@@ -71,7 +71,7 @@ from .prompt_scores import PromptScores
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..engine.loop import EngineLimits
+    from ..engine.limits import EngineLimits
 
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -22,9 +22,9 @@ from mlxinfer.core import (
     TokenEvent,
     TokenLogprobs,
 )
+from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
-from mlxinfer.engine.runner import NO_FOLLOWERS, Followers
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.images import PlacedPicture
 from mlxinfer.models import load

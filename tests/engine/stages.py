@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.config import EngineConfig
-from mlxinfer.engine.runner import Followers, StepInputs
+from mlxinfer.engine.followers import Followers
+from mlxinfer.engine.runner import StepInputs
 
 
 class NoOtherRanks(Followers):

@@ -53,8 +53,8 @@ from mlxinfer.core import (
     PooledSpec,
     SamplingParams,
 )
-from mlxinfer.engine import kv_manager
-from mlxinfer.engine.runner import NO_FOLLOWERS
+from mlxinfer.engine import snapshots
+from mlxinfer.engine.followers import NO_FOLLOWERS
 from mlxinfer.images import Picture, PlacedPicture
 from mlxinfer.models.decoder import Model
 
@@ -134,7 +134,7 @@ class Asked:
 @pytest.fixture(autouse=True, scope="module")
 def _often_a_rolling_snapshot() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_manager, "ROLLING_TOKENS", 2 * PAGE)
+        patch.setattr(snapshots, "ROLLING_TOKENS", 2 * PAGE)
         yield
 
 

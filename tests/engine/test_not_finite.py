@@ -15,8 +15,8 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.engine import kernels as kernels_module
 from mlxinfer.engine.batch import Batch, Proposal
 from mlxinfer.engine.batch import Sequence as Running
+from mlxinfer.engine.followers import Followers
 from mlxinfer.engine.kernels import Chooser, Kernels, choose_none
-from mlxinfer.engine.runner import Followers
 from mlxinfer.engine.suspects import MAX_OF_MODEL
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.metal_kernels.launch import Launch, running_on

@@ -9,7 +9,7 @@ from engine.recurrent import hybrid_model
 
 from mlxinfer.config import DiskOptions
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine import kv_manager
+from mlxinfer.engine import snapshots
 from mlxinfer.models.decoder import Model
 
 TEN = SamplingParams(max_tokens=10)
@@ -113,7 +113,7 @@ def test_prompts_that_wait_for_a_common_beginning_resume_behind_it(model: Model)
 def test_a_long_prompt_leaves_a_rolling_snapshot(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_manager, "ROLLING_TOKENS", 32)
+    monkeypatch.setattr(snapshots, "ROLLING_TOKENS", 32)
     harness = Harness(model, prefill_chunk=64)
     harness.add("gone", prompt(200), TEN)
     while harness.loop.scheduler.queues.find("gone").num_computed < 110:  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ from models.tiny import tiny_checkpoint
 
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
-from mlxinfer.engine import kv_manager
+from mlxinfer.engine import snapshots
 from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.models import load
@@ -69,7 +69,7 @@ def group() -> RankGroup:
 @pytest.fixture(autouse=True, scope="module")
 def _often_a_rolling_snapshot() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_manager, "ROLLING_TOKENS", 2 * PAGE)
+        patch.setattr(snapshots, "ROLLING_TOKENS", 2 * PAGE)
         yield
 
 

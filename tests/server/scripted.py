@@ -8,7 +8,7 @@ from typing import Any
 from live_server import LiveServer
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
-from mlxinfer.engine.loop import EngineLimits
+from mlxinfer.engine.limits import EngineLimits
 from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate

@@ -16,7 +16,7 @@ from simulator.programs import Program
 from mlxinfer.cache import pages
 from mlxinfer.cache.inputs import CacheWork
 from mlxinfer.cache.pages import PageGroup, PageTable, StateGroup
-from mlxinfer.engine import kv_manager
+from mlxinfer.engine import snapshots
 from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.kv_manager import KVManager
@@ -67,7 +67,7 @@ def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> 
 def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
     proposes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_manager, "ROLLING_TOKENS", 32)
+    monkeypatch.setattr(snapshots, "ROLLING_TOKENS", 32)
     run_all(FIRST_SEED, NUM_SEEDS, proposes=proposes, recurrent=True)
 
 
@@ -121,7 +121,7 @@ def keeps_all(batch: Batch, result: object) -> dict[int, int]:
     return {s.slot: s.num_tokens for s in batch.short if s.proposals}
 
 
-def without_leave(self: kv_manager.Snapshots, sequence: Sequence) -> None:
+def without_leave(self: snapshots.Snapshots, sequence: Sequence) -> None:
     self._boundaries.pop(sequence, None)
 
 
@@ -129,8 +129,8 @@ def without_leave(self: kv_manager.Snapshots, sequence: Sequence) -> None:
     ("owner", "name", "broken"),
     [
         (Batch, "num_kept", keeps_all),
-        (kv_manager.Snapshots, "end", without_leave),
-        pytest.param(kv_manager.Snapshots, "forget", lambda _: None, marks=pytest.mark.ci),
+        (snapshots.Snapshots, "end", without_leave),
+        pytest.param(snapshots.Snapshots, "forget", lambda _: None, marks=pytest.mark.ci),
         (StateGroup, "release", lambda group, snapshot: None),
     ],
 )

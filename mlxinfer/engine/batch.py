@@ -532,3 +532,24 @@ class CommitResult:
     failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it
     discarded: list[int] = field(default_factory=list)  # ended before, or a proposal did not hold
     released: list[int] = field(default_factory=list)  # had given up the slot: ended or preempted
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
+
+    segments: StepMetadata
+    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
+    known_ids: Ints | None  # (T,) ids as far as the host knows them
+    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
+    work: CacheWork
+    num_slots: int  # tails that must be there
+    new_slots: list[int]  # that have a new owner
+    is_barrier: bool  # the step before must have ended
+    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
+    num_rows: int  # R; 0: the step samples nothing
+    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
+    rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
+    adapters: Ints | None = None  # (T,) the same
+    feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
+    num_deep: int = 0  # the first layers: after each, more of the features is added

@@ -8,13 +8,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from ..cache.inputs import CacheWork, PageTransfer
+from .batch import StepInputs
 
 if TYPE_CHECKING:
     from ..cache.kv import KVCache
     from ..config import EngineConfig
     from ..layers.ranks import Link
     from ..models.adapters.folder import AdapterFolder
-    from .runner import StepInputs
 
 
 class FollowerDisks:
@@ -102,7 +102,7 @@ class Followers:
             RanksFailedError: one of them cannot.
         """
 
-    def send(self, step: "StepInputs") -> None:
+    def send(self, step: StepInputs) -> None:
         """Let the other ranks run a step too; raises RanksFailedError if one of them cannot."""
 
     def commit(self, num_kept: Mapping[int, int]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.disk import Entry
-from ..cache.inputs import CacheWork, Ints, StepMetadata
+from ..cache.inputs import Ints
 from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
 from ..cache.paged import PagedLayer, finish
@@ -30,30 +30,9 @@ from ..layers.step import Step, StepFeatures, Taps
 from ..metal_kernels.variants import KernelUse, dtype_name
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
+from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence, StepInputs
 from .followers import NO_FOLLOWERS, Followers
 from .kernels import Chooser, Kernels
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
-
-    segments: StepMetadata
-    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
-    known_ids: Ints | None  # (T,) ids as far as the host knows them
-    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
-    work: CacheWork
-    num_slots: int  # tails that must be there
-    new_slots: list[int]  # that have a new owner
-    is_barrier: bool  # the step before must have ended
-    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
-    num_rows: int  # R; 0: the step samples nothing
-    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
-    rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
-    adapters: Ints | None = None  # (T,) the same
-    feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
-    num_deep: int = 0  # the first layers: after each, more of the features is added
 
 
 @dataclass(slots=True)

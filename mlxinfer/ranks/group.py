@@ -23,8 +23,8 @@ import msgspec
 from ..cache.inputs import CacheWork
 from ..cache.kv import KVCache
 from ..config import EngineConfig
+from ..engine.batch import StepInputs
 from ..engine.followers import Followers
-from ..engine.runner import StepInputs
 from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share

@@ -11,7 +11,7 @@ from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, names
 from mlxinfer.cache.prefix.names import pack_ids, packed_key
 from mlxinfer.engine import pagestore
-from mlxinfer.engine.pagestore import TRIES, PageStore, Place, ReceivedPages
+from mlxinfer.engine.pagestore import TRIES, PageSearch, PageStore, Place, ReceivedPages
 
 PAGE = 4
 IDS = list(range(100, 141))  # ten pages and a token
@@ -208,7 +208,8 @@ def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
         return packed_key(parent, packed_ids)
 
     monkeypatch.setattr(names, "packed_key", counted)
-    bench.find()
+    search = PageSearch(bench.store, bench.point(IDS), 10)  # reading would check the keys, too
+    assert len(search.wanted(search.reachable())) == 13
     assert hashed == [pack_ids(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]
     hashed.clear()
     other = [7, *IDS[1:]] * 1000

@@ -16,9 +16,8 @@ from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mt
 from speculation.head_names import num_streams
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.batch import Batch, StepInputs
 from mlxinfer.engine.prefill import PrefillSizer
-from mlxinfer.engine.runner import StepInputs
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model

@@ -18,7 +18,7 @@ from mlxinfer.cache.inputs import (
     ints,
 )
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.engine.runner import StepInputs
+from mlxinfer.engine.batch import StepInputs
 from mlxinfer.ranks import messages
 from mlxinfer.ranks.wire import StepReader, StepWriter, checksum
 

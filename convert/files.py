@@ -49,7 +49,7 @@ class ShardFile:
 
     Args:
         path: of the file.
-        pieces: what lies in it, by the array that each is a part of, as of ConversionPlan.
+        pieces: what lies in it, by the array that each is a part of, see ConversionPlan.
     """
 
     def __init__(self, path: Path, pieces: Mapping[str, list[PlannedArray]]) -> None:

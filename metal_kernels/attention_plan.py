@@ -100,7 +100,7 @@ class AttentionPlanner:
         cores: of the GPU; None: those of this machine.
         item_blocks: blocks of 16 tokens that one threadgroup takes at most; None: from the
             lengths and cores.
-        tile_queries, partial_bytes: as of `tile_sizes`; 0: there are no tiles.
+        tile_queries, partial_bytes: see `tile_sizes`; 0: there are no tiles.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def blocks_per_tile(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: 
 
     Args:
         num_blocks: of each tile.
-        kv_heads, cores: as of `AttentionPlanner`.
+        kv_heads, cores: see `AttentionPlanner`.
         partial_bytes: of one item's partial outputs, all heads together.
     """
     whole = int(num_blocks.max())

@@ -141,7 +141,7 @@ def gate_up_twin(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.ar
 
 
 def product(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
-    """x (T, in_dims), the matrix as of `gate_up` -> (T, 2 * inner), by MLX."""
+    """x (T, in_dims), the matrix of `gate_up` -> (T, 2 * inner), by MLX."""
     if not form.bits:
         return x @ matrix[0].T
     weight, scales, biases = matrix

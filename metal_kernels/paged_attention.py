@@ -328,7 +328,7 @@ def paged_attention(
     value_dim: int | None = None,
     log_sums: bool = False,
 ) -> AttentionCall:
-    """The attention for arrays of these sizes; arguments as of `paged_attention_on_metal`.
+    """The attention for arrays of these sizes; same arguments as `paged_attention_on_metal`.
 
     Args:
         sinks: there are sink logits.

@@ -78,7 +78,7 @@ class StateStep(Form):
         Args:
             arrays: inputs; the kernel does not read one that is None.
             sources: `SOURCES` arrays (N, *state_shape) float32.
-            plan: as of `plan_of`.
+            plan: see `plan_of`.
         """
         given = [arrays[1] if array is None else array for array in arrays]
         outputs, after = launch_of(self, arrays[0].shape)([*given, plan, *sources])

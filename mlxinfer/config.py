@@ -91,7 +91,7 @@ class PeerOptions:
 
     urls: tuple[str, ...] = ()  # that are asked for pages
     prefill_at: str | None = None  # that computes long prompts
-    identity: Callable[[float], str | None] = lambda timeout_s: None  # as of `DiskOptions`
+    identity: Callable[[float], str | None] = lambda timeout_s: None  # see `DiskOptions`
 
     @property
     def asked(self) -> tuple[str, ...]:

@@ -473,7 +473,7 @@ class PooledSpec:
 class EntrySpec:
     """Entries of which one stands for a block of tokens in attention, see `EntryLayer`.
 
-    Blocks are as of `PooledSpec`. An entry is key and value in one vector. A sequence can be cut
+    Blocks: see `PooledSpec`. An entry is key and value in one vector. A sequence can be cut
     where a number of tokens ends that is a multiple of `unit`.
     """
 

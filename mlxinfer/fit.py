@@ -153,7 +153,7 @@ def fit_of(
         folder: of its config.json, which says how many ranks can share it; None: that is left out.
         context: tokens for which there must be room; None: ENOUGH_CONTEXT, or all that it has.
         stored_bytes: of all weights, from which follows what would fit; None: all are in memory.
-        most: as of `kv_bytes`.
+        most: see `kv_bytes`.
     """
     needed = min(context or ENOUGH_CONTEXT, config.max_context)
     contexts = {
@@ -284,7 +284,7 @@ def require_fit(
     Weights of less than a tenth of the limit are let through unseen.
 
     Args:
-        weights_bytes: that are to be in memory, as of `held_bytes`.
+        weights_bytes: that are to be in memory, see `held_bytes`.
         limit_bytes: of weights and KV cache; None: what models may take here.
         context: tokens of a sequence at most; None: as many as the model has.
         kv: options of the KV cache.
@@ -316,7 +316,7 @@ def longest_context(
 ) -> int:
     """The most tokens of one sequence, up to the model's own, that fit beside the weights.
 
-    `most`: as of `kv_bytes`.
+    `most`: see `kv_bytes`.
     """
     low, high = 0, config.max_context
     while low < high:

@@ -221,7 +221,7 @@ class LLM:
             tool_choice: "auto" (the default), "none", "required", or {"type": "function",
                 "function": {"name": ...}}; the last two make the model call.
             parallel_tool_calls: whether an answer may have several calls; the default.
-            response_format: the form that the answer must have, as of `generate`.
+            response_format: the form that the answer must have, see `generate`.
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
@@ -247,7 +247,7 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
-        """Answer a conversation and yield what each step adds; arguments as of `chat`."""
+        """Answer a conversation and yield what each step adds; same arguments as `chat`."""
         return deltas(self._session.start(self._chat("stream_chat", messages, params, options)))
 
     async def achat(
@@ -276,7 +276,7 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[ChatArguments],
     ) -> None:
-        """Answer a conversation and show the answer as it comes; arguments as of `chat`.
+        """Answer a conversation and show the answer as it comes; same arguments as `chat`.
 
         A notebook shows the pictures and a card that grows, a terminal shows text. The Result is in
         `last`.
@@ -337,7 +337,7 @@ class LLM:
         """Begin a program: a conversation or a text that Python and the model write in turns.
 
         Args:
-            options: for all of its parts, as of `Program.gen`. Options of a part replace them.
+            options: for all of its parts, see `Program.gen`. Options of a part replace them.
         """
         return Program(self._session, self._part, options)
 
@@ -368,7 +368,7 @@ class LLM:
                 on. Values must be JSON, and are returned as the file has them.
             in_flight: how many programs run at once; None: as many as the batch has rows (64 with a
                 server's model).
-            options: of the programs, as of `program`.
+            options: of the programs, see `program`.
 
         Returns:
             The values, in the order of the items.
@@ -553,7 +553,7 @@ class LLM:
             documents: texts.
             top_n: return only this many.
             instruction: what counts as a match, for models that read one (Qwen3-Reranker).
-            truncate: as of `embed`. The longer text of a pair is cut first.
+            truncate: see `embed`. The longer text of a pair is cut first.
 
         Returns:
             For each document: `index` in the list given, `score`, `document`.
@@ -582,7 +582,7 @@ class LLM:
             embedding model's are the similarity of the vectors, mostly their cosine.
 
         Raises:
-            As of `rerank`, and InvalidRequestError for different numbers of texts.
+            The errors of `rerank`, and InvalidRequestError for different numbers of texts.
         """
         given = ScoreInput(first=a, second=b, instruction=instruction, truncate=truncate)
         return self._session.score(given)

@@ -121,7 +121,7 @@ class Program:
         self._say("system", text)
 
     def user(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> None:
-        """Add a message of the user; pictures and videos stand before its text, as of LLM.chat."""
+        """Add a message of the user; pictures and videos stand before its text, as in LLM.chat."""
         self._say("user", text, images, videos)
 
     def _say(

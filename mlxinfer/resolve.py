@@ -12,7 +12,7 @@ def resolve(name: str, show: StepWatch, *, download: bool = True) -> Path:
     """Return the folder of a model, downloaded or imported if need be.
 
     Args:
-        name: as of `hub.resolve`, or a GGUF file.
+        name: see `hub.resolve`; or a GGUF file.
         download: fetch a repository that is not here.
         show: called with what is done ("import x.gguf"), how far, and of how much.
 

@@ -80,10 +80,10 @@ def estimate(
 ) -> dict[str, Any]:
     """The verdict for a machine, and its limits of speed at a context, as plain data.
 
-    `folder`: as of `fit_of`.
+    `folder`: see `fit_of`.
 
     Returns:
-        `fit`: as of `Fit.as_dict`. `decode_tokens_per_s` and `prefill_tokens_per_s`: the limits of
+        `fit`: see `Fit.as_dict`. `decode_tokens_per_s` and `prefill_tokens_per_s`: the limits of
         one answer and of one prompt, for the smallest and the largest chip of that name.
     """
     states = [spec for spec in _specs(config) if isinstance(spec, StateSpec)]

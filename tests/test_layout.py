@@ -236,7 +236,7 @@ BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statement
 
 
 def statements(tree: ast.AST, *, everything: bool, at_once: bool) -> Iterator[ast.AST]:
-    """Of a module, at any depth; arguments as of `imported`."""
+    """Of a module, at any depth; same arguments as `imported`."""
     for block in BLOCKS:
         for node in getattr(tree, block, ()):
             for_checkers = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)

@@ -76,7 +76,7 @@ class Moments:
         self._sums: dict[str, InputSums] = {}
 
     def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
-        """Add inputs x (..., in_dims) of these matrices; `experts`: as of ObservedExperts."""
+        """Add inputs x (..., in_dims) of these matrices; `experts`: see ObservedExperts."""
         wide = x.astype(mx.float32)
         flat = np.array(wide.reshape(-1, x.shape[-1]))
         sums = self._sums.get(paths[0]) or InputSums(np.zeros(x.shape[-1], np.float32))
@@ -128,7 +128,7 @@ class CalibrationPass:
     Args:
         arranged: the source.
         texts: for calibration and for comparing.
-        block: as of Moments.
+        block: see Moments.
         calibrating: whether statistics are asked for.
         references: files for the logits of the short and of the long texts; (): none are compared.
         nearest: files for what these logits are if weights are rounded to the nearest code.

@@ -267,7 +267,7 @@ def _rows_of(path: Path, count: int) -> NDArray[np.float32]:
 def _differences(
     plain: Floats, other: Floats, following: NDArray[np.int64]
 ) -> tuple[Doubles, Doubles, Doubles, Doubles]:
-    """As of `_compared`, of logits (T, vocab_size).
+    """Compare logits (T, vocab_size), see `_compared`.
 
     `following`: the tokens behind the first of these positions.
     """

@@ -111,7 +111,7 @@ class WholeLatents:
         scale: float,
         index: object = None,
     ) -> mx.array:
-        """As of LatentCache: -> (T, H, dv); no `index` leaves any of so few tokens out."""
+        """-> (T, H, dv), see LatentCache; no `index` leaves any of so few tokens out."""
         k_nope, values = projection.expand(latent)
         k_rope = mx.broadcast_to(k_rope[:, None], q_rope.shape)
         keys = mx.concatenate([k_nope, k_rope], axis=-1)

@@ -54,7 +54,7 @@ MEMORY = {
 }
 BATCHES = (1, 8)  # requests at once
 SOAKING = 4  # requests at once, of the soak
-BITS, GROUP = 4, 64  # of random weights, as of the bundled model
+BITS, GROUP = 4, 64  # of random weights, as in the bundled model
 
 
 class RandomModel(NamedTuple):

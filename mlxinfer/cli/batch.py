@@ -293,7 +293,7 @@ async def _answer_all(
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(answer_each())
-    except ExceptionGroup as errors:  # such as of a full disk: all have one cause
+    except ExceptionGroup as errors:  # such as a full disk: all have one cause
         raise errors.exceptions[0] from None
 
 

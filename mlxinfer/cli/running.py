@@ -38,7 +38,7 @@ def ask(
         path: such as "/admin/models".
         body: JSON; None: GET.
         timeout_s: longest silence.
-        more: method, upload and download, as of `exchange`.
+        more: method, upload and download, see `exchange`.
 
     Raises:
         ServerError: there is no server, another program answers, or the server refused.

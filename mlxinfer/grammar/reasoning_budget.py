@@ -137,7 +137,7 @@ class ReasoningBudget:
     ) -> None:
         """Write the allowed next tokens of several answers into their rows of `masks`.
 
-        Args: as of `core.Grammar.fill_masks`.
+        Args: see `core.Grammar.fill_masks`.
         """
         kinds: dict[type[Grammar], list[tuple[Grammar, int]]] = {}
         for grammar, row in zip(grammars, rows, strict=True):

@@ -105,7 +105,7 @@ def data_url(source: Any, *, place: str = "image") -> str:
 
 
 def thumbnail_url(source: Any, side: int) -> str:
-    """The picture as a small `data:` URL; args and errors as of `load_image`.
+    """The picture as a small `data:` URL; same arguments and errors as `load_image`.
 
     Args:
         side: pixels of the longer side, at most.

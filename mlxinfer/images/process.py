@@ -69,7 +69,7 @@ class Source(NamedTuple):
     def of(
         cls, given: Any, place: str, *, is_video: bool = False, fps: float | None = None
     ) -> "Source":
-        """Read a picture as of `load_image` or a video as of `load_video`, without decoding it.
+        """Read a picture (`load_image`) or a video (`load_video`) without decoding it.
 
         Raises:
             PictureError: there is no such file, or this is neither picture nor video.

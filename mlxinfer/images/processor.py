@@ -58,7 +58,7 @@ class ImageProcessor(ABC):
         turns: tuple[int, int] | None = None,
         times: tuple[int, ...] = (0,),
     ) -> Picture:
-        """The picture of these tiles and tokens; `turns` and `times` as of Picture."""
+        """The picture of these tiles and tokens; `turns` and `times`: see Picture."""
         return Picture(
             tiles=tiles,
             token_ids=token_ids,

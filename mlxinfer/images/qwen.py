@@ -63,7 +63,7 @@ class QwenProcessor(ImageProcessor):
         return self.picture((tile,), ids, turns=self.turns(tile))
 
     def fit(self, image: "Image", max_tokens: int, frames: int = 1, step: int = 1) -> Size:
-        """The size of a picture, or of the frames of a video; arguments as of `fit_area`."""
+        """The size of a picture, or of the frames of a video; same arguments as `fit_area`."""
         factor, height, width = self.patch * self.merge, image.height, image.width
         if frames > 1 and min(height, width) < factor:
             scale = max(factor / height, factor / width)

@@ -53,7 +53,7 @@ def fit_area(
 
 
 def shrink(height: int, width: int, *, factor: int, high: int, cap: int, frames: int = 1) -> Size:
-    """The size of about `high` pixels, in multiples of `factor`; arguments as of `fit_area`."""
+    """The size of about `high` pixels, in multiples of `factor`; same arguments as `fit_area`."""
     scale = math.sqrt(frames * height * width / high)
     rows = max(factor, math.floor(height / scale / factor) * factor)
     columns = max(factor, math.floor(width / scale / factor) * factor)

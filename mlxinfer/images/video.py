@@ -53,7 +53,7 @@ def load_video(
     """Open a video.
 
     Args:
-        source: a path, the bytes of a file, or a list of frames, each as of `load_image`.
+        source: a path, the bytes of a file, or a list of frames; a frame: see `load_image`.
         fps: frames in a second of a list; None: 2. A file says its own.
         place: the field that errors name.
 
@@ -180,7 +180,7 @@ def every(video: Video, *, fps: float, least: int, most: int, step: int) -> list
 
 
 def evenly(video: Video, *, fps: float, least: int, most: int) -> list[int]:
-    """The frames that Qwen3-VL sees, from the first to the last; arguments as of `every`."""
+    """The frames that Qwen3-VL sees, from the first to the last; same arguments as `every`."""
     count = video.num_frames
     number = min(max(int(count / video.fps * fps), least), most, count)
     return [int(one) for one in np.linspace(0, count - 1, number).round()]

@@ -400,7 +400,7 @@ class AdaptedLinear(Adapted):
 
     Args:
         base: the projection itself.
-        others: as of `Adapted`.
+        others: see `Adapted`.
     """
 
     __slots__ = ("base",)
@@ -438,7 +438,7 @@ class AdaptedExperts(Adapted):
     Args:
         base: the experts' projections.
         num_experts: how many.
-        others: as of `Adapted`.
+        others: see `Adapted`.
     """
 
     __slots__ = ("base", "num_experts")

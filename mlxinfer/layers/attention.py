@@ -75,7 +75,7 @@ class AttentionShape:
 
     Args:
         num_heads: of queries.
-        sinks, make_heads: as of `Attention`.
+        sinks, make_heads: see `Attention`.
     """
 
     __slots__ = ("make_heads", "num_heads", "sinks")

@@ -187,7 +187,7 @@ class Compressor(Mixer):
         return []
 
     def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:
-        """The entries that tokens of x (T, hidden) see, as of `EntryLayer.choose`.
+        """The entries that tokens of x (T, hidden) see: the result of `EntryLayer.choose`.
 
         `compressed`: the queries' compressed form (T, q_lora_rank), which an index reads.
         """

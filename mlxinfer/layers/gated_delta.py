@@ -32,8 +32,8 @@ class GatedDeltaNet(RecurrentMixer):
         log_rate: (Hv,) float32; decay is exp(-exp(log_rate) * softplus(time step + step_bias)).
         step_bias: (Hv,) float32.
         spec: of two states, the convolution's and (Hv, Dv, Dk).
-        bound: of the logarithm of a decay, as of `DeltaStep`; 0: there is none.
-        strongest: the limit of strengths, as of `DeltaStep`.
+        bound: of the logarithm of a decay, see `DeltaStep`; 0: there is none.
+        strongest: the limit of strengths, see `DeltaStep`.
         sigmoid_gates: outputs are multiplied by the sigmoid of their gates; else by its silu.
     """
 
@@ -57,7 +57,7 @@ class GatedDeltaNet(RecurrentMixer):
         channels, inner = conv.weight.shape[0], heads * value_dim
         per_channel = (
             len(log_rate) > heads
-        )  # as of `KimiDelta`, with gates and time steps of their own
+        )  # see `KimiDelta`, with gates and time steps of their own
         strengths_at = channels if per_channel else channels + inner
         delta = DeltaStep(
             key_heads=(channels - inner) // (2 * key_dim),
@@ -115,7 +115,7 @@ class KimiDelta(GatedDeltaNet):
         gate_projs: (T, hidden) -> output gates (T, H * D), in the same way.
         log_rate: (H,) float32.
         step_bias: (H * D,) float32.
-        others: as of `GatedDeltaNet`.
+        others: see `GatedDeltaNet`.
     """
 
     __slots__ = ("decay_projs", "gate_projs")

@@ -223,7 +223,7 @@ class RankedAttention(LatentAttention):
 
     Args:
         indexer: of the layer; None: it sees the tokens that an earlier layer's indexer chose.
-        others: as of `LatentAttention`.
+        others: see `LatentAttention`.
     """
 
     __slots__ = ("indexer",)
@@ -244,7 +244,7 @@ class PooledAttention(LatentAttention):
 
     Args:
         indexer: of the layer; None: it sees the tokens that the layer before it sees.
-        others: as of `LatentAttention`.
+        others: see `LatentAttention`.
     """
 
     __slots__ = ("indexer",)

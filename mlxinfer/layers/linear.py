@@ -79,7 +79,7 @@ def matrix_of(projection: Projection) -> tuple[mx.array, ...] | None:
     """The matrix of a projection, if the projection is one plain matrix without a bias.
 
     Returns:
-        Affine codes, scales and biases, as of `QuantizedLinear`; numbers (out_dims, in_dims) alone;
+        Affine codes, scales and biases, as in `QuantizedLinear`; numbers (out_dims, in_dims) alone;
         or None: it is something else.
     """
     if isinstance(projection, QuantizedLinear):
@@ -168,8 +168,8 @@ class HeadLinear(Protocol):
         """x (H or 1, N, in_dims) -> (H, N, out_dims), or the other way round.
 
         Args:
-            transposed: the product with each transposed matrix, as of a projection; else with the
-                matrix as it is, out_dims to in_dims.
+            transposed: the product with each transposed matrix, as a projection computes it; else
+                with the matrix as it is, out_dims to in_dims.
         """
         ...
 

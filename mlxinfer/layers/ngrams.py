@@ -69,7 +69,7 @@ class NgramHash:
     end_id: int
 
     def __call__(self, windows: NDArray[np.int32]) -> Int64s:
-        """Windows (T, n) as of `TokenWindow` -> rows (T, K)."""
+        """Windows (T, n) of `TokenWindow` -> rows (T, K)."""
         ids = windows.astype(np.int64) - 1
         ids[ids < 0] = self.end_id
         ended = np.zeros(len(ids), np.bool_)

@@ -56,7 +56,7 @@ class MeanIndexer(Mixer):
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
-        """The blocks that tokens of x (T, hidden) see, as of `PooledLayer.choose`."""
+        """The blocks that tokens of x (T, hidden) see: the result of `PooledLayer.choose`."""
         both = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))
         queries, keys = mx.split(both, [self.num_heads], axis=1)
         queries = self.rope(self.q_norm(queries), step.prepared[self.rope])
@@ -115,7 +115,7 @@ class GatedIndexer(Mixer):
         return []
 
     def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:
-        """The blocks that tokens of x (T, hidden) see, as of `PooledLayer.choose`.
+        """The blocks that tokens of x (T, hidden) see: the result of `PooledLayer.choose`.
 
         `compressed`: the queries' compressed form (T, q_lora_rank), which is always there.
         """

@@ -182,7 +182,7 @@ def rope_of(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
 
 
 class QueryScale:
-    """Queries grow with the logarithm of their position, as of Llama 4.
+    """Queries grow with the logarithm of their position, as in Llama 4.
 
     The factor is 1 + slope * log(1 + floor((position + offset) / period)).
     """

@@ -130,16 +130,16 @@ def load_share(
     Only that part of the files is read. Rank 0 has the part that sees pictures.
 
     Args:
-        folder: as of `load`.
+        folder: see `load`.
         rank: this one.
         link: to the others.
         pipeline: its part is some of the layers; else it is a part of every layer.
-        dtype, watch: as of `load`.
+        dtype, watch: see `load`.
         read: is called with the bytes that were read from the files.
 
     Raises:
         UnsupportedModelError: the model cannot be spread over so many ranks; the message says why.
-        others: as of `load`.
+        others: see `load`.
     """
     from .config import load_config
     from .registry import family

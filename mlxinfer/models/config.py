@@ -49,7 +49,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # tokens a layer sees, itself included; None: all
     ropes: tuple[RopeSpec | None, ...]  # None: a layer without positions
     chunked: bool = False  # windows are chunks, see `KVSpec`
-    bidirectional: bool = False  # tokens see those after them too, as many as of those before
+    bidirectional: bool = False  # tokens see those after them too, as many as before
     headless: bool = False  # without an output projection: hidden states are all it gives
     attention_scale: float
     qkv_bias: bool = False
@@ -65,9 +65,9 @@ class ModelConfig:
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
     query_heads: tuple[int, ...] = ()  # by layer; empty: num_heads everywhere
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
-    value_dim: int = 0  # numbers of a head's value; 0: as many as of its key
-    turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
-    sees_spans: tuple[bool, ...] = ()  # by layer, as of `KVSpec`; empty: no layer does
+    value_dim: int = 0  # numbers of a head's value; 0: the number of its key
+    turning: tuple[int, ...] = ()  # by layer, see `KVSpec`; empty: 0 everywhere
+    sees_spans: tuple[bool, ...] = ()  # by layer, see `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     entries: tuple[EntrySpec | None, ...] = ()  # by layer, beside its window; empty: no layer has
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def verdict(self) -> str:
-        """As of `zoo.compared`, of a family."""
+        """The check of `zoo.compared`, for a family."""
         return "native"
 
     @property
@@ -354,7 +354,7 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
 
 
 def stated_layer_types(fields: Fields, num_layers: int) -> list[str]:
-    """As of `read_layer_types` where a list is stated; else all layers see everything."""
+    """The stated list, see `read_layer_types`; without one all layers see everything."""
     stated = fields.items("layer_types") is not None
     return read_layer_types(fields, num_layers) if stated else [FULL] * num_layers
 

@@ -154,7 +154,7 @@ class Family:
 
     @classmethod
     def head_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
-        """What each layer of a head is, as of `ModelConfig.blocks`; none: it has one layer."""
+        """What each layer of a head is, see `ModelConfig.blocks`; none: it has one layer."""
         return ()
 
     # -- the checkpoint -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
 
 
 def read_list(path: Path) -> list[Any]:
-    """The list in a JSON file; errors as of `read_json`."""
+    """The list in a JSON file; raises what `read_json` raises."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes; not read.")
     whole = parse_json(b'{"items": ' + path.read_bytes() + b"}", str(path))

@@ -89,7 +89,7 @@ def divide(
 def _sizes(
     tensors: Mapping[str, FileTensor], rename: Callable[[str], str | None], num_layers: int
 ) -> tuple[list[int], int]:
-    """Return the bytes of each layer, and of all tensors in no layer; arguments as of `divide`."""
+    """The bytes of each layer, and of all tensors in no layer; same arguments as `divide`."""
     layer_bytes, tables = [0] * num_layers, 0
     for name, tensor in tensors.items():
         ours = rename(name)
@@ -147,7 +147,7 @@ class StageModel:
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """As of `Model`: features are added on rank 0 alone."""
+        """Features are added on rank 0 alone."""
         num_deep = 0 if self.tower is None else self.tower.width // self.config.hidden_size - 1
         if num_deep <= len(self._layers[0]):
             return self.part.lacks
@@ -164,7 +164,7 @@ class StageModel:
         return sum(array.nbytes for array in weights)
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
-        """Run this rank's layers; arguments and result as of `Model`."""
+        """Run this rank's layers; same arguments and result as `Model`."""
         self.part.begin_adapters(step.adapters)
         step.begin_adapters = self.part.begin_adapters
         step.late = None  # what is sent is launched as it is built
@@ -256,7 +256,7 @@ def load_stage(
         config: of the whole model.
         builder: its family.
         link: to the other ranks.
-        others: as of `Weights`.
+        others: see `Weights`.
 
     Raises:
         UnsupportedModelError: there are too few layers.

@@ -171,7 +171,7 @@ def load_pooling(
     Args:
         folder: config.json and safetensors, and the folders of sentence-transformers' modules.
         pooling: as `read_pooling` gives it.
-        dtype, watch: as of `models.load`.
+        dtype, watch: see `models.load`.
 
     Raises:
         UnsupportedModelError: no native family builds the model.

@@ -146,7 +146,7 @@ class RankGroup(Followers):
         Raises:
             CheckpointError: one of the others could not.
             RanksFailedError: the group has failed.
-            others: as of `load_share`.
+            others: see `load_share`.
         """
         self._pipeline = pipeline
         self._num_loads += 1
@@ -198,7 +198,7 @@ class RankGroup(Followers):
         return min(room(own_bytes), *map(default_kv_bytes, machines, others))
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
-        """Let every rank make a cache like this; `taps` as of `Forward`.
+        """Let every rank make a cache like this; `taps`: see `Forward`.
 
         Raises:
             RanksFailedError: the group has failed, or another's cache is different.
@@ -459,7 +459,7 @@ def open_group(
 
 
 def _group_of(options: RankOptions, place: Place | None, check: Callable[[], None]) -> RankGroup:
-    """The group of this process, formed if it has none. Raises as of `open_group`."""
+    """The group of this process, formed if it has none. Raises what `open_group` raises."""
     size = options.ranks if place is None else place.size
     with _lock:
         if _open:

@@ -104,7 +104,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
     """The rank that mlx.launch gave this process; None: it did not start it.
 
     Raises:
-        InvalidRequestError: as of `read_hosts`.
+        InvalidRequestError: see `read_hosts`.
     """
     if "MLX_RANK" in environ and environ.get("MLX_HOSTFILE"):
         return read_hosts(Path(environ["MLX_HOSTFILE"]), _number(environ, "MLX_RANK"))
@@ -255,7 +255,7 @@ class RankOptions:
         """This process among ranks that others start too; None: it is alone, or starts them.
 
         Raises:
-            InvalidRequestError: as of `read_hosts`, or there are not as many as were asked for.
+            InvalidRequestError: see `read_hosts`; or there are not as many as were asked for.
         """
         if self.hostfile is not None:
             place = read_hosts(self.hostfile, self.rank)

@@ -136,7 +136,7 @@ def ready(cache: KVCache) -> Ready:
 def digest_of(folder: Path) -> int:
     """The digest of config.json and of all headers, to compare the checkpoints of two machines.
 
-    Errors as of `read_headers`.
+    Raises what `read_headers` raises.
     """
     total = zlib.crc32((folder / "config.json").read_bytes())
     for path, header in sorted(read_headers(folder).items()):

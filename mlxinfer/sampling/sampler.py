@@ -120,7 +120,7 @@ class SamplingPlan:
     temperature: mx.array  # (D, 1) float32
     streams: NDArray[np.uint64]  # (D,)
     settings: NDArray[np.void]  # (R,) SETTINGS for the kernel, counts left out
-    logprobs: dict[int, int]  # as of `LogprobArrays.asked`
+    logprobs: dict[int, int]  # see `LogprobArrays.asked`
     padding: mx.array  # see row_padding
 
 

@@ -57,7 +57,7 @@ class ServedModel:
         reasoning_effort: str | None = None,
         watch: Callable[[int, int], None] | None = None,
     ) -> "ServedModel":
-        """Load the model in `folder`, with `watch` as of Session.
+        """Load the model in `folder`; `watch`: see Session.
 
         Raises as Session, and CheckpointError as `read_defaults`.
         """

@@ -169,7 +169,7 @@ def _group(
 
     Raises:
         EngineClosedError: this process was a rank other than 0, and the group has ended.
-        InvalidRequestError, RanksFailedError: as of `open_group` and `follow`.
+        InvalidRequestError, RanksFailedError: see `open_group` and `follow`.
     """
     if options.spread.is_alone:
         return None

@@ -37,7 +37,7 @@ class PreparedKey(NamedTuple):
         cache_salt: of the request. Otherwise the time that a picture takes would tell one client
             what others have shown.
         digest: of the source.
-        max_tokens: as of the processor.
+        max_tokens: the limit of the processor.
     """
 
     cache_salt: str | None

@@ -261,11 +261,11 @@ class RowBuilder:
         Args:
             queries, documents: as many of each.
             instruction: what counts as a match, for models that read one; None: their own.
-            truncate, param: as of `texts`; the longer of the two loses tokens first.
+            truncate, param: see `texts`; the longer of the two loses tokens first.
 
         Raises:
-            InvalidRequestError: as of `texts`, or the model reads no instruction.
-            ContextLengthError: as of `texts`.
+            InvalidRequestError: see `texts`; or the model reads no instruction.
+            ContextLengthError: see `texts`.
         """
         limit, cut = self.limit(truncate), truncate is not False
         for text in (*queries, *documents):

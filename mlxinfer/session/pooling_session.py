@@ -248,7 +248,7 @@ def open_session(
     """The session of the model in a folder, by what the model is for.
 
     Args:
-        name, folder, options, tool_format, watch: as of Session.
+        name, folder, options, tool_format, watch: see Session.
         given: names of options that were chosen for this model alone.
 
     Raises:

@@ -86,7 +86,7 @@ class HeadProposer(DraftProposer):
         head: an MTP module or an EAGLE-3 draft.
         config: sizes; its budget is for the head's KV cache alone.
         name: of the method, for stats.
-        vocab_size, cost, kernels, rejects: as of `DraftProposer`.
+        vocab_size, cost, kernels, rejects: see `DraftProposer`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class HeadProposer(DraftProposer):
     def _follow(
         self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
     ) -> Counterpart | None:
-        """As of a draft; what the head has written to pages needs no hidden states any more."""
+        """Follow, and drop hidden states of positions whose keys and values are in pages."""
         held, before = self._held.get(sequence), self._counterparts.get(sequence)
         if before is not None and (held is None or held.start > self._position(before)):
             self._release(sequence)

@@ -309,7 +309,7 @@ def measure(name: str, scratch: Path, how: How) -> dict[str, Any]:
 
 
 def run(*, runs: int, reference_python: str, peer_python: str | None, cpu_time: bool) -> Report:
-    """Measure both models; arguments as of `How`."""
+    """Measure both models; same arguments as `How`."""
     how = How(runs, reference_python, peer_python, cpu_time)
     found = {}
     for name in MODELS:

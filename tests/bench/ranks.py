@@ -213,7 +213,7 @@ class PeerRanks:
         self.weights = [int(process.hear()["weights"]) for process in processes]
 
     def token_times(self, prompts: list[list[int]], enough: int) -> list[list[float]]:
-        """As of `PeerGeneration`, of rank 0."""
+        """The token times of rank 0, see `PeerGeneration`."""
         for process in self._processes:
             process.tell([prompts, enough])
         found, *_ = [process.hear() for process in self._processes]

@@ -91,7 +91,7 @@ class RoundedCache:
         return self._inner.update_and_fetch(self._keys(keys), self._values(values))
 
     def make_mask(self, *given: Any, **options: Any) -> Any:
-        """As of mlx-lm's cache."""
+        """The form of mlx-lm's cache."""
         return self._inner.make_mask(*given, **options)
 
     @property

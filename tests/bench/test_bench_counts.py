@@ -89,7 +89,7 @@ def test_branches_of_a_tree_compute_what_is_theirs() -> None:
 
 
 def test_the_simulated_macs_agree_with_other_published_rates() -> None:
-    """The same sources as of the rates that the chips were worked out from, at 4k tokens."""
+    """From the sources of the chips' rates, at 4k tokens."""
     for mac, shape, published in ((M3_ULTRA, LLAMA_70B, 170.0), (M5_MAX, QWEN_27B, 662.4)):
         assert 4096 / mac.prefill_s(shape, 4096) == pytest.approx(published, rel=0.15)
     slow = first_token_s(M5_MAX, M3_ULTRA, LLAMA_70B, 4096, link=1e6)

@@ -1,8 +1,8 @@
 """Experts that are read when tokens need them: every request gets the tokens of the resident run.
 
-Programs as of test_matrix.py, over mixtures of which a random share is in memory: one expert more
-than a token needs up to all but one, read from stacks and from tensors of their own, by a disk
-with reads of random times.
+Programs like those of test_matrix.py, over mixtures of which a random share is in memory: one
+expert more than a token needs up to all but one, read from stacks and from tensors of their own,
+by a disk with reads of random times.
 
     MLXINFER_PROGRAMS=300 HYPOTHESIS_SEED=7 pytest tests/engine/test_streamed_experts.py -s
 """

@@ -36,7 +36,7 @@ class FarPages(MetalCPU):
     Args:
         first_page: the number.
         page_size: tokens of a page.
-        replace: as of MetalCPU.
+        replace: see MetalCPU.
     """
 
     def __init__(self, first_page: int, page_size: int, replace: dict[str, str]) -> None:

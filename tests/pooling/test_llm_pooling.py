@@ -191,7 +191,7 @@ def test_pairs_are_cut_as_tokenizers_cut_them(tmp_path):
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt_oss", "lfm2", "qwen3_5_text", "phi3"])
 def test_decoders_score_by_the_logits_that_they_generate_from(case, tmp_path):
-    """Any decoder: its windows, sinks, soft caps and states, as of its own forward pass."""
+    """Any decoder: its windows, sinks, soft caps and states, as in its own forward pass."""
     folder = tiny_checkpoint(tmp_path / "m", case)
     write_tokenizer(folder, 96)
     rows = [[5, 6, 7], list(range(3, 40)), [9, 8, 7]]

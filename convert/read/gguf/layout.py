@@ -63,7 +63,7 @@ def layout_of(
 def part_layout(
     architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
 ) -> TensorLayout:
-    """The layout of Q, K or V where one tensor holds all three; arguments as of `layout_of`."""
+    """The layout of Q, K or V where one tensor holds all three; same arguments as `layout_of`."""
     keys = config["num_key_value_heads"] * config["head_dim"]
     ends = np.cumsum([0, shape[0] - 2 * keys, keys, keys]).tolist()
     index = next(i for i, part in enumerate("qkv") if f".{part}_proj." in name)

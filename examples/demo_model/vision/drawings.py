@@ -47,7 +47,7 @@ class Scene:
     Attributes:
         things: its shapes.
         word: printed letters; "": there are none.
-        x, y: the centre of the word, as of a thing.
+        x, y: the centre of the word, in the units of a thing.
         length: of the word, from 0 to 1 of the width.
         is_photo: it is no drawing, and shows nothing that has a name.
     """

@@ -107,7 +107,7 @@ class DeepseekV3(Family):
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> LayerMixer:
-        """Latent attention; rotary pairs as of `Family.interleaved`."""
+        """Latent attention; rotary pairs: see `Family.interleaved`."""
         config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
         latent = config.latent

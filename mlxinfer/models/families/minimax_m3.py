@@ -61,7 +61,7 @@ class BlockIndexer(Mixer):
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
-        """The blocks that tokens of x (T, hidden) see, as of `BlockLayer.choose`."""
+        """The blocks that tokens of x (T, hidden) see: the result of `BlockLayer.choose`."""
         both = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))  # (T, Hi + 1, d)
         both = self.rope(self.qk_norm(both), step.prepared[self.rope])
         queries, keys = mx.split(both, [self.num_heads], axis=1)
@@ -198,7 +198,7 @@ class MiniMaxM3(MiniMaxM2):
 
     @cached_property
     def activation(self) -> Gated:
-        """SwiGLU with clamped inputs, as of gpt-oss."""
+        """SwiGLU with clamped inputs, as in gpt-oss."""
         fields = self.config.fields
         return clamped_swiglu(
             self.weights.dtype,

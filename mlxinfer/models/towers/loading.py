@@ -115,7 +115,7 @@ def tower_bytes(folder: Path) -> int:
     """Bytes of the tower that loads from a folder, from the headers of its files; 0: none does.
 
     Raises:
-        CheckpointError, ModelNotFoundError: as of `read_headers`.
+        CheckpointError, ModelNotFoundError: see `read_headers`.
     """
     if tower_family(_whole(folder)) is None:
         return 0
@@ -136,7 +136,7 @@ def load_tower(
         folder: of the checkpoint.
         tensors: those that `tower_tensors` gave.
         text: the model that reads what the tower sees.
-        watch: as of `Weights`.
+        watch: see `Weights`.
 
     Returns:
         None: the checkpoint has no tower that is known here.

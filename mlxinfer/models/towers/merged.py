@@ -132,7 +132,7 @@ class Windows:
         return max(length for _, length in self.runs)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """As of `Sight`, P a multiple of a frame's patches."""
+        """P is a multiple of a frame's patches."""
         size = sum(count * length for count, length in self.runs)
         heads, whole, dim = queries.shape
         frames = [x.reshape(heads, -1, size, dim) for x in (queries, keys, values)]
@@ -331,7 +331,7 @@ def merged_sizes(
         vision: it, with the defaults of its model type.
         hidden, out: keys of the tower's and of the text model's hidden size.
         inner: of feed-forward blocks; None: as stated.
-        window, full: as of `MergedSizes`.
+        window, full: see `MergedSizes`.
 
     Raises:
         CheckpointError: heads of another size than a multiple of 4.

@@ -172,7 +172,7 @@ class Lfm2Tower:
 
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """As of `TowerFamily`. Whether the projector has a norm only the weights say reliably."""
+        """Only the weights say reliably whether the projector has a norm."""
         vision = vision_config(config)
         sizes = TowerSizes.of(vision, _DEFAULTS)
         pixels = vision.integer("patch_size", high=256, default=16)

@@ -203,7 +203,7 @@ def adjacent(targets: Iterable[Target]) -> list[list[Target]]:
 
 
 def read_runs(runs: Sequence[Sequence[Target]]) -> None:
-    """Fill the targets of runs, one run after the other; errors as of `WeightFile.read_into`."""
+    """Fill the targets of runs, one after another; raises what `WeightFile.read_into` raises."""
     for run in runs:
         buffers = [target.buffer() for target in run]
         file, start = run[0].span.file, run[0].span.start

@@ -150,7 +150,7 @@ def expert_bytes(folder: Path) -> int:
     """Bytes of the experts of a mixture in a checkpoint, by their tensors' names.
 
     Raises:
-        CheckpointError, ModelNotFoundError: as of `read_headers`.
+        CheckpointError, ModelNotFoundError: see `read_headers`.
     """
     return sum(
         info.end - info.start
@@ -161,7 +161,7 @@ def expert_bytes(folder: Path) -> int:
 
 
 def row_table_bytes(folder: Path) -> int:
-    """Bytes of tables of n-grams, which stay in their files; errors as of `expert_bytes`."""
+    """Bytes of tables of n-grams, which stay in their files; raises what `expert_bytes` raises."""
     config = folder / "config.json"
     if not config.is_file() or not has_row_tables(config.read_bytes()):
         return 0
@@ -248,7 +248,7 @@ class WeightFile:
         data_start: the first byte behind the header.
 
     Raises:
-        CheckpointError: as of `read_header`, or the file was replaced while it was opened.
+        CheckpointError: see `read_header`; or the file was replaced while it was opened.
     """
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
@@ -295,7 +295,7 @@ class WeightFile:
 
 
 def open_weights(folder: Path) -> list[WeightFile]:
-    """The weight files of a checkpoint, open; errors as of `read_headers`."""
+    """The weight files of a checkpoint, open; raises what `read_headers` raises."""
     paths = _weight_files(folder)
     raise_file_limit(len(paths))
     pool = new_pool()

@@ -159,7 +159,7 @@ class Checkpoint:
         return pieces[0] if len(pieces) == 1 else side_by_side(pieces, slices.axis)
 
     def rows(self, name: str) -> Tensor:
-        """As of `Source`; each rank has as many rows but the last, which may have fewer."""
+        """Each rank has as many rows but the last, which may have fewer."""
         tensor = self.tensors[name]
         if self.share is None:
             return tensor

@@ -76,7 +76,7 @@ class Weights:
         source: of the tensors.
         placing: where they go.
         quantization: of the checkpoint; None: nothing is quantised.
-        dtype: of activations, as of `choose_dtype`.
+        dtype: of activations, see `choose_dtype`.
         fits_float16: whether activations stay below 65,504.
         watch: is called with the bytes that are placed so far, and all bytes.
         adaptable: note which projections adapters may change.
@@ -280,7 +280,7 @@ class Weights:
         bias: bool = False,
         parts: Sequence[int] | None = None,
     ) -> StoredMatrix:
-        """One matrix (out_dims, in_dims), or (E, out_dims, in_dims); `parts` as of `linear`."""
+        """One matrix (out_dims, in_dims), or (E, out_dims, in_dims); `parts`: see `linear`."""
         stored = self._matrix(path, shape, bias, parts, of_experts=len(shape) > 2)
         return stored if len(shape) < 3 else self._placing.experts(stored)
 
@@ -302,7 +302,7 @@ class Weights:
             each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
             shape: of the whole.
             bias: whether there is one; those of all experts are one tensor.
-            parts: as of `linear`.
+            parts: see `linear`.
 
         Raises:
             CheckpointError: the experts have different formats.
@@ -416,7 +416,7 @@ class Weights:
         )
 
     def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:
-        """The weights of a norm over all of `dims` numbers; `offset` as of `take`.
+        """The weights of a norm over all of `dims` numbers; `offset`: see `take`.
 
         Raises:
             UnsupportedModelError: several ranks have a part of them.

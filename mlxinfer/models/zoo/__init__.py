@@ -27,7 +27,7 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
     """The model in a checkpoint folder, of an architecture without native family.
 
     Raises:
-        UnsupportedModelError, CheckpointError, ModelNotFoundError: as of `models.load`.
+        UnsupportedModelError, CheckpointError, ModelNotFoundError: see `models.load`.
     """
     config, definition = choose(*read(folder))
     tensors = tensors_respelled(config.model_type, lazy_arrays(folder))

@@ -85,7 +85,7 @@ def load_weights(
         definition: hollow.
         tensors: by the checkpoint's names, which the definition turns into its own.
         quantization: as config.json states it.
-        dtype: as of `models.load`.
+        dtype: see `models.load`.
 
     Returns:
         The layers that are quantised.

@@ -160,7 +160,7 @@ def module_of(model_type: str, classes: Sequence[Any] = ()) -> ModuleType | None
     """The copied module that defines an architecture; None: mlx-lm has none.
 
     Args:
-        model_type, classes: as of `module_name`.
+        model_type, classes: see `module_name`.
 
     Raises:
         UnsupportedModelError: mlx-lm is not installed, or the module does not load here.

@@ -19,7 +19,7 @@ squared error; 13 % less with a damping of 1).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +33,8 @@ TILE = 1 << 17  # numbers
 COLUMNS = 16  # of a group, whose errors are spread over the others together
 SPREAD = 256  # columns whose errors are spread together over all behind them, which are many bytes
 SAMPLED = 8
+AT_ONCE = 1 << 20  # numbers of a matrix that are rounded together with error feedback, about
+ROW_STEP, LEAST_ROWS, MOST_ROWS = 64, 128, 1024
 SMALL = 64  # triangular matrices up to this size are inverted as any other
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
@@ -48,7 +50,17 @@ class ErrorFeedback:
     factors: tuple[Floats, ...]  # (B, B) upper triangular, ones on the diagonal: which share of a
     # column's error each column behind it takes
 
-    ROWS: ClassVar = 1024  # of a matrix at a time, always: results depend on no number of rows
+
+
+def rows_at_once(rows: int, in_dims: int) -> int:
+    """Rows of a matrix (rows, in_dims) that are rounded together with error feedback.
+
+    It follows from the shape alone. All products have one shape then, so results do not depend on
+    how a matrix is cut into blocks. Few rows are slow, for every column costs some calls.
+    """
+    most = min(max(AT_ONCE // in_dims // ROW_STEP * ROW_STEP, LEAST_ROWS), MOST_ROWS)
+    parts = -(-rows // most)
+    return -(-rows // (parts * ROW_STEP)) * ROW_STEP
 
 
 def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback | None:
@@ -132,6 +144,7 @@ class QuantisationMethod:
     searched: bool = True  # False: as mx.quantize does
     importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
     feedback: ErrorFeedback | None = None  # None: to the nearest code
+    rows: int = MOST_ROWS  # that are rounded together with feedback; fewer are filled up
     sampled: bool = False  # the error of one tile in SAMPLED stands for all
 
     def scales(self, groups: Floats, importance: Floats | None) -> Scales:
@@ -185,7 +198,7 @@ class QuantisationMethod:
 def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows, ErrorStats]:
     """values (R, in_dims), in_dims a multiple of the group size."""
     rows, in_dims = values.shape
-    step = max(1, TILE // in_dims) if method.feedback is None else ErrorFeedback.ROWS
+    step = max(1, TILE // in_dims) if method.feedback is None else method.rows
     importance = None
     if method.importance is not None:
         importance = method.importance.reshape(-1, method.form.group_size)
@@ -243,13 +256,13 @@ def _tile(
 def _fed_back(
     groups: Floats, method: QuantisationMethod, feedback: ErrorFeedback, importance: Floats | None
 ) -> tuple[NDArray[Any], Scales]:
-    """Codes (R, G, group_size) and scales (R, G, 1) each, group by group; R <= ErrorFeedback.ROWS.
+    """Codes (R, G, group_size) and scales (R, G, 1) each, group by group; R <= method.rows.
 
     Columns lie behind each other in memory. Rows are filled up with zeros, so that a product is
     always of one shape, and a row's result the same wherever it stands.
     """
     rows, count, size = groups.shape
-    columns = np.zeros((count * size, feedback.ROWS), np.float32)
+    columns = np.zeros((count * size, method.rows), np.float32)
     columns[:, :rows] = groups.reshape(rows, -1).T
     codes: list[NDArray[Any]] = []
     scales: list[Scales] = []
@@ -263,7 +276,7 @@ def _fed_back(
                 weights = None if importance is None else importance[number, None]
                 values = np.ascontiguousarray(group.T)[:, None]
                 scales.append(method.scales(values, weights))
-                one = tuple(part[:, 0, 0] for part in scales[-1])  # (ROWS,) each
+                one = tuple(part[:, 0, 0] for part in scales[-1])  # (method.rows,) each
                 inside = factor[start : start + size, start : start + size]
                 rounded, errors = _round_columns(method.places(group, one), method, inside)
                 codes.append(rounded[:, :rows])
@@ -288,11 +301,11 @@ def _round_columns(
     through in blocks: one product spreads the errors of a block over the columns behind it.
 
     Args:
-        places: (group_size, ROWS) numbers in steps; scratch.
+        places: (group_size, method.rows) numbers in steps; scratch.
         factor: (group_size, group_size) of the group.
 
     Returns:
-        Codes, and errors in steps, (group_size, ROWS) both.
+        Codes, and errors in steps, (group_size, method.rows) both.
     """
     codes: list[NDArray[Any]] = []
     spread = np.empty(places.shape[1], np.float32)

@@ -39,6 +39,7 @@ from .quantise import (
     QuantisationMethod,
     compare,
     quantise,
+    rows_at_once,
     squares_of,
     total,
 )
@@ -190,7 +191,7 @@ class TensorWriter:
         running: deque[Future[tuple[Arrays, ErrorStats]]] = deque()
         row = 0
         try:
-            for block in self.arranged.blocks(tensor.output, self.budget.block):
+            for block in self.arranged.blocks(tensor.output, self._block_size(tensor, known)):
                 if len(running) >= self.budget.workers:
                     self.wrote(target.take(*running.popleft().result()))
                 raw = as_numpy(block)
@@ -205,6 +206,14 @@ class TensorWriter:
         finally:
             for job in running:
                 job.cancel()
+
+    def _block_size(self, tensor: PlannedTensor, known: Statistics) -> int:
+        """Numbers of a block: whole tiles of rows, where memory allows them."""
+        size = self.budget.block
+        if known.feedbacks:
+            whole = _fed_rows(tensor.output) * tensor.output.shape[-1]
+            size -= size % whole if size >= whole else 0
+        return size
 
     def _block(
         self,
@@ -222,7 +231,12 @@ class TensorWriter:
         _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:
             method = QuantisationMethod(
-                tensor.form, tensor.dtype, self.searched, importance, None, self.sampled
+                tensor.form,
+                tensor.dtype,
+                self.searched,
+                importance,
+                rows=_fed_rows(tensor.output),
+                sampled=self.sampled,
             )
             return _joined(
                 [
@@ -244,6 +258,11 @@ class TensorWriter:
             kept = as_kept(self.arranged.source.read_packed(name), tensor)
             target.take([as_numpy(part) for part in kept], ErrorStats())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
+
+
+def _fed_rows(output: OutputTensor) -> int:
+    """Rows of a matrix, or of one expert's, that are rounded together with error feedback."""
+    return rows_at_once(*output.shape[-2:])
 
 
 def _by_expert(

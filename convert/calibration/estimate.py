@@ -11,7 +11,7 @@ import numpy as np
 from ..arrange import ArrangedSource
 from ..arrays import Floats, as_numpy
 from ..plan import INPUTS, PROBE_LENGTH, ConversionPlan, MemoryBudget
-from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantise
+from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantise, rows_at_once
 from ..recipes import ConversionOptions, affine, fitting
 from .feedback import Moments
 from .stream import StreamedModel
@@ -102,7 +102,8 @@ def _round(
     form = fitting(affine(4), matrix.shape)
     if form is None:
         return 0.0
-    some = matrix.reshape(-1, matrix.shape[-1])[: ErrorFeedback.ROWS]
+    tile = rows_at_once(*matrix.shape[-2:])
+    some = matrix.reshape(-1, matrix.shape[-1])[:tile]
     rows = np.asarray(as_numpy(some.astype(mx.float32)))
     feedback, inverting = None, 0.0
     if options.feeds_back:
@@ -112,7 +113,9 @@ def _round(
         inverting = _timed(lambda: made.append(make_feedback(moments, size)))
         feedback = made[0]
         inverting *= sum((min(budget.inputs, width) / size) ** 3 for width in run.widths)
-    method = QuantisationMethod(form, arranged.source.dtype, options.searched, None, feedback)
+    method = QuantisationMethod(
+        form, arranged.source.dtype, options.searched, None, feedback, tile
+    )
     spent = _timed(lambda: quantise(rows, method))
     count = sum(tensor.output.num_weights for tensor in plan.tensors if tensor.form is not None)
     return spent * count / rows.size / budget.workers + inverting * arranged.config.num_layers

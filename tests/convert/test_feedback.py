@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from mlxinfer.convert.calibration.feedback import FEW_TOKENS, Moments, Statistics
 from mlxinfer.convert.files import ShardFile
+from mlxinfer.convert.plan import MAX_BLOCK
 from mlxinfer.convert.quantise import (
     ErrorFeedback,
     QuantisationMethod,
     make_feedback,
     quantise,
+    rows_at_once,
     unpacked,
 )
 from mlxinfer.convert.read import MLXFormat
@@ -86,6 +88,17 @@ def test_rows_do_not_depend_on_each_other() -> None:
     parts = [quantise(matrix[a:b], method)[0] for a, b in pairwise(cuts)]
     np.testing.assert_array_equal(whole.weight, np.concatenate([p.weight for p in parts]))
     np.testing.assert_array_equal(whole.scales, np.concatenate([p.scales for p in parts]))
+
+
+@pytest.mark.parametrize("in_dims", [32, 640, 2048, 4096, 14336, 53248])
+@pytest.mark.parametrize("rows", [1, 63, 256, 640, 1000, 1638, 262_144])
+def test_few_rows_are_filled_up(rows: int, in_dims: int) -> None:
+    """A matrix is hardly more work than its numbers; blocks of it are no larger than the usual."""
+    each = rows_at_once(rows, in_dims)
+    filled = -(-rows // each) * each
+    assert filled - rows < 64 * (filled // each)
+    assert each <= 1024
+    assert each * in_dims <= MAX_BLOCK or each <= 128
 
 
 def test_blocks_of_inputs_are_matrices_of_their_own() -> None:

@@ -51,7 +51,6 @@ class ErrorFeedback:
     # column's error each column behind it takes
 
 
-
 def rows_at_once(rows: int, in_dims: int) -> int:
     """Rows of a matrix (rows, in_dims) that are rounded together with error feedback.
 

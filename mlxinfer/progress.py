@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
-RARE_FIRST_S, RARE_S = 1.0, 60.0  # after any line: before that of a new step, and of the same
+RARE_FIRST_S, RARE_S = 1.0, 60.0  # after any line: before a step's first one, and its others
 PATIENCE_S = 0.5  # in which a model may load without a bar
 Watch = Callable[[int, int], None]  # how far, of how much; called from any thread
 StepWatch = Callable[[str, int, int], None]  # of a step by its name, such as "load org/name"
@@ -110,11 +110,12 @@ def progress_lines() -> StepWatch:
 def rare_lines() -> StepWatch:
     """Return what writes how far each step is to stderr, for people who read it in a file.
 
-    A step that begins after the first second, and then each minute, gets a line such as
+    A step that goes on after the first second, and then each minute, gets a line such as
     "calibrate 40 %, about 3 min left".
     """
     lock, started = threading.Lock(), time.monotonic()
     begun: dict[str, float] = {}
+    lined: set[str] = set()
     written_s = started
 
     def write(step: str, done: int, total: int) -> None:
@@ -123,8 +124,9 @@ def rare_lines() -> StepWatch:
             now_s = time.monotonic()
             is_new = step not in begun
             begun.setdefault(step, now_s)
-            if now_s - written_s < (RARE_FIRST_S if is_new else RARE_S):
+            if now_s - written_s < (RARE_S if step in lined else RARE_FIRST_S):
                 return
+            lined.add(step)
             written_s, share = now_s, done / max(total, 1)
             line = f"{step} {share:.0%}"
             if 0 < share < 1 and not is_new:

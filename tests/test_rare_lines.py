@@ -30,6 +30,17 @@ def test_new_steps_and_each_minute_get_a_line_with_the_time_left(
     ]
 
 
+def test_the_first_step_has_a_line_when_it_takes_longer_than_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([100.0, 100.1, 100.9, 101.1, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    show = rare_lines()
+    for done in (0, 20, 50, 60):
+        show("open", done, 100)
+    assert capsys.readouterr().err.splitlines() == ["open 50%, about 1 s left"]
+
+
 def test_a_step_of_nothing_has_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     show = rare_lines()
     show("write", 0, 0)

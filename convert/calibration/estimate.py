@@ -113,9 +113,7 @@ def _round(
         inverting = _timed(lambda: made.append(make_feedback(moments, size)))
         feedback = made[0]
         inverting *= sum((min(budget.inputs, width) / size) ** 3 for width in run.widths)
-    method = QuantisationMethod(
-        form, arranged.source.dtype, options.searched, None, feedback, tile
-    )
+    method = QuantisationMethod(form, arranged.source.dtype, options.searched, None, feedback, tile)
     spent = _timed(lambda: quantise(rows, method))
     count = sum(tensor.output.num_weights for tensor in plan.tensors if tensor.form is not None)
     return spent * count / rows.size / budget.workers + inverting * arranged.config.num_layers

@@ -27,7 +27,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_source(
-    source: str | Path, *, tokenizer: Path | None = None, progress: Progress = lambda *_: None
+    source: str | Path,
+    *,
+    tokenizer: Path | None = None,
+    progress: Progress = lambda *_: None,
+    reading: Progress = lambda *_: None,
 ) -> SourceModel:
     """Open a checkpoint for reading, tensor by tensor.
 
@@ -36,6 +40,7 @@ def open_source(
             or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
         tokenizer: a folder with a tokenizer, taken instead of the source's own.
         progress: called while a repository of the hub is downloaded.
+        reading: called while the header of a GGUF file is read.
 
     Raises:
         CheckpointError: a file that is broken, or a pickle.
@@ -46,19 +51,21 @@ def open_source(
     files = None if tokenizer is None else _tokenizer_of(tokenizer)
     path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
     if path.exists():
-        return _open(path, files)
+        return _open(path, files, reading)
     if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
         raise ModelNotFoundError(f"There is no {str(source)!r}.")
-    return replace(_open(_fetch_repo(source, progress), files), label=source)
+    return replace(_open(_fetch_repo(source, progress), files, reading), label=source)
 
 
-def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> SourceModel:
+def _open(
+    path: Path, tokenizer: Mapping[str, bytes | Path] | None, reading: Progress
+) -> SourceModel:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path, tokenizer)
     if path.suffix == ".gguf" or is_gguf(path):
-        return open_gguf(path, tokenizer)
+        return open_gguf(path, tokenizer, reading)
     raise _unreadable(path)
 
 

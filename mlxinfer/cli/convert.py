@@ -333,6 +333,7 @@ def _opened(
         source,
         tokenizer=given["tokenizer"],
         progress=partial(progress, "download"),
+        reading=partial(progress, "open"),
     )
     compares = checks(given) == "full"
     if not is_native(opened.config) and given["check"] is None:

@@ -1,6 +1,7 @@
 """Tokenizers from GGUF metadata: the ids of the tokenizer, or the algorithm, they came from."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from oracles.sentencepiece import pieces_of
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mlxinfer.convert.read import SourceModel, open_source
+from mlxinfer.convert.read.gguf.header import BEAT
 from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.text.tokenizer import Tokenizer
@@ -382,6 +384,21 @@ def test_scores_are_needed(tmp_path: Path) -> None:
     source = with_tokenizer(tmp_path, metadata)
     with pytest.raises(CheckpointError, match="scores"):
         source.side_files()
+
+
+def test_reading_a_large_vocabulary_is_reported_while_it_goes_on(tmp_path: Path) -> None:
+    metadata = sentence_pieces(True)
+    more = [f"word {index}" for index in range(3 * BEAT)]
+    metadata["tokens"] += more
+    metadata["types"] += [NORMAL] * len(more)
+    metadata["scores"] += [-1000.0] * len(more)
+    with_tokenizer(tmp_path, metadata)
+    seen: list[tuple[int, int]] = []
+    open_source(tmp_path / "m.gguf", reading=lambda done, total: seen.append((done, total)))
+    ((total, _),) = Counter(total for _, total in seen).most_common()
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {done for done, _ in seen} == set(range(total))
+    assert max(Counter(done for done, _ in seen).values()) > 3  # inside of the vocabulary
 
 
 def test_a_long_piece_takes_no_time() -> None:

@@ -6,7 +6,9 @@ compared with the bytes that are left before anything is allocated.
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_STRINGS = 1 << 22  # in all arrays together
 MAX_DIMS = 4
+BEAT = 1 << 14  # strings between two reports
 _FORMATS = "BbHhIif?"  # value types 0 to 7
 _STRING, _ARRAY = 8, 9
 _SCALARS = {**dict(enumerate(_FORMATS)), 10: "Q", 11: "q", 12: "d"}
@@ -60,8 +63,16 @@ class GGUFHeader:
     data_start: int
 
 
-def parse_header(data: memoryview, label: str) -> GGUFHeader:
+def parse_header(
+    data: memoryview, label: str, tell: Callable[[int, int], None] = lambda *_: None
+) -> GGUFHeader:
     """The header of a file with these bytes.
+
+    Args:
+        data: of the file.
+        label: its name in errors.
+        tell: is called with the number of keys that are read, of how many; a vocabulary is a key,
+            and takes nearly all of the time.
 
     Raises:
         CheckpointError: a header that is broken, or tensors that are not in the file.
@@ -73,7 +84,9 @@ def parse_header(data: memoryview, label: str) -> GGUFHeader:
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
         raise cursor.fail(f"says it has {num_tensors} tensors and {num_keys} keys")
     metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
+    for index in range(num_keys):
+        cursor.beat = partial(tell, index, num_keys)
+        cursor.beat()
         key = cursor.string()
         if key in metadata:
             raise cursor.fail(f"has the key {key[:80]!r} twice")
@@ -110,7 +123,9 @@ def _array(cursor: "_Cursor", key: str) -> Any:
         cursor.num_strings += count
         if cursor.num_strings > MAX_STRINGS:
             raise cursor.fail(f"has {count} strings in {key[:80]!r}")
-        return [cursor.string() for _ in range(count)]
+        return [
+            string for first in range(0, count, BEAT) for string in cursor.strings(first, count)
+        ]
     item = np.dtype("<" + _format(cursor, kind, key))
     return np.frombuffer(cursor.take(count * item.itemsize), item).copy()
 
@@ -170,6 +185,7 @@ class _Cursor:
         self.label = label
         self.position = 0
         self.num_strings = 0
+        self.beat: Callable[[], None] = lambda: None  # says that reading goes on
 
     def take(self, count: int) -> memoryview:
         """The next `count` bytes."""
@@ -192,6 +208,11 @@ class _Cursor:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.fail(f"has a string that is not UTF-8 ({error.reason})") from None
+
+    def strings(self, first: int, count: int) -> list[str]:
+        """The next of `count` strings, up to BEAT of them, of which `first` are read."""
+        self.beat()
+        return [self.string() for _ in range(min(BEAT, count - first))]
 
     def fail(self, what: str) -> CheckpointError:
         """An error that names the file."""

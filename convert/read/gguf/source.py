@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError, UnsupportedModelError
+from ....hub import Progress
 from ....hub.imported import split_parts
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
@@ -30,11 +31,17 @@ _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float1
 Entry = tuple[TensorEntry, StoredArray]
 
 
-def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) -> SourceModel:
+def open_gguf(
+    path: Path,
+    side_files: Mapping[str, bytes | Path] | None = None,
+    progress: Progress = lambda *_: None,
+) -> SourceModel:
     """A GGUF file; of a split one, any part.
 
     Args:
+        path: of the file.
         side_files: tokenizer and templates from elsewhere, instead of those in the file.
+        progress: called while the header is read.
 
     Raises:
         CheckpointError: a broken file, or parts that do not go together.
@@ -45,7 +52,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
     digest = blake2b(digest_of(side_files or {}), digest_size=20)
     headers: dict[Path, GGUFHeader] = {}
     for part in parts:
-        headers[part], raw = _read_header(part)
+        headers[part], raw = _read_header(part, progress)
         digest.update(f"{part.name} {file_state(part)} ".encode() + raw)
     metadata = headers[parts[0]].metadata
     architecture = _architecture(metadata, label)
@@ -126,14 +133,14 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
     return _read_header(path)[0].metadata
 
 
-def _read_header(path: Path) -> tuple[GGUFHeader, bytes]:
+def _read_header(path: Path, progress: Progress = lambda *_: None) -> tuple[GGUFHeader, bytes]:
     """The header, and a digest of the bytes in front of the data."""
     try:
         with path.open("rb") as file:
             if not path.stat().st_size:
                 raise CheckpointError(f"{path} is empty.")
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            header = parse_header(data, str(path))
+            header = parse_header(data, str(path), progress)
             return header, blake2b(data[: header.data_start]).digest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error

@@ -17,9 +17,8 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from ....errors import CheckpointError, MlxinferError, UnsupportedModelError
+from ....errors import CheckpointError, UnsupportedModelError
 from ....models.jsonfields import Fields
-from ....text.tokenizer import panic_guard
 
 
 def _ranges(bounds: str) -> str:
@@ -201,16 +200,17 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
     return PRETOKENIZERS[name]
 
 
-def _byte_level(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
+def _byte_level(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
+    """A tokenizer without its vocabulary, and the merges."""
     pretokenizer = pretokenizer_of(fields)
-    made = _bpe(tokens, _merges(fields), ignore_merges=pretokenizer.whole_words)
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=pretokenizer.whole_words))
     if pretokenizer.normal_form:
         made.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pretokenizer.patterns)
     made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     made.decoder = decoders.ByteLevel()
-    return made
+    return made, _merges(fields)
 
 
 def _merges(fields: Fields) -> Merges:
@@ -223,23 +223,19 @@ def _merges(fields: Fields) -> Merges:
     return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
 
 
-def _sentence_pieces(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
+def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
+    """As `_byte_level`."""
     merged = fields.text("tokenizer.ggml.model") == GEMMA4
     unknown = token_of(fields, "unknown", tokens)
-    made = _bpe(
-        tokens,
-        _merges(fields) if merged else _merges_from_scores(fields, tokens),
-        byte_fallback=True,
-        fuse_unk=True,
-        **({} if unknown is None else {"unk_token": unknown}),
-    )
+    named: Json = {} if unknown is None else {"unk_token": unknown}
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, **named))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     made.normalizer = normalizers.Replace(" ", "▁")
     if fields.boolean("tokenizer.ggml.add_space_prefix", default=not merged):
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), made.normalizer])
         steps.append(decoders.Strip(" ", 1, 0))
     made.decoder = decoders.Sequence(steps)
-    return made
+    return made, _merges(fields) if merged else _merges_from_scores(fields, tokens)
 
 
 def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
@@ -262,11 +258,6 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> Merges:
                 candidates.append((-scores[index], left, right, index, cut))
     candidates.sort()
     return [(tokens[index][:cut], tokens[index][cut:]) for *_, index, cut in candidates]
-
-
-def _bpe(tokens: list[str], merges: Merges, **settings: Any) -> tokenizers.Tokenizer:
-    vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
-    return tokenizers.Tokenizer(models.BPE(vocab, merges, **settings))
 
 
 def token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
@@ -317,8 +308,8 @@ def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]
     """tokenizer.json, tokenizer_config.json and generation_config.json.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as check_tokenizer(); and for a vocabulary that the
-            tokenizers library does not take.
+        CheckpointError, UnsupportedModelError: as check_tokenizer(); and for merges of what are no
+            tokens.
     """
     fields = Fields(metadata, label)
     tokens, kinds = _lists(fields)
@@ -330,26 +321,34 @@ def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]
 
 
 def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
-    try:
-        with panic_guard():
-            by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
-            made = _byte_level(fields, tokens) if by_bytes else _sentence_pieces(fields, tokens)
-            made.add_tokens(
-                [
-                    tokenizers.AddedToken(
-                        tokens[index], normalized=False, special=int(kinds[index]) == _CONTROL
-                    )
-                    for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED))
-                    if tokens[index]
-                ]
+    """The library makes all but the lists, which are put into its JSON: it would hold them thrice.
+
+    A tokenizer of them is made when the files are loaded.
+    """
+    by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
+    vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
+    made, merges = (_byte_level if by_bytes else _sentence_pieces)(fields, tokens)
+    for left, right in merges:
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise CheckpointError(
+                f"The tokenizer in {fields.where} is broken: it merges {left[:40]!r} and "
+                f"{right[:40]!r}, which are no tokens, or make none."
             )
-            _frame(made, fields, tokens, pretokenizer_of(fields).adds_bos if by_bytes else True)
-            text: str = made.to_str()
-    except (MemoryError, RecursionError, MlxinferError):
-        raise
-    except Exception as error:  # the library raises bare Exception for every broken vocabulary
-        raise CheckpointError(f"The tokenizer in {fields.where} is broken: {error}.") from None
-    return text.encode()
+    _frame(made, fields, tokens, pretokenizer_of(fields).adds_bos if by_bytes else True)
+    found: Json = json.loads(made.to_str())
+    found["model"] |= {"vocab": vocab, "merges": merges}
+    found["added_tokens"] = [
+        _added(int(index), tokens[index], special=int(kinds[index]) == _CONTROL)
+        for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED))
+        if tokens[index] and vocab[tokens[index]] == index
+    ]
+    return json.dumps(found, ensure_ascii=False).encode()
+
+
+def _added(index: int, token: str, *, special: bool) -> Json:
+    """A token that is found in a text before it is cut into words."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": token, **flags, "special": special}
 
 
 def _lists(fields: Fields) -> tuple[list[str], Any]:

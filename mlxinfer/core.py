@@ -18,6 +18,7 @@ from .errors import (
     check_number,
     shown,
 )
+from .fair import NOBODY, Tenant
 
 if TYPE_CHECKING:
     import numpy as np
@@ -332,6 +333,7 @@ class Request:
     # Its sender, as an API key has an owner. Proposals come only from answers to the same owner and
     # salt, because the time of a step shows how many proposals it had.
     owner: str | None = None
+    tenant: Tenant = NOBODY  # whose share of slots and steps it takes
     id_slot: int | None = None  # a number by which the owner may save the prompt; None: not saved
     from_peer: bool = False  # another server asks for its pages: no peer is asked for them
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order

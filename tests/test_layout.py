@@ -16,10 +16,15 @@ FOLDERS = {
     "mlxinfer.app": ROOT / "apps" / "menubar" / "app",
 }
 
-LEAVES = {"core", "errors", "config", "outputs"}
+LEAVES = {"core", "errors", "config", "fair", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "core": {"errors", "images"},  # of images the plain data of a picture, for type checkers
+    "fair": set(),
+    "core": {
+        "errors",
+        "fair",
+        "images",
+    },  # of images the plain data of a picture, for type checkers
     "images": {"errors", "killable"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
@@ -130,6 +135,7 @@ WITHOUT_MLX = (
     "core",
     "config",
     "errors",
+    "fair",
     "images",
     "outputs",
     "display",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import inf, log2
 
+from ..fair import Shares, Tenant
 from .batch import Batch, Sequence
 
 UNTIMED = 64  # prompt tokens of a step before any step was timed
@@ -37,6 +38,7 @@ class PrefillSizer:
         fixed: whole pages; None: `most`. A step takes more only for tokens that see each other.
         num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
             follow each other from one token of an answer to the next.
+        tenants: whose work is counted: each gets its share of the tokens of a step.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class PrefillSizer:
         slice_s: float | None = None,
         fixed: int | None = None,
         num_stages: int = 1,
+        tenants: Shares | None = None,
     ) -> None:
         assert most % page_size == 0
         self._num_stages = num_stages
         self.most = most
         self._page_size = page_size
+        self._tenants = tenants or Shares()
         self._slice_s = slice_s
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
@@ -77,18 +81,51 @@ class PrefillSizer:
             return []
         if self._slice_s is None:  # the budget is what the others wait for
             room = min(self.fixed // 2 if num_running > 1 else self.fixed, self._limit)
-            return prefill_shares(prefilling, max(room, page_size), page_size)
+            return self._divide(prefilling, max(room, page_size))
         if num_running == len(prefilling):
             self._size = self._next_size()
-            return prefill_shares(prefilling, self._bounded(prefilling), page_size)
+            return self._divide(prefilling, self._bounded(prefilling))
         if not self._beside:
-            return prefill_shares(prefilling, min(UNTIMED, self._limit), page_size)
+            return self._divide(prefilling, min(UNTIMED, self._limit))
         left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
         if len(costs) > 1:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
         left_s = min(left_s, self._limit * min(costs.values()))
-        return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
+        return self._divide(prefilling, left_s, costs.__getitem__)
+
+    def _divide(
+        self,
+        prefilling: Seq[Sequence],
+        room: float,
+        cost: Callable[[Sequence], float] = lambda sequence: 1,
+    ) -> list[tuple[Sequence, int]]:
+        """`prefill_shares`, each tenant with its part of the room, and with what others leave.
+
+        Where a part is less than a page, tenants take turns.
+        """
+        prompts: dict[Tenant, list[Sequence]] = {}
+        for sequence in prefilling:
+            prompts.setdefault(sequence.request.tenant, []).append(sequence)
+        if len(prompts) < 2:
+            return prefill_shares(prefilling, room, self._page_size, cost=cost)
+        page = self._page_size * max(map(cost, prefilling))
+        wanted = {t: sum([s.num_left * cost(s) for s in prompts[t]]) for t in prompts}
+        order = self._tenants.order(prompts)
+        least = self._tenants.used(order[0])
+        behind = [t for t in order if self._tenants.used(t) < least + self._tenants.slice]
+        first = sorted(behind, key=lambda tenant: wanted[tenant] / tenant.weight)
+        weight = sum(tenant.weight for tenant in first)
+        shares: list[tuple[Sequence, int]] = []
+        for tenant in first + [tenant for tenant in order if tenant not in behind]:
+            if shares and room < page:
+                break
+            part = room * tenant.weight / weight if weight > 0 else room
+            given = prefill_shares(prompts[tenant], part, self._page_size, cost=cost)
+            room -= sum([count * cost(sequence) for sequence, count in given])
+            weight -= tenant.weight
+            shares += given
+        return shares
 
     def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
         """Take in how long a step took.

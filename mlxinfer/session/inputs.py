@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..core import SamplingParams, SamplingValues, check_names, check_switch
 from ..errors import InvalidRequestError, shown
+from ..fair import NOBODY, Tenant
 
 if TYPE_CHECKING:
     from ..grammar import GrammarSpec
@@ -93,6 +94,7 @@ class Input(ABC):
         adapter: name of a loaded adapter; None: the model itself.
         cache_salt: inputs with different salts share no cached prefix.
         owner: sender of the input, such as the owner of an API key.
+        tenant: whose share of the engine answers take.
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.
@@ -114,6 +116,7 @@ class Input(ABC):
     adapter: str | None = None
     cache_salt: str | None = None
     owner: str | None = None
+    tenant: Tenant = NOBODY
     id_slot: int | None = None
     from_peer: bool = False
     reports_prompt: bool = False

@@ -169,7 +169,8 @@ class RequestBuilder:
         request = self._request(prompt.ids, params)
         request.stop_ids |= prompt.end_ids
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
-        request.owner, request.id_slot = given.owner, given.id_slot
+        request.owner, request.tenant = given.owner, given.tenant
+        request.id_slot = given.id_slot
         request.from_peer, request.reports_prompt = given.from_peer, given.reports_prompt
         request.priority = int(given.pins)
         request.pictures = prompt.pictures

@@ -1,0 +1,157 @@
+"""The scheduler between tenants, no model and no arrays: slots, steps and pages are shared."""
+
+import random
+from collections import Counter
+
+import pytest
+from engine.spelled import segments_of
+from engine.test_scheduler import assert_only_cached, build, request, step
+
+from mlxinfer.engine.batch import Batch, Sequence
+from mlxinfer.engine.scheduler import ANSWER_WORK, SLICE, Scheduler
+from mlxinfer.fair import Tenant
+
+HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
+
+
+def add(
+    scheduler: Scheduler, name: str, tenant: Tenant, num_prompt: int, max_tokens: int
+) -> Sequence:
+    asked = request(name, num_prompt, max_tokens)
+    asked.prompt_ids = [hash((name, i)) % 10**6 for i in range(num_prompt)]
+    asked.tenant = tenant
+    return scheduler.queues.add(asked, max_output=max_tokens)
+
+
+def held(scheduler: Scheduler) -> Counter[Tenant]:
+    return Counter(s.request.tenant for s in scheduler.queues.running)
+
+
+def work_of(batch: Batch) -> Counter[Tenant]:
+    """Work of each tenant, counted another way than the scheduler does."""
+    work: Counter[Tenant] = Counter()
+    for segment in segments_of(batch):
+        samples = segment.num_samples
+        work[segment.sequence.request.tenant] += (
+            segment.num_tokens - samples + samples * ANSWER_WORK
+        )
+    return work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_of_tenants(seed: int) -> None:
+    """Slots go by weight, none stays free, every request ends, and all pages come back."""
+    rnd = random.Random(seed)
+    max_batch = rnd.randint(1, 6)
+    pages = rnd.choice([24, 40, 400])
+    scheduler = build(pages=pages, max_batch=max_batch, chunk=64)
+    tenants = [Tenant(str(i), rnd.choice([0.5, 1, 1, 3])) for i in range(rnd.randint(1, 4))]
+    sequences: list[Sequence] = []
+    for turn in range(400):
+        if turn < 200 and rnd.random() < 0.3:
+            heavy = rnd.random() < 0.7
+            for _ in range(rnd.choice([1, 1, 8])):
+                name, tenant = f"r{len(sequences)}", tenants[0] if heavy else rnd.choice(tenants)
+                sequences.append(
+                    add(scheduler, name, tenant, rnd.randint(1, 40), rnd.randint(1, 40))
+                )
+        if rnd.random() < 0.05 and sequences:
+            gone = rnd.choice(sequences)
+            if not gone.finished:
+                scheduler.queues.finish(gone)
+        before = scheduler.counters.preemptions
+        if scheduler.queues.idle:
+            continue
+        batch = scheduler.next_batch()
+        if batch is None:
+            continue
+        if pages == 400:
+            check_slots(scheduler, max_batch, preempted=scheduler.counters.preemptions > before)
+        scheduler.commit(batch, [7] * len(batch.sampling))
+    turns = 0
+    while not scheduler.queues.idle:
+        batch = scheduler.next_batch()
+        if batch is not None:
+            scheduler.commit(batch, [7] * len(batch.sampling))
+        turns += 1
+        assert turns < 20000, f"seed {seed}: requests starve"
+    assert all(s.finished for s in sequences)
+    assert not scheduler.queues.contested
+    assert_only_cached(scheduler)
+
+
+def check_slots(scheduler: Scheduler, max_batch: int, *, preempted: bool) -> None:
+    """While memory suffices: no free slot beside one who waits, and no part taken from another."""
+    queues, counts = scheduler.queues, held(scheduler)
+    waiting = {s.request.tenant for s in queues.waiting if not s.num_preempted}
+    if not waiting or preempted or len(queues.running) < max_batch:
+        assert preempted or not waiting or len(queues.running) == max_batch
+        return
+    for tenant in waiting:
+        for other, count in counts.items():
+            if other != tenant and count > 1:
+                assert count / other.weight <= (counts[tenant] + 1) / tenant.weight
+
+
+def test_a_light_tenant_gets_a_slot_at_once() -> None:
+    scheduler = build(pages=400, max_batch=4, chunk=64)
+    for i in range(30):
+        add(scheduler, f"heavy{i}", HEAVY, 8, 50)
+    for _ in range(10):
+        step(scheduler)
+    light = add(scheduler, "light", LIGHT, 8, 4)
+    for _ in range(5):
+        step(scheduler)
+    assert light.finished
+    assert scheduler.counters.preemptions == 1
+    step(scheduler)
+    assert held(scheduler) == {HEAVY: 4}  # all of it again, once nobody else wants it
+
+
+def test_with_one_slot_tenants_take_turns_of_a_slice() -> None:
+    scheduler = build(pages=800, max_batch=1, chunk=64)
+    heavy = add(scheduler, "heavy", HEAVY, 8, 1000)
+    for _ in range(20):
+        step(scheduler)
+    light = add(scheduler, "light", LIGHT, 8, 1000)
+    changes, runs = 0, heavy
+    for _ in range(2 * SLICE):
+        step(scheduler)
+        now = heavy if heavy.slot >= 0 else light
+        changes, runs = changes + (now is not runs), now
+    assert 2 <= changes <= 5  # a token has a work of two, and who was behind gets ahead
+    assert abs(heavy.num_answered - 20 - light.num_answered) <= SLICE
+
+
+@pytest.mark.parametrize("weight", [1, 2, 4])
+def test_prompts_share_steps_by_weight(weight: float) -> None:
+    """Two tenants with prompts for ever: their tokens differ by a slice and a chunk at most."""
+    scheduler = build(pages=4000, max_batch=8, chunk=64)
+    one, other = Tenant("one", weight), Tenant("other")
+    got: Counter[Tenant] = Counter()
+    number = 0
+    for _ in range(400):
+        for tenant, length in ((one, 200), (other, 40)):
+            while sum(s.request.tenant == tenant for s in scheduler.queues.unfinished()) < 12:
+                number += 1
+                add(scheduler, f"p{number}", tenant, length, 1)
+        got += work_of(step(scheduler))
+        assert abs(got[one] / weight - got[other]) <= SLICE + 64
+
+
+def test_one_tenant_is_served_as_without_tenants() -> None:
+    """The same steps, whatever the tenant is called."""
+
+    def steps(tenant: Tenant) -> list[list[tuple[str, int, int]]]:
+        rnd, scheduler, seen = random.Random(1), build(pages=60, max_batch=4, chunk=32), []
+        for turn in range(200):
+            if turn % 5 == 0:
+                add(scheduler, f"r{turn}", tenant, rnd.randint(1, 50), rnd.randint(1, 30))
+            if not scheduler.queues.idle and (batch := scheduler.next_batch()) is not None:
+                scheduler.commit(batch, [7] * len(batch.sampling))
+                seen.append(
+                    [(s.sequence.request.id, s.start, s.num_tokens) for s in segments_of(batch)]
+                )
+        return seen
+
+    assert steps(Tenant()) == steps(Tenant("one", 3.0))

@@ -120,7 +120,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "call": SERVER_MODELS | {"pictures", "protocol", "reuse", "service"},
     "apis": SERVER_MODELS | {"call", "reuse"},
     "ops": SERVER_MODELS | {"call", "service"},
-    "page": SERVER_MODELS | {"call", "ops", "service"},
+    "page": SERVER_MODELS | {"apis", "call", "ops", "service"},
 }
 SERVER_ASSEMBLERS = {"app", "run", "__init__"}
 ASSEMBLERS = {

@@ -40,8 +40,7 @@ def test_a_conversation_is_there_after_a_reload_with_its_settings_and_branch(
     history = history_of(page.server)
     [stored] = [c for c in history.conversations("") if c.title == "Reload me"]
     wait_until(lambda: history.branch("", stored.id)[-1].content == "The first.")
-    page.open()
-    entry(page, "Reload me").locator(".entry").click()
+    page.page.reload()
     page.wait_for_answer("The first.")
     assert page.texts(".versions span") == ["1/2"]
     page.click("Settings of this conversation")
@@ -68,7 +67,7 @@ def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver)
 def test_a_conversation_is_renamed_and_deleted_for_good(page: PageDriver) -> None:
     page.answered("Name me")
     entry(page, "Name me").get_by_role("button", name="Rename or delete").click()
-    page.page.get_by_label("Title").fill("Renamed")
+    page.page.get_by_role("textbox", name="Title").fill("Renamed")
     page.click("Save")
     entry(page, "Renamed").get_by_role("button", name="Rename or delete").click()
     page.click("Delete…")
@@ -145,23 +144,102 @@ def test_of_two_conversations_the_one_chosen_last_is_shown(page: PageDriver) -> 
     assert page.texts("h1.title") == ["Chosen last"]
 
 
-def test_what_came_of_an_answer_is_kept_when_its_tab_is_closed(page: PageDriver) -> None:
+def test_an_answer_goes_on_without_its_tab_and_is_seen_by_all_that_open_it(
+    page: PageDriver,
+) -> None:
     tab = page.new_tab()
     page.open(tab=tab)
     page.server.script.says("Half an answer", " and the rest")
     page.ask("Close me", tab=tab)
     page.wait_for_answer("Half", tab=tab)
-    tab.close(run_before_unload=False)
-    tab = page.new_tab()
-    page.open(tab=tab)
+    entry(page, "Close me").get_by_text("answering…").wait_for()
+    where = tab.evaluate("location.hash")
+    tab.close()
+    page.open(f"/{where}")
+    page.wait_for_answer("Half an answer")
+    page.page.reload()
+    page.wait_for_answer("Half an answer")
+    other = page.new_tab()
+    page.open(f"/{where}", tab=other)
+    page.wait_for_answer("Half an answer", tab=other)
+    page.server.script.go_on.set()
+    for each in (page.page, other):
+        page.wait_for_answer("Half an answer and the rest", tab=each)
+        page.wait_idle(tab=each)
+    history = history_of(page.server)
+    stored = history.branch("", where.removeprefix("#chat/"))
+    assert [m.content for m in stored] == ["Close me", "Half an answer and the rest"]
+    assert {"grows", "error"}.isdisjoint(stored[-1].details)
 
-    def stored() -> bool:
-        history = history_of(page.server)
-        [found] = [c for c in history.conversations("") if c.title == "Close me"]
-        return any("Half an answer" in m.content for m in history.messages("", found.id))
 
-    wait_until(stored)
+def test_any_tab_stops_an_answer_for_all(page: PageDriver) -> None:
+    page.server.script.says("One two", " three")
+    page.ask("Count")
+    page.wait_for_answer("One")
+    other = page.new_tab()
+    page.open(page.page.evaluate("'/' + location.hash"), tab=other)
+    page.wait_for_answer("One", tab=other)
+    other.get_by_role("button", name="Stop the answer").click()
     assert page.server.script.aborted.wait(60)
+    for each in (page.page, other):
+        each.locator(".figure", has_text="stopped").wait_for()
+
+
+def test_a_chat_has_an_address_that_reload_back_and_forward_keep(page: PageDriver) -> None:
+    page.answered("First chat")
+    first = page.page.evaluate("location.hash")
+    assert first.startswith("#chat/")
+    assert page.page.title() == "First chat · mlxinfer"
+    page.click("New chat", at=0)
+    page.page.wait_for_selector(".welcome")
+    page.answered("Second chat")
+    page.page.reload()
+    page.page.locator(".bubble", has_text="Second chat").wait_for()
+    page.page.locator("nav a", has_text="Models").click()
+    page.page.locator("nav a", has_text="Chat").click()
+    page.page.locator(".bubble", has_text="Second chat").wait_for()
+    for _ in range(2):
+        page.page.go_back()
+    page.page.locator(".bubble", has_text="Second chat").wait_for()
+    page.page.go_back()
+    page.page.locator(".bubble", has_text="First chat").wait_for()
+    assert page.page.evaluate("location.hash") == first
+    page.page.go_forward()
+    page.page.locator(".bubble", has_text="Second chat").wait_for()
+
+
+def test_an_address_of_a_chat_that_is_gone_says_so_and_begins_a_new_one(page: PageDriver) -> None:
+    page.open("/#chat/0123456789abcdef")
+    page.page.locator(".notice", has_text="There is no conversation").wait_for()
+    page.page.wait_for_selector(".welcome")
+    page.wait_for("location.hash === ''")
+    page.errors.clear()
+
+
+def test_every_chat_keeps_its_draft(page: PageDriver) -> None:
+    field = page.page.locator("#question")
+    page.answered("With a draft")
+    field.fill("unfinished")
+    file = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}
+    page.page.locator("input[type=file]").set_input_files(file)
+    page.page.locator(".attached", has_text="notes.txt").wait_for()
+    page.click("New chat", at=0)
+    page.page.wait_for_selector(".welcome")
+    assert field.input_value() == ""
+    field.fill("a new one")
+    page.page.reload()
+    wait_until(lambda: field.input_value() == "a new one")
+    entry(page, "With a draft").locator(".entry").click()
+    wait_until(lambda: field.input_value() == "unfinished")
+    page.page.reload()
+    wait_until(lambda: field.input_value() == "unfinished")
+    page.page.locator(".attached", has_text="notes.txt").wait_for()
+    field.press("Enter")
+    wait_until(lambda: field.input_value() == "")
+    page.wait_idle()
+    page.page.reload()
+    page.page.locator(".bubble", has_text="unfinished").wait_for()
+    assert field.input_value() == ""
 
 
 def test_ten_thousand_messages_open_at_their_end(page: PageDriver) -> None:

@@ -30,7 +30,7 @@ function headers(body) {
   return found;
 }
 
-async function send(path, { body, method, signal: abort, keepalive } = {}) {
+async function send(path, { body, method, signal: abort } = {}) {
   let response;
   try {
     response = await fetch(path, {
@@ -38,7 +38,6 @@ async function send(path, { body, method, signal: abort, keepalive } = {}) {
       headers: headers(body),
       body: body === undefined ? undefined : JSON.stringify(body),
       signal: abort,
-      keepalive,
       credentials: "omit",
     });
   } catch (error) {
@@ -74,17 +73,22 @@ async function lookAgain() {
   }
 }
 
-// Resolves when the server answers again.
-export function whenOnline() {
-  return new Promise((resolve) => waiting.push(resolve));
+// Resolves when the server answers again; rejects when one stops waiting for it.
+export function whenOnline(abort) {
+  return new Promise((resolve, reject) => {
+    waiting.push(resolve);
+    abort?.addEventListener("abort", () => reject(abort.reason));
+  });
 }
 
 export async function request(path, options) {
   return (await send(path, options)).json();
 }
 
+const lost = () => new ApiError("The connection was lost before the answer was complete.", 0, "lost");
+
 // The data of a stream's events, one by one. A stream that ends without [DONE] was cut off.
-export async function* stream(path, body, abort) {
+export async function* stream(path, { body, abort }) {
   const response = await send(path, { body, signal: abort });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -94,9 +98,9 @@ export async function* stream(path, body, abort) {
       piece = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ApiError("The connection was lost before the answer was complete.");
+      throw lost();
     }
-    if (piece.done) throw new ApiError("The connection was lost before the answer was complete.");
+    if (piece.done) throw lost();
     rest += piece.value;
     const frames = rest.split("\n\n");
     rest = frames.pop();

@@ -3,12 +3,13 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Composer } from "./composer.jsx";
 import { asCurl, asMarkdown, asText, copy } from "./format.js";
 import { Message } from "./message.jsx";
+import { newChat } from "./place.js";
 import { Suggestions } from "./suggestions.jsx";
 import { Settings, settingsOpen } from "./settings.jsx";
 import { sidebarOpen } from "./sidebar.jsx";
 import {
   arrived, ask, branch, busy, chooseModel, conversation, features, model, models, notice, regenerate,
-  startNew, tools,
+  tools,
 } from "./store.js";
 import { requestOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
@@ -58,7 +59,7 @@ function Head({ compact }) {
         aria-expanded={setting}
         onClick={() => (settingsOpen.value = !setting)}
       />
-      {compact && <IconButton icon="plus" label="New chat" onClick={startNew} />}
+      {compact && <IconButton icon="plus" label="New chat" onClick={newChat} />}
     </header>
   );
 }

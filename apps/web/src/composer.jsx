@@ -1,6 +1,7 @@
 // The field for the next message, and what goes with it: pictures, and files as text.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { request } from "./api.js";
+import { changeDraft, draftOf, forgetDraft } from "./drafts.js";
 import { number } from "./format.js";
 import { isPicture, pictureOf } from "./pictures.js";
 import {
@@ -78,8 +79,7 @@ function Heavy({ attached }) {
 export function Composer({ edit }) {
   const field = useRef();
   const files = useRef();
-  const [text, setText] = useState("");
-  const [attached, setAttached] = useState([]);
+  const { text, attached } = draftOf(conversation.value);
   const [reading, setReading] = useState(0);
   const [over, setOver] = useState(false);
   const pictured = attached.some(({ url }) => url);
@@ -107,15 +107,16 @@ export function Composer({ edit }) {
 
   function attach(list) {
     const given = [...list]; // the browser empties its list when the event is over
-    before.current = before.current.then(() => readAll(given));
+    const chat = conversation.value; // another one may be shown when they are read
+    before.current = before.current.then(() => readAll(given, chat));
   }
 
-  async function readAll(given) {
+  async function readAll(given, chat) {
     for (const file of given) {
       setReading((n) => n + 1);
       try {
         const found = await read(file);
-        setAttached((all) => [...all, found]);
+        changeDraft(chat, { attached: [...draftOf(chat).attached, found] });
         said.value = `Attached ${file.name}`;
       } catch (error) {
         notice.value = { text: error.message };
@@ -127,20 +128,19 @@ export function Composer({ edit }) {
   }
 
   function detach(file) {
-    setAttached((all) => all.filter((each) => each !== file));
+    changeDraft(conversation.value, { attached: attached.filter((each) => each !== file) });
     said.value = `Removed ${file.name}`;
     field.current.focus();
   }
 
   function send() {
     if (busy.value || !ready) return;
-    setText("");
-    setAttached([]);
+    forgetDraft(conversation.value);
     ask(text.trim(), detailsOf(attached));
   }
 
   function onKeyDown(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
       send();
     } else if (event.key === "ArrowUp" && !text && !busy.value) {
@@ -217,7 +217,7 @@ export function Composer({ edit }) {
           value={text}
           placeholder={model.value ? `Ask ${model.value}` : "No model is here yet: see Models"}
           aria-label="Message"
-          onInput={(event) => setText(event.target.value)}
+          onInput={(event) => changeDraft(conversation.value, { text: event.target.value })}
           onKeyDown={onKeyDown}
           onPaste={onPaste}
         />

@@ -1,4 +1,4 @@
-// The page: where one is, the theme, the keyboard.
+// The page: its parts, the theme, the keyboard.
 import "katex/dist/katex.css";
 import "./style.css";
 import { signal } from "@preact/signals";
@@ -10,7 +10,8 @@ import { Dashboard } from "./dashboard.jsx";
 import { Models } from "./models.jsx";
 import { settingsOpen } from "./settings.jsx";
 import { Sidebar, sidebarOpen } from "./sidebar.jsx";
-import { busy, notice, open, said, start, startNew, stop } from "./store.js";
+import { address, follow, newChat, place } from "./place.js";
+import { busy, notice, said, start, stop } from "./store.js";
 import { Dialog, Icon } from "./widgets.jsx";
 
 const THEME = "mlxinfer.theme";
@@ -18,29 +19,8 @@ const HIDE = "mlxinfer:hide"; // where an app that shows the page learns that Es
 const asked = new URLSearchParams(location.search);
 export const compact = asked.has("compact");
 const shell = asked.has("shell"); // the page is in a window of the menubar app
-const place = signal(placeOf(location.hash));
 const theme = signal(localStorage.getItem(THEME) ?? "auto");
 const helping = signal(false);
-
-function placeOf(hash) {
-  const name = hash.slice(1);
-  return ["models", "dashboard"].includes(name) ? name : "chat";
-}
-
-// Links into the page: #new is a new chat, #chat/ID a stored one. They are not kept as an address.
-function follow() {
-  const { hash } = location;
-  place.value = placeOf(hash);
-  sidebarOpen.value = false;
-  const [, id] = /^#chat\/([\w-]{8,64})$/.exec(hash) ?? [];
-  if (id) open(id);
-  else if (hash === "#new") startNew();
-  else return;
-  history.replaceState(null, "", location.pathname + location.search);
-  document.getElementById("question")?.focus();
-}
-
-addEventListener("hashchange", follow);
 
 function applyTheme(value) {
   theme.value = value;
@@ -60,6 +40,14 @@ const SHORTCUTS = [
   ["?", "this list"],
 ];
 
+// Keys that an input method takes are not the page's: the Enter that confirms a Chinese word sends
+// nothing. Safari says so by the key code alone, because its composition has ended before the key.
+function ofInputMethod(event) {
+  if (event.isComposing || event.keyCode === 229) event.stopImmediatePropagation();
+}
+
+addEventListener("keydown", ofInputMethod, { capture: true });
+
 function onKey(event) {
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
   const command = event.ctrlKey || event.metaKey;
@@ -67,11 +55,9 @@ function onKey(event) {
     sidebarOpen.value = true;
     requestAnimationFrame(() => document.getElementById("search")?.focus());
   } else if (command && event.shiftKey && event.key.toLowerCase() === "o") {
-    startNew();
-    location.hash = "";
-    document.getElementById("question")?.focus();
+    newChat();
   } else if (event.altKey && ["1", "2", "3"].includes(event.key)) {
-    location.hash = ["", "models", "dashboard"][event.key - 1];
+    location.hash = [address.value, "models", "dashboard"][event.key - 1];
   } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (sidebarOpen.value) sidebarOpen.value = false;
     else if (settingsOpen.value) settingsOpen.value = false;

@@ -127,7 +127,7 @@ function Edit({ message, label, done, save, close }) {
     save(text);
   }
   function onKeyDown(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
+    if (event.key === "Enter" && !event.shiftKey) submit(event);
     if (event.key === "Escape") {
       event.stopPropagation();
       close();
@@ -274,7 +274,8 @@ const FORMS = { schema: "holds to the schema", json: "is JSON", regex: "matches 
 
 // [kind, text]: how the answer ended if it did not end by itself, else how fast it was.
 function figureOf(details) {
-  const { finish, form, edited } = details;
+  const { finish, form, edited, grows } = details;
+  if (grows) return ["bad", "cut off when the server ended"];
   if (form && finish === "length") return ["bad", "cut off before the form was complete"];
   if (finish === "length") return ["bad", "cut off at the token limit"];
   if (finish === "stopped") return ["", "stopped"];

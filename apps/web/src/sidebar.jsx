@@ -2,9 +2,9 @@
 import { signal } from "@preact/signals";
 import { useEffect, useState } from "preact/hooks";
 import { when } from "./format.js";
+import { address, addressOf, newChat } from "./place.js";
 import {
-  conversation, conversations, features, moreConversations, olderConversations, open, remove, rename,
-  running, search, startNew,
+  conversation, conversations, features, moreConversations, olderConversations, remove, rename, running, search,
 } from "./store.js";
 import { Dialog, Icon, IconButton } from "./widgets.jsx";
 
@@ -14,15 +14,14 @@ const found = signal(null);
 const editing = signal(null);
 
 function go(id, message) {
-  open(id, message);
-  location.hash = "";
+  location.hash = addressOf({ id, stored: true }, message);
   sidebarOpen.value = false;
 }
 
 function Place({ name, label, here }) {
   return (
     <a
-      href={`#${name === "chat" ? "" : name}`}
+      href={name === "chat" ? address.value : `#${name}`}
       aria-current={here === name ? "page" : undefined}
       onClick={() => (sidebarOpen.value = false)}
     >
@@ -38,7 +37,7 @@ function Entry({ each }) {
     <li class={current ? "current" : ""}>
       <button type="button" class="entry" aria-current={current ? "true" : undefined} onClick={() => go(each.id)}>
         <span class="title">{each.title || "Untitled"}</span>
-        <span class="when">{running.value.has(each.id) ? "answering…" : when(each.changed_s)}</span>
+        <span class="when">{running.value.has(each.id) || each.answering ? "answering…" : when(each.changed_s)}</span>
       </button>
       <IconButton icon="edit" label={`Rename or delete ${each.title || "Untitled"}`} onClick={() => (editing.value = each)} />
     </li>
@@ -163,10 +162,8 @@ export function Sidebar({ place, theme, help }) {
         type="button"
         class="new"
         onClick={() => {
-          startNew();
-          location.hash = "";
+          newChat();
           sidebarOpen.value = false;
-          document.getElementById("question")?.focus();
         }}
       >
         <Icon name="plus" /> New chat

@@ -1,10 +1,11 @@
 // What the page knows: models, stored conversations, the one that is shown, answers that arrive.
 import { batch, computed, signal } from "@preact/signals";
 import { ApiError, request, stream, whenOnline } from "./api.js";
+import { forgetDraft } from "./drafts.js";
 import { branchOf, childrenOf, hasPictures, leafOf, newId, requestOf, weightOf } from "./tree.js";
 
 const MODEL = "mlxinfer.model";
-const SAVE_MS = 2000; // between two saves of an answer that arrives
+const LOOK_MS = 3000; // between two looks at answers that this tab does not follow
 const DRAW_MS = 30; // between two redraws
 const MAX_TRIES = 5; // of a save that the server does not answer
 const MAX_ROUNDS = 20; // of allowed calls and their results, for one question
@@ -92,10 +93,15 @@ export async function refreshConversations() {
     const { data, more } = await request("/history/conversations");
     conversations.value = data;
     moreConversations.value = more;
+    clearTimeout(looking);
+    const unseen = data.some(({ id, answering }) => answering && !running.value.has(id));
+    if (unseen) looking = setTimeout(refreshConversations, LOOK_MS);
   } catch (error) {
     fail(error, refreshConversations);
   }
 }
+
+let looking = 0; // whether answers that no tab shows have ended
 
 export async function olderConversations() {
   const last = conversations.value.at(-1);
@@ -124,25 +130,30 @@ async function stored(id) {
 
 function present(card, message) {
   const messages = new Map(card.messages.map((each) => [each.id, each]));
-  const arriving = running.value.get(card.id)?.message;
+  let arriving = running.value.get(card.id)?.message;
   if (arriving) messages.set(arriving.id, arriving);
+  else if (messages.has(card.answering)) arriving = messages.get(card.answering);
   const head = message && messages.has(message) ? leafOf(childrenOf(messages), message) : card.head;
   conversation.value = { ...card, head: arriving ? arriving.id : head, messages, stored: true };
+  if (arriving && !running.value.has(card.id)) follow(card.id, arriving);
 }
 
+// Shows a stored conversation, at the branch of a message of it; false: there is none.
 export async function open(id, message) {
   const turn = ++wanted;
   try {
     const card = await stored(id);
-    if (turn !== wanted) return; // another one was chosen in the meantime
+    if (turn !== wanted) return true; // another one was chosen in the meantime
     present(card, message);
     notice.value = null;
   } catch (error) {
     if (turn === wanted) fail(error, () => turn === wanted && open(id, message));
+    return error.status !== 404;
   }
+  return true;
 }
 
-// What another tab made of the conversation that is shown.
+// What another tab or the server made of the conversation that is shown.
 async function refresh(id) {
   const turn = wanted;
   try {
@@ -164,6 +175,7 @@ export async function remove(id) {
   try {
     await request(`/history/conversations/${id}`, { method: "DELETE" });
     conversations.value = conversations.value.filter((each) => each.id !== id);
+    forgetDraft({ id, stored: true });
     if (conversation.value.id === id) startNew();
     OTHER_TABS.postMessage({ id });
   } catch (error) {
@@ -217,13 +229,12 @@ async function storeFields(fields, id) {
   }
 }
 
-async function storeMessage(id, message, keepalive = false) {
+async function storeMessage(id, message) {
   if (!features.value.history) return;
   const { parent, role, content, reasoning, details, created_s } = message;
   const body = { conversation: id, id: message.id, parent, role, content, reasoning, details, created_s };
   try {
-    const path = "/history/messages";
-    const card = await (keepalive ? request(path, { body, keepalive }) : persist(path, body));
+    const card = await persist("/history/messages", body);
     if (conversation.value.id === id && conversation.value.title !== card.title) {
       conversation.value = { ...conversation.value, title: card.title };
     }
@@ -232,12 +243,17 @@ async function storeMessage(id, message, keepalive = false) {
   }
 }
 
-OTHER_TABS.onmessage = async ({ data: { id } }) => {
+OTHER_TABS.onmessage = ({ data: { id } }) => lookAgain(id, () => true);
+// Other browsers and the terminal may have gone on.
+addEventListener("visibilitychange", () => {
+  if (!document.hidden) lookAgain(conversation.value.id, (each) => each.changed_s !== conversation.value.changed_s);
+});
+
+async function lookAgain(id, isNew) {
   await refreshConversations();
-  const { value } = conversation;
-  if (value.id !== id || running.value.has(id)) return;
-  if (conversations.value.some((each) => each.id === id)) await refresh(id);
-};
+  if (conversation.value.id !== id || running.value.has(id)) return;
+  if (conversations.value.some((each) => each.id === id && isNew(each))) await refresh(id);
+}
 
 export async function search(words) {
   return (await request(`/history/search?q=${encodeURIComponent(words)}`)).data;
@@ -298,7 +314,7 @@ async function runAllowed(message, rounds) {
   const complete = calls.length && message.details.finish === "tool_calls" && conversation.value.head === message.id;
   if (!complete || rounds >= MAX_ROUNDS || !calls.every(({ name }) => tools.value.allowed.includes(name))) return;
   const { id } = conversation.value;
-  const abort = begin(id, message);
+  const abort = begin(id, message, { served: false });
   let results;
   try {
     results = await Promise.all(calls.map((call) => runCall(call, { abort })));
@@ -311,10 +327,11 @@ async function runAllowed(message, rounds) {
   if (conversation.value.head === message.id) await sendResults(message, results, rounds + 1);
 }
 
-// A conversation is busy from `begin` to `end`. Stop aborts the signal.
-function begin(id, message) {
+// A conversation is busy from `begin` to `end`; `served`: the server generates the message. Stop
+// ends that, or aborts the signal.
+function begin(id, message, { served }) {
   const abort = new AbortController();
-  running.value = new Map(running.value).set(id, { abort, message });
+  running.value = new Map(running.value).set(id, { abort, message, served });
   return abort.signal;
 }
 
@@ -380,66 +397,80 @@ export async function regenerate(message) {
 async function answer(parent, rounds = 0) {
   const { id, settings } = conversation.value;
   notice.value = null;
-  let body;
+  let request;
   try {
-    body = requestOf(model.value, settings, branchOf(conversation.value.messages, parent), tools.value.data);
+    request = requestOf(model.value, settings, branchOf(conversation.value.messages, parent), tools.value.data);
   } catch (error) {
     return fail(error);
   }
   const message = newMessage("assistant", parent, "", { model: model.value });
   if (["schema", "json", "regex", "choice"].includes(settings.form)) message.details.form = settings.form;
   add(message);
-  const abort = begin(id, message);
+  await follow(id, message, { conversation: id, message, request });
+  await runAllowed(message, rounds);
+}
+
+// Follows an answer to its end: one that `body` begins, or one that the server is generating. It
+// goes on there, whether or not a tab follows it.
+async function follow(id, message, body) {
+  const abort = begin(id, message, { served: true });
   said.value = "Answering";
-  const timer = setInterval(() => saveMessage(id, message), SAVE_MS);
   try {
-    await receive(body, message, abort);
-    said.value = `Answer: ${message.content.slice(0, 300)}`;
+    if (body) await saving; // the question is there before its answer
+    await receive(id, message, body, abort);
+    said.value = message.details.error ? `Error: ${message.details.error}` : `Answer: ${message.content.slice(0, 300)}`;
   } catch (error) {
-    if (error.name === "AbortError") {
-      message.details.finish = "stopped";
-      said.value = "Stopped";
-    } else {
-      message.details.error = error.message;
-      said.value = `Error: ${error.message}`;
-    }
+    said.value = error.name === "AbortError" ? "Stopped" : `Error: ${error.message}`;
+    if (error.name === "AbortError") message.details.finish = "stopped";
+    else message.details.error = error.message;
   } finally {
-    clearInterval(timer);
     made += 1;
     batch(() => {
       end(id);
       arrived.value += 1;
     });
   }
-  await saveMessage(id, message);
   OTHER_TABS.postMessage({ id });
   if (!modelCard.value?.capabilities) await refreshModels(); // it has been loaded
   await refreshConversations();
-  await runAllowed(message, rounds);
 }
 
-// Reads the stream of an answer into its message.
-async function receive(body, message, abort) {
-  const begun = performance.now();
-  const marks = { first: 0, spoken: 0, last: 0 };
-  for await (const event of stream("/v1/chat/completions", body, abort)) {
-    const delta = event.choices[0]?.delta ?? {};
-    const now = performance.now() - begun;
-    if (delta.content || delta.reasoning_content || delta.tool_calls) {
-      marks.first ||= now;
-      marks.last = now;
-      if (!delta.reasoning_content) marks.spoken ||= now;
+// Reads the stream of an answer into its message, and goes on after a lost connection.
+async function receive(id, message, body, abort) {
+  for (let begun = !body; ; ) {
+    try {
+      const events = begun ? stream(`/page/answers/${message.id}`, { abort }) : stream("/page/answers", { body, abort });
+      let first = true;
+      for await (const event of events) {
+        if (!begun) OTHER_TABS.postMessage({ id });
+        begun = true;
+        take(event, message, first);
+        first = false;
+      }
+      return;
+    } catch (error) {
+      if (begun && error.status === 404) return reread(id, message); // it has ended in the meantime
+      if (error.code !== "offline" && error.code !== "lost") throw error;
+      if (error.code === "offline") await whenOnline(abort);
     }
-    if (delta.reasoning_content) message.reasoning += delta.reasoning_content;
-    if (delta.content) message.content += delta.content;
-    for (const piece of delta.tool_calls ?? []) addCall(message, piece);
-    const finish = event.choices[0]?.finish_reason;
-    if (finish) message.details.finish = finish;
-    if (event.usage) message.details.usage = counts(event.usage);
-    if (message.reasoning) message.details.thought_ms = Math.round((marks.spoken || now) - marks.first);
-    message.details.times = { first_ms: Math.round(marks.first), last_ms: Math.round(marks.last) };
-    drawSoon();
   }
+}
+
+// The first event of a stream has all that the answer has.
+function take({ content, reasoning, details, waiting, problem }, message, first) {
+  message.content = (first ? "" : message.content) + content;
+  message.reasoning = (first ? "" : message.reasoning) + reasoning;
+  message.details = details;
+  message.waiting = waiting;
+  if (problem && problem !== message.problem) notice.value = { text: `Not saved: ${problem}` };
+  message.problem = problem;
+  drawSoon();
+}
+
+async function reread(id, message) {
+  if (!features.value.history) throw new ApiError("The server was started again, and the answer is lost.");
+  const { messages } = await request(`/history/conversations/${id}`);
+  Object.assign(message, messages.find((each) => each.id === message.id));
 }
 
 let drawing = 0;
@@ -451,25 +482,15 @@ function drawSoon() {
   }, DRAW_MS);
 }
 
-function addCall(message, { index, id, function: made }) {
-  const calls = (message.details.tool_calls ??= []);
-  const call = (calls[index] ??= { id, name: "", arguments: "" });
-  if (made.name) call.name = made.name;
-  call.arguments += made.arguments ?? "";
-}
-
-function counts(usage) {
-  return {
-    prompt: usage.prompt_tokens,
-    cached: usage.prompt_tokens_details.cached_tokens,
-    answer: usage.completion_tokens,
-    thought: usage.completion_tokens_details.reasoning_tokens,
-  };
-}
-
-// Closing the stream ends the request: its pages are free at once.
-export function stop() {
-  busy.value?.abort.abort();
+// Ends the answer that arrives: its pages are free at once.
+export async function stop() {
+  const { abort, message, served } = busy.value ?? {};
+  try {
+    if (served) return await request(`/page/answers/${message.id}`, { method: "DELETE" });
+  } catch {
+    // the server does not answer, or has not begun
+  }
+  abort?.abort();
 }
 
 // Show another answer or question beside `message`: the newest leaf below it becomes the head.
@@ -478,10 +499,6 @@ export async function show(message) {
   conversation.value = { ...conversation.value, head };
   if (conversation.value.stored) await saveFields({ head });
 }
-
-addEventListener("pagehide", () => {
-  for (const [id, { message }] of running.value) storeMessage(id, message, true);
-});
 
 export async function start() {
   try {

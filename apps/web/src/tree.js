@@ -72,7 +72,7 @@ function asCall({ id, name, arguments: text }) {
 
 // The request of an answer to a branch; `offered`: tools beside those of the settings.
 export function requestOf(model, settings, branch, offered = []) {
-  const body = { model, stream: true, stream_options: { include_usage: true } };
+  const body = { model, stream: true, stream_options: { include_usage: true }, return_progress: true };
   const system = settings.system?.trim();
   body.messages = [...(system ? [{ role: "system", content: system }] : []), ...branch.map(asSent)];
   for (const [name, value] of Object.entries(settings.sampling ?? {})) {

@@ -10,16 +10,17 @@ from msgspec import Meta
 
 from ... import __version__
 from ...errors import InvalidRequestError, shown
-from ...history import Conversation, History, StoredMessage, owner_of
+from ...history import Conversation, History, StoredMessage
 from ...mcp_tools import McpTools
 from ...pdf import can_read_pdf
 from ..call import Call
 from ..errors import HttpError
 from ..http import Plain, RequestBody, Route
-from ..keys import ApiKey
 from ..service import ServerState
 from ..workers import Workers
+from .answers import AnswerRoutes
 from .library import RECIPES, Library, LibraryRoutes
+from .owners import Owners
 
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400
@@ -69,48 +70,47 @@ class MessageFields(RequestBody, kw_only=True):
 class ConversationRoutes:
     """The handlers of /history over one history file."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self._named: set[ApiKey] = set()  # keys whose owners the file knows
-
-    async def _owner(self, call: Call) -> str:
-        """The owner of the request's key; "" without keys."""
-        key = call.key
-        if key is None:
-            return ""
-        if key not in self._named:
-            await call.in_worker(self._history.name_owner, owner_of(key.digest), key.owner)
-            self._named.add(key)
-        return key.owner
+    def __init__(self, history: History, owners: Owners, answers: AnswerRoutes) -> None:
+        self._history, self._owners, self._answers = history, owners, answers
 
     async def list(self, call: Call) -> Plain:
-        """Stored conversations, the last changed first; `limit` and `before` page through them."""
+        """Stored conversations, the last changed first; `limit` and `before` page through them.
+
+        `answering`: the message that grows now, or null.
+        """
         limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
         before_s = _number(call.query, "before", None)
+        owner = await self._owners.of(call)
         conversations = await call.in_worker(
-            self._history.conversations, await self._owner(call), limit=limit + 1, before_s=before_s
+            self._history.conversations, owner, limit=limit + 1, before_s=before_s
         )
-        return {"data": conversations[:limit], "more": len(conversations) > limit}
+        grows = self._answers.running(owner)
+        listed = [
+            {**asdict(each), "answering": grows.get(each.id)} for each in conversations[:limit]
+        ]
+        return {"data": listed, "more": len(conversations) > limit}
 
     async def show(self, call: Call) -> Plain:
         """A conversation with the messages of all its branches."""
-        owner, id = await self._owner(call), call.path_params["id"]
+        owner, id = await self._owners.of(call), call.path_params["id"]
+        answering = self._answers.running(owner).get(id)  # before its messages are read
         conversation = await call.in_worker(self._history.conversation, owner, id)
         return {
             **asdict(conversation),
             "messages": await call.in_worker(self._history.messages, owner, id),
+            "answering": answering,
         }
 
     async def save(self, call: Call, body: ConversationFields) -> Conversation:
         """Make a conversation, or change its title, model, settings or branch."""
         fields = {name: getattr(body, name) for name in ("title", "model", "settings", "head")}
         return await call.in_worker(
-            self._history.save_conversation, await self._owner(call), body.id, **fields
+            self._history.save_conversation, await self._owners.of(call), body.id, **fields
         )
 
     async def save_message(self, call: Call, body: MessageFields) -> Conversation:
         """Store a message; a first question gives the conversation its title."""
-        owner = await self._owner(call)
+        owner = await self._owners.of(call)
         message = StoredMessage(
             **{name: getattr(body, name) for name in StoredMessage.__dataclass_fields__}
         )
@@ -118,14 +118,16 @@ class ConversationRoutes:
         return await call.in_worker(self._history.conversation, owner, body.conversation)
 
     async def delete(self, call: Call) -> Plain:
-        id = call.path_params["id"]
-        await call.in_worker(self._history.delete, await self._owner(call), id)
+        """Delete a conversation; its answers end."""
+        owner, id = await self._owners.of(call), call.path_params["id"]
+        await self._answers.end_all(owner, id)
+        await call.in_worker(self._history.delete, owner, id)
         return {"id": id, "deleted": True}
 
     async def search(self, call: Call) -> Plain:
         """Messages with all words of the query `q`."""
         words = call.query.get("q", "")[:MAX_QUERY_CHARS]
-        matches = await call.in_worker(self._history.search, await self._owner(call), words)
+        matches = await call.in_worker(self._history.search, await self._owners.of(call), words)
         hits = [
             {
                 **asdict(match),
@@ -235,7 +237,8 @@ class PageRoutes:
         settings: Sequence[Setting] = (),
         tools: McpTools | None = None,
     ) -> None:
-        self._history = history
+        self._history, self._owners = history, Owners(history)
+        self._answers = AnswerRoutes(self._owners, history)
         self._library = None if library is None else LibraryRoutes(library)
         self._tools = None if tools is None else ToolRoutes(tools)
         self._settings = list(settings)
@@ -273,9 +276,10 @@ class PageRoutes:
         routes: tuple[Route, ...] = (
             Route("GET", "/page/features", self.features),
             Route("GET", "/admin/settings", self.settings, "admin"),
+            *self._answers.routes(),
         )
         if self._history is not None:
-            routes += ConversationRoutes(self._history).routes()
+            routes += ConversationRoutes(self._history, self._owners, self._answers).routes()
         if self._library is not None:
             routes += self._library.routes()
         if self._tools is not None:

@@ -110,6 +110,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "config": {"keys"},
     "http": {"config", "errors"},
     "protocol": {"http"},
+    "openapi": {"http"},
     "slots": {"errors"},
     "models": {"errors", "slots", "workers"},
     "metrics": {"models", "slots", "workers"},

@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.ci
 
 REQUIRED = "MLXINFER_REQUIRE_WEB"  # environment variable: tests of optional parts are not skipped
+EXAMPLE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 SAVED = "MLXINFER_NOTEBOOK_HTML"  # environment variable: a file for the notebook as HTML
 
 ENGINES = """
@@ -84,6 +87,16 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if importlib.util.find_spec(name) is None:
             missing(name)
     home = tmp_path_factory.mktemp("home")
+    with in_home(home):
+        notebook = run_notebook(home, allow_errors=True)
+    if SAVED in os.environ:
+        save(notebook, Path(os.environ[SAVED]))
+    return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+
+
+@contextmanager
+def in_home(home: Path) -> Iterator[None]:
+    """Kernels that start meanwhile keep their files there, and find this checkout."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of jupyter's packages
         patch.setenv("IPYTHONDIR", str(home))
@@ -91,13 +104,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_HOME", str(home))
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-        notebook = run_notebook(home)
-    if SAVED in os.environ:
-        save(notebook, Path(os.environ[SAVED]))
-    return {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+        yield
 
 
-def run_notebook(home: Path) -> Any:
+def run_notebook(home: Path, file: Path | None = None, *, allow_errors: bool = False) -> Any:
+    """The notebook of a file after a run, or one of CELLS."""
     import nbformat
     from jupyter_client.kernelspec import KernelSpecManager
     from nbclient import NotebookClient
@@ -108,9 +119,12 @@ def run_notebook(home: Path) -> Any:
     (spec / "kernel.json").write_text(
         f'{{"argv": {command}, "display_name": "here", "language": "python"}}'
     )
-    notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
-    client = NotebookClient(notebook, kernel_name="here", allow_errors=True, timeout=120)
+    if file is None:
+        notebook = nbformat.v4.new_notebook()
+        notebook.cells = [nbformat.v4.new_code_cell(source) for source in CELLS.values()]
+    else:
+        notebook = nbformat.read(file, as_version=4)
+    client = NotebookClient(notebook, kernel_name="here", allow_errors=allow_errors, timeout=120)
     client.create_kernel_manager().kernel_spec_manager = KernelSpecManager(
         kernel_dirs=[str(home / "kernels")]
     )
@@ -144,6 +158,15 @@ def test_only_the_cells_that_fail_by_intention_fail(outputs: dict[str, Any]) -> 
         if any(each.output_type == "error" for each in found)
     }
     assert set(failed) == FAILING, failed
+
+
+@pytest.mark.usefixtures("outputs")  # which says what is missing
+def test_the_notebook_of_the_examples_runs(tmp_path: Path) -> None:
+    with in_home(tmp_path):
+        notebook = run_notebook(tmp_path, EXAMPLE)
+    found = {c.id: c.outputs for c in notebook.cells if c.cell_type == "code"}
+    assert "Grace" in html(found, "cell-8")
+    assert sum("text/html" in each.get("data", {}) for o in found.values() for each in o) >= 5
 
 
 def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """README and docs/ are true: programs, commands, links, the annotated tree, CI."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -22,7 +23,8 @@ from tests.bench.processes import serving
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-TEXTS = {path.name: path.read_text() for path in sorted(ROOT.glob("*.md"))} | DOCS
+INDEX = {"docs/README.md": DOCS.pop("README.md")}
+TEXTS = {path.name: path.read_text() for path in sorted(ROOT.glob("*.md"))} | DOCS | INDEX
 EVERYTHING = "\n".join(TEXTS.values())
 
 
@@ -134,14 +136,16 @@ def test_links_and_files_in_the_text_are_there() -> None:
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         files = re.findall(r"`([\w/]+/\w+\.py)`", prose)
         assert [file for file in files if not exists(file)] == [], name
-        here = ROOT / "docs" if name in DOCS else ROOT
+        here = ROOT / "docs" if name in DOCS | INDEX else ROOT
         links = re.findall(r"\]\((?!http)([^)#]+)\)", prose)
         assert [link for link in links if not (here / link).exists()] == [], name
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_and_its_index_leads_to_every_page() -> None:
     assert len(README.splitlines()) <= 160
-    assert [name for name in DOCS if f"](docs/{name})" not in README] == []
+    assert "](docs/README.md)" in README
+    [index] = INDEX.values()
+    assert [name for name in DOCS if f"]({name}" not in index] == []
 
 
 def test_every_architecture_has_its_row() -> None:
@@ -234,3 +238,27 @@ def test_every_variable_of_the_environment_is_on_the_page_of_places() -> None:
     between_processes = {name for name in names if "RANKS" in name or name.endswith("LISTENERS")}
     missing = {name for name in names - between_processes if f"`{name}" not in said}
     assert missing <= {"HF_HUB_VERBOSITY", "HF_TOKEN_PATH", "MLXINFER_COMPLETE"}
+
+
+def test_every_error_of_the_page_of_errors_is_one_of_ours() -> None:
+    """Its parts, between what differs from case to case, stand in one text of the code."""
+    texts = [
+        text.replace("\\", "")
+        for path in (ROOT / "mlxinfer").rglob("*.py")
+        for text in strings_of(ast.parse(path.read_text()))
+    ]
+    page = DOCS["troubleshooting.md"].partition("## While it runs")[0]
+    said = re.findall(r"^\| `([^|]+)` \|", page, re.MULTILINE)
+    assert len(said) > 20
+    for error in said:
+        parts = [part.strip() for part in error.split("…") if part.strip(" :.")]
+        assert any(all(part in text for part in parts) for text in texts), error
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """The texts of a module, with … in the places of values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

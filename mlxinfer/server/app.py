@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Set
 
-from . import guard, ops
+from . import guard, openapi, ops
 from .apis import (
     anthropic,
     chat,
@@ -121,14 +121,16 @@ class App:
 
     Args:
         service: answers.
-        routes: no two of them with one method and path; those of the page's files are added.
+        routes: no two of them with one method and path; those of the page's files are added,
+            and one that describes them.
     """
 
     def __init__(self, service: ServerState, routes: Iterable[Route] = ROUTES) -> None:
         self._service = service
         self._exact: dict[str, dict[str, Route]] = {}  # path -> method -> route
         self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
-        for route in (*routes, *files.ROUTES):
+        routes = tuple(routes)
+        for route in (*routes, openapi.route_of(routes), *files.ROUTES):
             if _PARAM.search(route.path):
                 methods = self._patterns.setdefault(_pattern(route.path), {})
             else:

@@ -62,6 +62,7 @@ def pooling_usage(num_tokens: int) -> dict[str, int]:
 
 
 async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
+    """The vectors of texts."""
     model = await call.model(body.model)
     given = EmbedInput(
         texts=list(texts_of(body.input, "input", MAX_INPUTS).values()),
@@ -205,6 +206,7 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
 
 
 async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
+    """How well texts go together, pair by pair."""
     model = await call.model(body.model)
     one, other = _sides(body)
     given = ScoreInput(

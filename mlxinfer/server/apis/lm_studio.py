@@ -11,14 +11,14 @@ from ..http import Plain, RequestBody
 from ..slots import ModelSlot
 
 
-class LoadRequest(RequestBody, kw_only=True):
+class LoadInstanceRequest(RequestBody, kw_only=True):
     """A model, and the context that the client will use."""
 
     model: str
     context_length: int | None = None
 
 
-class UnloadRequest(RequestBody, kw_only=True):
+class UnloadInstanceRequest(RequestBody, kw_only=True):
     """A loaded model."""
 
     instance_id: str
@@ -29,7 +29,7 @@ async def list_models(call: Call) -> Plain:
     return {"models": [_card(slot) for slot in call.service.models.slots()]}
 
 
-async def load(call: Call, body: LoadRequest) -> Plain:
+async def load(call: Call, body: LoadInstanceRequest) -> Plain:
     """Load a model; refuse a context that is longer than it has."""
     began_s = time.monotonic()
     call.refuse_while_draining()
@@ -48,7 +48,7 @@ async def load(call: Call, body: LoadRequest) -> Plain:
     }
 
 
-async def unload(call: Call, body: UnloadRequest) -> Plain:
+async def unload(call: Call, body: UnloadInstanceRequest) -> Plain:
     """Unload a model that no request uses."""
     await call.service.models.unload(body.instance_id, 0.0)
     return {"instance_id": body.instance_id}

@@ -25,7 +25,7 @@ class SaveRequest(RequestBody, kw_only=True):
     id_slot: Slot = 0
 
 
-class LoadRequest(RequestBody, kw_only=True):
+class LoadSessionRequest(RequestBody, kw_only=True):
     """The slot whose prompt the session becomes."""
 
     may_be_empty: ClassVar[bool] = True
@@ -53,7 +53,7 @@ async def save_session(call: Call, body: SaveRequest) -> Plain:
     return _card(await _save(call, body.name, body.model, body.id_slot))
 
 
-async def load_session(call: Call, body: LoadRequest) -> Plain:
+async def load_session(call: Call, body: LoadSessionRequest) -> Plain:
     """Bring a session into memory; requests that begin like it compute only what follows."""
     return _card(await _load(call, call.path_params["id"], body.id_slot))
 
@@ -67,6 +67,7 @@ async def remove_session(call: Call) -> Plain:
 
 
 async def export_session(call: Call) -> File:
+    """The file of a session, which another server of the same model takes in."""
     session = await _find(call, call.path_params["id"])
     num_bytes, pieces = await call.in_worker(call.sessions.exported, session)
 

@@ -75,6 +75,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> dict[str, Any]:
+    """The text of token ids."""
     model = await call.model(body.model)
 
     def text() -> str:

@@ -51,6 +51,8 @@ class Example:
 
 
 MAX_KEYS, MAX_ITEMS, MAX_CHARS, WIDTH = 30, 2, 80, 110  # of a value that the page shows
+ID = re.compile("[0-9a-f]{24,}")
+EARLIEST_S = 1_750_000_000  # any larger number is a time, in seconds since 1970
 HELLO = [{"role": "user", "content": "Hello"}]
 ASK: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 16, "temperature": 0}
 TEXT: dict[str, Any] = {"prompt": "A page", "temperature": 0}
@@ -85,10 +87,10 @@ EXAMPLES: dict[tuple[str, str], tuple[Example, ...]] = {
     ("POST", "/v1/messages/count_tokens"): (Example({"model": "demo", "messages": HELLO}),),
     ("GET", "/v1/models"): (Example(),),
     ("GET", "/v1/models/{name:path}"): (Example(path="/v1/models/demo"),),
-    ("POST", "/v1/sessions"): (Example({"name": "work"}),),
+    ("POST", "/v1/sessions"): (Example({"name": "notes"}),),
     ("GET", "/v1/sessions"): (Example(),),
-    ("POST", "/v1/sessions/{id}/load"): (Example({"id_slot": 3}, "/v1/sessions/work/load"),),
-    ("GET", "/v1/sessions/{id}/file"): (Example(path="/v1/sessions/work/file", binary=FILE),),
+    ("POST", "/v1/sessions/{id}/load"): (Example({"id_slot": 3}, "/v1/sessions/notes/load"),),
+    ("GET", "/v1/sessions/{id}/file"): (Example(path="/v1/sessions/notes/file", binary=FILE),),
     ("PUT", "/v1/sessions"): (Example(path="/v1/sessions?name=copy", binary=FILE),),
     ("DELETE", "/v1/sessions/{id}"): (Example(path="/v1/sessions/copy"),),
     ("POST", "/slots/{id}"): (Example({"filename": "slot"}, "/slots/3?action=save"),),
@@ -224,7 +226,7 @@ def filled(text: str, kept: Mapping[str, str]) -> str:
 
 
 def cut(value: Any) -> Any:
-    """Plain data with short texts and lists, so that a page can show it."""
+    """Plain data with short texts and lists and without ids, so that a page can show it."""
     if isinstance(value, dict):
         items = list(value.items())
         shown = {key: cut(each) for key, each in items[:MAX_KEYS]}
@@ -232,8 +234,11 @@ def cut(value: Any) -> Any:
     if isinstance(value, list):
         shown_items = [cut(each) for each in value[:MAX_ITEMS]]
         return shown_items if len(value) <= MAX_ITEMS else [*shown_items, "…"]
-    if isinstance(value, str) and len(value) > MAX_CHARS:
-        return value[:MAX_CHARS] + "…"
+    if isinstance(value, str):
+        text = ID.sub("1a2b3c", value)
+        return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "…"
+    if isinstance(value, int) and value > EARLIEST_S:
+        return EARLIEST_S
     if isinstance(value, float):
         return float(f"{value:.3g}")
     return value
@@ -282,7 +287,7 @@ def section(exchange: Exchange) -> str:
     access = {"admin": " For an administrator.", "anyone": " Needs no key."}.get(route.access, "")
     lines = [title_of(exchange), ""]
     lines += [openapi.summary_of(route) + access, ""]
-    query = f" `{route.method} {exchange.sent}`" if example.path else ""
+    query = f" `{route.method} {ID.sub('1a2b3c', exchange.sent)}`" if example.path else ""
     if exchange.body is not None:
         shown = json.dumps(cut(exchange.body), ensure_ascii=False)
         lines += [f"Request:{query}\n\n```json\n{shown}\n```\n"]
@@ -291,7 +296,7 @@ def section(exchange: Exchange) -> str:
     if example.binary:
         lines += [f"The reply (or, of a PUT, the body) is {example.binary}.\n"]
     if example.streams:
-        lines += [f"```text\n{exchange.reply.strip()}\n```\n"]
+        lines += [f"```text\n{ID.sub('1a2b3c', exchange.reply.strip())}\n```\n"]
     elif exchange.reply is not None and not example.binary:
         status = "" if exchange.status == 200 else f" ({exchange.status})"
         lines += [f"Reply{status}:\n\n```json\n{pretty(cut(exchange.reply))}\n```\n"]

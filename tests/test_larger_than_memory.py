@@ -64,6 +64,7 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     return out.strip()
 
 
+@pytest.mark.ci
 def test_the_recipe_works_as_written(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     show, ask, serve = as_here(lines("sh"), folder).splitlines()
     assert "of which a token reads" in said(command(show)[3:], capfd)

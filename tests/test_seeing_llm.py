@@ -56,6 +56,7 @@ def test_branches_of_a_program_share_its_picture(llm: LLM) -> None:
     assert all(result.cached_tokens > 35 for result in plain)
 
 
+@pytest.mark.ci
 def test_a_picture_that_one_step_computes_does_not_depend_on_the_size_of_steps(
     tmp_path: Path,
 ) -> None:

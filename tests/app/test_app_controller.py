@@ -152,6 +152,7 @@ def test_a_cancelled_download_ends_the_wait_for_its_model(
     assert not controller.client.has("org/app-left")
 
 
+@pytest.mark.ci
 def test_a_failed_download_is_notified_with_its_reason(
     controller: AppController,
     server: PageServer,

@@ -50,6 +50,7 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
+@pytest.mark.ci
 def test_every_part_has_its_data_and_its_table(
     outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

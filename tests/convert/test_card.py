@@ -116,6 +116,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.convert.report.available", lambda: True)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("drawing")
 def test_figures_name_layers_and_projections(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")

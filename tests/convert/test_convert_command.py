@@ -151,6 +151,7 @@ def test_fast_refuses_what_could_not_be_loaded(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ci
 def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT[:150])

@@ -245,6 +245,7 @@ def test_a_damaged_entry_of_the_journal(
         convert(source, tmp_path / "out", run={"resume": True})
 
 
+@pytest.mark.ci
 def test_the_sources_logits_are_damaged(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def killed(source: Path, out: Path, number: int) -> bool:
     return status != 0
 
 
+@pytest.mark.ci
 def test_two_kills(tmp_path: Path) -> None:
     source, out = write_source(tmp_path / "source", shards=2), tmp_path / "out"
     convert(source, tmp_path / "undisturbed", shard_bytes=SHARD_BYTES)

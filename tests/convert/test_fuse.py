@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from engine.harness import Harness, prompt
 from models import tiny
 from models.picture_cases import QWEN_CASES, picture_tensors
+from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cli._commands import CommandTable
@@ -147,7 +148,7 @@ def test_a_fused_model_that_sees_keeps_what_sees(tmp_path: Path) -> None:
 FORMS = [(2, 32), (3, 64), (4, 32), (4, 64), (6, 32), (8, 32), (8, 64)]
 
 
-@pytest.mark.parametrize(("bits", "group"), FORMS)
+@pytest.mark.parametrize(("bits", "group"), every(3, FORMS))
 @pytest.mark.parametrize("strength", [0.005, 0.6])
 @pytest.mark.parametrize("case", ["qwen3-v4", "qwen3_moe-v4"])
 def test_what_rounding_leaves_of_a_change_is_said_in_figures(

@@ -66,6 +66,7 @@ def test_codes_stay_and_outputs_come_closer(
         assert np.isfinite(llm.logits([3, 4, 5])).all()
 
 
+@pytest.mark.ci
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

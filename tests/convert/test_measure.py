@@ -140,6 +140,7 @@ def test_errors_fall_with_bits_and_smaller_groups(
     assert len(gates) == 3
 
 
+@pytest.mark.ci
 def test_an_interrupted_conversion_does_not_measure_again(tmp_path: Path, monkeypatch) -> None:
     source = write_source(tmp_path / "source")
     options = {"calibration": TEXT, "target_bpw": 5.5}

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import logits
+from models.runs import every
 from models.tiny import write
 
 from mlxinfer.convert.arrange import arrange
@@ -20,7 +21,7 @@ LOGITS = np.load(DATA / "logits.npz")
 FILES = sorted(path.name.removesuffix(".gguf.xz") for path in DATA.glob("*.gguf.xz"))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", every(3, FILES))
 def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tmp_path: Path, name: str
 ) -> None:

@@ -67,6 +67,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(mx.array_equal(found[1][name], array) for name, array in found[0].items())
 
 
+@pytest.mark.ci
 def test_mlx_lm_reads_them_where_it_stacks_quantised_experts(tmp_path: Path) -> None:
     utils = pytest.importorskip("mlx_lm.utils")
     source = write_source(tmp_path / "source", "glm4_moe-v4")

@@ -34,7 +34,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", on_short_pages(runs(LAST[1::5], LAST[1::2])))
+@pytest.mark.parametrize("case", on_short_pages(runs(LAST[1::8], LAST[1::2])))
 def test_chunks_beside_others(case: str) -> None:
     ids, expected = reference(case)
     harness = Harness(tiny_model(case), prefill_chunk=32)
@@ -48,7 +48,7 @@ def test_chunks_beside_others(case: str) -> None:
     assert outcome.token_ids == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("case", on_short_pages(runs(FIRST[::5], FIRST[::2])))
+@pytest.mark.parametrize("case", on_short_pages(runs(FIRST[::8], FIRST[::2])))
 def test_steps_beside_others(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
     that every position is a decode step.

@@ -358,6 +358,7 @@ def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_lau
         assert not failed or name in unread | unlaunched
 
 
+@pytest.mark.ci
 def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX checks no index: what lies beyond an array is other memory."""
     clear, cleared = PagedLayer.clear_tails, []

@@ -37,6 +37,7 @@ def ideal_bytes(harness: Harness) -> int:
     return pages * sum(group.page_bytes for group in harness.loop.cache.groups)
 
 
+@pytest.mark.ci
 def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
     """One request of 3k tokens and three of 100: within 5 % of the ideal, and no padded row."""
     model = tiny_model("qwen3-v4")
@@ -148,6 +149,7 @@ def test_no_page_array_moves(case: str, changes: dict[str, Any]) -> None:
     assert (scheduler.counters.preemptions > 0) == ("max_batch" in changes)
 
 
+@pytest.mark.ci
 def test_no_page_array_moves_with_adapters_and_guesses() -> None:
     model, sizes = tiny_model("qwen3-v4", quantized=True), {"num_pages": 4000}
     beside = {"kv_budget_bytes": 1 << 29}  # pages leave room for adapters
@@ -235,6 +237,7 @@ def test_after_a_crowd_a_step_copies_the_tails_that_are_held() -> None:
     assert 0 < cache.bytes_copied - copied <= 2 * PAGE * tail_bytes
 
 
+@pytest.mark.ci
 def test_tokens_stay_the_same_while_arrays_grow() -> None:
     """Prompts that are kept fill the first pages."""
     model = tiny_model("qwen3-v4")

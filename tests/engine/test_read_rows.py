@@ -13,7 +13,7 @@ from mlxinfer.core import SamplingParams
 SHARING = ("gemma4_e-v4", "gemma4_e-v5", "gemma3n_text-v4", "gemma3n_text-v5")
 SHORT_PAGED = [case for case in CASES if not case.startswith("deepseek_v4")]
 ONE_OF_EACH = {case.rpartition("-")[0]: case for case in SHORT_PAGED}
-RUNS = [*every(8, [case for case in ONE_OF_EACH.values() if case not in SHARING]), *SHARING]
+RUNS = [*every(16, [case for case in ONE_OF_EACH.values() if case not in SHARING]), *SHARING]
 PARAMS = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
 
 

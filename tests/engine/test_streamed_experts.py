@@ -230,6 +230,7 @@ def test_a_guess_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert (layer.finish(wanted)[chosen] >= 0).all()
 
 
+@pytest.mark.ci
 def test_a_prompt_takes_no_more_memory_than_in_the_resident_model(tmp_path: Path) -> None:
     """What a layer's experts make of all its rows is let go of when the next layer has run."""
     folder, peaks = write_checkpoint(tmp_path, WIDE), []

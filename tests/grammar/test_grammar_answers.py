@@ -81,6 +81,7 @@ def test_many_answers_satisfy_their_schemas(llm: LLM, temperature: float) -> Non
     print(f"\n{NUM_SCHEMAS} schemas at temperature {temperature}")
 
 
+@pytest.mark.ci
 def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
     """Preempted and computed again, with beginnings shared: the same tokens."""
     schemas = [*drawn(40, 2), *[{"type": "string", "minLength": n} for n in (99, 150)]]
@@ -97,6 +98,7 @@ def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
     assert [r.token_ids for r in results] == alone
 
 
+@pytest.mark.ci
 def test_penalties_and_biases_stay_within_the_grammar(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=300,

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from fake_gpu import BITMASK, SAMPLE, gpu
 from metal_cpu import MetalCPU, requires_compiler
-from models.runs import every
+from models.runs import alike, every
 
 from mlxinfer.metal_kernels import selfcheck
 from mlxinfer.metal_kernels.attention_plan import REGISTER_BUDGET, THREADGROUP_BUDGET
@@ -442,10 +442,13 @@ def test_attention_that_is_timed_is_right_too(kind: str) -> None:
     assert compare(found, case.twin(), case).status == OK
 
 
-ATTENTION = [(kind, number) for kind in (PAGED, MLA, PREFILL) for number in range(3)]
+ATTENTION = [
+    *every(3, [(kind, number) for kind in (PAGED, MLA) for number in range(3)]),
+    *alike((PREFILL, number) for number in range(3)),  # seconds each
+]
 
 
-@pytest.mark.parametrize(("kind", "number"), every(3, ATTENTION))
+@pytest.mark.parametrize(("kind", "number"), ATTENTION)
 def test_what_runs_instead_of_attention_gives_its_answer(kind: str, number: int) -> None:
     case = KINDS[kind].timed(KINDS[kind].samples[number], 2, 64)
     assert case.instead is not None

@@ -206,6 +206,7 @@ def test_pages_hold_whole_blocks(wide):
     assert (config.page_size, config.prefill_chunk) == (128, 256)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chunk", [128, pytest.param(1024, marks=pytest.mark.ci)])
 def test_blocks_of_128_tokens_in_chunks_and_steps(wide, chunk):
     """Pages and tails give what one run over all tokens gives, over the ends of pages."""

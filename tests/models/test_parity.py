@@ -45,7 +45,7 @@ def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
     assert (ours.argmax(-1) == reference.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", runs(FIRST, CASES), indirect=True)
+@pytest.mark.parametrize("case", runs(FIRST[::2], CASES), indirect=True)
 def test_one_shot_logits_equal_the_reference(case):
     model, ids, reference = case
     assert len(ids) == len(reference) == 40
@@ -53,7 +53,7 @@ def test_one_shot_logits_equal_the_reference(case):
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
-@pytest.mark.parametrize("case", runs(LAST[::2], LAST), indirect=True)
+@pytest.mark.parametrize("case", runs(LAST[::4], LAST), indirect=True)
 def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
     cache = cache_for(model, ids)

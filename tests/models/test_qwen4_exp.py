@@ -170,6 +170,7 @@ def test_an_index_leaves_tokens_out(tmp_path):
     assert (np.abs(few[15:] - all_of_them[15:]).max(axis=1) > 1e-3).mean() > 0.8
 
 
+@pytest.mark.ci
 def test_a_conversion_keeps_whole_numbers_and_the_parts_of_the_table(tmp_path):
     folder, how = (
         write(tmp_path / "source", WIDE, tensors_of(WIDE)),

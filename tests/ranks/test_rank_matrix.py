@@ -306,6 +306,7 @@ def test_adapters_take_the_memory_of_pages_that_other_stages_have(group: RankGro
     harness.loop.close()
 
 
+@pytest.mark.ci
 def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) -> None:
     """Drawn, with seeds. Of each row that is computed two sums a layer go over the links, and one
     of its embedding; of the last layer's second sum the rows that are read. Logits go to rank 0.

@@ -125,6 +125,7 @@ def test_a_stored_response_keeps_the_text(live: LiveServer) -> None:
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
+@pytest.mark.ci
 def test_a_slow_pdf_holds_up_no_other_request_and_ends_with_its_client() -> None:
     slow = pdf(*["x) Tj (x" * 3000] * 400)
     answers: list[int] = []

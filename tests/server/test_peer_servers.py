@@ -95,6 +95,7 @@ class Wire:
         self._listener.close()
 
 
+@pytest.mark.ci
 def test_bytes_sent_are_nearly_those_of_the_pages() -> None:
     ids = [20, 21, 22, 23] * 40
     with LiveServer(SHARES, bundled="demo", allow_peers=True) as first:
@@ -164,6 +165,7 @@ def choices(server: LiveServer, name: str) -> tuple[list[Any], list[float]]:
     return list(found), numbers
 
 
+@pytest.mark.ci
 def test_whatever_is_asked_for_answers_are_those_of_one_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def apply(change: Callable[[dict[str, Any]], None], said: dict[str, Any]) -> Non
     change(said["prompt"])
 
 
+@pytest.mark.ci
 def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
     file = exported(tmp_path / "a")
     top = ("name", "owner", "model", "created_s", "num_bytes", "prompt")
@@ -179,6 +180,7 @@ def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
         assert ask(server)[2] <= 16
 
 
+@pytest.mark.ci
 def test_no_damaged_header_of_an_entry_is_an_error_of_the_server(tmp_path: Path) -> None:
     file = exported(tmp_path / "a")
     rest = BytesIO(file)

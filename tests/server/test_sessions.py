@@ -78,6 +78,7 @@ def test_a_session_is_there_tomorrow_and_on_another_mac(tmp_path: Path) -> None:
         assert "no session 'carried'" in error_of(server.get("/v1/sessions/carried/file"), 404)
 
 
+@pytest.mark.ci
 def test_eviction_leaves_what_a_session_keeps(tmp_path: Path) -> None:
     with serving(
         tmp_path,

@@ -182,6 +182,7 @@ def test_one_slow_step_changes_no_measured_time() -> None:
     assert times.seconds(1, 3) == 0.01
 
 
+@pytest.mark.ci
 def test_batch_sizes_are_measured_in_buckets_that_widen() -> None:
     found = [bucket_of(n) for n in range(1, 65)]
     assert found[:8] == [1, 2, 3, 4, 6, 6, 8, 8]

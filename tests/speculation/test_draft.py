@@ -52,6 +52,7 @@ def counts(speculation: Speculation) -> tuple[int, int]:
     return stats["drafted"], stats["accepted"]
 
 
+@pytest.mark.ci
 def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a long prompt has a barrier, and sequences that hold higher slots are not in it."""
     sizes = config(num_pages=400, max_batch=16, prefill_chunk=32)
@@ -182,6 +183,7 @@ class Spoiling(DraftProposer):
 MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "sizes"),
     every(
@@ -232,6 +234,7 @@ def test_rejection_sampling_takes_all_that_the_same_model_draws() -> None:
     assert accepted >= drafted - 2
 
 
+@pytest.mark.ci
 def test_a_chunk_of_few_tokens_up_to_a_pages_end_is_sealed_before_the_next() -> None:
     """A draft that finds part of a page in its prefix cache begins with such a chunk."""
     speculation = with_draft(model(), 2, prefill_chunk=16)
@@ -256,6 +259,7 @@ class Resting(FixedDepth):
         return super().choose(outlooks, num_sequences) if self.steps % 75 < 45 else [0, 0]
 
 
+@pytest.mark.ci
 def test_a_draft_with_a_window_follows_after_a_rest() -> None:
     draft = tiny_model("gemma3_text-v4", quantized=True)
     source = DraftProposer(

@@ -6,6 +6,7 @@ import random
 import jsonschema
 import llguidance
 import pytest
+from models.runs import every
 from text_data import pieces, tokenizer_with
 
 from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
@@ -252,7 +253,7 @@ def generated(tokenizer, grammar, rng):
 
 
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", every(2, FORCED))
 def test_forced_calls_are_read_back(name, has_tokens):
     source, tokens, prompt = FORCED[name]
     tokenizer = tokenizer_with(source, tokens if has_tokens or name == "kimi_k3" else ())

@@ -242,6 +242,7 @@ class Slow(McpTools):
         super().close()
 
 
+@pytest.mark.ci
 def test_a_call_that_runs_by_itself_can_be_stopped(profile: Any, tmp_path: Path) -> None:
     with (
         PageServer(tmp_path, tools=Slow({"one": SERVER})) as server,

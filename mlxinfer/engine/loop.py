@@ -4,18 +4,14 @@ import contextlib
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from ..cache.disk import Entry
-from ..cache.pages import StateGroup
 from ..config import EngineConfig
-from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..core import FinishReason, Request, TokenEvent
 from ..errors import (
     EngineClosedError,
     GrammarFailedError,
@@ -27,25 +23,26 @@ from ..errors import (
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
-from .batch import Batch, CommitResult, SamplingRows, Sequence
+from .batch import Batch, Sequence
+from .events import (
+    failed_event,
+    progress_events,
+    prompt_logits_events,
+    token_events,
+)
 from .features import PictureCounts, PictureFeatures
 from .followers import NO_FOLLOWERS, Followers
 from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .limits import EngineLimits, GroupLimits
+from .model_cache import attention_kernels, cache_layers, disk_identity, make_cache
 from .pagestore import SAVE_S, PageStore
 from .peers import PeerFetches
 from .prompt_pictures import PictureLimits, PromptPictures
-from .runner import (
-    Launched,
-    Runner,
-    attention_kernels,
-    cache_layers,
-    disk_identity,
-    make_cache,
-)
+from .runner import Launched, Runner
 from .scheduler import EngineCounters, Proposer, Scheduler
+from .stats import engine_stats
 from .suspects import Suspects
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
@@ -86,7 +83,7 @@ class Loop:
         followers: Followers = NO_FOLLOWERS,
     ) -> None:
         self.model = model
-        self._followers = followers
+        self.followers = followers
         self.config = config
         if proposer is not None and "speculation" in model.lacks:
             raise InvalidRequestError(
@@ -106,9 +103,9 @@ class Loop:
         self._num_stages = followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
-        self._peers: PeerFetches | None = None
+        self.peers: PeerFetches | None = None
         self.post: Callable[[Callable[[], None]], None] = lambda function: None
-        self._proposer = proposer
+        self.proposer = proposer
         self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
         self._counters = EngineCounters()  # kept where the loop starts afresh, as are the next
         self._picture_counts = PictureCounts()
@@ -118,9 +115,9 @@ class Loop:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
         self.cache = make_cache(self.model, config, self._layers)
-        taps = () if self._proposer is None else self._proposer.taps
+        taps = () if self.proposer is None else self.proposer.taps
         self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)
-        self._followers.assembled(self.cache, config, taps)
+        self.followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if (config.disk or config.peers) and self.store is None:
             self.store = PageStore(
@@ -129,11 +126,11 @@ class Loop:
                 states=self.cache.state_group,
                 max_bytes=0 if config.disk is None else config.disk.max_bytes,
                 max_received_bytes=config.kv_budget_bytes // RECEIVED_SHARE,
-                others=self._followers.disks,
+                others=self.followers.disks,
             )
             if config.peers and config.peers.asked:
-                self._peers = PeerFetches(self.store, config.peers)
-            self._open_tiers(OPEN_WAIT_S)
+                self.peers = PeerFetches(self.store, config.peers)
+            self.open_tiers(OPEN_WAIT_S)
         self.features = PictureFeatures(
             self.model.tower,
             dtype=self.model.activation_dtype,
@@ -148,7 +145,7 @@ class Loop:
             self.cache,
             self._sampler,
             taps=taps,
-            followers=self._followers,
+            followers=self.followers,
             gather=self.features.gather,
         )
         self._in_flight.clear()
@@ -168,13 +165,13 @@ class Loop:
             prefill_chunk=config.prefill_chunk,
             prefill_slice_s=config.prefill_slice_s,
             prefill_fixed=config.prefill_fixed,
-            proposer=self._proposer,
+            proposer=self.proposer,
             counters=self._counters,
             num_stages=self._num_stages if config.launch_ahead else 1,
             features=self.features,
         )
 
-    def _open_tiers(self, wait_s: float) -> None:
+    def open_tiers(self, wait_s: float = 0.0) -> None:
         """Open the tiers once the weights' identity is known; wait at most `wait_s` for that.
 
         Until then nothing is stored or found, and requests are served from memory alone.
@@ -204,28 +201,17 @@ class Loop:
         self.kernels.prepare_next()
 
     def turn(self) -> None:
-        """Launch the next step, then read the step before it, so that Python works while MLX does.
+        """Schedule a step, launch it, read the step before it and emit the events of that one.
 
-        A step on which the next one depends is read first (`Scheduler.reads_first`). With pipeline
-        stages several steps stay in flight, each with other rows.
+        So Python works on one step while MLX works on the other. With pipeline stages several steps
+        stay in flight, each with other rows.
         """
-        if self.store is not None and not self.store.tiers:
-            self._open_tiers(0.0)
-        steps, scheduler = self._in_flight, self.scheduler
-        if steps and scheduler.reads_first(steps[-1].batch):
-            self._read(0)
-        sees = bool(self.features.wanted)
-        if sees:
-            self._see()
-        batch = scheduler.next_batch()
-        if batch is not None:
-            batch.was_delayed = sees
+        batch = self._schedule()
+        step = None if batch is None else self._launch(batch)
         if batch is None:
-            self._read(max(len(steps) - 1, 0))
-        elif self._launch(batch, steps[-1] if steps else None):
-            step, runs = steps[-1], self._read(scheduler.max_in_flight(batch))
-            if runs and step.constrained_logits is not None:
-                self._sample_constrained(step)
+            self._read(max(len(self._in_flight) - 1, 0))
+        elif step is not None and self._read(self.scheduler.max_in_flight(batch)):
+            self._sample_constrained(step)
         if not self.config.launch_ahead:
             self._read(0)
         if self.adapters.are_leaving:
@@ -264,7 +250,7 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that passed `limits.check`, with the number of tokens of its answer."""
-        if self._proposer is not None:  # a source draws as the model does, with the same numbers
+        if self.proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
         limits, num_prompt = self.limits, len(request.prompt_ids)
         try:
@@ -282,8 +268,8 @@ class Loop:
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
-        if self._peers is not None:
-            sequence.fetch = self._peers.begin(self.scheduler.kv_manager, sequence)
+        if self.peers is not None:
+            sequence.fetch = self.peers.begin(self.scheduler.kv_manager, sequence)
         if sequence.fetch is not None:
             sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
 
@@ -298,7 +284,7 @@ class Loop:
         """Limit the pages of every rank so that the adapters fit; False: they do not."""
         beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
         is_there = self.cache.reserve(beyond, lengths)
-        self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
+        self.followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
 
     def abort(self, request_id: str) -> None:
@@ -314,6 +300,23 @@ class Loop:
             self.abort(sequence.request.id)
 
     # -- steps ----------------------------------------------------------------------------------
+
+    def _schedule(self) -> Batch | None:
+        """Plan the next step; None: nothing can be computed now.
+
+        A step on which the next one depends is read first (`Scheduler.reads_first`). A tower sees
+        pictures between two steps.
+        """
+        self.open_tiers()
+        if self._in_flight and self.scheduler.reads_first(self._in_flight[-1].batch):
+            self._read(0)
+        sees = bool(self.features.wanted)
+        if sees:
+            self._see()
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            batch.was_delayed = sees
+        return batch
 
     def _see(self) -> None:
         """Give the tower a slice of time between two steps. If it fails, one request fails."""
@@ -334,35 +337,30 @@ class Loop:
             unseen.__cause__ = error
             self._emit([failed_event(sequence, unseen)])
 
-    def _read(self, num_left: int) -> bool:
-        """Read the oldest steps until `left` are in flight. False: a step failed, and none is."""
-        while len(self._in_flight) > num_left:
-            if not self._commit(self._in_flight.popleft()):
-                return False
-        return True
-
-    def _launch(self, batch: Batch, previous: Launched | None) -> bool:
-        """Launch a step behind the one before it; False: it failed."""
+    def _launch(self, batch: Batch) -> Launched | None:
+        """Launch a step behind the one before it; None: it failed."""
         for sequence in batch.admitted:
             sequence.request.started_s = sequence.request.started_s or time.monotonic()
         began_s = time.monotonic()
         try:
-            launched = self.runner.launch(batch, previous)
-            launched.began_s = began_s
-            self._in_flight.append(launched)
-            return True
+            step = self.runner.launch(batch, self._in_flight[-1] if self._in_flight else None)
         except BaseException as error:  # the fault boundary of a step: others go on
             if self._read(0):
                 self._fail_step(batch, error)
-            return False
+            return None
+        step.began_s = began_s
+        self._in_flight.append(step)
+        return step
 
-    def _sample_constrained(self, launched: Launched) -> None:
-        """Sample the rows with a grammar. All tokens before them are known."""
+    def _sample_constrained(self, step: Launched) -> None:
+        """Sample the rows with a grammar, if there are any. All tokens before them are known."""
+        if step.constrained_logits is None:
+            return
         try:
-            masks, stuck = fill_masks(launched.batch.sampling, self.model.config.vocab_size)
-            self.runner.sample_constrained(launched, masks)
+            masks, stuck = fill_masks(step.batch.sampling, self.model.config.vocab_size)
+            self.runner.sample_constrained(step, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
-            self._fail_step(launched.batch, error)
+            self._fail_step(step.batch, error)
             return
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
@@ -374,44 +372,58 @@ class Loop:
             )
             self._emit([failed_event(sequence, stuck_error)])
 
-    def _commit(self, launched: Launched) -> bool:
-        """Read a step's tokens and pass them on; False: the step failed."""
+    def _read(self, num_left: int) -> bool:
+        """Read the oldest steps, and emit their events, until `num_left` are in flight.
+
+        Returns:
+            False: a step failed, and none is in flight.
+        """
+        while len(self._in_flight) > num_left:
+            if not self._read_step(self._in_flight.popleft()):
+                return False
+        return True
+
+    def _read_step(self, step: Launched) -> bool:
+        """Read a step, and emit its events; False: it failed."""
         try:
-            token_ids = launched.token_ids()
-            logprobs = launched.logprobs()
-            not_finite = launched.not_finite()
-            prompt_logits = [(s, at, np.array(rows)) for s, at, rows in launched.prompt_logits]
+            outputs = step.read()
         except BaseException as error:  # evaluation failed: the fault boundary of a step
-            self._fail_step(launched.batch, error)
+            self._fail_step(step.batch, error)
             return False
-        if not_finite and self._starts_over(launched.batch, not_finite):
+        if outputs.not_finite and self._starts_over(step.batch, outputs.not_finite):
             return False
-        ended_s = min(launched.ended_s, time.monotonic())
-        seconds = ended_s - max(launched.began_s, self._ended_s)  # steps run one after the other
-        self._ended_s = ended_s
-        self.scheduler.prefill.observe(launched.batch, seconds, goes_on=launched.goes_on)
-        if self.store is not None:
-            self._store_spilled(self.store, launched)
-        for sequence, start, logits in prompt_logits:
-            new = logits[max(sequence.num_logits - start, 0) :]  # preempted, it computes some again
-            if len(new) and not sequence.finished:
-                sequence.num_logits = start + len(logits)
-                self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
-        if launched.batch.ragged:
-            self._report_prompts(launched.batch)
-        if not_finite:
-            self._fail_not_finite(not_finite)
-        tokens = token_ids.tolist()
-        if launched.hidden is not None and self._proposer is not None:
-            self._proposer.take(launched.batch, launched.hidden)
-        result = self.scheduler.commit(launched.batch, tokens)
-        self.runner.commit(launched.batch, token_ids, result)
-        self._emit_tokens(launched.batch.sampling, tokens, result, logprobs)
-        if self.suspects.active and not not_finite:
-            self.suspects.passed(launched.batch)
-        if launched.batch.begins_answers:
+        self._account(step)
+        if outputs.prompt_logits:
+            self._emit(prompt_logits_events(outputs.prompt_logits))
+        if step.batch.ragged and (progress := progress_events(step.batch)):
+            self._emit(progress)
+        if outputs.not_finite:
+            self._fail_not_finite(outputs.not_finite)
+        if step.hidden is not None and self.proposer is not None:
+            self.proposer.take(step.batch, step.hidden)
+        token_ids = outputs.token_ids.tolist()
+        result = self.scheduler.commit(step.batch, token_ids)
+        self.runner.commit(step.batch, outputs.token_ids, result)
+        self._emit(token_events(step.batch.sampling, token_ids, result, outputs.logprobs))
+        if self.suspects.active and not outputs.not_finite:
+            self.suspects.passed(step.batch)
+        if step.batch.begins_answers:
             self._free_after_prompts()
         return True
+
+    def _account(self, step: Launched) -> None:
+        """Note how long a step took, and store the pages that were read out before it."""
+        ended_s = min(step.ended_s, time.monotonic())
+        seconds = ended_s - max(step.began_s, self._ended_s)  # steps run one after the other
+        self._ended_s = ended_s
+        self.scheduler.prefill.observe(step.batch, seconds, goes_on=step.goes_on)
+        if self.store is not None:
+            self.store.put(step.spilled)
+            self.store.step_ended(
+                num_prefill=sum([segment.num_tokens for segment in step.batch.long]),
+                num_tokens=step.batch.num_tokens,
+                began_s=step.began_s,
+            )
 
     def _free_after_prompts(self) -> None:
         """Give back what MLX keeps of the steps of prompts, once no prompt is left."""
@@ -420,53 +432,6 @@ class Loop:
             return
         if mx.get_cache_memory() > MAX_CACHED_BYTES:
             mx.clear_cache()
-
-    def _emit_tokens(
-        self,
-        sampling: SamplingRows,
-        token_ids: list[int],
-        result: CommitResult,
-        logprobs: dict[int, TokenLogprobs],
-    ) -> None:
-        """One TokenEvent per sampled token, with finish reason and log-probabilities if any."""
-        ends: dict[int, FinishReason | BaseException] = {**result.finished, **result.failed}
-        sequences = sampling.sequences
-        now_s = time.monotonic()
-        tokens = [
-            TokenEvent(s.request.id, token_id, None, None, None, s.num_cached, None, now_s)
-            for s, token_id in zip(sequences, token_ids, strict=True)
-        ]
-        for row, found in logprobs.items():
-            tokens[row] = tokens[row]._replace(logprobs=found)
-        if not ends and not result.discarded:  # most steps
-            self._emit(tokens)
-            return
-        events, discarded = [], set(result.discarded)
-        for row, (sequence, event) in enumerate(zip(sequences, tokens, strict=True)):
-            if row in ends:
-                events += last_events(sequence, event, ends[row])
-            elif row not in discarded:
-                events.append(event)
-        self._emit(events)
-
-    def _report_prompts(self, batch: Batch) -> None:
-        now_s = time.monotonic()
-        for segment in batch.ragged:
-            sequence = segment.sequence
-            asked = sequence.request.reports_prompt and not sequence.finished
-            if asked and segment.stop <= sequence.num_prompt:
-                id, cached = sequence.request.id, sequence.num_cached
-                event = TokenEvent(id, None, cached_tokens=cached, made_s=now_s)
-                self._emit([event._replace(prompt_tokens=segment.stop)])
-
-    def _store_spilled(self, store: PageStore, launched: Launched) -> None:
-        """Keep the pages that were read out before a step, now that the step succeeded."""
-        store.put(launched.spilled)
-        store.step_ended(
-            num_prefill=sum([s.num_tokens for s in launched.batch.long]),
-            num_tokens=launched.batch.num_tokens,
-            began_s=launched.began_s,
-        )
 
     # -- faults ---------------------------------------------------------------------------------
 
@@ -481,7 +446,7 @@ class Loop:
             DeviceLostError: no later step would run.
         """
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
-        self._followers.reset(error)
+        self.followers.reset(error)
         require_gpu(error)
         queues, stopped = self.scheduler.queues, gpu_stopped(error)
         self._counters.step_failures += 1
@@ -519,7 +484,7 @@ class Loop:
             return False
         for sequence in unverified:
             sequence.alone = True
-        self._followers.reset(RequestFailedError("a step was not finite"))
+        self.followers.reset(RequestFailedError("a step was not finite"))
         self._start_over()
         if self.suspects.active and self.store is not None:
             self.store.close()
@@ -565,15 +530,15 @@ class Loop:
         if self.store is not None:
             with contextlib.suppress(Exception):  # what is not saved is computed again
                 if save:
-                    self._open_tiers(SAVE_S)
+                    self.open_tiers(SAVE_S)
                     self.carry_out_work(self.store)
                     self.store.save(self.scheduler.kv_manager.prefix, self.cache.read_out)
             self.store.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         self.adapters.close()
-        self._followers.release()
-        del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
+        self.followers.release()
+        del self.model, self.cache, self.runner, self._in_flight, self.proposer, self.scheduler
         del self.adapters, self.kernels, self._layers  # the last two refer to pages
         del self.features
 
@@ -581,118 +546,15 @@ class Loop:
         """Do the work now that waits for the next step. Then all named pages are filled."""
         self._read(0)
         work = self.scheduler.kv_manager.take_work()
-        self._followers.carry_out(work)
+        self.followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
 
-    def root(self) -> bytes | None:
-        """The name that stands for the model in pages' names; None: not known yet, or no tiers."""
-        self._open_tiers(0.0)
-        return None if self.store is None else self.store.root
-
-    def held(self, keys: Collection[bytes]) -> set[bytes]:
-        """Those of some keys whose pages are in memory."""
-        assert self.store is not None
-        pages = self.store.in_memory(self.scheduler.kv_manager.prefix, keys)
-        return {page.entry.key for page in pages}
-
-    def entries(self, keys: Collection[bytes]) -> list[Entry]:
-        """The entries of the pages with these keys that are in memory and can be read now."""
-        assert self.store is not None
-        if self.scheduler.queues.admitted:  # their states are put in place before their first step
-            return []
-        self.carry_out_work(self.store)
-        prefix = self.scheduler.kv_manager.prefix
-        return self.cache.read_out(self.store.in_memory(prefix, keys))
-
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        stats = self._cache_stats()
-        stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
-        if ranks := self._followers.stats():
-            stats["ranks"] = ranks
-        if self.model.tower is not None:
-            stats["pictures"] = self.features.stats()
-        if self.model.expert_store is not None:
-            stats["experts"] = self.model.expert_store.stats()
-        return {**stats, "kernels": self.kernels.stats()}
-
-    def _cache_stats(self) -> dict[str, Any]:
-        """Counters, queues, and bytes of the KV cache by layer group."""
-        scheduler, cache, groups = self.scheduler, self.cache, self._group_stats()
-        return {
-            **asdict(scheduler.counters),
-            "running": len(scheduler.queues.running),
-            "waiting": sum(s.fetch is None for s in scheduler.queues.waiting),
-            "page_size": cache.page_size,
-            "groups": groups,
-            "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
-            "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
-            "kv_bytes_allocated": cache.bytes_allocated,
-            "prompt_tokens_reused": scheduler.kv_manager.prefix.tokens_reused,
-            **_state_stats(self.cache.state_group),
-            "bytes_copied": cache.bytes_copied,
-            "bytes_grown": cache.bytes_grown,
-            "peak_memory_bytes": mx.get_peak_memory(),
-            "active_memory_bytes": mx.get_active_memory(),
-            **({"disk": self.store.stats()} if self.store and self.config.disk else {}),
-            **({} if self._peers is None else {"peers": self._peers.stats()}),
-            **({} if self._proposer is None else {"speculation": self._proposer.stats()}),
-        }
-
-    def _group_stats(self) -> list[dict[str, Any]]:
-        prefix = self.scheduler.kv_manager.prefix
-        return [
-            {
-                "window": group.window.size,
-                "sinks": group.window.sinks,
-                "layers": len(group.layers),
-                "page_bytes": group.page_bytes,
-                "pages": group.allocator.num_pages,
-                "pages_cached": prefix.num_evictable(index),
-                "pages_held": group.allocator.num_held - prefix.num_evictable(index),
-            }
-            for index, group in enumerate(self.cache.groups)
-        ]
+        return engine_stats(self)
 
 
 def _fetched(sequence: Sequence) -> None:
     """Let a sequence be admitted: nothing more comes for it from peers."""
     sequence.fetch = None
-
-
-def _state_stats(group: StateGroup | None) -> dict[str, Any]:
-    """Snapshots of the states of recurrent layers, where a model has such layers."""
-    if group is None:
-        return {}
-    return {
-        "state_bytes": group.num_bytes,  # of one sequence
-        "snapshots": group.num_held,
-        "max_snapshots": group.max_snapshots,
-    }
-
-
-def last_events(
-    sequence: Sequence, token: TokenEvent, end: FinishReason | BaseException
-) -> list[TokenEvent]:
-    """The events of a sequence that ends with this token."""
-    if isinstance(end, BaseException):
-        return [token, failed_event(sequence, end)]
-    if end is FinishReason.STOP and token.token_id not in sequence.request.stop_ids:
-        # The grammar is finished: this token is text, and an event of its own ends it.
-        return [token, TokenEvent.without_token(token.request_id, end)]
-    return [token._replace(finish_reason=end)]
-
-
-def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request that failed. The error of its step becomes the message."""
-    if not isinstance(error, RequestFailedError | EngineClosedError):
-        cause, error = (
-            error,
-            RequestFailedError(
-                f"A step of this request failed after {sequence.num_answered} tokens: "
-                f"{type(error).__name__}: {error}"
-            ),
-        )
-        error.__cause__ = cause
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=error)

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from math import inf
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,18 +20,14 @@ from numpy.typing import NDArray
 from ..cache.disk import Entry
 from ..cache.inputs import Ints
 from ..cache.kv import KVCache
-from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
-from ..cache.paged import PagedLayer, finish
-from ..config import EngineConfig
+from ..cache.paged import finish
 from ..core import TokenLogprobs
-from ..layers.ranks import AbsentMixer, Link
+from ..layers.ranks import Link
 from ..layers.step import Step, StepFeatures, Taps
-from ..metal_kernels.variants import KernelUse, dtype_name
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence, StepInputs
 from .followers import NO_FOLLOWERS, Followers
-from .kernels import Chooser, Kernels
 
 
 @dataclass(slots=True)
@@ -196,75 +191,6 @@ def _read_rows(step: StepInputs) -> Ints | None:
     return rows if len(rows) < num_tokens else None
 
 
-def absent_layers(model: LanguageModel) -> set[int]:
-    """Places of layers that other ranks have: they take no memory here."""
-    return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
-
-
-def cache_layers(model: LanguageModel, config: EngineConfig) -> list[LayerCache]:
-    """The layers of a model's cache, without arrays. Raises InvalidRequestError."""
-    key_bias, dtype = model.config.qkv_bias, model.activation_dtype
-    layers = lay_out(model.cache_specs, config.kv, dtype=dtype, key_bias=key_bias)
-    for layer, mixer in _paged(model, layers):
-        layer.take_from(mixer)
-    return layers
-
-
-def attention_kernels(model: LanguageModel, layers: Seq[LayerCache]) -> list[KernelUse]:
-    return kernel_uses(_paged(model, layers))
-
-
-def _paged(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[PagedLayer, Any]]:
-    """Layers with pages that this rank has, each with its mixer."""
-    absent = absent_layers(model)
-    here = [i for i, layer in enumerate(layers) if layer.is_paged and i not in absent]
-    mixers = model.mixers
-    return list(zip(paged_of([layers[i] for i in here]), [mixers[i] for i in here], strict=True))
-
-
-def make_cache(model: LanguageModel, config: EngineConfig, layers: Seq[LayerCache]) -> KVCache:
-    """The KV cache of a model, as an engine of this config has it."""
-    return KVCache(
-        layers,
-        page_size=config.page_size,
-        max_batch=config.max_batch,
-        prefill_chunk=config.prefill_chunk,
-        budget_bytes=config.kv_budget_bytes,
-        num_pages=config.num_pages,
-        absent=absent_layers(model),
-    )
-
-
-def cache_of(
-    model: LanguageModel, config: EngineConfig, chooser: Chooser
-) -> tuple[KVCache, Kernels]:
-    """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
-    layers = cache_layers(model, config)
-    kernels = Kernels([*model.kernels(), *attention_kernels(model, layers)], chooser)
-    return make_cache(model, config, layers), kernels
-
-
-def disk_identity(
-    identity: str, model: LanguageModel, cache: KVCache, kernels: str, form: str
-) -> tuple[str, ...]:
-    """Pages of disk and peers are shared only between equal weights, versions and KV formats.
-
-    Args:
-        identity: of the weights.
-        model: computes what is stored.
-        cache: what is stored.
-        kernels: the identity of the kernels that compute what is stored.
-        form: what part of a model spread over ranks this is; empty: it is not spread.
-    """
-    versions = f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}"
-    return (
-        identity,
-        f"{versions}{model.config.definition_version} {kernels}",
-        f"{cache.page_size} {dtype_name(model.activation_dtype)} {cache.identity}",
-        *([form] if form else []),
-    )
-
-
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
 
@@ -294,6 +220,12 @@ class Launched:
         if self.own is None or self.goes_on:
             self.ended_s = time.monotonic()
 
+    def read(self) -> "StepOutputs":
+        """Wait for the step, and read what it gives."""
+        token_ids = self.token_ids()
+        prompt_logits = [(s, start, np.array(rows)) for s, start, rows in self.prompt_logits]
+        return StepOutputs(token_ids, self.logprobs(), self.not_finite(), prompt_logits)
+
     def token_ids(self) -> Ints:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
         if self.own is not None:  # what other stages give was left until now
@@ -318,6 +250,23 @@ class Launched:
             constrained = self.constrained.logprobs.read()
             found.update({first + row: logprobs for row, logprobs in constrained.items()})
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step gives, on the host.
+
+    Attributes:
+        token_ids: (R,) the sampled tokens, in the order of `Batch.sampling`.
+        logprobs: by row, where they were asked for.
+        not_finite: sequences of which a row gives NaN or infinities.
+        prompt_logits: sequence, position of the first row, and rows (n, vocab).
+    """
+
+    token_ids: Ints
+    logprobs: dict[int, TokenLogprobs]
+    not_finite: list[Sequence]
+    prompt_logits: list[tuple[Sequence, int, NDArray[np.float32]]]
 
 
 class Runner:

@@ -22,7 +22,8 @@ from ..cache.inputs import PageTransfer
 from ..cache.paged import finish
 from ..config import EngineConfig, KVOptions
 from ..engine.kernels import Kernels, choose_on_this_machine
-from ..engine.runner import Computed, Forward, cache_of
+from ..engine.model_cache import cache_of
+from ..engine.runner import Computed, Forward
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..core import CacheSpec
 from ..engine.kernels import choose_on_this_machine
-from ..engine.runner import absent_layers
+from ..engine.model_cache import absent_layers
 from ..errors import InvalidRequestError
 from ..models import load, whole_tables
 from ..models.decoder import Model

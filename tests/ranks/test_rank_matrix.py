@@ -357,7 +357,7 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
     params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]
     model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
     harness = Harness(model, followers=group, max_batch=16, prefill_chunk=256)
-    in_flight, commit = harness.loop._in_flight, harness.loop._commit
+    in_flight, commit = harness.loop._in_flight, harness.loop._read_step
     seen: list[tuple[int, int]] = []
 
     def read(launched: Launched) -> bool:
@@ -367,7 +367,7 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
         seen.append((len(launched.batch.decodes.sequences), len(in_flight)))
         return commit(launched)
 
-    harness.loop._commit = read  # type: ignore[method-assign]
+    harness.loop._read_step = read  # type: ignore[method-assign]
     for i in range(count):
         grammar = FakeGrammar() if i == 1 else None
         harness.add(str(i), prompt(9, i), params[i], grammar=grammar)
@@ -393,14 +393,14 @@ def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:
     proposer._rests = 0.0
     model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
     harness = Harness(model, followers=group, proposer=proposer, prefill_chunk=256)
-    in_flight, commit = harness.loop._in_flight, harness.loop._commit
+    in_flight, commit = harness.loop._in_flight, harness.loop._read_step
     seen: list[int] = []
 
     def read(launched: Launched) -> bool:
         seen.append(sum(bool(s.batch.sampling.proposals) for s in [launched, *in_flight]))
         return commit(launched)
 
-    harness.loop._commit = read  # type: ignore[method-assign]
+    harness.loop._read_step = read  # type: ignore[method-assign]
     for i in range(count):
         harness.add(str(i), prompt(9, i), params[i])
     outcomes = harness.drain()

@@ -161,6 +161,7 @@ WITHOUT_MLX = (
     "grammar",
     "engine.batch",
     "engine.scheduler",
+    "engine.events",
     "engine.followers",
     "engine.kv_manager",
     "engine.limits",

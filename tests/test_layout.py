@@ -167,6 +167,7 @@ WITHOUT_MLX = (
     "engine.limits",
     "engine.pagestore",
     "engine.snapshots",
+    "engine.own_pages",
     "engine.peers",
     "pooling.config",
     "pooling.request",

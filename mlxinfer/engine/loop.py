@@ -5,6 +5,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, Sequence
+from .cache_stats import cache_stats
 from .events import (
     failed_event,
     progress_events,
@@ -42,7 +44,6 @@ from .peers import PeerFetches
 from .prompt_pictures import PictureLimits, PromptPictures
 from .runner import Launched, Runner
 from .scheduler import EngineCounters, Proposer, Scheduler
-from .stats import engine_stats
 from .suspects import Suspects
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
@@ -83,7 +84,7 @@ class Loop:
         followers: Followers = NO_FOLLOWERS,
     ) -> None:
         self.model = model
-        self.followers = followers
+        self._followers = followers
         self.config = config
         if proposer is not None and "speculation" in model.lacks:
             raise InvalidRequestError(
@@ -103,9 +104,9 @@ class Loop:
         self._num_stages = followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
-        self.peers: PeerFetches | None = None
+        self._peers: PeerFetches | None = None
         self.post: Callable[[Callable[[], None]], None] = lambda function: None
-        self.proposer = proposer
+        self._proposer = proposer
         self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
         self._counters = EngineCounters()  # kept where the loop starts afresh, as are the next
         self._picture_counts = PictureCounts()
@@ -115,9 +116,9 @@ class Loop:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
         self.cache = make_cache(self.model, config, self._layers)
-        taps = () if self.proposer is None else self.proposer.taps
+        taps = () if self._proposer is None else self._proposer.taps
         self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)
-        self.followers.assembled(self.cache, config, taps)
+        self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if (config.disk or config.peers) and self.store is None:
             self.store = PageStore(
@@ -126,10 +127,10 @@ class Loop:
                 states=self.cache.state_group,
                 max_bytes=0 if config.disk is None else config.disk.max_bytes,
                 max_received_bytes=config.kv_budget_bytes // RECEIVED_SHARE,
-                others=self.followers.disks,
+                others=self._followers.disks,
             )
             if config.peers and config.peers.asked:
-                self.peers = PeerFetches(self.store, config.peers)
+                self._peers = PeerFetches(self.store, config.peers)
             self.open_tiers(OPEN_WAIT_S)
         self.features = PictureFeatures(
             self.model.tower,
@@ -145,7 +146,7 @@ class Loop:
             self.cache,
             self._sampler,
             taps=taps,
-            followers=self.followers,
+            followers=self._followers,
             gather=self.features.gather,
         )
         self._in_flight.clear()
@@ -165,7 +166,7 @@ class Loop:
             prefill_chunk=config.prefill_chunk,
             prefill_slice_s=config.prefill_slice_s,
             prefill_fixed=config.prefill_fixed,
-            proposer=self.proposer,
+            proposer=self._proposer,
             counters=self._counters,
             num_stages=self._num_stages if config.launch_ahead else 1,
             features=self.features,
@@ -250,7 +251,7 @@ class Loop:
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that passed `limits.check`, with the number of tokens of its answer."""
-        if self.proposer is not None:  # a source draws as the model does, with the same numbers
+        if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
         limits, num_prompt = self.limits, len(request.prompt_ids)
         try:
@@ -268,8 +269,8 @@ class Loop:
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
-        if self.peers is not None:
-            sequence.fetch = self.peers.begin(self.scheduler.kv_manager, sequence)
+        if self._peers is not None:
+            sequence.fetch = self._peers.begin(self.scheduler.kv_manager, sequence)
         if sequence.fetch is not None:
             sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
 
@@ -284,7 +285,7 @@ class Loop:
         """Limit the pages of every rank so that the adapters fit; False: they do not."""
         beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
         is_there = self.cache.reserve(beyond, lengths)
-        self.followers.resize([g.allocator.num_pages for g in self.cache.groups])
+        self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
 
     def abort(self, request_id: str) -> None:
@@ -399,8 +400,8 @@ class Loop:
             self._emit(progress)
         if outputs.not_finite:
             self._fail_not_finite(outputs.not_finite)
-        if step.hidden is not None and self.proposer is not None:
-            self.proposer.take(step.batch, step.hidden)
+        if step.hidden is not None and self._proposer is not None:
+            self._proposer.take(step.batch, step.hidden)
         token_ids = outputs.token_ids.tolist()
         result = self.scheduler.commit(step.batch, token_ids)
         self.runner.commit(step.batch, outputs.token_ids, result)
@@ -446,7 +447,7 @@ class Loop:
             DeviceLostError: no later step would run.
         """
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
-        self.followers.reset(error)
+        self._followers.reset(error)
         require_gpu(error)
         queues, stopped = self.scheduler.queues, gpu_stopped(error)
         self._counters.step_failures += 1
@@ -484,7 +485,7 @@ class Loop:
             return False
         for sequence in unverified:
             sequence.alone = True
-        self.followers.reset(RequestFailedError("a step was not finite"))
+        self._followers.reset(RequestFailedError("a step was not finite"))
         self._start_over()
         if self.suspects.active and self.store is not None:
             self.store.close()
@@ -534,11 +535,11 @@ class Loop:
                     self.carry_out_work(self.store)
                     self.store.save(self.scheduler.kv_manager.prefix, self.cache.read_out)
             self.store.close()
-        if self.peers is not None:
-            self.peers.close()
+        if self._peers is not None:
+            self._peers.close()
         self.adapters.close()
-        self.followers.release()
-        del self.model, self.cache, self.runner, self._in_flight, self.proposer, self.scheduler
+        self._followers.release()
+        del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
         del self.adapters, self.kernels, self._layers  # the last two refer to pages
         del self.features
 
@@ -546,13 +547,32 @@ class Loop:
         """Do the work now that waits for the next step. Then all named pages are filled."""
         self._read(0)
         work = self.scheduler.kv_manager.take_work()
-        self.followers.carry_out(work)
+        self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of what was done and what is held."""
-        return engine_stats(self)
+        """Plain numbers; those of parts that the model or its options lack are left out."""
+        queues, prefix = self.scheduler.queues, self.scheduler.kv_manager.prefix
+        parts: dict[str, Any] = {
+            "disk": self.store if self.config.disk else None,
+            "peers": self._peers,
+            "speculation": self._proposer,
+            "adapters": self.adapters,
+            "pictures": None if self.model.tower is None else self.features,
+            "experts": self.model.expert_store,
+            "kernels": self.kernels,
+        }
+        ranks = self._followers.stats()
+        return {
+            **asdict(self._counters),
+            "running": len(queues.running),
+            "waiting": sum(sequence.fetch is None for sequence in queues.waiting),
+            **cache_stats(self.cache, prefix),
+            **{name: part.stats() for name, part in parts.items() if part is not None},
+            "adapter_bytes": self.adapters.num_bytes,
+            **({"ranks": ranks} if ranks else {}),
+        }
 
 
 def _fetched(sequence: Sequence) -> None:

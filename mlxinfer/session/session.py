@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import Grammar, Request, SamplingParams, check_token_ids
-from ..engine.peers import OwnPages
+from ..engine.own_pages import OwnPages
 from ..errors import (
     InvalidRequestError,
     PromptTooLongError,

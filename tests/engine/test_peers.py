@@ -21,7 +21,7 @@ from mlxinfer.config import KVOptions, PeerOptions
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
-from mlxinfer.engine.peers import OwnPages
+from mlxinfer.engine.own_pages import OwnPages
 from tests.bench.processes import free_port
 from tests.waiting import LIMIT_S
 

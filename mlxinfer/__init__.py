@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from .library import convert_model, list_models, pull
     from .llm import LLM
-    from .outputs import Delta, Facts, Result, Results, Timing, ToolCall, ToolCallDelta
+    from .outputs import Delta, Facts, Ranked, Result, Results, Timing, ToolCall, ToolCallDelta
     from .program import Branches, Program, Selection
 
 __version__ = "0.1.0"
@@ -129,4 +129,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -105,22 +105,22 @@ class LLM:
     # -- text -----------------------------------------------------------------------------------
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
         self,
-        prompts: str,
+        prompts: str | Sequence[int],
         params: SamplingParams | None = None,
         **options: Unpack[TextArguments],
     ) -> Result: ...
     @overload
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]] | Sequence[int],
+        prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         **sampling: Unpack[SamplingValues],
-    ) -> Any: ...
+    ) -> Results: ...
     def generate(
         self,
         prompts: Any,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from ..config import (
     MAX_IMAGE_TOKENS,
@@ -34,12 +34,13 @@ PREFILL_SLICE_MS = 250
 FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 LEAST_WITH_SPANS = 288  # where a step computes a whole picture: Gemma 4 has 280 tokens of one
+KVBits = Literal[8, 4]
 
 
 class EngineArguments(TypedDict, total=False):
     """The fields of EngineOptions that users have, as keyword arguments of LLM."""
 
-    kv_bits: int | tuple[int | None, int | None] | None
+    kv_bits: KVBits | tuple[KVBits | None, KVBits | None] | None
     kv_window: int | None
     kv_sinks: int
     kv_plain_ends: bool
@@ -53,8 +54,8 @@ class EngineArguments(TypedDict, total=False):
     max_image_tokens: int
     prefill_chunk: int | None
     prefill_slice: int | None
-    dtype: str
-    task: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    task: Literal["auto", "generate", "embed", "score"]
     chat_template: str | Path | None
     num_pages: int | None
     adapter_memory: str | int | None
@@ -64,7 +65,7 @@ class EngineArguments(TypedDict, total=False):
     speculate: str
     draft: str | Path | None
     max_draft: int
-    acceptance: str
+    acceptance: Literal["exact", "rejection"]
     ranks: int
     hostfile: str | Path | None
     rank: int | None

@@ -280,9 +280,10 @@ class Call:
         headers = [
             (b"content-type", reply.media_type),
             (b"content-length", str(len(reply.content)).encode()),
-            NO_STORE,
             *reply.headers,
         ]
+        if b"cache-control" not in dict(reply.headers):
+            headers.append(NO_STORE)
         await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": reply.content, "more_body": False})
 

@@ -63,8 +63,28 @@ def test_every_file_is_served_without_a_key_and_the_rest_is_not(tmp_path: Path) 
         assert (again.status_code, again.content) == (304, b"")
         for path in ("/page/features", "/history/conversations", "/hub/models", "/admin/state"):
             assert server.get(path).status_code == 401, path
+        assert "no-store" in server.get("/page/features").headers["cache-control"]
         assert server.get("/page/../features.py").status_code in (401, 404)
         assert httpx.get(f"{server.url}/", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_files_are_sent_compressed_and_kept_by_their_hash(tmp_path: Path) -> None:
+    with PageServer(tmp_path) as server:
+        page = server.get("/")
+        assert page.headers["cache-control"] == "no-cache"
+        [script] = re.findall(r'src="(/page/app.js[^"]*)"', page.text)
+        [styles] = re.findall(r'href="(/page/app.css[^"]*)"', page.text)
+        font = re.findall(r"\./([\w.-]+woff2[^\"]*)", server.get(styles).text)[0]
+        for path in (script, styles, f"/page/{font}"):
+            assert "immutable" in server.get(path).headers["cache-control"], path
+        for path in ("/page/app.js", "/page/app.js?v=older"):
+            assert server.get(path).headers["cache-control"] == "no-cache"
+        reply = server.get(script)
+        assert reply.headers["content-encoding"] == "gzip"
+        assert 2 * int(reply.headers["content-length"]) < len(reply.content)
+        plain = server.get(script, headers={"accept-encoding": "identity"})
+        assert "content-encoding" not in plain.headers
+        assert plain.content == reply.content == (BUILT / "app.js").read_bytes()
 
 
 def test_styles_and_the_frame_name_no_other_host() -> None:

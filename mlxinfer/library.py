@@ -8,8 +8,9 @@ from . import hub
 from .backend import require_mlx
 from .core import check_switch
 from .display.tracebacks import shorten_errors
+from .hub.cache import is_gguf
 from .memory import human_bytes, parse_bytes
-from .progress import progress_bar, progress_bars
+from .progress import StepWatch, progress_bar, progress_bars
 
 if TYPE_CHECKING:
     from .convert.recipes import ConversionOptions
@@ -31,6 +32,24 @@ class LocalModels(list[hub.LocalModel]):
             for m in self
         ]
         return card(html_table(rows, header=("model", "size", "state")))
+
+
+def resolve(name: str, show: StepWatch, *, download: bool = True) -> Path:
+    """Return the folder of a model, downloaded or imported if need be.
+
+    Args:
+        name: see `hub.resolve`; or a GGUF file.
+        download: fetch a repository that is not here.
+        show: called with what is done ("import x.gguf"), how far, and of how much.
+
+    Raises: those of `hub.resolve`, and of `convert.imports.import_gguf`.
+    """
+    path = Path(name).expanduser()
+    if not is_gguf(path):
+        return hub.resolve(name, download=download, progress=partial(show, f"download {name}"))
+    from .convert.imports import import_gguf
+
+    return import_gguf(path, partial(show, f"import {path.name}"))
 
 
 def list_models() -> LocalModels:

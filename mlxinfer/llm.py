@@ -11,10 +11,10 @@ from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names, check_switch
 from .display.tracebacks import shorten_errors
 from .errors import InvalidRequestError
+from .library import resolve
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .resolve import resolve
 from .session.answers import adeltas, deltas, last
 from .session.base import ModelSession
 from .session.inputs import (

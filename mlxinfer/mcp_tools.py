@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from .configfile import ToolServer
+from .config.file import ToolServer
 from .errors import InvalidRequestError, UnsupportedFieldError, shown
 from .threads import Reply, start
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxinfer.configfile import ConfigFile, find_config_file, parse_duration, read_config_file
+from mlxinfer.config.file import ConfigFile, find_config_file, parse_duration, read_config_file
 from mlxinfer.errors import InvalidRequestError
 
 GOOD = """

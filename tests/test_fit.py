@@ -17,7 +17,8 @@ from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.convert.recipes import floor_bits
-from mlxinfer.fit import (
+from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
+from mlxinfer.memory.fit import (
     ENOUGH_CONTEXT,
     RANKS,
     TABLE_BITS,
@@ -28,11 +29,10 @@ from mlxinfer.fit import (
     longest_context,
     require_fit,
 )
-from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
+from mlxinfer.memory.roofline import CHIPS, Machine, Work, estimate
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.weights.files import expert_bytes, read_headers
-from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 from tests.bench.checkpoints import Experts, write_checkpoint
 
 LLAMA = {
@@ -201,7 +201,7 @@ def test_experts_could_be_read_from_the_disk(
     """They may have what the rest and its KV cache leave, if a token's experts have room in it."""
     folder = write_checkpoint(tmp_path, SPARSE)
     assert held_bytes(folder) - held_bytes(folder, 1000) == expert_bytes(folder) - 1000
-    monkeypatch.setattr("mlxinfer.fit.expert_bytes", lambda folder: 10 * 10**9)
+    monkeypatch.setattr("mlxinfer.memory.fit.expert_bytes", lambda folder: 10 * 10**9)
     model, rest = load_config(folder), 10**9
     for left, expected in ((5.55e9, 5_500_000_000), (2.45e9, None), (-1e9, None)):
         limit = int(rest + kv_bytes(model, ENOUGH_CONTEXT) + left)
@@ -219,8 +219,8 @@ def test_too_much_expert_memory_is_refused_with_what_would_fit(
     def held(folder: Path, expert_memory: int | None = None) -> int:
         return rest + (experts if expert_memory is None else expert_memory)
 
-    monkeypatch.setattr("mlxinfer.fit.held_bytes", held)
-    monkeypatch.setattr("mlxinfer.fit.expert_bytes", lambda folder: experts)
+    monkeypatch.setattr("mlxinfer.memory.fit.held_bytes", held)
+    monkeypatch.setattr("mlxinfer.memory.fit.expert_bytes", lambda folder: experts)
     for expert_memory in (80 * 10**9, None):
         weights = held(folder, expert_memory)
         with pytest.raises(InsufficientMemoryError) as caught:

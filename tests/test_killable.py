@@ -14,7 +14,7 @@ EACH = 8  # jobs of a process
 
 def test_jobs_that_come_at_once_go_to_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that nobody counts in time would get them all while the other one sleeps."""
-    processes = [KillableProcess("mlxinfer.pdf", None) for _ in "ab"]
+    processes = [KillableProcess("mlxinfer.server.pdf", None) for _ in "ab"]
     pool = KillablePool(*processes)
     answered: list[KillableProcess] = []
 

@@ -33,10 +33,9 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "program": {"core", "errors", "files", "outputs", "progress", "session"},
     "remote": LEAVES | {"http_json", "images", "session", "text"},
     "config": {"core", "errors"},
-    "configfile": {"errors"},
-    "mcp_tools": {"configfile", "errors", "text", "threads"},
-    "suggestions": {"hub"},
-    "resolve": {"convert", "hub", "progress"},
+    "config.file": {"errors"},
+    "mcp_tools": {"config.file", "errors", "text", "threads"},
+    "memory.suggestions": {"hub"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
     "models": LEAVES | {"files", "images", "layers", "memory", "metal_kernels"},
@@ -51,8 +50,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "hub": LEAVES | {"backend", "files", "memory", "threads"},
     "database": set(),
     "history": {"database", "errors"},
-    "fit": LEAVES | {"memory", "models"},
-    "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
+    "memory.fit": LEAVES | {"memory", "models"},
+    "memory.roofline": LEAVES | {"memory.fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
     "app": {
         "errors",
@@ -60,17 +59,16 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
         "history",
         "http_json",
         "memory",
-        "suggestions",
+        "memory.suggestions",
     },  # HTTP, and the folder of the user's data
     "threads": set(),
     "killable": {"errors", "threads"},
-    "pdf": {"errors", "killable"},
     "backend": LEAVES | {"memory"},
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
-    | {"backend", "cache", "display", "engine", "fit", "grammar", "images", "memory", "models"}
-    | {"speculation", "threads"}
+    | {"backend", "cache", "display", "engine", "grammar", "images", "memory"}
+    | {"memory.fit", "models", "speculation", "threads"}
     | {"pooling", "text"}
     | {"ranks"},
     "convert": LEAVES
@@ -88,9 +86,9 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
         "mcp_tools",
         "memory",
         "pooling",
-        "suggestions",
+        "memory.suggestions",
     }
-    | {"pdf", "session", "text"},
+    | {"killable", "session", "text"},
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
@@ -115,15 +113,17 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "models": {"errors", "slots", "workers"},
     "metrics": {"models", "slots", "workers"},
     "reuse": {"http", "slots"},
-    "service": SERVER_MODELS | {"awake", "reuse"},
+    "service": SERVER_MODELS | {"awake", "pdf", "reuse"},
     "guard": {"config", "errors", "http", "keys", "protocol"},
+    "pdf": set(),
     "pictures": {"workers"},
-    "call": SERVER_MODELS | {"pictures", "protocol", "reuse", "service"},
-    "apis": SERVER_MODELS | {"call", "reuse"},
+    "call": SERVER_MODELS | {"pdf", "pictures", "protocol", "reuse", "service"},
+    "apis": SERVER_MODELS | {"call", "pdf", "reuse"},
     "ops": SERVER_MODELS | {"call", "service"},
-    "page": SERVER_MODELS | {"apis", "call", "ops", "service"},
+    "page": SERVER_MODELS | {"apis", "call", "ops", "pdf", "service"},
 }
 SERVER_ASSEMBLERS = {"app", "run", "__init__"}
+APART = ("config.file", "memory.fit", "memory.roofline", "memory.suggestions")  # see `part_of`
 ASSEMBLERS = {
     "llm",
     "library",
@@ -150,7 +150,6 @@ WITHOUT_MLX = (
     "http_json",
     "threads",
     "killable",
-    "pdf",
     "ranks.control",
     "ranks.hosts",
     "session",
@@ -207,8 +206,9 @@ def found_modules() -> Iterator[tuple[str, Path]]:
 
 
 def part_of(name: str) -> str:
-    """core.py -> core, engine/scheduler.py -> engine."""
-    return name.split(".")[0]
+    """core.py -> core, engine/scheduler.py -> engine; those of APART stand for themselves."""
+    below = ".".join(name.split(".")[:2])
+    return below if below in APART else name.split(".")[0]
 
 
 @cache

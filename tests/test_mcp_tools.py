@@ -23,7 +23,7 @@ from rich.console import Console
 from mlxinfer.cli import _configuration, chat
 from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli._configuration import open_tools
-from mlxinfer.configfile import ConfigFile, ToolServer, read_config_file
+from mlxinfer.config.file import ConfigFile, ToolServer, read_config_file
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.outputs import Result, ToolCall

@@ -7,10 +7,10 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from mlxinfer import pdf as reader
 from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
 from mlxinfer.killable import KillablePool, KillableProcess
-from mlxinfer.pdf import MAX_BYTES, MAX_PAGES, PROCESSES, pdf_texts
+from mlxinfer.server import pdf as reader
+from mlxinfer.server.pdf import MAX_BYTES, MAX_PAGES, PROCESSES, pdf_texts
 from tests.pdf_files import encrypted, pdf
 from tests.waiting import LIMIT_S
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
+from ..config.file import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..core import EFFORTS
 from ..errors import InvalidRequestError, ModelError
 from ..mcp_tools import McpTools

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from .. import hub
 from ..errors import CheckpointError, MlxinferError, TemplateError, UnsupportedModelError
-from ..fit import Fit, FitVerdict, fit_of
 from ..hub.remote import Listing, RemoteFile, read_beginning
 from ..memory import weights_bytes
+from ..memory.fit import Fit, FitVerdict, fit_of
+from ..memory.roofline import Work
 from ..models import load_any_config
 from ..models.jsonfields import MAX_JSON_BYTES, read_json
 from ..models.language import LanguageConfig
@@ -24,7 +25,6 @@ from ..models.weights.files import (
     read_headers,
     row_table_bytes,
 )
-from ..roofline import Work
 from ..text import Tokenizer
 from ..text.samples import facts_of
 from ._model import has_chat_template

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..backend import require_mlx
 from ..errors import InvalidRequestError, shown
+from ..library import resolve
 from ..progress import progress_bars
-from ..resolve import resolve
 
 if TYPE_CHECKING:
     from ..llm import LLM

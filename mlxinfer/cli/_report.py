@@ -34,7 +34,7 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..files import write_whole
 from ..llm import LLM
 from ..memory import human_bytes, total_memory_bytes
-from ..roofline import Machine, estimate, machine
+from ..memory.roofline import Machine, estimate, machine
 from ._inspect import Summary, summarise
 from ._kernels import kernel_report
 from ._model import fetch

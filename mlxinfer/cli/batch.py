@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 import msgspec
 
-from ..configfile import ConfigFile
+from ..config.file import ConfigFile
 from ..errors import InvalidRequestError, MlxinferError
 from ..files import open_lines
 from ..memory import MODELS_SHARE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..configfile import find_config_file, read_config_file
+from ..config.file import find_config_file, read_config_file
 from ..errors import ContextLengthError
 from ..history import data_folder
 from ..outputs import Delta, ToolCall

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..configfile import VARIABLE, ConfigFile, find_config_file, standard_places
+from ..config.file import VARIABLE, ConfigFile, find_config_file, standard_places
 from ..files import write_whole
 from ._configuration import PREFIX, config_of, shown_values
 from ._options import json_option

@@ -14,8 +14,8 @@ from .. import hub
 from ..config import default_disk_folder
 from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import MODELS_SHARE, human_bytes, models_limit_bytes, parse_bytes, weights_bytes
+from ..memory.suggestions import TASKS, Suggestion, by_balance, fitting
 from ..progress import progress_bar
-from ..suggestions import TASKS, Suggestion, by_balance, fitting
 from ._options import Size, complete_models, json_option, yes_option
 from ._output import confirm, counted, emit_json, fitted, human_count, note, table, when
 
@@ -115,7 +115,7 @@ def pull(name: str, dry_run: bool, as_json: bool) -> None:
 
 def _say_whether_it_fits(name: str, folder: Path) -> None:
     """A model may also be here to be converted: one that is too large is a note."""
-    from ..fit import held_bytes, require_fit
+    from ..memory.fit import held_bytes, require_fit
 
     try:
         require_fit(name, folder, weights_bytes=held_bytes(folder))

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from .. import hub
-from ..configfile import ModelEntry, parse_duration
+from ..config.file import ModelEntry, parse_duration
 from ..core import EFFORTS
 from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError
 from ..history import History, data_folder, default_place
@@ -452,7 +452,7 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
 
 def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
     """Refuse a model that would not fit alone; the sum of several is the registry's."""
-    from ..fit import require_fit
+    from ..memory.fit import require_fit
 
     if entry.kv_bytes is None:
         folder = hub.resolve(entry.source, download=False)

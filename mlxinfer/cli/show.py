@@ -13,9 +13,9 @@ from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
+    from ..memory.roofline import Machine
     from ..models.language import LanguageConfig
     from ..pooling.config import PoolingConfig
-    from ..roofline import Machine
     from ._inspect import Summary, WeightSizes
 
 KV_BITS = (16, 8, 4)
@@ -52,7 +52,7 @@ OF_WEIGHTS = {
 @json_option
 def command(name: str, context: int | None, on: str | None, as_json: bool) -> None:
     """Show a model's architecture, size and memory needs."""
-    from ..roofline import machine
+    from ..memory.roofline import machine
     from ._inspect import summarise
 
     mac = None if on is None else machine(on)
@@ -117,9 +117,9 @@ def _needs(
     mac: "Machine | None",
 ) -> dict[str, Any]:
     """Return the memory of one sequence at some lengths, and what this and another Mac can do."""
-    from ..fit import fit_of, kv_bytes
     from ..memory import models_limit_bytes
-    from ..roofline import estimate
+    from ..memory.fit import fit_of, kv_bytes
+    from ..memory.roofline import estimate
 
     num_bytes, longest = weights.num_bytes - weights.table_bytes, config.max_context
     lengths = {n for n in (*CONTEXTS, longest) if n <= longest} | ({context} if context else set())

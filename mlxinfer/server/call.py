@@ -25,7 +25,6 @@ from urllib.parse import parse_qs
 from ..core import Request, TokenEvent
 from ..errors import InvalidRequestError, MlxinferError, StorageFullError
 from ..outputs import Result
-from ..pdf import pdf_texts
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
@@ -54,6 +53,7 @@ from .http import (
 )
 from .keys import ApiKey, require_admin
 from .metrics import RequestMetrics
+from .pdf import pdf_texts
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
 from .reuse import Record

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from .. import pdf
 from ..errors import EngineClosedError, MlxinferError
 from ..session.saved import NamedSessions
+from . import pdf
 from .awake import COMMAND, Awake
 from .config import ServerConfig
 from .errors import ShuttingDownError

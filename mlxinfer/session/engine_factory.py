@@ -202,7 +202,7 @@ def require_room(name: str, folder: Path, options: EngineOptions) -> None:
     If the caller states `max_memory`, the limit is all of the machine's memory. If experts are read
     when they are needed, only the experts that stay in memory count.
     """
-    from ..fit import held_bytes, require_fit  # imports mlx
+    from ..memory.fit import held_bytes, require_fit  # imports mlx
 
     if options.room_bytes is not None or not options.spread.is_alone:
         return

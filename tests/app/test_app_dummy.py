@@ -33,7 +33,7 @@ from mlxinfer.app.platforms import Hotkey
 from mlxinfer.app.process import ServerProcess
 from mlxinfer.app.welcome import cards_of, time_text
 from mlxinfer.memory import models_limit_bytes
-from mlxinfer.suggestions import to_begin_with
+from mlxinfer.memory.suggestions import to_begin_with
 from tests.waiting import until
 
 Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from mlxinfer.cli._configuration import RequestedModel, checked_settings
-from mlxinfer.configfile import ModelEntry, read_config_file
+from mlxinfer.config.file import ModelEntry, read_config_file
 
 SERVE = ("port", "host", "max-memory", "ttl")  # options of the file that init writes
 

@@ -95,7 +95,7 @@ def test_a_pulled_model_that_does_not_fit_is_noted(
     def refuse(name: str, folder: object, *, weights_bytes: int) -> None:
         raise InsufficientMemoryError(f"{name} does not fit: 2 bits would.")
 
-    monkeypatch.setattr("mlxinfer.fit.require_fit", refuse)
+    monkeypatch.setattr("mlxinfer.memory.fit.require_fit", refuse)
     pulled = outcome("pull", "org/tiny")
     assert pulled.out.startswith("org/tiny is in ")
     assert "org/tiny does not fit: 2 bits would." in pulled.err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxinfer.hub.cache import ASSETS, WHOLE
-from mlxinfer.suggestions import TASKS, suggestions
+from mlxinfer.memory.suggestions import TASKS, suggestions
 
 
 def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> None:

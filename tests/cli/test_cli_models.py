@@ -8,7 +8,7 @@ import pytest
 from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
-from mlxinfer.configfile import read_config_file
+from mlxinfer.config.file import read_config_file
 from mlxinfer.memory import weights_bytes
 from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes

@@ -19,10 +19,10 @@ from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import count_weights, summarise
 from mlxinfer.memory import human_bytes, weights_bytes
+from mlxinfer.memory.roofline import machine
 from mlxinfer.models.config import load_config
 from mlxinfer.models.registry import heads_read
 from mlxinfer.models.zoo.definitions import module_of
-from mlxinfer.roofline import machine
 
 CONFIG = {
     "model_type": "llama",

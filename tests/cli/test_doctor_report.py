@@ -27,8 +27,8 @@ from mlxinfer.cli._report import (
     run_parts,
 )
 from mlxinfer.engine.kernels import KERNELS_VARIABLE, choose_none, choose_on_this_machine
+from mlxinfer.memory.roofline import machine
 from mlxinfer.metal_kernels.selfcheck import KINDS
-from mlxinfer.roofline import machine
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> Extent:

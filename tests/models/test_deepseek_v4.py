@@ -12,7 +12,7 @@ from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, writ
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import MlxinferError
-from mlxinfer.fit import kv_bytes
+from mlxinfer.memory.fit import kv_bytes
 from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.session.options import EngineOptions

@@ -15,14 +15,14 @@ from models.runs import every
 
 from mlxinfer.cli._inspect import share_of_token
 from mlxinfer.core import StateSpec
+from mlxinfer.memory.roofline import Work, estimate, machine
+from mlxinfer.memory.suggestions import KV_BYTES, suggestions
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
 from mlxinfer.models.weights.placing import NOWHERE
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.weights import Weights
-from mlxinfer.roofline import Work, estimate, machine
-from mlxinfer.suggestions import KV_BYTES, suggestions
 
 TENSORS = json.loads(
     (Path(__file__).parents[1] / "data" / "published" / "tensors.json").read_text()

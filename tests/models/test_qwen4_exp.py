@@ -9,9 +9,9 @@ from models.tiny import quantized, tiny_config, write
 
 from mlxinfer import convert_model
 from mlxinfer.errors import CheckpointError, MlxinferError
-from mlxinfer.fit import held_bytes
 from mlxinfer.layers.ngrams import NgramHash
 from mlxinfer.memory import weights_bytes
+from mlxinfer.memory.fit import held_bytes
 from mlxinfer.models import load
 
 CASE = "qwen4_exp_text-v4"

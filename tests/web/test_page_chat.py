@@ -10,7 +10,7 @@ import pytest
 from page_driver import PageDriver
 from page_server import PageServer
 
-from mlxinfer.configfile import ToolServer
+from mlxinfer.config.file import ToolServer
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.keys import ApiKeys
 from tests.pdf_files import pdf

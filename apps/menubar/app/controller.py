@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import MlxinferError
 from ..http_json import NoServerError, ServerError, SilentServerError
 from ..memory import models_limit_bytes
-from ..suggestions import to_begin_with
+from ..memory.suggestions import to_begin_with
 from . import settings as stored
 from .client import Activity, Chat, ServerClient, Transfer, is_local, port_of
 from .process import ServerProcess, StartError

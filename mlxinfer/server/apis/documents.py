@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
-from ...pdf import BEGINNING
 from ..call import Call
+from ..pdf import BEGINNING
 
 PDF = "application/pdf"
 MAX_HEAD = 1000  # characters of a data: URL in front of its data

@@ -18,7 +18,7 @@ from ...files import write_whole
 from ...hub.cache import disk_bytes, parse_repo_name
 from ...hub.remote import search_models
 from ...memory import weights_bytes
-from ...suggestions import to_begin_with
+from ...memory.suggestions import to_begin_with
 from ..call import Call
 from ..http import Plain, RequestBody, Route
 from ..ops import LoadRequest

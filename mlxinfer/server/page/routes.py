@@ -12,10 +12,10 @@ from ... import __version__
 from ...errors import InvalidRequestError, shown
 from ...history import Conversation, History, StoredMessage
 from ...mcp_tools import McpTools
-from ...pdf import can_read_pdf
 from ..call import Call
 from ..errors import HttpError
 from ..http import Plain, RequestBody, Route
+from ..pdf import can_read_pdf
 from ..service import ServerState
 from ..workers import Workers
 from .answers import AnswerRoutes

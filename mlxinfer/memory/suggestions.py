@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import hub
+from .. import hub
 
-TABLE = Path(__file__).parent / "assets" / "suggestions.json"
+TABLE = Path(__file__).parent.parent / "assets" / "suggestions.json"
 BITS = 4.5  # a parameter of a 4-bit model, scales included
 KV_BYTES = 2  # of a number in the KV cache
 TASKS = ("chat", "code", "reasoning", "tools")

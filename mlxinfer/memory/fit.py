@@ -7,17 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .config import KVOptions
-from .core import LatentSpec
-from .errors import InsufficientMemoryError, UnsupportedModelError
-from .memory import human_bytes, models_limit_bytes, weights_bytes
-from .models import load_any_config
-from .models.config import load_config
-from .models.language import LanguageConfig
-from .models.registry import family
-from .models.towers.loading import tower_bytes
-from .models.weights.files import expert_bytes, row_table_bytes
-from .models.weights.share import Share
+from ..config import KVOptions
+from ..core import LatentSpec
+from ..errors import InsufficientMemoryError, UnsupportedModelError
+from ..models import load_any_config
+from ..models.config import load_config
+from ..models.language import LanguageConfig
+from ..models.registry import family
+from ..models.towers.loading import tower_bytes
+from ..models.weights.files import expert_bytes, row_table_bytes
+from ..models.weights.share import Share
+from . import human_bytes, models_limit_bytes, weights_bytes
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 NO_OPTIONS = KVOptions()

@@ -28,7 +28,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidRequestError
+from ..errors import InvalidRequestError
 
 VARIABLE = "MLXINFER_CONFIG"
 MAX_BYTES = 1 << 20

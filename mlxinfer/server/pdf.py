@@ -11,8 +11,8 @@ import io
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from .errors import InvalidRequestError, UnsupportedFieldError
-from .killable import EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
+from ..errors import InvalidRequestError, UnsupportedFieldError
+from ..killable import EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
 
 MAX_BYTES = 32 << 20  # of a file
 MAX_PAGES = 1000  # of a file
@@ -25,7 +25,7 @@ IDLE_S = 30.0  # after which a process ends
 BEGINNING = "JVBERi"  # of each PDF in base64: %PDF
 _pool = KillablePool(
     *[
-        KillableProcess("mlxinfer.pdf", None, max_seconds=MAX_SECONDS, max_bytes=MAX_MEMORY)
+        KillableProcess("mlxinfer.server.pdf", None, max_seconds=MAX_SECONDS, max_bytes=MAX_MEMORY)
         for _ in range(PROCESSES)
     ]
 )

@@ -12,12 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .core import StateSpec
-from .errors import InvalidRequestError, shown
+from ..core import StateSpec
+from ..errors import InvalidRequestError, shown
+from ..metal_kernels.chips import CHIPS, Chip
+from ..models.language import LanguageConfig
+from . import MODELS_SHARE
 from .fit import fit_of, kv_bytes
-from .memory import MODELS_SHARE
-from .metal_kernels.chips import CHIPS, Chip
-from .models.language import LanguageConfig
 
 CHIP = r"(?:apple[\s-]*)?(?P<chip>m\d+)(?:[\s-]*(?P<kind>pro|max|ultra))?"
 MEMORY = r"[\s,/(-]*(?<!\d)(?P<memory>\d{1,5})\s*(?:gi?b?)?\)?(?:\s+(?:ram|memory))?"

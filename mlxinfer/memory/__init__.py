@@ -8,7 +8,7 @@ import re
 import resource
 from pathlib import Path
 
-from .errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, shown
 
 _NAMES = ("B", "kB", "MB", "GB", "TB")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .core import MAX_COUNT, check_switch
-from .errors import InvalidRequestError, check_int, shown
+from ..core import MAX_COUNT, check_switch
+from ..errors import InvalidRequestError, check_int, shown
 
 KV_BITS = (8, 4)  # of stored keys and values; each names a format in `metal_kernels.stored`
 MAX_IMAGE_TOKENS = 2560  # of a picture, unless a caller says otherwise

@@ -3,6 +3,7 @@
 import difflib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 from ..errors import InvalidRequestError, ModelNotFoundError
@@ -20,10 +21,10 @@ from .cache import (
     missing_files,
     models_elsewhere,
     offline,
-    parse_repo_name,
 )
 from .download import DownloadPlan, Progress, is_locked, plan_download
 from .download import download as download_repo
+from .gguf import GGUFName, files_of, find_gguf, parse_gguf_name
 from .imported import find_imported, split_parts
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "check_removable",
     "is_bundled",
     "list_models",
+    "locate",
     "models_elsewhere",
     "plan_pull",
     "pull",
@@ -49,8 +51,8 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
     pull() brings it up to date.
 
     Args:
-        name: "demo", "demo-vision" or "demo-draft" (bundled), a folder, or
-            `org/name[@revision]`.
+        name: "demo", "demo-vision" or "demo-draft" (bundled), a folder,
+            `org/name[@revision]`, or a GGUF file that was imported.
         download: fetch a repository that is not in the cache.
         progress: called with the bytes that are here and all of them, from several threads.
 
@@ -58,16 +60,31 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
         ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
     """
+    found = locate(name, download=download, progress=progress)
+    return found if found.is_dir() else _imported(found)
+
+
+def locate(name: str, *, download: bool = True, progress: Progress | None = None) -> Path:
+    """Return what a name means: a folder, see `resolve`, or a GGUF file of a repository.
+
+    Args: see resolve(). Names of GGUF files are `org/name[@revision]:QUANT` and
+        `org/name[@revision]/file.gguf`; and `org/name`, where there are no safetensors.
+
+    Raises: those of resolve(), and InsufficientMemoryError: no file of a repository fits.
+    """
     local = _local_folder(name)
     if local is not None:
         return local
-    repo = _parse(name)
-    snapshot = find_snapshot(repo)
-    if snapshot is not None and not missing_files(snapshot):
+    wanted = _parse(name)
+    if (file := find_gguf(wanted)) is not None:
+        return file
+    snapshot = find_snapshot(wanted.repo)
+    if wanted.is_bare and snapshot is not None and not missing_files(snapshot):
         return snapshot
     if not download or offline():
-        raise ModelNotFoundError(_why_not_here(repo, snapshot) + _suggestion(name))
-    return _fetch(repo, progress)
+        raise ModelNotFoundError(_why_not_here(wanted, snapshot) + _suggestion(name))
+    folder = _fetch(wanted, progress)
+    return find_gguf(wanted) or folder
 
 
 def pull(name: str, *, progress: Progress | None = None) -> Path:
@@ -85,7 +102,8 @@ def plan_pull(name: str) -> DownloadPlan:
     """
     if _local_folder(name) is not None:
         raise InvalidRequestError(f"{name} is local: there is nothing to download.", param="name")
-    return plan_download(_parse(name))
+    wanted = _parse(name)
+    return plan_download(wanted.repo, partial(files_of, wanted))
 
 
 def is_bundled(name: str) -> bool:
@@ -104,7 +122,7 @@ def remove(name: str) -> int:
     Raises: those of check_removable().
     """
     check_removable(name)
-    repo = _parse(name)
+    repo = _parse(name).repo
     before = disk_bytes(repo.folder)
     _delete(repo, whole="@" not in name)
     return before - (disk_bytes(repo.folder) if repo.folder.exists() else 0)
@@ -126,7 +144,7 @@ def check_removable(name: str) -> None:
         raise InvalidRequestError(
             f"{name} is a folder, not a download: delete it yourself.", param="name"
         )
-    repo = _parse(name)
+    repo = _parse(name).repo
     if not repo.folder.is_dir():
         raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
     if repo.folder.is_symlink():  # to delete the link alone would free nothing and lose track of it
@@ -199,27 +217,27 @@ def _imported(file: Path) -> Path:
     return folder
 
 
-def _parse(name: str) -> RepoName:
+def _parse(name: str) -> GGUFName:
     try:
-        return parse_repo_name(name)
+        return parse_gguf_name(name)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error}{_suggestion(name)}") from None
 
 
-def _fetch(repo: RepoName, progress: Progress | None) -> Path:
+def _fetch(wanted: GGUFName, progress: Progress | None) -> Path:
     try:
-        return download_repo(repo, progress=progress)
+        return download_repo(wanted.repo, partial(files_of, wanted), progress=progress)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"{error}{_suggestion(str(repo))}") from None
+        raise ModelNotFoundError(f"{error}{_suggestion(str(wanted.repo))}") from None
 
 
-def _why_not_here(repo: RepoName, snapshot: Path | None) -> str:
-    state = f"{repo} is not on this disk"
-    if snapshot is not None:
-        state = f"{repo} is not complete on this disk (missing: {missing_files(snapshot)[0]})"
+def _why_not_here(wanted: GGUFName, snapshot: Path | None) -> str:
+    state = f"{wanted} is not on this disk"
+    if snapshot is not None and wanted.is_bare:
+        state = f"{wanted} is not complete on this disk (missing: {missing_files(snapshot)[0]})"
     if offline():
         return f"{state}, and HF_HUB_OFFLINE forbids downloads."
-    return f"{state}. Download it: mlxinfer pull {repo}"
+    return f"{state}. Download it: mlxinfer pull {wanted}"
 
 
 def _suggestion(name: str) -> str:

@@ -41,6 +41,7 @@ from .remote import (
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
+WEIGHTS = (".safetensors", ".gguf")
 TEMPLATES = "additional_chat_templates/"
 MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")  # of sentence-transformers
 SPARE_BYTES = 64 << 20  # what a download leaves free on the disk
@@ -48,6 +49,7 @@ WORKERS = 4
 
 
 Progress = Callable[[int, int], None]  # bytes that are here, of all
+Choose = Callable[[Listing], set[str]]  # of the paths of a listing
 MAX_FAILURES = 5  # in a row, without one byte in between
 
 
@@ -84,28 +86,39 @@ class DownloadPlan:
             )
 
 
-def plan_download(repo: RepoName) -> DownloadPlan:
+def plan_download(repo: RepoName, choose: Choose | None = None) -> DownloadPlan:
     """Ask the hub for the files of `repo` and compare them with the cache.
+
+    Args:
+        repo: the repository.
+        choose: gives the paths to fetch; None: safetensors and the texts beside them.
 
     Raises:
         ModelNotFoundError, DownloadError: as hub_failures() words them; and a DownloadError for a
             repository without safetensors.
     """
     listing = list_files(repo)
-    names = _needed([file.path for file in listing.files], repo)
-    needed = tuple(file for file in listing.files if file.path in names)
-    listing = replace(listing, files=needed)
-    present = {file.path: _present_bytes(listing, file) for file in needed}
+    names = (choose or needed)(listing)
+    files = tuple(file for file in listing.files if file.path in names)
+    listing = replace(listing, files=files)
+    present = {file.path: _present_bytes(listing, file) for file in files}
     return DownloadPlan(listing, present, _free_bytes())
 
 
-def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
+def download(
+    repo: RepoName, choose: Choose | None = None, *, progress: Progress | None = None
+) -> Path:
     """Fetch the missing files of `repo` and return its folder in the cache.
+
+    Args:
+        repo: the repository.
+        choose: see `plan_download`.
+        progress: called with the bytes that are here and all of them, from several threads.
 
     Raises:
         ModelNotFoundError, DownloadError: with what to do.
     """
-    plan = plan_download(repo)
+    plan = plan_download(repo, choose)
     plan.check_room()
     tally = _Tally(plan, progress)
     with hub_failures(repo):
@@ -138,18 +151,21 @@ class _Tally:
         self.add(self._total - self._done)
 
 
-def _needed(names: list[str], repo: RepoName) -> set[str]:
+def needed(listing: Listing) -> set[str]:
     """Return the files to fetch: weights and texts at the top level, none that may hold code.
 
     And those of modules behind an embedding model, in folders of their own.
+
+    Raises:
+        DownloadError: there are no safetensors.
     """
+    names = [file.path for file in listing.files]
     wanted = {name for name in names if _is_wanted(name)}
     weights = {name for name in wanted if name.endswith(".safetensors") and "/" not in name}
     if not weights:
-        what = " (it has GGUF files)" if any(n.endswith(".gguf") for n in names) else ""
         raise DownloadError(
-            f"{repo} has no .safetensors weights{what}. Choose a repository with safetensors, "
-            "for example one of mlx-community."
+            f"{listing.repo} has no .safetensors weights, and no GGUF model. Choose a repository "
+            "that has, for example one of mlx-community."
         )
     if any(name.startswith("model") for name in weights):  # then these are the same weights again
         wanted -= {name for name in weights if name.startswith("consolidated")}
@@ -212,7 +228,7 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
     blobs = plan.listing.repo.folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     for file in plan.files:
-        is_weights = file.sha256 is not None and file.path.endswith(".safetensors")
+        is_weights = file.sha256 is not None and file.path.endswith(WEIGHTS)
         if is_weights and 0 < file.size <= MAX_HTTP_DOWNLOAD_SIZE:  # the xet client does the rest
             target = blobs / str(file.sha256)
             if not target.is_file():

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from convert_cases import contents
 from gguf import GGMLQuantizationType as Kind
+from hub.standin import Repo, StandIn
+from huggingface_hub import close_session
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
-from oracles.gguf_files import write_model
+from oracles.gguf_files import as_llama_cpp, write_model
 
 from mlxinfer import LLM, SamplingParams, hub
 from mlxinfer.cli import main
@@ -66,6 +68,41 @@ def test_a_file_answers_as_its_converted_folder_does(tmp_path: Path) -> None:
     folder = hub.resolve(str(path))
     weights = {name: data for name, data in contents(out).items() if name.endswith("safetensors")}
     assert weights.items() <= contents(folder).items()
+
+
+def test_a_file_of_a_repository_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_file(tmp_path / "tiny-Q8_0.gguf")
+    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    close_session()
+    answers = []
+    with StandIn({"org/tiny-GGUF": Repo({path.name: path.read_bytes()})}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        for name in ("org/tiny-GGUF:q8_0", "org/tiny-GGUF", str(path)):
+            with LLM(name) as llm:
+                answers.append(llm.generate("hello there", PARAMS).token_ids)
+            server.log.clear() if name.endswith("q8_0") else None
+        assert server.log == []  # it is asked once
+    assert answers == [answers[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (Kind.F32, "bfloat16"),  # whose activations may not fit float16
+        (Kind.BF16, "bfloat16"),
+        (Kind.F16, "float16"),
+        (Kind.Q8_0, "float16"),  # as its scales
+    ],
+)
+def test_a_float32_file_becomes_bfloat16(tmp_path: Path, kind: Kind, dtype: str) -> None:
+    config = tiny_config("qwen3-v4")
+    tensors = tiny_tensors(config)
+    stored = as_llama_cpp(config, tensors).items()
+    kinds = {name: kind for name, values in stored if values.ndim > 1}
+    write_model(tmp_path / "m.gguf", config, tensors, kinds=kinds)
+    assert open_source(tmp_path / "m.gguf").dtype == dtype
 
 
 def test_the_same_content_is_imported_once(tmp_path: Path) -> None:

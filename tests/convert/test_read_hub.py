@@ -94,8 +94,10 @@ def test_gguf_repositories(served: StandIn, tmp_path: Path) -> None:
     write_model(tmp_path / "gguf" / "m-BF16.gguf", config, tensors, split=20)
     files = {path.name: path.read_bytes() for path in (tmp_path / "gguf").iterdir()}
     served.repos["org/gguf"] = Repo({**files, "mmproj.gguf": b""})
-    with pytest.raises(DownloadError, match=r"2 GGUF models; .*m-BF16-00001-of.*m-Q8_0"):
-        open_source("org/gguf")
+    with pytest.raises(
+        ModelNotFoundError, match=r"no q4_k_m; it has m-Q8_0\.gguf, m-BF16-00001-of"
+    ):
+        open_source("org/gguf:q4_k_m")
     for name in ("m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"):
         source = open_source(f"org/gguf/{name}")
         assert set(source.tensors) == set(tensors)
@@ -113,9 +115,11 @@ def test_names_from_the_hub_stay_in_their_folder(served: StandIn, tmp_path: Path
     for name in ("/tmp/x.tiktoken", "../x.tiktoken", "additional_chat_templates/../../x.jinja"):
         files[name] = b""
     assert list(open_source("org/model").side_files()) == ["tokenizer.json"]
-    served.repos["org/one"] = Repo({"../m.gguf": b"GGUF"})
-    with pytest.raises(ModelNotFoundError, match="not the name of a file"):
+    served.repos["org/one"] = Repo({"../m.gguf": b"GGUF", "m-00009-of-00002.gguf": b"GGUF"})
+    with pytest.raises(DownloadError, match=r"no \.safetensors"):
         open_source("org/one")
+    with pytest.raises(ModelNotFoundError, match="not the name of a file"):
+        open_source("org/one/../m.gguf")
 
 
 def test_repositories_without_weights_of_ours(served: StandIn) -> None:

@@ -266,8 +266,8 @@ def test_a_cache_that_is_deleted_during_the_download(standin: StandIn, cache: Pa
 
 
 def test_a_repository_without_safetensors(standin: StandIn) -> None:
-    standin.repos["org/old"] = Repo({"config.json": b"{}", "model.gguf": b"GGUF"})
-    with pytest.raises(DownloadError, match=r"no \.safetensors weights \(it has GGUF files\)"):
+    standin.repos["org/old"] = Repo({"config.json": b"{}", "mmproj.gguf": b"GGUF"})
+    with pytest.raises(DownloadError, match=r"no \.safetensors weights, and no GGUF model"):
         hub.resolve("org/old")
 
 

@@ -2,6 +2,7 @@
 
 import mmap
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache, partial
 from hashlib import blake2b
@@ -108,12 +109,17 @@ def _stored(path: Path, entry: TensorEntry, data_start: int) -> StoredArray:
 
 
 def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
-    """Of activations: that of most dense matrices; vectors and quantised matrices do not count."""
-    sizes = dict.fromkeys(("BF16", "F16"), 0)
+    """Of activations: that of most dense matrices; vectors do not count.
+
+    A file that is float32 for the most part may have been made of any dtype, and bfloat16 holds all
+    that it holds. Scales of quantised matrices are float16.
+    """
+    sizes = Counter[str]()
     for entry, _ in entries.values():
-        if len(entry.shape) > 1 and entry.type.name in sizes:
+        if len(entry.shape) > 1:
             sizes[entry.type.name] += entry.num_bytes
-    wide = architecture in _WIDE or sizes["BF16"] > sizes["F16"]
+    largest = max(sizes, key=sizes.__getitem__, default="F16")
+    wide = architecture in _WIDE or largest == "F32" or sizes["BF16"] > sizes["F16"]
     return "bfloat16" if wide else "float16"
 
 

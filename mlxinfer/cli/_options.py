@@ -12,7 +12,7 @@ from ..config import KV_BITS as STORED_BITS
 from ..core import EFFORTS, SamplingParams
 from ..errors import InvalidRequestError
 from ..memory import parse_bytes
-from ..session.options import EngineArguments, EngineOptions, help_of
+from ..session.options import DTYPES, EngineArguments, EngineOptions, help_of
 from ..speculation.options import ACCEPTANCES, METHODS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -146,7 +146,11 @@ ENGINE_NAMES = (
     *("max_context", "max_batch"),
     *("max_image_tokens", "adapter_memory", "expert_memory", "slow_experts"),
     *("speculate", "draft", "max_draft", "acceptance", "chat_template"),
+    *("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir"),
+    *("prefill_chunk", "dtype"),
 )
+RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "prefill_chunk")
+RARE += ("dtype",)  # flags that no --help lists; docs/options.md does
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
 KV_BITS = {"16": None, **{str(bits): bits for bits in STORED_BITS}, "8/4": (8, 4)}
@@ -160,6 +164,8 @@ _KINDS: dict[Any, dict[str, Any]] = {  # type of an engine's option -> arguments
 _DETAILS: dict[str, dict[str, Any]] = {
     "kv_bits": {"type": click.Choice(list(KV_BITS))},
     "prefill_slice": {"metavar": "MS"},
+    "dtype": {"type": click.Choice(DTYPES)},
+    "disk_cache_dir": {"type": click.Path(file_okay=False, path_type=Path)},
     "speculate": {"metavar": "|".join(METHODS)},
     "draft": {"metavar": "MODEL"},
     "acceptance": {"metavar": "|".join(ACCEPTANCES)},
@@ -178,28 +184,47 @@ def sampling_options(function: Function) -> Function:
 
 
 def engine_options(
-    *, without: Sequence[str] = (), file_only: Sequence[str] = ()
+    *, without: Sequence[str] = (), hidden: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
     """Return what adds --kv-bits … --acceptance, by the fields of EngineOptions.
 
     Args:
         without: names of options that the command does not have.
-        file_only: names of those that only the config file sets.
+        hidden: names of those that its --help leaves out, besides RARE.
     """
-    return partial(_add, [n for n in ENGINE_NAMES if n not in without], file_only)
+    return partial(_add, [n for n in ENGINE_NAMES if n not in without], (*RARE, *hidden))
 
 
-def rank_options(*, file_only: Sequence[str] = ()) -> Callable[[Function], Function]:
+def rank_options(*, hidden: Sequence[str] = ()) -> Callable[[Function], Function]:
     """Return what adds --ranks … --pipeline, by the fields of EngineOptions."""
-    return partial(_add, RANK_NAMES, file_only)
+    return partial(_add, RANK_NAMES, hidden)
 
 
-def _add(names: Sequence[str], file_only: Sequence[str], function: Function) -> Function:
+def peer_options(function: Function) -> Function:
+    """Add --peer and --prefill-at."""
+    peers = click.option(
+        "--peer",
+        "--peers",  # in the config file
+        "peers",
+        multiple=True,
+        metavar="URL",
+        help="Ask this server for the KV cache of a prompt before it is computed; repeatable. Both "
+        f"need one {API_KEY}.",
+    )
+    prefill_at = click.option("--prefill-at", metavar="URL", help=help_of("prefill_at"))
+    return apply_options([peers, prefill_at], function)
+
+
+def _add(names: Sequence[str], hidden: Sequence[str], function: Function) -> Function:
     options = []
     for name in names:
         how = {"help": _flag_help(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
-        how["cls"] = FileOption if name in file_only else click.Option
-        options.append(click.option(_flag(name), **{**how, **_DETAILS.get(name, {})}))
+        how["hidden"] = name in hidden
+        flag = _flag(name)
+        if EngineOptions.__dataclass_fields__[name].default is True:
+            flag += f"/--no-{name.replace('_', '-')}"
+            how["is_flag"] = True
+        options.append(click.option(flag, **{**how, **_DETAILS.get(name, {})}))
     return apply_options(options, function)
 
 
@@ -235,7 +260,7 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
 def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return LLM's keyword arguments for options of the command line or of the config file."""
     names = (*ENGINE_NAMES, *RANK_NAMES, *PEER_NAMES)
-    given = {name: options[name] for name in names if options.get(name) is not None}
+    given = {name: options[name] for name in names if options.get(name) not in (None, ())}
     if "kv_bits" in given:
         given["kv_bits"] = KV_BITS.get(str(given["kv_bits"]), given["kv_bits"])
     return given

@@ -99,8 +99,8 @@ markdown_option = click.option(
     metavar="FILE",
     help="Compare with a report that --json wrote.",
 )
-@engine_options(
-    without=["disk_cache", "max_batch"]  # what was computed before would not be measured
+@engine_options(  # what was computed before would not be measured
+    without=["disk_cache", "disk_cache_dir", "prefix_cache", "max_batch"]
 )
 @markdown_option
 @json_option

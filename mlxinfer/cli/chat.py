@@ -23,6 +23,8 @@ from ._options import (
     engine_options,
     llm_arguments,
     model_option,
+    peer_options,
+    rank_options,
     sampling_options,
     sampling_values,
     system_option,
@@ -74,6 +76,8 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
 )
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
+@rank_options()
+@peer_options
 @click.pass_context
 def command(
     ctx: click.Context, /, model: str, continued: str | None, history: bool, **options: Any

@@ -22,6 +22,7 @@ from ._options import (
     json_option,
     llm_arguments,
     model_option,
+    peer_options,
     rank_options,
     sampling_options,
     sampling_values,
@@ -83,6 +84,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
 @rank_options()
+@peer_options
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option
 @click.pass_context

@@ -17,10 +17,14 @@ from click.core import ParameterSource
 from .. import hub
 from ..config.file import ModelEntry, parse_duration
 from ..core import EFFORTS
-from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError
+from ..errors import (
+    DeviceLostError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    ModelError,
+)
 from ..history import History, data_folder, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
-from ..session.options import help_of
 from ._configuration import (
     PREFIX,
     RequestedModel,
@@ -39,6 +43,7 @@ from ._options import (
     adapters_option,
     engine_options,
     models_option,
+    peer_options,
     rank_options,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
@@ -245,16 +250,7 @@ file_option = partial(click.option, cls=FileOption)
     show_default=True,
     help="Time after which an unused answer is deleted.",
 )
-@click.option(
-    "--peer",
-    "--peers",  # in the config file
-    "peers",
-    multiple=True,
-    metavar="URL",
-    help="Ask this server for the KV cache of a prompt before it is computed; repeatable. Both "
-    f"need one {API_KEY}.",
-)
-@click.option("--prefill-at", metavar="URL", help=help_of("prefill_at"))
+@peer_options
 @file_option(
     "--allow-peers",
     is_flag=True,
@@ -262,12 +258,12 @@ file_option = partial(click.option, cls=FileOption)
 )
 @engine_options(
     without=["max_memory"],  # a server divides it among its models
-    file_only=[
+    hidden=[
         *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance"),
         *("max_image_tokens", "slow_experts"),
     ],
 )
-@rank_options(file_only=["rank_deadline"])
+@rank_options(hidden=["rank_deadline"])
 @click.pass_context
 def command(
     ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
@@ -323,7 +319,8 @@ def service_of(
     from ..server.service import ServerState
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
-    stored = response_store(options), named_sessions(options["disk_cache"])
+    sessions = named_sessions(options["disk_cache"], options["disk_cache_dir"])
+    stored = response_store(options), sessions
     for store in stored:
         with contextlib.suppress(StoreError):  # it was logged as the store was opened
             if store is not None:
@@ -440,14 +437,40 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
         requested = with_aliases(requested, aliases)
         adapters = adapters_of(options.pop("adapters"), [model.name for model in requested])
         entries = [
-            replace(entry_of(model, options, ttl_s), adapters=adapters.get(model.name, {}))
-            for model in requested
+            replace(entry, adapters=adapters.get(entry.name, {}))
+            for entry in entries_of(requested, options, ttl_s)
         ]
+        if default is not None and default not in {entry.name for entry in entries}:
+            left_out = {model.name for model in requested}
+            default = None if default in left_out else default  # the first that is here answers
         for entry in entries:
             _require_fit(entry, limit_bytes)
         return ModelRegistry(entries, limit_bytes=limit_bytes, default=default)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
+
+
+def entries_of(
+    requested: Sequence[RequestedModel], options: dict[str, Any], ttl_s: float | None
+) -> list["RegistryEntry"]:
+    """Return the entries of the models that are here, and log those of the file that are not.
+
+    Raises:
+        ModelError: a model of the command line, or every model, cannot be found or read.
+    """
+    entries: list[RegistryEntry] = []
+    failure: ModelError | None = None
+    for model in requested:
+        try:
+            entries.append(entry_of(model, options, ttl_s))
+        except ModelError as error:
+            if model.preload:  # somebody waits for it
+                raise
+            failure = error
+            log.error("%s is not served, the others are: %s", model.place, error)
+    if failure is not None and not entries:
+        raise failure
+    return entries
 
 
 def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
@@ -502,12 +525,13 @@ def page_routes(
     return PageRoutes(stored, library, settings, open_tools(config_of(ctx)))
 
 
-def named_sessions(size: str | int | None) -> "NamedSessions | None":
+def named_sessions(size: str | int | None, folder: Path | None) -> "NamedSessions | None":
     """Return the saved sessions of a disk cache of this size; None: there is no disk cache."""
     from ..config import default_disk_folder
     from ..session.saved import NamedSessions
 
-    return None if size is None else NamedSessions(default_disk_folder(), parse_bytes(size))
+    place = default_disk_folder() if folder is None else folder.expanduser()
+    return None if size is None else NamedSessions(place, parse_bytes(size))
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

@@ -33,6 +33,7 @@ PAGE_SIZE = 16  # tokens of KV cache that are handed out together, where a model
 PREFILL_SLICE_MS = 250
 FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_WITH_SPANS = 288  # where a step computes a whole picture: Gemma 4 has 280 tokens of one
 KVBits = Literal[8, 4]
 
@@ -93,9 +94,10 @@ class EngineOptions:
     ] = None
     kv_window: Annotated[
         int | None,
-        "Layers that see everything see the last N positions only, so the KV cache stops growing.",
+        "Layers without a window of their own attend to the last N tokens only, so the KV cache "
+        "stops growing.",
     ] = None
-    kv_sinks: Annotated[int, "With kv_window: the first N positions stay visible."] = 0
+    kv_sinks: Annotated[int, "With kv_window: the first N tokens stay visible."] = 0
     kv_plain_ends: Annotated[bool, "Keep the first and the last layer unquantised."] = False
     kv_plain_windows: Annotated[
         bool, "Keep layers that have a window of their own unquantised."
@@ -169,8 +171,8 @@ class EngineOptions:
     ] = None
     max_draft: Annotated[
         int,
-        "Tokens proposed for a request in one step, at most. A step verifies 8 tokens of "
-        "a request, the newest one included, so 8 means 7.",
+        "Most tokens proposed for a request in one step. A step has room for 8 tokens of a "
+        "request, and its newest token takes one place, so 7 are proposed at most.",
     ] = 8
     acceptance: Annotated[
         str,
@@ -214,6 +216,9 @@ class EngineOptions:
         for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low=1, high=MAX_COUNT)
+        if self.dtype not in DTYPES:
+            expected = f"is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}."
+            raise InvalidRequestError.of("dtype", expected)
         for name in ("prefix_cache", "launch_ahead"):
             check_switch(name, getattr(self, name))
         if self.prefill_chunk is not None and self.prefill_slice is not None:

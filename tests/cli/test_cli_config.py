@@ -8,9 +8,15 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from mlxinfer.cli._configuration import RequestedModel, checked_settings
+from mlxinfer.cli import serve
+from mlxinfer.cli._commands import cli
+from mlxinfer.cli._configuration import RequestedModel, checked_settings, requested_models
+from mlxinfer.cli._options import ENGINE_NAMES
 from mlxinfer.config.file import ModelEntry, read_config_file
+from mlxinfer.errors import ModelError
+from mlxinfer.session.options import EngineArguments
 
 SERVE = ("port", "host", "max-memory", "ttl")  # options of the file that init writes
 
@@ -117,3 +123,73 @@ def test_a_model_has_its_own_context_batch_and_effort() -> None:
     wrong = replace(requested, entry=ModelEntry(source="demo", options={"reasoning_effort": "x"}))
     with pytest.raises(click.UsageError, match="expected one of none, minimal"):
         checked_settings(wrong, server)
+
+
+def test_a_model_of_the_file_that_cannot_be_reached_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named with its place; the default model that is not here is the first that is."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = tmp_path / "config.toml"
+    file.write_text('[models.gone]\nsource = "org/nothing"\n[models.here]\nsource = "demo-draft"\n')
+    config = read_config_file(file)
+    options = {
+        "max_memory": None,
+        "default_model": "gone",
+        "aliases": (),
+        "adapters": (),
+        "ttl": None,
+    }
+    models = serve.registry(requested_models((), config, by_default=True), dict(options))
+    assert models.names() == ["here"]
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "models.gone is not served, the others are: org/nothing" in record.message
+
+
+@pytest.mark.parametrize("given", [("gone",), ("here=org/nothing", "demo-draft")])
+def test_a_model_of_the_command_line_has_to_be_there(
+    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    file = tmp_path / "config.toml"
+    file.write_text('[models.gone]\nsource = "org/nothing"\n[models.demo]\nsource = "demo"\n')
+    requested = requested_models(given, read_config_file(file), by_default=False)
+    with pytest.raises(ModelError, match="org/nothing"):
+        serve.entries_of(requested, {}, None)
+
+
+VALUES = {"kv_bits": ("8", 8), "speculate": ("ngram", "ngram"), "dtype": ("float32", "float32")}
+VALUES |= {
+    "max_draft": (4, 4),
+    "acceptance": ("rejection", "rejection"),
+    "disk_cache_dir": ("kv", "kv"),
+}
+
+
+@pytest.mark.parametrize("place", ["serve", "models"])
+@pytest.mark.parametrize("name", [n for n in ENGINE_NAMES if n not in ("draft", "chat_template")])
+def test_every_engine_option_stands_in_the_file_for_all_models_or_for_one(
+    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = str(EngineArguments.__annotations__[name])
+    value, wanted = VALUES.get(name, (True, True) if "bool" in kind else (64, 64))
+    if "memory" in name or name == "disk_cache":
+        value = wanted = "1GB"
+    more = {"kv_sinks": {"kv_window": 64}, "slow_experts": {"expert_memory": "1GB"}}.get(name, {})
+    more = {"disk_cache": "1GB"} if name == "disk_cache_dir" else more
+    more = {"kv_bits": "8"} if "plain" in name else more
+    lines = [f"{n.replace('_', '-')} = {json.dumps(v)}" for n, v in {**more, name: value}.items()]
+    model = ["[models.one]", 'source = "demo"']
+    file = tmp_path / "config.toml"
+    file.write_text(
+        "\n".join(["[serve]", *lines, *model] if place == "serve" else [*model, *lines])
+    )
+    config = read_config_file(file)
+    [requested] = requested_models((), config, by_default=True)
+    if place == "models" or name != "max_memory":  # of a server's that of all models
+        options, _ = checked_settings(requested, config.serve)
+        assert getattr(options, name) == wanted
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(cli, ["config", "show", "--json", "--config", str(file)])
+    assert shown.exit_code == 0, shown.output

@@ -10,7 +10,7 @@ import pytest
 
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.openapi import document, plain_path
-from tests.reference import generated, metrics_page, python_page
+from tests.reference import generated, metrics_page, options_page, python_page
 from tests.reference.http_page import (
     ALL,
     EXAMPLES,
@@ -33,6 +33,10 @@ def test_the_page_of_python_is_what_the_docstrings_give() -> None:
 
 def test_the_page_of_metrics_has_each_name() -> None:
     assert generated("metrics.md") == metrics_page.page()
+
+
+def test_the_table_of_options_is_that_of_the_commands() -> None:
+    assert generated("options.md") == options_page.page()
 
 
 def test_every_path_has_an_example() -> None:

@@ -118,7 +118,6 @@ class ConversationRoutes:
         return await call.in_worker(self._history.conversation, owner, body.conversation)
 
     async def delete(self, call: Call) -> Plain:
-        """Delete a conversation with its messages."""
         """Delete a conversation; its answers end."""
         owner, id = await self._owners.of(call), call.path_params["id"]
         await self._answers.end_all(owner, id)

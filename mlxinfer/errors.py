@@ -331,7 +331,9 @@ def check_int(
     if value is None and optional:
         return
     if type(value) is not int or value < low or (high is not None and value > high):
-        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        beyond = high is not None and type(value) is int and value > high
+        limited = high is not None and (beyond or high < 2**53)  # others are no limits to know of
+        bounds = f"from {low} to {high}" if limited else f"of at least {low}"
         raise InvalidRequestError(
             f"{name} is {shown(value)}; expected an integer {bounds}.", param=name
         )

@@ -109,6 +109,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def _print_tables(report: Report) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as Grid
 
@@ -116,7 +117,7 @@ def _print_tables(report: Report) -> None:
     for name, fact in report.machine.items():
         console.print(f"[dim]{name:9}[/dim]{fact}", markup=True, soft_wrap=True)
     for table in report.tables:
-        grid = Grid()
+        grid = Grid(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for index, column in enumerate(table.columns):
             grid.add_column(column, justify="left" if index == 0 else "right")
         for row in table.rows:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONTEXTS = (512, 2048, 8192)  # those that the model takes
 GOES_ON = 512  # tokens that answers may be longer than asked for, while the last prompts begin
+CELL = "prompt x requests"  # the first column
 SAME = "Both with their defaults; on MLX's CPU backend both compute in float32."
 OURS, PEER = "mlxinfer", "mlx-lm"
 WORDS = "time page river stone light house green water letter seven open near road field sound"
@@ -274,10 +275,10 @@ def _speed_table(cells: list[SpeedCell], tokens: int, remark: str) -> Table:
     ]
     return Table(
         f"Tokens a second: prompt tokens x requests at once, answers of {tokens:,} tokens",
-        ["", "prompts", "answers", "first token (s)", "peak memory (GB)"],
+        [CELL, "prompt tokens/s ↑", "answer tokens/s ↑", "first token (s) ↓", "peak memory (GB) ↓"],
         rows,
-        "Rates are of all requests together. Memory: the most that MLX held, weights included. "
-        + remark,
+        "↑ more is better, ↓ less is better. Rates are of all requests together. Memory: the most "
+        "that MLX held, weights included. " + remark,
     )
 
 
@@ -298,5 +299,7 @@ def _pairs(
             row += [f"{new:,.0f}", f"{old:,.0f}", ratio(new, old)]
         row.append(ratio(other.first_token_s, cell.first_token_s))
         rows.append([*row, ratio(other.peak_bytes, cell.peak_bytes)])
-    sides = ["prompts", name, "ratio", "answers", name, "ratio", "first token", "memory"]
-    return Table(f"{title}: tokens a second, and ratios", ["", *sides], rows, note)
+    sides = ["prompts", name, "ratio", "answers", name, "ratio"]
+    columns = [CELL, *sides, "first token ratio", "memory ratio"]
+    note = f"Ratios above 1 are in favour of the new figures. {note}"
+    return Table(f"{title}: tokens a second, and ratios", columns, rows, note)

@@ -12,9 +12,10 @@ from ..errors import InvalidRequestError, TemplateError
 from ..mcp_tools import McpTools
 from ..memory import human_bytes
 from ..outputs import Delta, Result, ToolCall
-from ._output import counted, printable, table
+from ._options import SAMPLING
+from ._output import counted, cut, printable, table
 from ._pictures import check_sees, check_videos, picture_data, with_its_images
-from .history import ChatLog, as_call
+from .history import NAMES, ChatLog, as_call
 from .run import attached, thinking
 
 Message = dict[str, Any]
@@ -269,6 +270,7 @@ class CommandReply:
     text: str = ""  # show it
     ask: str | None = None  # send this message
     edit: str | None = None  # let the user change this text, then send it
+    copy: str | None = None  # bring it to the clipboard
     quit: bool = False
 
 
@@ -321,12 +323,45 @@ def _set(session: ChatSession, argument: str) -> CommandReply:
         session.set(key, value.strip())
     elif key:
         check_setting(key)
-    names = [f.name for f in fields(session.params) if not key or f.name == key]
-    return CommandReply(table([(n, _typed(getattr(session.params, n))) for n in names]))
+    params = session.params
+    if key:
+        return CommandReply(f"{key}  {_typed(getattr(params, key))}")
+    names = [f.name for f in fields(params)]
+    usual = [name for name in names if name in {*SAMPLING, *session.values}]
+    helps = {name: text.split("  [")[0] for name, (_, text) in SAMPLING.items()}
+    rows = [(n, _typed(getattr(params, n)), helps.get(n, "")) for n in usual]
+    others = ", ".join(name for name in names if name not in usual)
+    return CommandReply(f"{table(rows)}\n\nAlso: {others}")
 
 
 def _typed(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _copy(session: ChatSession, _: str) -> CommandReply:
+    answers = [m["content"] for m in session.messages if m["role"] == "assistant"]
+    if not answers:
+        raise InvalidRequestError("There is no answer to copy yet.")
+    return CommandReply(copy=answers[-1])
+
+
+def _save(session: ChatSession, name: str) -> CommandReply:
+    if not name:
+        raise InvalidRequestError("Usage: /save FILE")
+    path = Path(name).expanduser()
+    parts = [f"> {session.system}"] if session.system else []
+    parts += [f"## {NAMES[m['role']]}\n\n{m['content']}" for m in session.messages]
+    with path.open("x") as file:  # what is there stays
+        file.write("\n\n".join(parts) + "\n")
+    return CommandReply(f"{counted(len(session.messages), 'message')} in {path}")
+
+
+def _undo(session: ChatSession, _: str) -> CommandReply:
+    text = session.take_back()
+    if text is None:
+        raise InvalidRequestError("There is no message to take back.")
+    session.images, session.videos = [], []
+    return CommandReply(f"Taken back, with its answer: {cut(' '.join(text.split()), 60)}")
 
 
 def _clear(session: ChatSession, _: str) -> CommandReply:
@@ -426,6 +461,9 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "clear": ("", _clear, "forget the conversation"),
     "regen": ("", _regen, "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
+    "undo": ("", _undo, "take back the last message and its answer"),
+    "copy": ("", _copy, "copy the last answer"),
+    "save": ("FILE", _save, "write the conversation to a new file, as Markdown"),
     "file": ("FILE", _file, "send a text along with the next message"),
     "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
     "video": ("FILE", _video, "send a video along with the next message"),

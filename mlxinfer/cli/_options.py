@@ -34,6 +34,24 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2
         return str(value)
 
 
+class GroupedCommand(click.Command):
+    """A command that lists its own options first, and those that few people need last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups."""
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in (*GROUPS, "Options")}
+        for param in self.get_params(ctx):
+            if param.param_type_name != "option":
+                continue
+            title = next((t for t, names in GROUPS.items() if param.name in names), "Options")
+            record = param.get_help_record(ctx)
+            groups[title] += [record] if record is not None else []
+        for title in ("Options", *GROUPS):
+            if groups[title]:
+                with formatter.section(title):
+                    formatter.write_dl(groups[title])
+
+
 class FileOption(click.Option):
     """An option that the config file and the environment set, not the command line."""
 
@@ -153,6 +171,12 @@ RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "
 RARE += ("dtype",)  # flags that no --help lists; docs/options.md does
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
+USUAL = ("max_tokens", "temperature", "seed", "stop")  # of SAMPLING: in no group
+GROUPS: dict[str, Sequence[str]] = {
+    "Choosing tokens": [name for name in SAMPLING if name not in USUAL],
+    "Memory and speed": ENGINE_NAMES,
+    "Several processes or machines": RANK_NAMES,
+}
 KV_BITS = {"16": None, **{str(bits): bits for bits in STORED_BITS}, "8/4": (8, 4)}
 _KINDS: dict[Any, dict[str, Any]] = {  # type of an engine's option -> arguments of click.option
     bool: {"is_flag": True, "default": None},

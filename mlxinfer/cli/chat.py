@@ -1,9 +1,12 @@
 """`mlxinfer chat`: a conversation in the terminal."""
 
+import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +21,7 @@ from ._commands import FAILED, report
 from ._configuration import open_tools
 from ._model import ADAPTER, open_llm
 from ._options import (
+    GroupedCommand,
     adapter_option,
     effort_option,
     engine_options,
@@ -42,12 +46,13 @@ if TYPE_CHECKING:
 Reader = Callable[[str], str]  # default text -> what was typed; EOFError, KeyboardInterrupt
 PROMPT, CONTINUED = "> ", ". "
 MAX_ROUNDS = 20  # of calls and their results, for one question
+CLIPBOARDS = (("pbcopy",), ("wl-copy",), ("xclip", "-selection", "clipboard"))
 FOLDED = 5  # lines of a result that are shown
 STOPPED = "Error: the user stopped this call."
 LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one question at most."
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_option
 @sampling_options
 @system_option
@@ -177,6 +182,8 @@ def take_turn(
     if reply.text:
         text = wrapped(reply.text, console.width) if console.is_terminal else reply.text
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if reply.copy is not None:
+        note("copied" if copy_text(reply.copy, console) else "there is no clipboard here")
     if reply.ask is not None:
         with silent_interrupts():
             answer(session.ask(reply.ask), session, console, thoughts=thoughts)
@@ -190,6 +197,18 @@ def take_turn(
             session.stop([(call, LIMIT) for call in session.calls])
             note(f"stopped after {MAX_ROUNDS} rounds of calls")
     return reply
+
+
+def copy_text(text: str, console: "Console") -> bool:
+    """Bring a text to the clipboard by the system's program, or by the terminal (OSC 52)."""
+    for command in CLIPBOARDS:
+        if which(command[0]) is not None:
+            given = text.encode()
+            return subprocess.run(command, input=given, timeout=10, check=False).returncode == 0
+    if console.is_terminal:
+        console.file.write(f"\033]52;c;{b64encode(text.encode()).decode()}\a")
+        console.file.flush()
+    return console.is_terminal
 
 
 def results_of(session: ChatSession, console: "Console") -> list[tuple[ToolCall, str]]:

@@ -110,19 +110,22 @@ def pull(name: str, dry_run: bool, as_json: bool) -> None:
         emit_json({"name": name, "path": str(folder), "size_bytes": weights_bytes(folder)})
     else:
         click.echo(f"{name} is in {folder}")
-        _say_whether_it_fits(name, folder)
+        if _fits(name, folder):
+            click.echo(f"try it: mlxinfer chat -m {shlex.quote(name)}")
 
 
-def _say_whether_it_fits(name: str, folder: Path) -> None:
-    """A model may also be here to be converted: one that is too large is a note."""
+def _fits(name: str, folder: Path) -> bool:
+    """Whether a model may run here. One that is too large is noted: it may be converted."""
     from ..memory.fit import held_bytes, require_fit
 
     try:
         require_fit(name, folder, weights_bytes=held_bytes(folder))
     except InsufficientMemoryError as error:
         note(str(error))
+        return False
     except MlxinferError:
-        return  # it may not run here; `show` says why
+        return False  # it may not run here; `show` says why
+    return True
 
 
 def _plan(name: str, *, as_json: bool) -> None:

@@ -2,14 +2,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
 import click
 
-from ..errors import HistoryError, InvalidRequestError, MlxinferError, StorageFullError
+from ..errors import (
+    ConversationNotFoundError,
+    HistoryError,
+    InvalidRequestError,
+    MlxinferError,
+    StorageFullError,
+)
 from ..history import (
     Conversation,
     History,
@@ -20,11 +26,12 @@ from ..history import (
     text_sent,
 )
 from ._options import API_KEY, json_option, yes_option
-from ._output import confirm, counted, emit_json, escaped, note, printable, table, when
+from ._output import confirm, emit_json, escaped, note, printable, table, when
 from ._pictures import stored_pictures
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
 SHORT_ID = 8  # characters that `list` shows
+RUN = "run-"  # ids of conversations of `mlxinfer run` begin so
 
 
 @click.group()
@@ -119,7 +126,9 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
     with closing(open_history()) as history:
         conversations = every(history) if everything else [find(history, id) for id in ids]
-        confirm(f"Delete {counted(len(conversations), 'conversation')}?", yes or not everything)
+        one = len(conversations) == 1
+        what = escaped(conversations[0].title) if one else f"{len(conversations)} conversations"
+        confirm(f"Delete {what}?", yes)
         for conversation in {one.id: one for one in conversations}.values():
             history.delete(owner(history), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
@@ -181,6 +190,18 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
         history.close()
         raise
     return ChatLog(history, owner(history), conversation, keep=keep)
+
+
+def open_run_log(continued: str | None, *, keep: bool) -> "ChatLog | None":
+    """Return the log of `mlxinfer run`: the conversation that it goes on with, or a new one.
+
+    A new one takes the place of the run before, unless somebody went on with that: scripts may run
+    thousands. Raises as `open_log`.
+    """
+    log = open_log(continued=continued, keep=keep or continued is not None)
+    if log is not None and continued is None:
+        log.begin(f"{RUN}{new_id()}", instead_of=RUN)
+    return log
 
 
 def every(history: History) -> list[Conversation]:
@@ -268,9 +289,21 @@ class ChatLog:
             messages.append(said)
         return messages
 
-    def begin(self) -> None:
-        """Go on in a new conversation."""
-        self._id, self._branch = new_id(), []
+    def begin(self, id: str | None = None, *, instead_of: str | None = None) -> None:
+        """Go on in a new conversation.
+
+        Args:
+            id: of the conversation; None: any.
+            instead_of: the newest conversation goes, if its id begins so and it has one answer.
+        """
+        self._id, self._branch = id or new_id(), []
+        if instead_of is None or not self._keep:
+            return
+        for newest in self._history.conversations(self._owner, limit=1):
+            single = len(self._history.messages(self._owner, newest.id)) <= 2
+            if newest.id.startswith(instead_of) and single:
+                with suppress(ConversationNotFoundError):  # another process was faster
+                    self._history.delete(self._owner, newest.id)
 
     def add(
         self,

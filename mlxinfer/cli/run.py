@@ -16,6 +16,7 @@ from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from ._model import ADAPTER, has_chat_template, open_llm
 from ._options import (
+    GroupedCommand,
     adapter_option,
     effort_option,
     engine_options,
@@ -33,7 +34,7 @@ from ._output import counted, emit_json, note
 from ._pictures import check_sees, check_videos, read_pictures, with_its_images
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
-from .history import ChatLog, open_log
+from .history import ChatLog, open_run_log
 
 if TYPE_CHECKING:
     from ._markdown import AnswerStream, PlainStream
@@ -42,7 +43,7 @@ SEEING_DEMO = "demo-vision"  # answers where a picture is given and no model
 MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("prompt", required=False)
 @model_option
 @sampling_options
@@ -80,6 +81,12 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 @click.option(
     "-c", "--continue", "continued", flag_value="last", help="Go on with the last conversation."
 )
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep the last answer, for --continue.",
+)
 @click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
@@ -102,14 +109,17 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     text = read_prompt(prompt, options["files"], pipes="-" not in options["images"])
     form = None if options["schema"] is None else read_schema(options["schema"])
     log = None
-    if options["continued"] is not None:
-        log = open_log(continued=options["continued"], keep=True)
+    if options["continued"] is not None or (options["history"] and not options["raw"]):
+        log = open_run_log(options["continued"], keep=options["history"])
     if ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
         default = SEEING_DEMO if images else model
         model = log.model if log is not None and log.model else default
     with open_llm(model, adapter=options["adapter"], **arguments) as llm:
-        deltas = start(llm, text, images, values, form, log, model, options)
-        result, interrupted = show(deltas, options)
+        try:
+            deltas = start(llm, text, images, values, form, log, model, options)
+            result, interrupted = show(deltas, options)
+        except InvalidRequestError as error:
+            raise about_schema(error, options["schema"]) from error
     if log is not None:
         log.add("user", text, model=model, system=options["system"], images=images)
         log.add("assistant", result.text, result.reasoning or "", model=model, system=None)
@@ -234,6 +244,8 @@ def explain_end(result: Result, *, limited: bool) -> None:
         limited: it was to have no more than --max-tokens; then only an empty one is explained.
     """
     empty = not result.text.strip()
+    if empty and result.reasoning and result.finish_reason is FinishReason.STOP:
+        note("the answer ended inside of a thought; --show-thinking shows it")
     if result.finish_reason is not FinishReason.LENGTH or (limited and not empty):
         return
     what = "cut off while it was thinking" if empty and result.reasoning else "cut off"
@@ -325,8 +337,19 @@ def read_schema(given: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except ValueError as error:
-        raise click.BadParameter(f"It is no JSON: {error}.", param_hint="--schema") from error
+        where = "It" if text is given else given
+        raise click.BadParameter(f"{where} is no JSON: {error}.", param_hint="--schema") from error
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def about_schema(error: InvalidRequestError, given: str | None) -> Exception:
+    """The error itself, or one that names --schema and its file in place of a request's field."""
+    param = error.param or ""
+    if given is None or not param.startswith("response_format"):
+        return error
+    where = "The schema" if given.lstrip().startswith("{") else given
+    said = str(error).replace(f"{param}:", f"{where}:").replace(param, where)
+    return click.BadParameter(said, param_hint="--schema")
 
 
 def wish_of(options: dict[str, Any]) -> str | None:

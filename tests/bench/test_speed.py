@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from mlxinfer import LLM
 from mlxinfer.bench import speed
 from mlxinfer.bench.peer import PeerGeneration
+from mlxinfer.bench.report import Report, show
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 from mlxinfer.speculation.ngram import NgramProposer
@@ -139,3 +140,18 @@ def test_by_default_contexts_are_those_that_the_model_takes() -> None:
     assert speed._fitting(32_768, None, 128) == [512, 2048, 8192]
     assert speed._fitting(1000, None, 128) == [512]
     assert speed._fitting(1000, None, 600) == [400]
+
+
+def test_tables_name_their_columns_at_80(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = [speed.SpeedCell(131_072, 16, 123_456.0, 12_345.6, 12.345, 123_456_789_000)]
+    tables = speed._tables({speed.OURS: cells, speed.PEER: cells}, 128, None, "")
+    show(Report("speed", tables, {}))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert words.count("131,072") == len(tables)
+    assert {"requests", "tokens/s", "mlx-lm", "memory", "123,456"} <= {*words}
+    assert "…" not in "".join(lines)

@@ -7,6 +7,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from mlxinfer.cli._chat_session import ChatSession, run_command
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 
 
@@ -106,3 +107,29 @@ def test_a_setting_is_checked_against_the_vocabulary_once_it_is_known(session: C
     with pytest.raises(InvalidRequestError, match="vocabulary has 100"):
         session.set("top_k", "6000")
     assert session.params.top_k == 5000
+
+
+def test_undo_copy_and_save(session: ChatSession, tmp_path: Path) -> None:
+    session.system = "Be brief."
+    for question in ("One", "Two"):
+        list(session.ask(question))
+    assert "Two" in run_command(session, "/undo").text
+    assert [m["content"] for m in session.messages][::2] == ["One"]
+    answer = session.messages[-1]["content"]
+    assert run_command(session, "/copy").copy == answer
+    place = tmp_path / "talk.md"
+    assert "2 messages" in run_command(session, f"/save {place}").text
+    assert place.read_text() == f"> Be brief.\n\n## You\n\nOne\n\n## Assistant\n\n{answer}\n"
+    with pytest.raises(FileExistsError):
+        run_command(session, f"/save {place}")
+    run_command(session, "/undo")
+    for command in ("/undo", "/copy"):
+        with pytest.raises(InvalidRequestError, match="There is no"):
+            run_command(session, command)
+
+
+def test_a_limit_that_nobody_reaches_is_not_told() -> None:
+    with pytest.raises(InvalidRequestError, match=r"an integer of at least 1\.$"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(InvalidRequestError, match=r"from 1 to 9223372036854775807"):
+        SamplingParams(max_tokens=1 << 63)

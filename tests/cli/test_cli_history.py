@@ -56,7 +56,8 @@ def test_list_show_and_search(outcome: Any, stored: History) -> None:
 def test_rm_deletes_for_good(outcome: Any, stored: History) -> None:
     assert outcome("history", "rm").code == 2
     assert outcome("history", "rm", "nothing").code == 1
-    assert outcome("history", "rm", "last").code == 0
+    assert outcome("history", "rm", "last").code == 2  # there is nobody to ask
+    assert outcome("history", "rm", "last", "--yes").code == 0
     assert stored.conversations("") == []
 
 
@@ -107,6 +108,19 @@ def test_run_goes_on_with_the_newest_conversation(
     sent: Any = fake.asked[-1][0]
     assert [m["content"] for m in sent][2:] == ["A striped animal.", "And an okapi?"]
     assert stored.branch("", TALK)[-1].role == "assistant"
+
+
+def test_run_keeps_its_last_answer_and_what_somebody_goes_on_with(
+    fake: FakeLLM, outcome: Any, stored: History
+) -> None:
+    for question in ("First", "Second"):
+        assert outcome("run", question).code == 0
+    assert outcome("run", "--no-history", "Unseen").code == 0
+    assert [c.title for c in stored.conversations("")] == ["Second", "What is a zebra?"]
+    assert outcome("run", "-c", "And then?").code == 0
+    assert [m["content"] for m in fake.asked[-1][0]][0::2] == ["Second", "And then?"]
+    assert outcome("run", "Third").code == 0
+    assert [c.title for c in stored.conversations("")] == ["Third", "Second", "What is a zebra?"]
 
 
 def test_no_history_goes_on_without_keeping(

@@ -15,7 +15,7 @@ from mlxinfer.cache.prefix import PrefixCache
 from tests.bench.tables import Figures
 
 PAGE = 16
-WINDOWS = {"full": [None], "full and window": [None, 1024]}
+WINDOWS: dict[str, list[int | None]] = {"full": [None], "full and window": [None, 1024]}
 
 
 def filled(windows: Sequence[int | None], token_ids: list[int]) -> PrefixCache:
@@ -60,14 +60,14 @@ def cost(windows: Sequence[int | None], num_tokens: int, runs: int) -> Figures:
 
 def run(*, tokens: Sequence[int], runs: int) -> Report:
     """Measure prompts of several lengths."""
-    found = [
+    figures_of = [
         (layers, count, cost(windows, count, runs))
         for layers, windows in WINDOWS.items()
         for count in tokens
     ]
     rows = [
         [layers, f"{count:,}", *[f"{cell:.2f}" for cell in figures.values()]]
-        for layers, count, figures in found
+        for layers, count, figures in figures_of
     ]
     table = Table(
         "CPU ms of a prompt that the prefix cache has",

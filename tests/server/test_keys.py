@@ -23,7 +23,7 @@ from mlxinfer.server.http import Message, Route, Scope
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.page import files
 from mlxinfer.server.page.library import LibraryRoutes
-from mlxinfer.server.page.routes import ConversationRoutes, PageRoutes
+from mlxinfer.server.page.routes import PageRoutes
 from mlxinfer.server.protocol import CONNECTIONS
 from mlxinfer.server.run import check_tls
 
@@ -189,15 +189,14 @@ def test_apps_and_extensions_may_ask_by_name() -> None:
         ServerConfig(allowed_apps=("nosuch",))
 
 
-NOTHING: Any = None
+NOTHING: Any = object()
 KEYS = ApiKeys().with_named(
     {"user": {"key": "u"}, "chief": {"key": "c", "admin": True}}, "keys.toml"
 )
 ALL: tuple[Route, ...] = (
     *ROUTES,
     *files.ROUTES,
-    *PageRoutes().routes(),
-    *ConversationRoutes(NOTHING).routes(),
+    *PageRoutes(history=NOTHING).routes(),
     *LibraryRoutes.routes(object.__new__(LibraryRoutes)),
 )
 STATUSES = {  # of the access that a route needs: without a key, with a user's, with an admin's

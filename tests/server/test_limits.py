@@ -14,7 +14,7 @@ from mlxinfer.history import History
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.page.routes import ConversationRoutes, ToolRoutes
+from mlxinfer.server.page.routes import PageRoutes, ToolRoutes
 
 TALKS = "/history/conversations"
 
@@ -30,7 +30,7 @@ class PageServer(LiveServer):
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[tuple[PageServer, History]]:
     history = History(tmp_path / "history.db")
-    with PageServer(*ConversationRoutes(history).routes()) as server:
+    with PageServer(*PageRoutes(history).routes()) as server:
         yield server, history
     history.close()
 

@@ -25,7 +25,7 @@ from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import Kernels
-from mlxinfer.engine.runner import attention_kernels
+from mlxinfer.engine.model_cache import attention_kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.variants import everywhere
 from mlxinfer.models import load

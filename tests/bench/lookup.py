@@ -60,14 +60,14 @@ def cost(windows: Sequence[int | None], num_tokens: int, runs: int) -> Figures:
 
 def run(*, tokens: Sequence[int], runs: int) -> Report:
     """Measure prompts of several lengths."""
-    figures_of = [
+    measured = [
         (layers, count, cost(windows, count, runs))
         for layers, windows in WINDOWS.items()
         for count in tokens
     ]
     rows = [
         [layers, f"{count:,}", *[f"{cell:.2f}" for cell in figures.values()]]
-        for layers, count, figures in figures_of
+        for layers, count, figures in measured
     ]
     table = Table(
         "CPU ms of a prompt that the prefix cache has",
@@ -75,5 +75,7 @@ def run(*, tokens: Sequence[int], runs: int) -> Report:
         rows,
         "A first lookup hashes each page once. Lease: a lookup, its pages taken and given back.",
     )
-    data = [{"attention": layers, "tokens": count, **figures} for layers, count, figures in found]
+    data = [
+        {"attention": layers, "tokens": count, **figures} for layers, count, figures in measured
+    ]
     return Report("lookup", [table], {"lookup": data})

@@ -6,7 +6,7 @@ text is `held_out.txt`: conversations like those of its training, with questions
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from tests.bench.tables import Figures
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 MODEL = Path(__file__).parents[1] / "data" / "demo-bf16"  # knows the language of the text
-DTYPE = "float32"  # of activations and of what is not quantised
+DTYPE: Final = "float32"  # of activations and of what is not quantised
 ROWS = 64  # positions that are compared at once
 
 Logits = NDArray[np.float32]

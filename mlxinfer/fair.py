@@ -63,7 +63,7 @@ class Shares:
         """Count work that was done for a tenant."""
         self._used[tenant] = self.used(tenant) + work / tenant.weight
 
-    def giver(self, held: Mapping[Tenant, int], taker: Tenant) -> Tenant | None:
+    def giver(self, held: Mapping[Tenant, int], taker: Tenant, more: int = 1) -> Tenant | None:
         """Who gives a place to `taker`; None: nobody.
 
         A tenant without a place takes one from a tenant with several, whatever its weight, unless
@@ -71,7 +71,8 @@ class Shares:
 
         Args:
             held: places of each tenant.
-            taker: wants one more.
+            taker: wants places.
+            more: so many.
         """
         mine, used = held.get(taker, 0), self.used(taker)
         giver, most = None, 0.0
@@ -80,7 +81,7 @@ class Shares:
             if tenant == taker:
                 continue
             has_none = not mine and ahead > -self.slice
-            has_more = count > 1 and (has_none or each > (mine + 1) / taker.weight)
+            has_more = count > 1 and (has_none or each > (mine + more) / taker.weight)
             had_its_turn = ahead >= self.slice and each > mine / taker.weight
             if (has_more or had_its_turn) and each > most:
                 giver, most = tenant, each

@@ -90,7 +90,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     }
     | {"killable", "session", "text"},
 }
-SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
+SERVER_BASE = {"admission", "errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
     "slots",
     "models",
@@ -101,6 +101,7 @@ SERVER_MODELS = SERVER_BASE | {
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "workers": set(),
+    "admission": set(),
     "awake": set(),
     "store": {"errors", "http"},
     "log": set(),

@@ -103,7 +103,7 @@ file_option = partial(click.option, cls=FileOption)
 @click.option(
     "--keys-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML file with a table for each key: its name, key or sha256, and admin.",
+    help="TOML file with a table for each key: its name, key or sha256, admin and weight.",
 )
 @click.option(
     "--fetch-images",
@@ -114,6 +114,11 @@ file_option = partial(click.option, cls=FileOption)
     "--share-prefixes",
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
+)
+@file_option(
+    "--share-by-address",
+    is_flag=True,
+    help="Without keys, give each client's address its share of the server.",
 )
 @adapters_option
 @click.option(
@@ -353,6 +358,7 @@ def server_config(options: dict[str, Any]) -> "ServerConfig":
             "keep_awake",
             "fetch_images",
             "share_prefixes",
+            "share_by_address",
             "allow_peers",
             "tls_cert",
             "tls_key",

@@ -23,11 +23,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ..core import Request, TokenEvent
-from ..errors import InvalidRequestError, MlxinferError, StorageFullError
+from ..errors import InvalidRequestError, MlxinferError, OverloadedError, StorageFullError
+from ..fair import NOBODY, Tenant
 from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
+from .admission import WaitingCall
+from .config import network_of
 from .errors import HttpError, ShuttingDownError
 from .http import (
     NO_STORE,
@@ -121,7 +124,7 @@ class Call:
         shown_id = self.request_id.encode()
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
         self.answers: Answers | None = None
-        self._queued: dict[int, int] = {}  # answers without a token -> tokens of the prompt
+        self._waiting: WaitingCall | None = None  # its answers without a token
         self._open: set[int] = set()  # answers that the engine has, and that have not ended
         self._token_s: dict[int, float] = {}  # answers -> when the last token came
         self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
@@ -162,6 +165,16 @@ class Call:
     def owner(self) -> str | None:
         """The owner of what the request stores and finds; None: the server has no keys."""
         return None if self.key is None else self.key.owner
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose share the request takes: its key's, or its address's if the server shares by it."""
+        if self.key is not None:
+            return Tenant(self.key.name, self.key.weight)
+        client = self.scope.get("client")
+        if self.service.config.share_by_address and client:
+            return Tenant(network_of(client[0]))
+        return NOBODY
 
     def require_admin(self) -> None:
         """Raise HttpError unless the request's key administers the server."""
@@ -366,7 +379,7 @@ class Call:
         """
         read = await self._fetched(model, read)
         inputs = await self.in_worker(self._inputs, model, read)
-        work = self._workers_of(inputs).run(model.session.start, *inputs)
+        work = self._workers_of(inputs).run_for(self.tenant, model.session.start, *inputs)
         answers = await self._interruptible(work)
         self._raise_interrupt()
         self.report_skipped([*self.skipped, *answers.answers[0].prompt.unheard])
@@ -390,18 +403,38 @@ class Call:
             OverloadedError: too many wait.
         """
         prompts = [len(answer.request.prompt_ids) for answer in answers.answers]
-        self.service.admission.enter(len(prompts), sum(prompts), self._metrics)
+        self._enter(prompts)
         self._kept.enter_context(self.service.awake.held())
-        self.answers, self._queued = answers, dict(enumerate(prompts))
+        self.answers = answers
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self)
-        self._open = set(self._queued)
+        self._open = set(range(len(prompts)))
         self._metrics.num_waiting += len(prompts)
+
+    def _enter(self, prompts: Sequence[int]) -> None:
+        """Wait for the engine with prompts of so many tokens.
+
+        Raises:
+            OverloadedError: too many wait.
+        """
+        metrics = self._metrics
+
+        def give_up(error: OverloadedError) -> None:
+            metrics.num_rejected += 1
+            self.interrupt(error)
+
+        try:
+            self._waiting = self.service.admission.enter(self.tenant, prompts, give_up)
+        except OverloadedError:
+            metrics.num_rejected += 1
+            raise
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
         read_all = await self._fetched(model, lambda: [read()])
         (given,) = await self.in_worker(self._inputs, model, read_all)
-        work = self._workers_of([given]).run(model.session.encode, given, bounded=False)
+        work = self._workers_of([given]).run_for(
+            self.tenant, model.session.encode, given, bounded=False
+        )
         prompt: EncodedPrompt = await self._interruptible(work)
         self.report_skipped([*self.skipped, *prompt.unheard])
         return prompt.ids
@@ -431,7 +464,9 @@ class Call:
             item.fetched(note)
         if urls:
             fetch = PictureFetches().fetch
-            work = self.service.fetchers.run(lambda: [item.fetched(fetch) for item in given])
+            work = self.service.fetchers.run_for(
+                self.tenant, lambda: [item.fetched(fetch) for item in given]
+            )
             given = await self._interruptible(work)
         return lambda: given
 
@@ -445,6 +480,7 @@ class Call:
             replace(
                 item.fetched(refuse_urls) if sees else self._without_pictures(item),
                 owner=self.owner,
+                tenant=self.tenant,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
                 cache_salt=self.namespace(item.cache_salt),
@@ -475,17 +511,16 @@ class Call:
         pooled = await self.in_worker(read)
         self._raise_interrupt()
         num_tokens = pooled.num_tokens
-        metrics, admission = self._metrics, self.service.admission
-        admission.enter(1, num_tokens, metrics)
-        self._kept.callback(admission.leave, num_tokens)
+        self._enter([num_tokens])
+        self._kept.callback(self._leave_queue, 0)
         self._kept.enter_context(self.service.awake.held())
         self.log.update(prompt_tokens=num_tokens, rows=len(pooled.request.rows))
-        with metrics.pooling(num_tokens):
+        with self._metrics.pooling(num_tokens):
             return num_tokens, await self._interruptible(pooled.aresult())
 
     async def pdf_texts(self, files: Mapping[str, str]) -> list[str]:
         """The texts of PDFs; see `pdf_texts`."""
-        work = self.service.pdf_workers.run(pdf_texts, files, lambda: self._left)
+        work = self.service.pdf_workers.run_for(self.tenant, pdf_texts, files, lambda: self._left)
         return await self._interruptible(work)
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -496,13 +531,13 @@ class Call:
         """
         if self._body_bytes > LARGE_BODY:
             return await self.in_long_worker(function, *args, **kwargs)
-        return await self.service.workers.run(function, *args, **kwargs)
+        return await self.service.workers.run_for(self.tenant, function, *args, **kwargs)
 
     async def in_long_worker(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Call a function that takes seconds, off the event loop."""
-        return await self.service.long_workers.run(function, *args, **kwargs)
+        return await self.service.long_workers.run_for(self.tenant, function, *args, **kwargs)
 
     async def frames(
         self,
@@ -593,7 +628,7 @@ class Call:
         """Count the answers that have not ended as aborted, and leave the queue."""
         for index in list(self._open):
             self.end(index, "abort", None)
-        for index in list(self._queued):
+        for index in list(self._waiting.tokens) if self._waiting is not None else ():
             self._leave_queue(index)
 
     def _answer(self, index: int) -> Answer:
@@ -601,9 +636,8 @@ class Call:
         return self.answers.answers[index]
 
     def _leave_queue(self, index: int) -> None:
-        num_tokens = self._queued.pop(index, None)
-        if num_tokens is not None:
-            self.service.admission.leave(num_tokens)
+        if self._waiting is not None:
+            self.service.admission.leave(self._waiting, index)
 
     # -- its end --------------------------------------------------------------------------------
 
@@ -645,7 +679,7 @@ class Call:
             "key": None if self.key is None else self.key.name,
             "model": self.log["model"],
             "answers": len(answers),
-            "waiting": len(self._queued) == len(answers),
+            "waiting": self._waiting is not None and self._waiting.is_whole,
             "prompt_tokens": len(answers[0].request.prompt_ids),
             "reuse": None if self.reuse is None else self.reuse.without_text(),
             "answer_tokens": sum(answer.num_tokens for answer in answers),

@@ -48,6 +48,7 @@ class ServerConfig:
     adapter_folders: tuple[str, ...] = ()  # that requests may load adapters of
     fetch_images: bool = False  # pictures that requests name by a public http URL are fetched
     share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
+    share_by_address: bool = False  # without keys each client's address has its share, not all one
     allow_peers: bool = False  # administrators' keys may ask for pages of the prefix cache
     tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
     tls_key: str | None = None  # file with its private key, PEM
@@ -109,6 +110,17 @@ class ServerConfig:
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
         return all(map(is_loopback, self.hosts))
+
+
+def network_of(address: str) -> str:
+    """The address of a client; of IPv6 its network of 64 bits, whose addresses one client has."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import InvalidRequestError, MlxinferError
+from ..errors import InvalidRequestError, MlxinferError, check_number
 from ..history import owner_named, owner_of
 from .errors import HttpError
 
 Headers = Sequence[tuple[bytes, bytes]]
+MIN_WEIGHT = 0.01
 LOOK_S = 1.0  # between two looks at the file of keys
 _OWNER = re.compile("name .*|[0-9a-f]{32}", re.DOTALL)
 log = logging.getLogger("mlxinfer.server")
@@ -29,12 +30,14 @@ class ApiKey:
         owner: of what it stores. It follows from the name of a table, so that the key may change;
             of a key without one from the digest, so that its place may change.
         is_admin: whether it may load, download, delete and see what others run.
+        weight: of its share of the server, beside other keys.
     """
 
     name: str
     digest: bytes = field(repr=False)
     owner: str
     is_admin: bool = True
+    weight: float = 1.0
 
 
 class ApiKeys:
@@ -64,7 +67,7 @@ class ApiKeys:
         return cls([ApiKey(f"key{i}", one, owner_of(one)) for i, one in enumerate(digests, 1)])
 
     def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
-        """The same keys and those of a file: {name: {"key" or "sha256": …, admin}}.
+        """The same keys and those of a file: {name: {"key" or "sha256": …, admin, weight}}.
 
         A key of the file administers the server only with `admin = true`.
 
@@ -77,10 +80,10 @@ class ApiKeys:
         """
         keys = list(self._keys)
         for name, table in tables.items():
-            digest, is_admin = _read_table(table, f"{place}, {name}")
+            digest, is_admin, weight = _read_table(table, f"{place}, {name}")
             if any(name == key.name or digest == key.digest for key in keys):
                 raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
-            keys.append(ApiKey(name, digest, owner_named(name), is_admin))
+            keys.append(ApiKey(name, digest, owner_named(name), is_admin, weight))
         return ApiKeys(keys)
 
     def with_file(self, path: Path, read: Callable[[Path], Mapping[str, object]]) -> "ApiKeys":
@@ -176,8 +179,8 @@ def require_admin(key: ApiKey | None) -> None:
         )
 
 
-def _read_table(table: object, place: str) -> tuple[bytes, bool]:
-    """The digest of a key's table, and whether the key administers the server."""
+def _read_table(table: object, place: str) -> tuple[bytes, bool, float]:
+    """The digest of a key's table, whether the key administers the server, and its weight."""
     if not isinstance(table, dict):
         raise InvalidRequestError(f"{place}: expected a table with key or sha256.")
     given = {name.replace("-", "_"): value for name, value in table.items()}
@@ -191,9 +194,11 @@ def _read_table(table: object, place: str) -> tuple[bytes, bool]:
     is_admin = given.pop("admin", False)
     if not isinstance(is_admin, bool):
         raise InvalidRequestError(f"{place}: admin is {is_admin!r}; expected true or false.")
+    weight = given.pop("weight", 1.0)
+    check_number(f"{place}: weight", weight, low=MIN_WEIGHT, high=1 / MIN_WEIGHT)
     for name in given:
-        raise InvalidRequestError(f"{place}: {name} is none of admin, key, sha256.")
-    return hashed, is_admin
+        raise InvalidRequestError(f"{place}: {name} is none of admin, key, sha256, weight.")
+    return hashed, is_admin, float(weight)
 
 
 def _stamp(path: Path) -> object:

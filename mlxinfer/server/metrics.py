@@ -1,4 +1,4 @@
-"""Numbers of requests and engines, as Prometheus reads them, and a limit for waiting requests.
+"""Numbers of requests and engines, as Prometheus reads them.
 
 Names of metrics are vLLM's, so that its dashboards and alerts fit. Other names begin with mlxinfer.
 Counting happens on the event loop, so nothing is locked. A token costs a bisection and a few
@@ -25,7 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ..errors import EngineClosedError, OverloadedError
+from ..errors import EngineClosedError
 from ..outputs import Result
 from .models import ModelRegistry
 from .slots import ModelSlot, ServedModel
@@ -127,8 +127,6 @@ MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
     "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
 }
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-SMOOTHING = 0.2  # weight of the newest interval between two first tokens
 STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
 
 
@@ -194,67 +192,6 @@ class RequestMetrics:
         )
         if num_tokens > 1:
             self.observe(per_token_s=timing.decode_s / (num_tokens - 1))
-
-
-class Admission:
-    """A limit for waiting requests and the tokens of their prompts.
-
-    A request waits from the time it is handed to the engine until its first token. The engine
-    itself would queue any number.
-
-    Args:
-        max_waiting: requests without a token.
-        max_waiting_tokens: of their prompts together; a single longer one is let in when nothing
-            else waits.
-    """
-
-    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
-        self._max_waiting = max_waiting
-        self._max_tokens = max_waiting_tokens
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
-        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
-        self._left_s = 0.0  # when the last one left
-
-    def enter(self, num_requests: int, num_tokens: int, metrics: RequestMetrics) -> None:
-        """Count requests in.
-
-        Args:
-            num_requests: of one call.
-            num_tokens: of their prompts together.
-            metrics: of their model, which count a refusal.
-
-        Raises:
-            OverloadedError: the queue is full; the error says when to try again.
-        """
-        tokens = self.num_waiting_tokens + num_tokens
-        full = self.num_waiting + num_requests > self._max_waiting or tokens > self._max_tokens
-        if full and self.num_waiting:
-            metrics.num_rejected += 1
-            raise OverloadedError(
-                f"{self.num_waiting} requests with {self.num_waiting_tokens} prompt tokens wait "
-                "already; try again later.",
-                retry_after_s=self.retry_after_s,
-            )
-        if not self.num_waiting:
-            self._left_s = time.monotonic()
-        self.num_waiting += num_requests
-        self.num_waiting_tokens = tokens
-
-    def leave(self, num_tokens: int) -> None:
-        """Count one request out: it has a token, or it ended."""
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= num_tokens
-        assert self.num_waiting >= 0
-        assert self.num_waiting_tokens >= 0
-        now = time.monotonic()
-        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
-        self._left_s = now
-
-    @property
-    def retry_after_s(self) -> float:
-        """Seconds after which about a quarter of the queue should have gone."""
-        return min(max(self._interval_s * self.num_waiting / 4, MIN_RETRY_S), MAX_RETRY_S)
 
 
 class EngineStats:

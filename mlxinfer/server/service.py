@@ -16,11 +16,12 @@ from typing import Any
 from ..errors import EngineClosedError, MlxinferError
 from ..session.saved import NamedSessions
 from . import pdf
+from .admission import Admission
 from .awake import COMMAND, Awake
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
-from .metrics import Admission, EngineStats, RequestMetrics, ServerMetrics
+from .metrics import EngineStats, RequestMetrics, ServerMetrics
 from .models import ModelRegistry
 from .reuse import ReuseRecords
 from .slots import RegistryEntry, ServedModel

@@ -1,13 +1,16 @@
 """Threads beside the event loop: a bounded pool for texts, and threads for work that may hang."""
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from ..errors import OverloadedError
+from ..fair import NOBODY, FairQueue, Tenant
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,6 +44,8 @@ def apart(function: Callable[[], T], name: str) -> "asyncio.Future[T]":
 class Workers:
     """Runs functions in threads. They limit their own time: a thread cannot be interrupted.
 
+    Tenants share the threads: the next one goes to who had the least time of them.
+
     Args:
         num_threads: that work at once.
         max_waiting: functions that may wait for a thread.
@@ -48,10 +53,21 @@ class Workers:
 
     def __init__(self, num_threads: int, max_waiting: int = 256) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mlxinfer-text")
-        self._max_pending = num_threads + max_waiting
-        self._pending = 0
+        self._num_threads = self._num_free = num_threads
+        self._turns = FairQueue[asyncio.Future[None]](max_waiting)
+
+    @property
+    def num_pending(self) -> int:
+        """Functions that run or wait."""
+        return self._num_threads - self._num_free + len(self._turns)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`run_for` nobody in particular."""
+        return await self.run_for(NOBODY, function, *args, **kwargs)
+
+    async def run_for(
+        self, tenant: Tenant, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call a function in a thread and return its result.
 
         Raises:
@@ -59,18 +75,56 @@ class Workers:
             PanicError: a library panicked.
             whatever else the function raises.
         """
-        if self._pending >= self._max_pending:
-            raise OverloadedError("Too many prompts wait to be encoded; try again soon.")
-        self._pending += 1
+        loop = asyncio.get_running_loop()
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._turn(tenant, loop.create_future())
+        began_s = time.monotonic()
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits any more
+                loop.call_soon_threadsafe(self._ended, tenant, began_s)
+
         try:
             work = self._pool.submit(_guarded, partial(function, *args, **kwargs))
-            return await asyncio.wrap_future(work)
-        finally:
-            self._pending -= 1
+        except RuntimeError:  # the pool was shut down
+            self._ended(tenant, began_s)
+            raise
+        work.add_done_callback(ended)
+        return await asyncio.wrap_future(work)
+
+    async def _turn(self, tenant: Tenant, turn: asyncio.Future[None]) -> None:
+        """Wait for a thread; raises OverloadedError where too many wait."""
+        lost = self._turns.put(tenant, turn)
+        if lost is not None and not lost.done():
+            lost.set_exception(OverloadedError("Too many prompts wait to be read; try again soon."))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._turns.remove(tenant, turn)
+            if not turn.cancelled() and turn.exception() is None:  # it had got its thread
+                self._pass_on()
+            raise
+
+    def _ended(self, tenant: Tenant, began_s: float) -> None:
+        self._turns.shares.charge(tenant, time.monotonic() - began_s)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give a thread that is free to the next function."""
+        while (taken := self._turns.take()) is not None:
+            if not taken[1].done():  # else it was cancelled just now
+                taken[1].set_result(None)
+                return
+        self._num_free += 1
 
     def close(self) -> None:
         """Cancel the functions that wait; those that run end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        while (taken := self._turns.take()) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                taken[1].cancel()
 
 
 class PanicError(Exception):

@@ -16,7 +16,8 @@ from steps import hanging
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
-from mlxinfer.server.metrics import MAX_RETRY_S, MIN_RETRY_S, Admission, RequestMetrics
+from mlxinfer.fair import Tenant
+from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, WaitingCall
 from mlxinfer.server.slots import read_defaults
 from tests.waiting import wait_until
 
@@ -179,28 +180,50 @@ def test_answers_without_a_stream_end_with_the_server_too() -> None:
         wait_until(lambda: server.ended)
 
 
-arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans()), max_size=40)
+arrivals = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.integers(1, 50), st.booleans()),
+    max_size=40,
+)
 
 
 @given(arrivals=arrivals, limit=st.integers(1, 8), token_limit=st.integers(1, 200))
 def test_waiting_requests_and_tokens_stay_within_bounds(
-    arrivals: list[tuple[int, int, bool]], limit: int, token_limit: int
+    arrivals: list[tuple[str, int, int, bool]], limit: int, token_limit: int
 ) -> None:
-    """A call enters whole or not at all; only one that finds no other waiting may pass a bound."""
-    admission, metrics = Admission(limit, token_limit), RequestMetrics()
-    inside: list[int] = []  # tokens of each that waits
-    for count, tokens, leaves in arrivals:
-        fits = len(inside) + count <= limit and sum(inside) + count * tokens <= token_limit
-        if fits or not inside:
-            admission.enter(count, count * tokens, metrics)
-            inside += [tokens] * count
+    """A call enters whole or not at all; only one whose tenant has no other may pass a bound."""
+    admission = Admission(limit, token_limit)
+    inside: list[tuple[WaitingCall, list[int]]] = []
+    for name, count, tokens, leaves in arrivals:
+        tenant, mine = Tenant(name), [tokens] * count
+        refused: list[OverloadedError] = []
+        before = [prompts for _, prompts in inside]
+        num, total = sum(map(len, before)), sum(map(sum, before))
+        fits = num + count <= limit and total + sum(mine) <= token_limit
+        is_first = all(call.tenant != tenant for call, _ in inside)
+        call: WaitingCall | None = None
+        try:
+            call = admission.enter(tenant, mine, refused.append)
+        except OverloadedError as full:
+            refused = [full]
+        assert all(MIN_RETRY_S <= error.retry_after_s <= MAX_RETRY_S for error in refused)
+        if call is None:
+            assert not fits
+            assert not is_first
         else:
-            with pytest.raises(OverloadedError) as caught:
-                admission.enter(count, count * tokens, metrics)
-            assert MIN_RETRY_S <= caught.value.retry_after_s <= MAX_RETRY_S
+            gone = [c for c, _ in inside if not c.tokens]
+            assert len(gone) == len(refused)
+            assert not (gone and (fits or is_first))
+            assert all(c.tenant != tenant for c in gone)
+            inside = [pair for pair in inside if pair[0].tokens] + [(call, mine)]
+            assert {c.tenant for c in gone} <= {c.tenant for c, _ in inside}, "each keeps a call"
         if leaves and inside:
-            admission.leave(inside.pop())
-        assert (admission.num_waiting, admission.num_waiting_tokens) == (len(inside), sum(inside))
+            call, prompts = inside[0]
+            assert admission.leave(call, max(call.tokens))
+            prompts.pop()
+            inside = inside if prompts else inside[1:]
+        left = [prompts for _, prompts in inside]
+        assert admission.num_waiting == sum(map(len, left))
+        assert admission.num_waiting_tokens == sum(map(sum, left))
 
 
 @pytest.mark.parametrize(

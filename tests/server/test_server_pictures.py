@@ -473,10 +473,10 @@ def test_slow_hosts_hold_up_no_texts(
         threads = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: server.service.fetchers._pending == 2)
+        wait_until(lambda: server.service.fetchers.num_pending == 2)
         text = {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}
         assert server.post(CHAT, text).status_code == 200
-        assert server.service.fetchers._pending, "the slow pictures are still fetched"
+        assert server.service.fetchers.num_pending, "the slow pictures are still fetched"
         for thread in threads:
             thread.join()
 

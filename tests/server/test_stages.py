@@ -23,9 +23,9 @@ from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
 from mlxinfer.sampling.sampler import Sampler
 from mlxinfer.server import call as call_module
+from mlxinfer.server.admission import Admission
 from mlxinfer.server.apis import chat as chat_module
 from mlxinfer.server.http import HIDDEN
-from mlxinfer.server.metrics import Admission
 from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.text import ChatTemplate, Tokenizer
 from tests.waiting import wait_until
@@ -97,7 +97,7 @@ BEFORE = {  # the first token
     "render": Stage(ChatTemplate, "render", mentions),
     "tokenise": Stage(Tokenizer, "encode", mentions),
     "compile": Stage(GrammarCompiler, "compile", lambda *_: True),
-    "admit": Stage(Admission, "enter", lambda _, count, *__: count == 2),
+    "admit": Stage(Admission, "enter", lambda _, __, prompts, *___: len(prompts) == 2),
     "submit": Stage(Answers, "begin", lambda g, **_: of_two(g.answers)),
 }
 WITHIN = {

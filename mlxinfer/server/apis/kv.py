@@ -94,4 +94,4 @@ async def _model(call: Call, namespace: str) -> ServedModel:
 
 
 async def _in_thread(call: Call, function: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
-    return await call.service.page_workers.run(function, *args, **kw)
+    return await call.service.page_workers.run_for(call.tenant, function, *args, **kw)

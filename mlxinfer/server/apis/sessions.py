@@ -84,7 +84,9 @@ async def import_session(call: Call, file: BinaryIO) -> Plain:
         call.require_admin()  # what the file holds would be part of others' answers
     model = await _model(call, call.query.get("model"))
     given = call.query.get("name"), model.name, model.session, _client(call)
-    return _card(await call.service.session_workers.run(call.sessions.take_in, file, *given))
+    return _card(
+        await call.service.session_workers.run_for(call.tenant, call.sessions.take_in, file, *given)
+    )
 
 
 async def slot(call: Call, body: SlotRequest) -> Plain:
@@ -120,14 +122,14 @@ async def _save(call: Call, name: str, model_name: str | None, number: int) -> S
     model = await _model(call, model_name)
     save, session = call.sessions.save_slot, model.session
     given = name, model.name, session, _client(call), number
-    return await call.service.session_workers.run(save, *given)
+    return await call.service.session_workers.run_for(call.tenant, save, *given)
 
 
 async def _load(call: Call, name: str, number: int) -> SavedSession:
     session = await _find(call, name)
     model = await _model(call, session.model)
     given = session, model.session, _client(call), number
-    await call.service.session_workers.run(call.sessions.load_slot, *given)
+    await call.service.session_workers.run_for(call.tenant, call.sessions.load_slot, *given)
     return session
 
 

@@ -1,0 +1,143 @@
+"""The places of requests that wait for their first token, shared by those who send them."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import OverloadedError
+from ..fair import Shares, Tenant
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+SMOOTHING = 0.2  # weight of the newest interval between two first tokens
+
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """The requests of one call that wait.
+
+    Attributes:
+        tenant: whose places they take.
+        tokens: request -> tokens of its prompt, of those that still wait.
+        give_up: ends the call with an error: its places went to others.
+        is_whole: none of its requests has a token yet.
+    """
+
+    tenant: Tenant
+    tokens: dict[int, int]
+    give_up: Callable[[OverloadedError], None]
+    is_whole: bool = True
+
+
+class Admission:
+    """A limit for waiting requests and the tokens of their prompts.
+
+    A request waits from the time it is handed to the engine until its first token. The engine
+    itself would queue any number. A tenant without a waiting call is always let in. Who has fewer
+    places than others for its weight takes those of their newest calls.
+
+    Args:
+        max_waiting: requests without a token.
+        max_waiting_tokens: of their prompts together.
+    """
+
+    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_tokens = max_waiting_tokens
+        self._calls: list[WaitingCall] = []  # oldest first
+        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
+        self._left_s = 0.0  # when the last one left
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return sum([len(call.tokens) for call in self._calls])
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return sum([sum(call.tokens.values()) for call in self._calls])
+
+    def enter(
+        self,
+        tenant: Tenant,
+        prompts: Sequence[int],
+        give_up: Callable[[OverloadedError], None],
+    ) -> WaitingCall:
+        """Count the requests of a call in; `leave` counts each of them out.
+
+        Args:
+            tenant: whose call it is.
+            prompts: tokens of the prompt of each request.
+            give_up: see `WaitingCall`.
+
+        Raises:
+            OverloadedError: its tenant has its part of the places; the error says when to try
+                again.
+        """
+        call = WaitingCall(tenant, dict(enumerate(prompts)), give_up)
+        victims: list[WaitingCall] = []
+        if any(other.tenant == tenant for other in self._calls):
+            victims = self._victims(call)
+        if not self._calls:
+            self._left_s = time.monotonic()
+        for victim in victims:
+            error = self._full(victim.tenant)
+            self._calls.remove(victim)
+            victim.tokens.clear()
+            victim.give_up(error)
+        self._calls.append(call)
+        return call
+
+    def _victims(self, call: WaitingCall) -> list[WaitingCall]:
+        """The calls of others that make room for one; raises OverloadedError if it gets none."""
+        left = list(self._calls)
+        victims: list[WaitingCall] = []
+        requests, tokens = Counter[Tenant](), Counter[Tenant]()
+        for other in self._calls:
+            requests[other.tenant] += len(other.tokens)
+            tokens[other.tenant] += sum(other.tokens.values())
+        new_tokens = sum(call.tokens.values())
+        while True:
+            too_many = requests.total() + len(call.tokens) > self._max_waiting
+            if not too_many and tokens.total() + new_tokens <= self._max_tokens:
+                return victims
+            held, more = (requests, len(call.tokens)) if too_many else (tokens, new_tokens)
+            whole = Counter([other.tenant for other in left if other.is_whole])
+            several = {t: n for t, n in held.items() if whole[t] > 1 or t == call.tenant}
+            giver = Shares().giver(several, call.tenant, more)
+            if giver is None:
+                raise self._full(call.tenant)
+            victim = next(o for o in reversed(left) if o.tenant == giver and o.is_whole)
+            left.remove(victim)
+            victims.append(victim)
+            requests[giver] -= len(victim.tokens)
+            tokens[giver] -= sum(victim.tokens.values())
+
+    def _full(self, tenant: Tenant) -> OverloadedError:
+        own = [call for call in self._calls if call.tenant == tenant]
+        count, tokens = sum(len(c.tokens) for c in own), sum(sum(c.tokens.values()) for c in own)
+        return OverloadedError(
+            f"{count} of your requests with {tokens} prompt tokens wait already; try again later.",
+            retry_after_s=self.retry_after_s(tenant),
+        )
+
+    def leave(self, call: WaitingCall, request: int) -> bool:
+        """Count one request out: it has a token, or it ended. False: it was out already."""
+        if request not in call.tokens:
+            return False
+        del call.tokens[request]
+        call.is_whole = False
+        if not call.tokens:
+            self._calls.remove(call)
+        now = time.monotonic()
+        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
+        self._left_s = now
+        return True
+
+    def retry_after_s(self, tenant: Tenant) -> float:
+        """Seconds after which about a quarter of a tenant's waiting requests should have gone."""
+        tenants = {call.tenant for call in self._calls} | {tenant}
+        share = tenant.weight / sum(other.weight for other in tenants)
+        count = sum(len(call.tokens) for call in self._calls if call.tenant == tenant)
+        return min(max(self._interval_s / share * count / 4, MIN_RETRY_S), MAX_RETRY_S)

@@ -1,0 +1,156 @@
+"""Keys beside each other: none takes what another has a share of."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from live_server import CHAT, LiveServer, chat, long_chat
+
+from mlxinfer.errors import InvalidRequestError, OverloadedError
+from mlxinfer.fair import Tenant
+from mlxinfer.server.config import network_of
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.workers import Workers
+from tests.waiting import wait_until
+
+TABLES = {"anna": {"key": "a"}, "bob": {"key": "b"}, "carl": {"key": "c", "weight": 3}}
+KEYS = ApiKeys().with_named(TABLES, "keys")
+
+
+def ask(server: LiveServer, key: str, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return server.post(CHAT, chat(**fields), headers=headers)
+
+
+def test_a_full_queue_refuses_whoever_filled_it() -> None:
+    with (
+        LiveServer(engine={"max_batch": 2}, keys=KEYS, max_waiting=4) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        long = {name: long_chat()[name] for name in long_chat() if name != "messages"}
+        flood = [pool.submit(ask, server, "b", **long) for _ in range(6)]
+        wait_until(lambda: server.service.admission.num_waiting == 4)
+        refused = ask(server, "b")
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        first = ask(server, "a")
+        assert first.status_code == 200, "whose key has nothing waiting is let in"
+        many = ask(server, "a", n=2)
+        assert many.status_code == 200
+        for call in list(server.service.calls):
+            call.interrupt(InvalidRequestError("enough"))
+        statuses = {job.result().status_code for job in flood}
+        assert statuses <= {400, 503}
+        wait_until(server.is_idle)
+
+
+def test_who_has_fewer_places_takes_those_of_who_has_more() -> None:
+    with (
+        LiveServer(engine={"max_batch": 1}, keys=KEYS, max_waiting=4) as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        long = {name: long_chat()[name] for name in long_chat() if name != "messages"}
+        admission = server.service.admission
+        runs = pool.submit(ask, server, "b", **long)
+        wait_until(lambda: server.stats()["running"] == 1)
+        flood = [pool.submit(ask, server, "b", **long) for _ in range(4)]
+        wait_until(lambda: admission.num_waiting >= 4)
+        others = [pool.submit(ask, server, "a", **long) for _ in range(3)]
+        wait_until(lambda: any(job.done() for job in flood))
+        gone = next(job for job in flood if job.done()).result()
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "overloaded")
+        assert int(gone.headers["retry-after"]) >= 1
+        assert not any(job.done() and job.result().status_code == 503 for job in others[:1])
+        for call in list(server.service.calls):
+            call.interrupt(InvalidRequestError("enough"))
+        assert {job.result().status_code for job in [runs, *flood, *others]} <= {400, 503}
+        wait_until(server.is_idle)
+
+
+def test_weights_of_keys_are_read_and_checked() -> None:
+    assert [key.weight for key in KEYS.all] == [1, 1, 3]
+    for wrong in (0, -1, "2", float("nan"), True, 1e9):
+        with pytest.raises(InvalidRequestError, match="weight"):
+            ApiKeys().with_named({"anna": {"key": "a", "weight": wrong}}, "keys")
+
+
+def test_addresses_share_only_where_the_owner_asks() -> None:
+    seen: list[Tenant] = []
+    for by_address in (False, True):
+        with LiveServer(share_by_address=by_address) as server:
+            submit = server.model.session.engine.submit
+
+            def note(request, *args, submit=submit):  # type: ignore[no-untyped-def]
+                seen.append(request.tenant)
+                return submit(request, *args)
+
+            server.model.session.engine.submit = note  # type: ignore[method-assign]
+            assert server.post(CHAT, chat()).status_code == 200
+    assert seen == [Tenant(), Tenant("127.0.0.1")]
+    assert network_of("::ffff:10.1.2.3") == "10.1.2.3"
+    assert network_of("2001:db8::1") == network_of("2001:db8::2:3") != network_of("2001:db9::1")
+
+
+def test_a_key_waits_for_one_piece_of_work_of_another() -> None:
+    """20 slow functions of one tenant; another's is next when a thread is free."""
+    ended: list[str] = []
+
+    async def run() -> None:
+        workers, go_on = Workers(2), threading.Event()
+
+        async def work(name: str) -> None:
+            await workers.run_for(Tenant(name), go_on.wait)
+            ended.append(name)
+
+        heavy = [asyncio.create_task(work("heavy")) for _ in range(20)]
+        await asyncio.sleep(0)
+        light = asyncio.create_task(work("light"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(light, *heavy)
+        workers.close()
+
+    asyncio.run(run())
+    assert ended.index("light") <= 3
+
+
+def test_threads_come_back_from_whoever_leaves() -> None:
+    """Callers that are cancelled while they wait, run, or have just got a thread."""
+
+    async def run() -> None:
+        workers = Workers(2, max_waiting=4)
+        for i in range(50):
+            jobs = [asyncio.create_task(workers.run(time.sleep, 0.001)) for _ in range(5)]
+            for _ in range(i % 5):
+                await asyncio.sleep(0)
+            for job in jobs[i % 3 :]:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        for _ in range(1000):
+            if workers.num_pending == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert not workers.num_pending
+        assert await workers.run(len, "abc") == 3
+        workers.close()
+
+    asyncio.run(run())
+
+
+def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
+    async def run() -> None:
+        workers, go_on = Workers(1, max_waiting=3), threading.Event()
+        heavy = [asyncio.create_task(workers.run_for(Tenant("b"), go_on.wait)) for _ in range(4)]
+        await asyncio.sleep(0)
+        light = asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait))
+        await asyncio.sleep(0)
+        go_on.set()
+        found = await asyncio.gather(*heavy, light, return_exceptions=True)
+        assert [type(each) for each in found] == [bool, bool, bool, OverloadedError, bool]
+        workers.close()
+
+    asyncio.run(run())

@@ -22,7 +22,7 @@ CHECKS = (
 def main() -> int:
     """Run every check, also after one has failed; 1 if any has."""
     commands = [*(FIXES if "--fix" in sys.argv[1:] else ()), *CHECKS]
-    runs = [subprocess.run([sys.executable, "-m", *each], cwd=ROOT) for each in commands]
+    runs = [subprocess.run([sys.executable, "-m", *command], cwd=ROOT) for command in commands]
     return int(any(run.returncode for run in runs))
 
 

@@ -45,7 +45,7 @@ def seeing_folder(folder: Path, name: str = "qwen3_5", *, videos: bool = False) 
     whole = ALL_PICTURE_CASES[name].config
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": 4096, "eos_token_id": marks[1]}
     around = ("boi", "eoi") if is_gemma else ("vision_start", "vision_end")
-    named = [f"{each}_token_id" for each in ("image", *around)]
+    named = [f"{item}_token_id" for item in ("image", *around)]
     text = {**whole["text_config"], **sizes} if "text_config" in whole else None
     config = {**whole, **sizes} if text is None else {**whole, "text_config": text}
     config |= dict(zip(named, marks[2:], strict=True))

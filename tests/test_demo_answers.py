@@ -36,7 +36,7 @@ def test_what_embarrassed_an_earlier_demo_is_right(demo: LLM) -> None:
     asked = [question for question in questions.questions() if question.turns[0] in EMBARRASSED]
     assert len(asked) == len(EMBARRASSED)
     said = grade.answers(demo, asked)
-    assert [grade.grade(*each) for each in zip(asked, said, strict=True)] == ["good"] * len(asked)
+    assert [grade.grade(*item) for item in zip(asked, said, strict=True)] == ["good"] * len(asked)
 
 
 @pytest.mark.slow
@@ -46,10 +46,10 @@ def test_nearly_all_held_out_questions_are_answered_or_refused_and_no_sum_is_wro
     asked = list(questions.questions())
     said = grade.answers(demo, asked)
     report = grade.report(asked, said)
-    counts = Counter(grade.grade(*each) for each in zip(asked, said, strict=True))
+    counts = Counter(grade.grade(*sum) for sum in zip(asked, said, strict=True))
     assert counts[grade.BAD] <= 5, report
-    sums = [each for each in zip(asked, said, strict=True) if each[0].grade.startswith("= ")]
-    assert all(grade.grade(*each) == grade.GOOD for each in sums), report
+    sums = [sum for sum in zip(asked, said, strict=True) if sum[0].grade.startswith("= ")]
+    assert all(grade.grade(*sum) == grade.GOOD for sum in sums), report
 
 
 @pytest.mark.slow
@@ -58,5 +58,5 @@ def test_three_quarters_of_the_held_out_conversations_with_tools_go_on_as_they_s
 ) -> None:
     asked = held_out.tool_questions()
     said = tools.tool_answers(demo, asked)
-    right = [tools.is_right(*each) for each in zip(asked, said, strict=True)]
+    right = [tools.is_right(*item) for item in zip(asked, said, strict=True)]
     assert sum(right) >= 30, tools.tool_report(asked, said)

@@ -77,13 +77,13 @@ def test_every_json_answer_parses(sample: list[list[corpus.Message]]) -> None:
 
 
 def test_every_sum_is_right(sample: list[list[corpus.Message]]) -> None:
-    found = re.findall(
+    matches = re.findall(
         r"(\d+) ([-+*/]) (\d+) = (-?\d+)(?= remainder|[,.:\"]|$| =)",
         "\n".join(answers_of(sample)),
         re.MULTILINE,
     )
-    assert len(found) > 100
-    for a, sign, b, result in found:
+    assert len(matches) > 100
+    for a, sign, b, result in matches:
         assert int(result) == computed(a, sign, b)
 
 
@@ -232,9 +232,9 @@ def test_every_trained_call_is_of_an_offered_tool_and_keeps_to_its_schema(seed: 
 
 def as_openai(message: corpus.Message) -> dict:
     """A trained message as a client would send it."""
-    found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", message.content)
-    if found is None:
+    match = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", message.content)
+    if match is None:
         return message._asdict()
-    call = json.loads(found.group(1))
+    call = json.loads(match.group(1))
     function = {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}

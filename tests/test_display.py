@@ -91,8 +91,8 @@ def test_facts_and_heat_have_cards() -> None:
     assert "5.0 MB" in in_sight
     assert "0 pages" in folded
     assert "none" in folded
-    found = [TokenLogprobs(-0.1, ((65, -0.1), (66, -2.5))), TokenLogprobs(-0.2, ())]
-    result = Result(text="A", token_ids=[65, 67], logprobs=found)
+    outcome = [TokenLogprobs(-0.1, ((65, -0.1), (66, -2.5))), TokenLogprobs(-0.2, ())]
+    result = Result(text="A", token_ids=[65, 67], logprobs=outcome)
     heat = Heat.of(result, lambda i: bytes([i]), {67})
     assert repr(heat) == "  90.48%  'A'"
     assert "8.21%" in heat._repr_html_()
@@ -192,8 +192,8 @@ def test_a_notebook_shows_pictures_above_their_answer(monkeypatch: pytest.Monkey
     returned = show(iter([Delta(parts=[TextPart("hi")], result=end)]), [url])
     pictures, card, last = shown
     assert repr(pictures) == "1 picture"
-    found = re.findall(r"<img src='(data:image/png;base64,[^']+)'", pictures._repr_html_())
-    assert [load_image(one).size for one in found] == [(240, 120)]
+    matches = re.findall(r"<img src='(data:image/png;base64,[^']+)'", pictures._repr_html_())
+    assert [load_image(one).size for one in matches] == [(240, 120)]
     assert "thinking" not in card._repr_html_()
     assert last is end
     assert returned is not None

@@ -57,11 +57,11 @@ def test_a_conversion_leaves_what_sees_pictures_as_it_is(tmp_path: Path) -> None
     folder = write(tmp_path, QWEN_CASES["qwen3_vl"].config, tensors)
     model, weights = load_config(folder), sum(value.nbytes for value in tensors.values())
     seeing = sum(value.nbytes for name, value in tensors.items() if "visual." in name)
-    found = fit_of(model, weights, weights, folder=folder, context=64)
+    fit = fit_of(model, weights, weights, folder=folder, context=64)
     text = fit_of(model, weights - seeing, weights - seeing, context=64)
-    assert found.verdict is text.verdict is FitVerdict.TOO_LARGE
-    assert found.converted_bits == text.converted_bits
-    assert found.converted_bytes == text.converted_bytes + seeing
+    assert fit.verdict is text.verdict is FitVerdict.TOO_LARGE
+    assert fit.converted_bits == text.converted_bits
+    assert fit.converted_bytes == text.converted_bytes + seeing
 
 
 def test_the_longest_context_fits_and_one_token_more_does_not(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_verdicts_follow_from_the_context_that_is_left(tmp_path: Path) -> None:
         (1_500_000, FitVerdict.TOO_LARGE),
         (900_000, FitVerdict.TOO_LARGE),
     ):
-        found = fit_of(config(tmp_path), WEIGHTS, limit)
-        assert found.verdict is verdict
-        assert found.as_dict()["text"] == found.text
-        assert found.contexts is not None
-        assert found.contexts[8] >= found.contexts[16]
+        fit = fit_of(config(tmp_path), WEIGHTS, limit)
+        assert fit.verdict is verdict
+        assert fit.as_dict()["text"] == fit.text
+        assert fit.contexts is not None
+        assert fit.contexts[8] >= fit.contexts[16]
 
 
 def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
         quantised = rng.choice([{}, {"quantization": {"bits": 4, "group_size": 64}}])
         model = config(tmp_path, num_hidden_layers=rng.choice([2, 12]), **quantised)
         weights, limit = rng.randrange(WEIGHTS, 40 * WEIGHTS), rng.randrange(10**5, 30 * WEIGHTS)
-        found = fit_of(model, weights, limit, folder=tmp_path)
+        fit = fit_of(model, weights, limit, folder=tmp_path)
         needed, needed_8 = (kv_bytes(model, ENOUGH_CONTEXT, bits) for bits in (16, 8))
-        if found.verdict is not FitVerdict.TOO_LARGE:
-            assert (found.converted_bits, found.ranks) == (None, None)
+        if fit.verdict is not FitVerdict.TOO_LARGE:
+            assert (fit.converted_bits, fit.ranks) == (None, None)
             continue
         refused += 1
         stored = 4.5 if quantised else 16
@@ -117,22 +117,22 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
             and int(num_weights * (bits + 0.5) / 8 + tables * max(4 - bits, 0) / 8) + needed_8
             <= limit
         ]
-        assert found.converted_bits == max(fitting, default=None)
+        assert fit.converted_bits == max(fitting, default=None)
         shareable = () if quantised else (2, 4)  # 4 KV heads; one group of columns
         whole, layers = weights + needed, model.num_layers
         parts = [n for n in shareable if 1.1 * whole / n <= limit]
         stages = [n for n in RANKS if n <= layers and whole / n + whole / layers <= limit]
         sharing = parts + stages
-        assert found.ranks == min(sharing, default=None)
-        pipelined += found.pipeline
-        assert found.pipeline == (bool(sharing) and min(sharing) not in parts)
-        assert ("--pipeline" in found.text) == found.pipeline
-        text = found.text
-        assert f"{found.needed_context:,} tokens" in text
-        assert (f"--bits {found.converted_bits}," in text) == bool(fitting)
-        assert (f"--ranks {found.ranks}" in text) == bool(sharing)
-        assert found.contexts is not None
-        for bits, longest in found.contexts.items():
+        assert fit.ranks == min(sharing, default=None)
+        pipelined += fit.pipeline
+        assert fit.pipeline == (bool(sharing) and min(sharing) not in parts)
+        assert ("--pipeline" in fit.text) == fit.pipeline
+        text = fit.text
+        assert f"{fit.needed_context:,} tokens" in text
+        assert (f"--bits {fit.converted_bits}," in text) == bool(fitting)
+        assert (f"--ranks {fit.ranks}" in text) == bool(sharing)
+        assert fit.contexts is not None
+        for bits, longest in fit.contexts.items():
             assert (f"{longest:,} at {bits} bits" in text) == (longest > 0)
     assert refused > 20
     assert pipelined
@@ -205,9 +205,9 @@ def test_experts_could_be_read_from_the_disk(
     model, rest = load_config(folder), 10**9
     for left, expected in ((5.55e9, 5_500_000_000), (2.45e9, None), (-1e9, None)):
         limit = int(rest + kv_bytes(model, ENOUGH_CONTEXT) + left)
-        found = fit_of(model, rest + 10 * 10**9, limit, folder=folder)
-        assert found.expert_memory == expected
-        assert ("--expert-memory 5.5GB" in found.text) == (expected is not None)
+        actual = fit_of(model, rest + 10 * 10**9, limit, folder=folder)
+        assert actual.expert_memory == expected
+        assert ("--expert-memory 5.5GB" in actual.text) == (expected is not None)
 
 
 def test_too_much_expert_memory_is_refused_with_what_would_fit(
@@ -237,7 +237,7 @@ def test_too_much_expert_memory_is_refused_with_what_would_fit(
 def test_experts_are_known_by_the_names_that_families_publish(tmp_path: Path, case: str) -> None:
     """They are most of a mixture; its router is not one of them."""
     folder = tiny_checkpoint(tmp_path, case)
-    headers = [each for tensors in read_headers(folder).values() for each in tensors.items()]
+    headers = [tensor for tensors in read_headers(folder).values() for tensor in tensors.items()]
     stacks = [info for name, info in headers if len(info.shape) == 3 and "conv" not in name]
     ones = [info for name, info in headers if re.search(r"experts\.\d+\.", name)]
     whole = sum(info.end - info.start for info in [*stacks, *ones])

@@ -58,15 +58,15 @@ def test_random_trees_come_back_as_they_were_saved(tmp_path: Path) -> None:
         if rng.random() < 0.1:
             history.close()
             history = History(tmp_path / "h.db")
-    assert {each.id: each for each in history.messages("", TALK)} == expected
+    assert {message.id: message for message in history.messages("", TALK)} == expected
     head = history.conversation("", TALK).head
     assert head == saved.id
     chain = [saved]
     while chain[-1].parent is not None:
         chain.append(expected[chain[-1].parent])
     assert history.branch("", TALK) == chain[::-1]
-    for each in rng.sample(list(expected.values()), 10):
-        assert [m.message for m in history.search("", each.content)] == [each.id]
+    for message in rng.sample(list(expected.values()), 10):
+        assert [m.message for m in history.search("", message.content)] == [message.id]
 
 
 def test_a_replaced_text_is_no_longer_found(history: History) -> None:
@@ -122,8 +122,8 @@ def test_the_first_question_is_the_title_until_another_is_given(history: History
     assert history.conversation("", TALK).title == "What is it?"
     history.save_conversation("", TALK, title="Mine", model="m", settings={"system": "s"})
     history.save_message("", TALK, message("b", "More", parent="a"))
-    found = history.conversation("", TALK)
-    assert (found.title, found.model, found.settings) == ("Mine", "m", {"system": "s"})
+    result = history.conversation("", TALK)
+    assert (result.title, result.model, result.settings) == ("Mine", "m", {"system": "s"})
     assert len(title_of("word " * 100)) <= 60
 
 
@@ -133,9 +133,9 @@ def test_conversations_are_listed_by_their_last_change(history: History) -> None
         time.sleep(0.002)
     history.save_message("", "one-----", message("again", "more", parent="one"))
     listed = history.conversations("")
-    assert [each.title for each in listed] == ["one", "three", "two"]
+    assert [item.title for item in listed] == ["one", "three", "two"]
     older = history.conversations("", limit=1, before_s=listed[0].changed_s)
-    assert [each.title for each in older] == ["three"]
+    assert [item.title for item in older] == ["three"]
 
 
 def test_the_head_moves_between_branches(history: History) -> None:
@@ -197,7 +197,10 @@ def test_threads_and_processes_share_the_file(history: History) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(len(other.messages("", each.id)) for each in history.conversations("")) == 40
+    assert (
+        sum(len(other.messages("", conversation.id)) for conversation in history.conversations(""))
+        == 40
+    )
 
 
 def test_a_file_that_is_no_history_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -219,8 +222,8 @@ def test_a_server_goes_on_without_a_history_that_it_cannot_use(tmp_path: Path) -
     damaged.write_bytes(b"no database" * 1000)
     history = History(damaged, keeps_on=True)
     history.save_conversation("", "conversation-1", title="x")
-    assert [each.title for each in history.conversations("")] == ["x"]
-    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+    assert [conversation.title for conversation in history.conversations("")] == ["x"]
+    assert [conversation for conversation in tmp_path.iterdir() if ".damaged-" in conversation.name]
     history.close()
     (tmp_path / "home").write_text("in the way")
     history = History(tmp_path / "home" / "history.db", keeps_on=True)
@@ -252,7 +255,7 @@ def test_pictures_come_back_beside_their_messages(history: History) -> None:
     history.save_message("", TALK, first)
     history.save_message("", TALK, message("b", "Yes", "a", "assistant"))
     history.save_message("", TALK, first)  # saved again: they are not kept twice
-    assert [each.details for each in history.messages("", TALK)] == [first.details, {}]
+    assert [item.details for item in history.messages("", TALK)] == [first.details, {}]
     with sqlite3.connect(history.path) as db:
         assert db.execute("SELECT count(*) FROM pictures").fetchone() == (2,)
         assert "QUJD" not in db.execute("SELECT details FROM messages").fetchone()[0]
@@ -275,7 +278,7 @@ def test_an_owners_oldest_pictures_are_forgotten(
     ]
     assert kept == [False, False, True, True, True]
     (others,) = history.messages("other", "another-1")
-    assert [each["url"] for each in others.details["pictures"]] == [url, url]
+    assert [picture["url"] for picture in others.details["pictures"]] == [url, url]
     (forgotten,) = history.messages("", "talk-0000")
     assert (forgotten.content, forgotten.details["other"]) == ("Look", 1)
 
@@ -287,8 +290,8 @@ def test_a_file_of_an_older_version_keeps_pictures_too(tmp_path: Path) -> None:
         db.execute("DROP TABLE pictures")
     history = History(path)
     history.save_message("", TALK, pictured("a", "data:image/png;base64,QUJD"))
-    (found,) = history.messages("", TALK)
-    assert found.details["pictures"][0]["url"] == "data:image/png;base64,QUJD"
+    (result,) = history.messages("", TALK)
+    assert result.details["pictures"][0]["url"] == "data:image/png;base64,QUJD"
 
 
 def test_a_message_of_pictures_alone_names_its_conversation(history: History) -> None:

@@ -106,13 +106,13 @@ def test_the_program_prints_an_answer_and_what_was_read(
     exec("from mlxinfer import LLM\n" + as_here(lines("python"), folder), {})
     out, err = capfd.readouterr()
     assert err == ""
-    found = json.loads(out.splitlines()[-1].replace("'", '"'))
-    assert found["slots"] == SMALL.layers * SMALL.experts // 2
-    assert found["slot_bytes"] * 2 == found["all_bytes"] == expert_bytes(folder)
-    assert 0 < found["hit_rate"] < 1
-    assert found["bytes_read"] > 0
+    content = json.loads(out.splitlines()[-1].replace("'", '"'))
+    assert content["slots"] == SMALL.layers * SMALL.experts // 2
+    assert content["slot_bytes"] * 2 == content["all_bytes"] == expert_bytes(folder)
+    assert 0 < content["hit_rate"] < 1
+    assert content["bytes_read"] > 0
     named = set(re.findall(r"`(\w+)`", PAGE))
-    assert set(found) - {"hits", "misses", "tokens"} <= named
+    assert set(content) - {"hits", "misses", "tokens"} <= named
 
 
 def test_what_makes_no_sense_is_refused(folder: Path) -> None:
@@ -214,11 +214,11 @@ def test_adapters_of_experts_are_refused() -> None:
 
 @pytest.mark.ci
 def test_the_bench_counts() -> None:
-    found = run(small=True, runs=1, disk=None, cpu_time=False).data["settings"]
-    half, quarter = found["half"], found["quarter"]
+    result = run(small=True, runs=1, disk=None, cpu_time=False).data["settings"]
+    half, quarter = result["half"], result["quarter"]
     assert half["bytes_per_token"] < quarter["bytes_per_token"]
     assert half["hit_rate"] > quarter["hit_rate"]
-    assert found["half, split"]["reads_per_token"] < half["reads_per_token"] / 3
+    assert result["half, split"]["reads_per_token"] < half["reads_per_token"] / 3
 
 
 @pytest.fixture(autouse=True)

@@ -292,11 +292,11 @@ def test_imports_inside_the_server_point_down() -> None:
 
 def test_there_are_no_import_circles() -> None:
     """Not even for type checkers: two modules that need each other are one, or lack a third."""
-    found = list(modules())
-    known = {f"mlxinfer.{name}" for name, _ in found}
+    result = list(modules())
+    known = {f"mlxinfer.{name}" for name, _ in result}
     graph = {
         f"mlxinfer.{name}": known.intersection(imported(name, path, everything=True))
-        for name, path in found
+        for name, path in result
     }
     tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 

@@ -90,7 +90,7 @@ def test_answers_are_those_of_the_model_here(llm: LLM, here: LLM, ask: Any) -> N
 def test_batches_and_streams(llm: LLM, here: LLM) -> None:
     prompts = ["A page", "A token", [5, 6, 7]]
     params = [SamplingParams(max_tokens=n) for n in (3, 4, 5)]
-    both = [[answer_of(r) for r in each.generate(prompts, params)] for each in (llm, here)]
+    both = [[answer_of(r) for r in item.generate(prompts, params)] for item in (llm, here)]
     assert both[0] == both[1]
     deltas = list(llm.stream_chat(QUESTION, max_tokens=20, temperature=0))
     assert deltas[-1].result is not None
@@ -188,8 +188,8 @@ def test_a_program_selects_by_the_scores_of_the_server(llm: LLM, here: LLM, chat
         else:
             p += "The KV cache keeps "
         branches = p.fork(2)
-        found = [*branches.select("it", choices), branches[0].select("more", choices[1:])]
-        return [*found, asyncio.run(p.aselect("sums", choices, per_token=False))]
+        result = [*branches.select("it", choices), branches[0].select("more", choices[1:])]
+        return [*result, asyncio.run(p.aselect("sums", choices, per_token=False))]
 
     for there, own in zip(run(llm.program()), run(here.program()), strict=True):
         assert there.text == own.text
@@ -208,8 +208,8 @@ def test_log_probabilities_of_the_answer_come_from_the_server(llm: LLM, here: LL
     ):
         assert there.logprobs is not None
         assert own.logprobs is not None
-        expected = [each.logprob for each in own.logprobs]
-        assert [each.logprob for each in there.logprobs] == pytest.approx(expected, abs=0.01)
+        expected = [logprob.logprob for logprob in own.logprobs]
+        assert [logprob.logprob for logprob in there.logprobs] == pytest.approx(expected, abs=0.01)
 
 
 def ask(p: Program, number: int) -> str:

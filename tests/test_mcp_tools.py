@@ -77,14 +77,14 @@ def tool(name: Any, schema: Any = None) -> Any:
     return SimpleNamespace(name=name, description="d", input_schema=schema or {"type": "object"})
 
 
-def connected(found: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> McpTools:
+def connected(actual: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> McpTools:
     """The tools of servers that offer these."""
 
     async def connect(_: McpTools, __: object, name: str, ___: object) -> list[Any]:
-        return found[name]
+        return actual[name]
 
     monkeypatch.setattr(McpTools, "_connect", connect)
-    return McpTools(dict.fromkeys(found, SERVER))
+    return McpTools(dict.fromkeys(actual, SERVER))
 
 
 BAD = ("", "a b", "a\x1b[2Jb", "run?\nyes", "x" * 5000, "r\u0435ad", "\u202ed")
@@ -97,24 +97,24 @@ def test_no_tool_has_the_name_of_another(seed: int, monkeypatch: pytest.MonkeyPa
     servers = ["files", "evil", "files__read", "x"]
     parts = ["read", "read__text", "text", "files__read", "evil__read", "files__read__text", *BAD]
     rng.shuffle(servers)
-    found = {server: [tool(rng.choice(parts)) for _ in range(6)] for server in servers}
-    found["x"].append(tool("odd", {"type": "string"}))
-    tools = connected(found, monkeypatch)
+    by_name = {server: [tool(rng.choice(parts)) for _ in range(6)] for server in servers}
+    by_name["x"].append(tool("odd", {"type": "string"}))
+    tools = connected(by_name, monkeypatch)
     tools.close()
     names = [schema["function"]["name"] for schema in tools.schemas]
     assert len(Toolbox.of(tools.schemas)) == len(names) == len(set(names))
     for name in names:
         server, own = tools._tools[name]
-        assert own in [each.name for each in found[server]]
+        assert own in [item.name for item in by_name[server]]
         assert name in (own, f"{server}__{own}")
         assert name.isascii()
         assert name.isprintable()
-        plain = [other for other, given in found.items() for each in given if each.name == name]
+        plain = [other for other, given in by_name.items() for item in given if item.name == name]
         assert name != own or plain == [server], "another server has this tool, too"
     offered = set(tools._tools.values())
-    for server, given in found.items():
-        for each in given:
-            assert (server, each.name) in offered or f"{server}, {each.name!r}"[:70] in [
+    for server, given in by_name.items():
+        for item in given:
+            assert (server, item.name) in offered or f"{server}, {item.name!r}"[:70] in [
                 told[:70] for told in tools.left_out
             ]
     assert any(told.startswith("x, 'odd'") for told in tools.left_out)
@@ -124,8 +124,8 @@ def test_no_tool_has_the_name_of_another(seed: int, monkeypatch: pytest.MonkeyPa
 def test_a_tool_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(_configuration, "note", notes.append)
-    found = {"evil": [tool("good"), tool("a\x1b[2J")]}
-    monkeypatch.setattr(_configuration, "McpTools", lambda _: connected(found, monkeypatch))
+    result = {"evil": [tool("good"), tool("a\x1b[2J")]}
+    monkeypatch.setattr(_configuration, "McpTools", lambda _: connected(result, monkeypatch))
     tools = open_tools(ConfigFile(mcp={"evil": SERVER}))
     assert tools is not None
     assert "evil, 'a\\x1b[2J'" in notes[0]
@@ -139,9 +139,9 @@ def test_a_tool_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_fault_while_tools_are_listed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    found = {"one": [SimpleNamespace(name="add", description="d")]}  # it has no schema
+    result = {"one": [SimpleNamespace(name="add", description="d")]}  # it has no schema
     with pytest.raises(AttributeError, match="input_schema"):
-        connected(found, monkeypatch)
+        connected(result, monkeypatch)
     wait_until(lambda: not set(threading.enumerate()) - before)
 
 

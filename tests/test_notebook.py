@@ -139,23 +139,23 @@ def save(notebook: Any, path: Path) -> None:
 
 
 def html(outputs: dict[str, Any], cell: str) -> str:
-    return "".join(each.get("data", {}).get("text/html", "") for each in outputs[cell])
+    return "".join(output.get("data", {}).get("text/html", "") for output in outputs[cell])
 
 
 def text(outputs: dict[str, Any], cell: str) -> str:
-    return "".join(each.get("text", "") for each in outputs[cell])
+    return "".join(output.get("text", "") for output in outputs[cell])
 
 
 def error(outputs: dict[str, Any], cell: str) -> Any:
-    (found,) = [each for each in outputs[cell] if each.output_type == "error"]
-    return found
+    (result,) = [output for output in outputs[cell] if output.output_type == "error"]
+    return result
 
 
 def test_only_the_cells_that_fail_by_intention_fail(outputs: dict[str, Any]) -> None:
     failed = {
-        name: found[0].get("evalue")
-        for name, found in outputs.items()
-        if any(each.output_type == "error" for each in found)
+        name: value[0].get("evalue")
+        for name, value in outputs.items()
+        if any(item.output_type == "error" for item in value)
     }
     assert set(failed) == FAILING, failed
 
@@ -194,14 +194,14 @@ def test_a_list_of_answers_is_a_data_frame(outputs: dict[str, Any]) -> None:
 
 
 def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> None:
-    (shown,) = [each for each in outputs["show"] if each.output_type != "stream"]
+    (shown,) = [item for item in outputs["show"] if item.output_type != "stream"]
     assert shown.output_type == "display_data"
     assert "answer tokens" in shown.data["text/html"]
 
 
 def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> None:
     widgets = "application/vnd.jupyter.widget-view+json"
-    assert any(widgets in each.get("data", {}) for each in outputs["bars"])
+    assert any(widgets in bar.get("data", {}) for bar in outputs["bars"])
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> Non
     ],
 )
 def test_errors_are_short(outputs: dict[str, Any], cell: str, kind: str, words: str) -> None:
-    found = error(outputs, cell)
-    assert found.ename == kind
-    assert words in found.evalue
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(found.traceback))
+    actual = error(outputs, cell)
+    assert actual.ename == kind
+    assert words in actual.evalue
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(actual.traceback))
     assert len(plain.splitlines()) < 25, plain
 
 

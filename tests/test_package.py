@@ -146,8 +146,8 @@ def test_a_checkout_as_the_current_folder_is_whole(built: Built) -> None:
             capture_output=True,
             text=True,
         )
-        found = [Path(path).relative_to(folder) for path in done.stdout.split()]
-        assert [str(path.parent) for path in found] == [
+        result = [Path(path).relative_to(folder) for path in done.stdout.split()]
+        assert [str(path.parent) for path in result] == [
             "mlxinfer/metal_kernels",
             "mlxinfer/convert",
         ]

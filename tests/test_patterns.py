@@ -24,20 +24,20 @@ pytestmark = pytest.mark.ci
 def modules() -> Iterator[str]:
     yield from (f"{mlxinfer.__name__}.{name}" for name in OTHERS)
     for package in PACKAGES:
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            yield found.name
+        for result in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield result.name
 
 
 def patterns() -> dict[str, re.Pattern[str]]:
     """Every compiled pattern of a module; those of bytes as patterns of text."""
-    found: dict[str, re.Pattern[str]] = {}
+    patterns: dict[str, re.Pattern[str]] = {}
     for module in modules():
         for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, re.Pattern):
                 is_text = isinstance(value.pattern, str)
                 source = value.pattern if is_text else value.pattern.decode("latin-1")
-                found[f"{module}.{name}"] = re.compile(source, value.flags & ~re.UNICODE)
-    return found
+                patterns[f"{module}.{name}"] = re.compile(source, value.flags & ~re.UNICODE)
+    return patterns
 
 
 PATTERNS = patterns()
@@ -57,9 +57,9 @@ def hostile(pattern: re.Pattern[str], rng: random.Random) -> Iterator[str]:
 @pytest.mark.parametrize("name", PATTERNS)
 def test_no_text_keeps_a_pattern_busy(name: str) -> None:
     pattern, rng = PATTERNS[name], random.Random(SEED)
-    for found in hostile(pattern, rng):
+    for result in hostile(pattern, rng):
         for use in (pattern.fullmatch, pattern.search, pattern.findall):
             began = time.process_time()
-            use(found)
+            use(result)
             took = time.process_time() - began
-            assert took < MAX_S, (SEED, use.__name__, found[:40])
+            assert took < MAX_S, (SEED, use.__name__, result[:40])

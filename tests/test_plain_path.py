@@ -47,16 +47,16 @@ class Visited:
         work()
         self.on = False
         paths = {Path(file).resolve(): count for file, count in self.files.items()}
-        found: Counter[str] = Counter()
+        collected: Counter[str] = Counter()
         for path, count in paths.items():
             for root in (PACKAGE, KERNELS):  # kernels may lie beside the package
                 if path.is_relative_to(root):
-                    found[str(path.relative_to(root))] = count
-        return found
+                    collected[str(path.relative_to(root))] = count
+        return collected
 
 
 def test_a_plain_chat_visits_no_feature_that_it_does_not_use() -> None:
-    assert [each for each in FEATURES if not (PACKAGE / each).exists()] == []
+    assert [feature for feature in FEATURES if not (PACKAGE / feature).exists()] == []
     visited = Visited()
     before = sys.getprofile()
     sys.setprofile(visited)
@@ -69,7 +69,7 @@ def test_a_plain_chat_visits_no_feature_that_it_does_not_use() -> None:
                 return list(llm.stream_chat("What is a KV cache?", params))
 
             chat(12)
-            found = visited.during(lambda: chat(44))
+            result = visited.during(lambda: chat(44))
             # Without proposals each step gives one token, however busy the machine is.
             short, long = (
                 visited.during(lambda n=count: chat(n, speculate=False)) for count in (12, 44)
@@ -77,7 +77,7 @@ def test_a_plain_chat_visits_no_feature_that_it_does_not_use() -> None:
     finally:
         sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation has it
-    assert "engine/loop.py" in found, "the engine's thread was not watched"
-    assert [path for path in found if path.startswith(FEATURES)] == []
-    assert len(found) <= MOST_FILES, sorted(found)
+    assert "engine/loop.py" in result, "the engine's thread was not watched"
+    assert [path for path in result if path.startswith(FEATURES)] == []
+    assert len(result) <= MOST_FILES, sorted(result)
     assert (long.total() - short.total()) / 32 <= MOST_CALLS

@@ -159,8 +159,8 @@ def test_choices_may_be_any_iterable(llm: LLM) -> None:
     with llm.program() as p:
         p.user(QUESTION)
         listed, generated = p.fork(2)
-        found = listed.select("x", ["yes", "no"])
-        assert generated.select("x", (choice for choice in ("yes", "no"))) == found
+        selection = listed.select("x", ["yes", "no"])
+        assert generated.select("x", (choice for choice in ("yes", "no"))) == selection
 
 
 THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -256,10 +256,10 @@ def random_program(llm: LLM, draw: random.Random) -> None:
                     branch += text()
                 else:
                     branch.user(text())
-            own = dict(options)
+            part_options = dict(options)
             if draw.random() < 0.3:
-                own |= {"schema": AGES, "max_tokens": 20}
-            asked = dict(own)
+                part_options |= {"schema": AGES, "max_tokens": 20}
+            asked = dict(part_options)
             if (schema := asked.pop("schema", None)) is not None:
                 form = {
                     "type": "json_schema",
@@ -270,7 +270,9 @@ def random_program(llm: LLM, draw: random.Random) -> None:
             for branch in level:
                 seed = {"seed": options["seed"] + branch.number} if "seed" in options else {}
                 wanted.append(alone(llm, branch, **{**asked, **seed}))
-            assert [list(result.token_ids) for result in level.gen(f"t{turn}", **own)] == wanted
+            assert [
+                list(result.token_ids) for result in level.gen(f"t{turn}", **part_options)
+            ] == wanted
 
 
 @pytest.mark.parametrize(
@@ -324,12 +326,12 @@ def test_scores_are_log_probabilities_of_whole_choices(llm: LLM, chats: bool) ->
         p.rollback(mark)
         means = p.select("it", choices)
     for choice in choices:
-        own = llm.tokenizer.encode(choice, add_special_tokens=False)
-        logits = llm.logits([*ids, *own])[len(ids) - 1 : -1]
+        choice_ids = llm.tokenizer.encode(choice, add_special_tokens=False)
+        logits = llm.logits([*ids, *choice_ids])[len(ids) - 1 : -1]
         logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        score = float(logprobs[np.arange(len(own)), own].sum())
+        score = float(logprobs[np.arange(len(choice_ids)), choice_ids].sum())
         assert sums.scores[choice] == pytest.approx(score, abs=0.01)
-        assert means.scores[choice] == pytest.approx(score / len(own), abs=0.01)
+        assert means.scores[choice] == pytest.approx(score / len(choice_ids), abs=0.01)
     assert sums.text == max(sums.scores, key=sums.scores.__getitem__)
     assert p["it"] == means.text == p.text[-len(means.text) :]
 
@@ -342,11 +344,11 @@ def test_branches_select_as_they_would_alone(llm: LLM) -> None:
             branch.user(f"And number {number}?")
         marks = [branch.mark() for branch in branches]
         together = branches.select("it", ["yes", "no"])
-        for branch, mark, found in zip(branches, marks, together, strict=True):
+        for branch, mark, actual in zip(branches, marks, together, strict=True):
             branch.rollback(mark)
             one = branch.select("it", ["yes", "no"])
-            assert one.text == found.text
-            assert one.scores == pytest.approx(found.scores, abs=1e-3)
+            assert one.text == actual.text
+            assert one.scores == pytest.approx(actual.scores, abs=1e-3)
 
 
 def test_a_choice_without_room_is_refused(llm: LLM) -> None:

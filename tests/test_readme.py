@@ -112,9 +112,9 @@ def test_the_demo_says_what_it_is_said_to_say() -> None:
 
 def folders_of_the_tree() -> Iterator[str]:
     for line in blocks(DOCS["architecture.md"], "")[0].splitlines():
-        found = re.match(r"( *)([\w/]+/) ", line)
-        assert found is not None, line
-        yield f"mlxinfer/{found[2]}" if found[1] else found[2]
+        match = re.match(r"( *)([\w/]+/) ", line)
+        assert match is not None, line
+        yield f"mlxinfer/{match[2]}" if match[1] else match[2]
 
 
 def exists(path: str) -> bool:
@@ -160,7 +160,7 @@ def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ..
     """((name, ...), options) of a command and all below it."""
     yield (
         path,
-        {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
         | {"--help"},
     )
     if isinstance(command, click.Group):
@@ -196,7 +196,7 @@ def test_every_command_and_option_is_there() -> None:
 
 
 def test_options_in_the_text_belong_to_some_command() -> None:
-    options = {"--steps"}.union(*(found for known in OURS.values() for found in known.values()))
+    options = {"--steps"}.union(*(result for known in OURS.values() for result in known.values()))
     prose = re.sub(r"```.*?```", "", EVERYTHING, flags=re.DOTALL)
     assert set(re.findall(r"`(--[a-z][a-z-]+)", prose)) <= options
 

@@ -78,9 +78,9 @@ def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(answer.token_ids) for answer in llm.generate(prompts, GREEDY)]
 
 
-def changed(found: np.ndarray, plain: np.ndarray) -> dict[str, float]:
+def changed(actual: np.ndarray, plain: np.ndarray) -> dict[str, float]:
     """What an option changes in the answers behind the long text's tokens."""
-    return compared([LONG["prompt"]], [plain], [found])
+    return compared([LONG["prompt"]], [plain], [actual])
 
 
 @pytest.mark.parametrize(("text", "ids"), EXPECTED["spellings"])
@@ -132,8 +132,8 @@ def test_a_smaller_cache_changes_little(
     folder: Path, long_logits: np.ndarray, options: dict[str, Any], most: float
 ) -> None:
     with LLM(folder, progress=False, **options) as llm:
-        found = changed(llm.logits(LONG["prompt"]), long_logits)
-        assert 0 < found["kl_mean"] < most, found
+        result = changed(llm.logits(LONG["prompt"]), long_logits)
+        assert 0 < result["kl_mean"] < most, result
         if options == {"kv_bits": 8}:
             assert greedy(llm, PROMPTS[:1]) == [ANSWERS[0]["greedy"]]
 

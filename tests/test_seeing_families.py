@@ -45,7 +45,7 @@ def family_folder(folder: Path, name: str) -> Path:
     config = {**whole, "text_config": {**text, "eos_token_id": token(MARKS[1])}}
     for ending in ("token_id", "token_index"):
         ids = {"image": token(MARKS[2]), "boi": token(MORE[0]), "eoi": token(MARKS[4])}
-        config |= {f"{what}_{ending}": found for what, found in ids.items()}
+        config |= {f"{what}_{ending}": value for what, value in ids.items()}
     tensors, rng = picture_tensors(name), np.random.default_rng(0)
     for key, array in tensors.items():
         if ("embed_tokens" in key or "lm_head" in key) and len(array) == old:
@@ -54,7 +54,7 @@ def family_folder(folder: Path, name: str) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     spelling = {"chat_template": TEMPLATE.replace("PICTURE", begin), "eos_token": MARKS[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(spelling))
-    files = next((found for start, found in FILES.items() if kind.startswith(start)), {})
+    files = next((value for start, value in FILES.items() if kind.startswith(start)), {})
     (folder / "preprocessor_config.json").write_text(json.dumps(files))
     return folder
 
@@ -70,7 +70,9 @@ def test_a_picture_changes_the_answer_and_is_cached(name: str, tmp_path: Path) -
         assert again.token_ids == first.token_ids
         assert again.cached_tokens >= first.prompt_tokens // 16 * 16 - 16
         assert first.prompt_tokens == other.prompt_tokens > blind.prompt_tokens + 4
-        scores = [[each.logprob for each in found.logprobs] for found in (first, other, blind)]
+        scores = [
+            [logprob.logprob for logprob in result.logprobs] for result in (first, other, blind)
+        ]
         assert scores[0] != scores[1]
         assert scores[0] != scores[2]
         assert llm.stats()["pictures"]["seen"] == 2

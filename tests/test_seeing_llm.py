@@ -32,7 +32,9 @@ def test_a_picture_is_seen_once_in_turns_and_other_conversations(llm: LLM) -> No
     assert again.cached_tokens >= first.prompt_tokens - 16 > 35
     other = llm.chat("What is on it?" * 4, images=[some_image(2)], **ASKED)
     assert other.cached_tokens < 16, "two pictures of one size share nothing"
-    assert [each.logprob for each in other.logprobs] != [each.logprob for each in first.logprobs]
+    assert [logprob.logprob for logprob in other.logprobs] != [
+        logprob.logprob for logprob in first.logprobs
+    ]
     llm.chat("Somewhere else. " * 4, images=[some_image()], **ASKED)
     assert seen(llm) == before + 2
 
@@ -62,14 +64,14 @@ def test_a_picture_that_one_step_computes_does_not_depend_on_the_size_of_steps(
 ) -> None:
     """In Gemma 4 its features see each other: the step with them grows."""
     folder = seeing_folder(tmp_path, "gemma4_moe")
-    found = []
+    collected = []
     for chunk in (None, 16, 160):
         with LLM(folder, max_memory="20MB", prefill_chunk=chunk) as llm:
             plain = llm.chat("What is on it?", **ASKED)
             result = llm.chat("What is on it?", images=[some_image()], **ASKED)
             assert 140 < result.prompt_tokens - plain.prompt_tokens - 2 <= 280
-            found.append((result.prompt_tokens, result.token_ids))
-    assert found == found[:1] * 3
+            collected.append((result.prompt_tokens, result.token_ids))
+    assert collected == collected[:1] * 3
 
 
 def test_a_converted_folder_sees_the_same(llm: LLM, tmp_path: Path) -> None:
@@ -79,6 +81,6 @@ def test_a_converted_folder_sees_the_same(llm: LLM, tmp_path: Path) -> None:
     assert kept.read_bytes() == (llm.path / kept.name).read_bytes()
     question: Any = {"images": [some_image()], **ASKED}
     with LLM(tmp_path / "out", max_memory="100MB") as other:
-        ours, theirs = (each.chat("What is on it?", **question) for each in (llm, other))
+        ours, theirs = (item.chat("What is on it?", **question) for item in (llm, other))
     assert theirs.prompt_tokens == ours.prompt_tokens > 35
     assert theirs.token_ids == ours.token_ids

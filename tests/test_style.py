@@ -29,10 +29,10 @@ def found() -> dict[Path, str]:
 
 
 def test_the_project_speaks_of_itself() -> None:
-    found = {path: path.read_text() for path in texts()}
-    assert len(found) > 300
+    by_name = {path: path.read_text() for path in texts()}
+    assert len(by_name) > 300
     for word in ("/" + "work/", "sub" + "agent", "this " + "session"):
-        assert not [str(path) for path, text in found.items() if word in text]
+        assert not [str(path) for path, text in by_name.items() if word in text]
 
 
 SOURCES = [
@@ -52,8 +52,8 @@ def test_files_have_at_most_800_lines() -> None:
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """At any depth: statements stand in statements, not in expressions."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        found = getattr(tree, field, ())
-        for node in found if isinstance(found, list) else ():
+        result = getattr(tree, field, ())
+        for node in result if isinstance(result, list) else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
             yield from functions(node)

@@ -22,8 +22,8 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
         params = SamplingParams(max_tokens=1)
         harness.add(str(adapter), PROMPT, params, prompt_logits=True, adapter=adapter)
     outcomes = harness.drain()
-    found, plain = (np.concatenate(outcomes[each].logits) for each in ("x", "None"))
+    actual, plain = (np.concatenate(outcomes[item].logits) for item in ("x", "None"))
     limit = 1e-4 * max(1.0, float(expected.std()))
-    assert np.abs(found - expected).max() < limit
+    assert np.abs(actual - expected).max() < limit
     assert np.abs(plain - expected).max() > 1000 * limit, "the adapter changes nothing"
-    assert (found.argmax(axis=-1) == expected.argmax(axis=-1)).all()
+    assert (actual.argmax(axis=-1) == expected.argmax(axis=-1)).all()

@@ -51,6 +51,8 @@ def controller(
     """An app's controller with the server in its settings."""
     server.script.reset()
     stored.save(tmp_path / "app.json", Settings(url=server.url, introduced=True))
-    found = AppController(tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said))
-    yield found
-    found.stop()
+    controller = AppController(
+        tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said)
+    )
+    yield controller
+    controller.stop()

@@ -28,12 +28,12 @@ TABS = ("Server", "Settings")
 
 def lines(menu: QMenu) -> list[Any]:
     """A menu as nested lists: a submenu follows its line."""
-    found: list[Any] = []
+    collected: list[Any] = []
     for action in menu.actions():
-        found.append(action.text() or "-")
+        collected.append(action.text() or "-")
         if action.menu():
-            found.append(lines(action.menu()))
-    return found
+            collected.append(lines(action.menu()))
+    return collected
 
 
 def shoot(window: Any, name: str, folder: Path) -> None:

@@ -19,10 +19,10 @@ ROOT = BUNDLE.parents[1]
 
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((BUNDLE / "pyproject.toml").read_text())["tool"][
+    result: dict[str, Any] = tomllib.loads((BUNDLE / "pyproject.toml").read_text())["tool"][
         "briefcase"
     ]
-    return found
+    return result
 
 
 def test_the_bundle_is_for_apple_silicon_and_has_no_dock_icon(config: dict[str, Any]) -> None:
@@ -43,11 +43,12 @@ def test_the_bundle_s_files_and_versions_are_those_of_the_package(config: dict[s
         assert (BUNDLE / file).is_file()
     assert (BUNDLE / app["icon"]).with_suffix(".icns").read_bytes()[:4] == b"icns"
     assert all((BUNDLE / source / "__main__.py").is_file() for source in app["sources"])
-    assert [(BUNDLE / each).resolve() for each in app["requires"]] == [ROOT]
+    assert [(BUNDLE / require).resolve() for require in app["requires"]] == [ROOT]
     [toga] = app["macOS"]["requires"]
     assert toga.startswith("toga-cocoa>=0.5.7")
     assert any(
-        each.startswith("toga-cocoa>=0.5.7;") for each in project["optional-dependencies"]["app"]
+        require.startswith("toga-cocoa>=0.5.7;")
+        for require in project["optional-dependencies"]["app"]
     )
 
 

@@ -50,8 +50,8 @@ def test_models_are_served_loaded_pinned_and_unloaded(
     client.serve("demo-draft")
     client.load("demo-draft")
     client.pin("demo-draft", True)
-    found = {model.name: model for model in controller.refresh().activity.models}
-    assert (found["demo-draft"].state, found["demo-draft"].pinned) == ("loaded", True)
+    by_name = {model.name: model for model in controller.refresh().activity.models}
+    assert (by_name["demo-draft"].state, by_name["demo-draft"].pinned) == ("loaded", True)
     client.pin("demo-draft", False)
     client.unload("demo-draft")
     view = controller.refresh(everything=True)
@@ -123,7 +123,7 @@ def test_a_model_is_downloaded_served_and_loaded_by_one_action(
 ) -> None:
     standin.repos["org/app-get"] = Repo(dict(DEMO))
     controller.get("org/app-get")
-    states = {each.name: each.state for each in controller.refresh().activity.models}
+    states = {model.name: model.state for model in controller.refresh().activity.models}
     assert states["org/app-get"] == "loaded"
     controller.client.unload("org/app-get")
     standin.faults.gate_files = True

@@ -65,15 +65,17 @@ def run(controller: AppController, tmp_path: Path) -> Any:
 
 def lines(app: MenubarApp) -> list[str]:
     """Texts of the status item's commands, as Toga has them."""
-    return [each.text for each in app.status_icons.commands if isinstance(each, toga.Command)]
+    return [
+        command.text for command in app.status_icons.commands if isinstance(command, toga.Command)
+    ]
 
 
 def buttons(widget: Any) -> dict[str, Any]:
     """All buttons below a widget, by text."""
-    found = {widget.text: widget} if isinstance(widget, toga.Button) else {}
+    result = {widget.text: widget} if isinstance(widget, toga.Button) else {}
     for child in widget.children or ():
-        found |= buttons(child)
-    return found
+        result |= buttons(child)
+    return result
 
 
 def texts(widget: Any) -> list[str]:
@@ -82,8 +84,8 @@ def texts(widget: Any) -> list[str]:
         return [text for item in widget.content for text in texts(item.content)]
     if isinstance(widget, toga.DetailedList):
         return [row.title for row in widget.data]
-    own = [widget.text] if isinstance(widget, toga.Label | toga.Button | toga.Switch) else []
-    return own + [text for child in widget.children or () for text in texts(child)]
+    labels = [widget.text] if isinstance(widget, toga.Label | toga.Button | toga.Switch) else []
+    return labels + [text for child in widget.children or () for text in texts(child)]
 
 
 def test_the_menu_is_what_the_view_says_and_its_commands_act(
@@ -99,7 +101,9 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
         assert {"Chat", "Settings…", "Quit", "Unpin", "Open dashboard"} <= set(lines(app))
         assert len(lines(app)) >= len(menu_of(app.controller.view))
         by_text = {
-            each.text: each for each in app.status_icons.commands if each.__class__ is toga.Command
+            command.text: command
+            for command in app.status_icons.commands
+            if command.__class__ is toga.Command
         }
         by_text["Copy address"].action()
         by_text["Open dashboard"].action()
@@ -138,7 +142,9 @@ def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageS
 
 def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: PageServer) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
-        new = next(each for each in app.commands if getattr(each, "text", "") == "New chat")
+        new = next(
+            command for command in app.commands if getattr(command, "text", "") == "New chat"
+        )
         assert new.shortcut == toga.Key.MOD_1 + "n"
         new.action()
         await until(lambda: app.chat.window.visible)
@@ -217,9 +223,9 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         platform.reopen()
         assert app.main.window.visible
         assert platform.front_window is app.main.window
-        found = buttons(app.main.tabs.content[0].content)
-        assert {"Open chat", "Open chats", "Copy address", "Quit"} <= set(found)
-        found["Open models"].on_press()
+        result = buttons(app.main.tabs.content[0].content)
+        assert {"Open chat", "Open chats", "Copy address", "Quit"} <= set(result)
+        result["Open models"].on_press()
         await until(lambda: opened == [f"{server.url}/#models"])
         await app.refresh()
         app.form.switches["hide_icon"].value = False
@@ -341,7 +347,7 @@ def test_without_a_server_the_first_run_offers_what_fits_this_machine(
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         limit = models_limit_bytes()
         assert app.introduction is not None
-        assert set(app.introduction.cards) <= {each.name for each in to_begin_with(limit)}
+        assert set(app.introduction.cards) <= {item.name for item in to_begin_with(limit)}
         assert len(app.introduction.cards) == min(3, len(to_begin_with(limit)))
         assert app.main.head.first.text == "Start the server"
 
@@ -351,9 +357,9 @@ def test_without_a_server_the_first_run_offers_what_fits_this_machine(
 
 def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
     sizes = [9e9, 8e9, 4e9, 3e9, 1e9, 20e9]
-    found = [{"name": f"{size:.0f}", "weights_bytes": size} for size in sizes]
-    assert [each["weights_bytes"] for each in cards_of(found)] == [9e9, 4e9, 1e9]
-    assert [each["weights_bytes"] for each in cards_of(found[:2])] == [9e9, 8e9]
+    result = [{"name": f"{size:.0f}", "weights_bytes": size} for size in sizes]
+    assert [item["weights_bytes"] for item in cards_of(result)] == [9e9, 4e9, 1e9]
+    assert [item["weights_bytes"] for item in cards_of(result[:2])] == [9e9, 8e9]
     times = [time_text(int(size)) for size in (5e8, 5e9, 100e9)]
     assert times == ["under a minute", "about 7 min", "about 2.2 h"]
 

@@ -44,11 +44,11 @@ OPEN = Transfer(id="t", kind="download", name="org/a", state="running", done=42,
 
 def lines(entries: tuple[MenuEntry, ...], path: str = "") -> dict[str, Action | None]:
     """Every line of a menu by its path: "Server > Stop"."""
-    found: dict[str, Action | None] = {}
+    by_name: dict[str, Action | None] = {}
     for entry in entries:
-        found[path + entry.text] = entry.action
-        found |= lines(entry.entries, f"{path}{entry.text} > ")
-    return found
+        by_name[path + entry.text] = entry.action
+        by_name |= lines(entry.entries, f"{path}{entry.text} > ")
+    return by_name
 
 
 def running(**fields: Any) -> View:
@@ -60,36 +60,36 @@ def running(**fields: Any) -> View:
 
 
 def test_a_server_that_is_stopped_can_be_started_and_nothing_else() -> None:
-    found = lines(menu_of(View(url=URL)))
-    assert found["Server > Start"] == Action(Do.START)
-    assert not {line for line in found if "> Stop" in line or "Models" in line}
-    assert found["Quit"] == Action(Do.QUIT)
+    menu = lines(menu_of(View(url=URL)))
+    assert menu["Server > Start"] == Action(Do.START)
+    assert not {line for line in menu if "> Stop" in line or "Models" in line}
+    assert menu["Quit"] == Action(Do.QUIT)
 
 
 def test_only_a_server_of_the_app_can_be_ended() -> None:
     ends = {"Server > Stop", "Server > Restart"}
     for ours in (True, False):
-        found = lines(menu_of(running(ours=ours)))
-        assert ends & set(found) == (ends if ours else set())
-        assert ("Server > Started elsewhere: it is ended there" in found) is not ours
-        assert "Server > Start" not in found
-        assert [line for line in found if line.startswith("Quit")] == ["Quit"]
+        menu = lines(menu_of(running(ours=ours)))
+        assert ends & set(menu) == (ends if ours else set())
+        assert ("Server > Started elsewhere: it is ended there" in menu) is not ours
+        assert "Server > Start" not in menu
+        assert [line for line in menu if line.startswith("Quit")] == ["Quit"]
 
 
 def test_each_model_can_be_loaded_or_unloaded_as_its_state_is() -> None:
-    found = lines(menu_of(running(on_disk=("other",))))
+    menu = lines(menu_of(running(on_disk=("other",))))
     chat, small = "Models > chat: loaded, 4.6 GB", "Models > small: unloaded"
-    assert found[f"{chat} > Unload"] == Action(Do.UNLOAD, "chat")
-    assert found[f"{chat} > Keep loaded"] == Action(Do.PIN, "chat")
-    assert found[f"{small} > Load"] == Action(Do.LOAD, "small")
-    assert f"{small} > Unload" not in found
-    assert found["Models > Serve other"] == Action(Do.SERVE, "other")
+    assert menu[f"{chat} > Unload"] == Action(Do.UNLOAD, "chat")
+    assert menu[f"{chat} > Keep loaded"] == Action(Do.PIN, "chat")
+    assert menu[f"{small} > Load"] == Action(Do.LOAD, "small")
+    assert f"{small} > Unload" not in menu
+    assert menu["Models > Serve other"] == Action(Do.SERVE, "other")
     pinned = running(
         activity=Activity(models=(ModelStatus(name="a", state="loaded", pinned=True),))
     )
-    found = lines(menu_of(pinned))
-    assert found["Models > a: loaded, pinned > Unpin"] == Action(Do.UNPIN, "a")
-    assert "Models > a: loaded, pinned > Unload" not in found
+    menu = lines(menu_of(pinned))
+    assert menu["Models > a: loaded, pinned > Unpin"] == Action(Do.UNPIN, "a")
+    assert "Models > a: loaded, pinned > Unload" not in menu
     loading = running(activity=Activity(models=(ModelStatus(name="a", state="loading"),)))
     assert lines(menu_of(loading))["Models > a: loading > loading"] is None
 
@@ -97,19 +97,19 @@ def test_each_model_can_be_loaded_or_unloaded_as_its_state_is() -> None:
 def test_downloads_show_their_progress_and_what_can_be_done() -> None:
     paused = Transfer(id="p", kind="download", name="org/b", state="paused", done=1, total=4)
     done = Transfer(id="d", kind="conversion", name="c", state="done", done=7, total=7)
-    found = lines(menu_of(running(transfers=(OPEN, paused, done))))
-    assert found["Downloads > org/a: 42 %, 42 B of 100 B > Pause"] == Action(Do.PAUSE, "t")
-    assert found["Downloads > org/b: paused, 25 %, 1 B of 4 B > Resume"] == Action(Do.RESUME, "p")
-    assert found["Downloads > c: done, 100 %"] is None
+    menu = lines(menu_of(running(transfers=(OPEN, paused, done))))
+    assert menu["Downloads > org/a: 42 %, 42 B of 100 B > Pause"] == Action(Do.PAUSE, "t")
+    assert menu["Downloads > org/b: paused, 25 %, 1 B of 4 B > Resume"] == Action(Do.RESUME, "p")
+    assert menu["Downloads > c: done, 100 %"] is None
     failed = Transfer(id="f", kind="download", name="org/c", state="failed", error="no space")
     assert transfer_text(failed) == "failed: no space"
 
 
 def test_recent_chats_open_by_their_titles() -> None:
     chats = (Chat(id="a" * 16, title="x" * 200), Chat(id="b" * 16, title=" "))
-    found = lines(menu_of(running(chats=chats)))
-    assert found[f"Recent chats > {'x' * 47}…"] == Action(Do.OPEN_CHAT, "a" * 16)
-    assert found["Recent chats > Untitled"] == Action(Do.OPEN_CHAT, "b" * 16)
+    menu = lines(menu_of(running(chats=chats)))
+    assert menu[f"Recent chats > {'x' * 47}…"] == Action(Do.OPEN_CHAT, "a" * 16)
+    assert menu["Recent chats > Untitled"] == Action(Do.OPEN_CHAT, "b" * 16)
 
 
 def test_the_state_is_said_in_one_line() -> None:

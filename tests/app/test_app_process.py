@@ -24,9 +24,9 @@ DEADLINE_S = 60
 
 def app(folder: Path, notices: list[tuple[str, str]], port: int) -> AppController:
     """The app as it starts: a new controller over the same folder."""
-    found = AppController(folder, ServerProcess(folder), lambda *said: notices.append(said))
-    found.change(Settings(url=f"http://127.0.0.1:{port}"))
-    return found
+    controller = AppController(folder, ServerProcess(folder), lambda *said: notices.append(said))
+    controller.change(Settings(url=f"http://127.0.0.1:{port}"))
+    return controller
 
 
 def pid_of(folder: Path) -> int:
@@ -71,7 +71,7 @@ def test_a_server_outlives_the_app_that_started_it_and_obeys_the_next(tmp_path: 
 
     second.change(replace(second.settings, stop_server=True))
     second.get("demo")
-    assert [each.state for each in second.refresh().activity.models] == ["loaded"]
+    assert [model.state for model in second.refresh().activity.models] == ["loaded"]
     second.end()
     wait_until(lambda: second.refresh().phase is Phase.STOPPED, DEADLINE_S)
 

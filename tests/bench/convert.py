@@ -149,7 +149,7 @@ def conversions(
 
     Converters take turns; the run with the least wall time counts.
     """
-    found = []
+    conversions = []
     for label in ("dense", "mixture of experts"):
         source, out = scratch / label.replace(" ", "-"), scratch / "out"
         making = ["tests.bench.checkpoints", str(source), label, str(num_bytes), str(tokenizer)]
@@ -164,28 +164,28 @@ def conversions(
             for name, command in commands.items():
                 costs[name].append(run_python("-m", *command).cost)
                 shutil.rmtree(out)
-        best = {name: min(each, key=lambda cost: cost["wall_s"]) for name, each in costs.items()}
+        best = {name: min(value, key=lambda cost: cost["wall_s"]) for name, value in costs.items()}
         total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-        found.append({"label": label, "num_bytes": total, **best})
+        conversions.append({"label": label, "num_bytes": total, **best})
         shutil.rmtree(source)
-    return found
+    return conversions
 
 
 def _speed(scratch: Path, num_bytes: int, model: Path, *, runs: int, peer: bool) -> Report:
-    found = conversions(scratch, num_bytes, model, runs=runs, peer=peer)
+    costs = conversions(scratch, num_bytes, model, runs=runs, peer=peer)
     rows = []
-    for each in found:
+    for item in costs:
         for name, (label, _) in VARIANTS.items():
-            both = [each[name], each["theirs"]] if peer else [each[name]]
-            rows.append([f"{each['label']}, {label}", *_speed_cells(*both)])
+            both = [item[name], item["theirs"]] if peer else [item[name]]
+            rows.append([f"{item['label']}, {label}", *_speed_cells(*both)])
     table = Table(
-        f"Whole processes, {found[0]['num_bytes'] / 1e9:.2f} GB of bf16 to 4 bits",
+        f"Whole processes, {costs[0]['num_bytes'] / 1e9:.2f} GB of bf16 to 4 bits",
         ["", "s", "mlx-lm s", "times as fast", "CPU s", "mlx-lm CPU s", "peak MB",
          "mlx-lm peak MB", "share of its peak"],
         rows,
         "--fast: scales as mlx-lm's, nothing compared.",
     )  # fmt: skip
-    return Report("convert", [table], {"conversions": found})
+    return Report("convert", [table], {"conversions": costs})
 
 
 def _speed_cells(ours: Figures, theirs: Figures | None = None) -> list[str]:

@@ -60,11 +60,11 @@ def our_steps(folder: Path, bits: int | None) -> Graph:
 
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
-        found = StepMetadata([spans], [], spans.starts)
+        result = StepMetadata([spans], [], spans.starts)
         spans = spans.at(spans.starts + 1)
-        cache.begin_step(found)
+        cache.begin_step(result)
         caches = dict(zip(model.mixers, cache.layers, strict=True))
-        return model.logits(model(ids, Step(mx.array(found.positions), caches)))
+        return model.logits(model(ids, Step(mx.array(result.positions), caches)))
 
     return step
 
@@ -86,14 +86,14 @@ def peer_steps(folder: Path, bits: int | None) -> Graph:
 
 def traced(function: Graph, argument: mx.array) -> list[str]:
     """The operations of a function's graph by name."""
-    found: list[str] = []
+    collected: list[str] = []
 
     def note(event: dict[str, Any]) -> None:
         if event["type"] == "primitive":
-            found.append(event["name"])
+            collected.append(event["name"])
 
     mx.export_function(note, function, argument)
-    return found
+    return collected
 
 
 def whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
@@ -148,7 +148,7 @@ def run(*, peer: bool) -> Report:
             for bits in BITS:
                 counts[name, bits] = [_count(counted, bits, ours=ours) for ours in sides]
     data = [
-        {"model": name, "kv_bits": bits, "counts": found} for (name, bits), found in counts.items()
+        {"model": name, "kv_bits": bits, "counts": value} for (name, bits), value in counts.items()
     ]
     return Report("dispatches", [_count_table(counts)], {"dispatches": data})
 
@@ -172,9 +172,9 @@ def _operations(folder: Path, bits: int | None, *, ours: bool) -> "Counter[str]"
 
 def _count_table(counts: Counts) -> Table:
     rows = []
-    for (name, bits), found in counts.items():
+    for (name, bits), value in counts.items():
         for field, label in (("per_layer", "a layer"), ("beside", "beside the layers")):
-            cells = sides([count[field] for count in found])
+            cells = sides([count[field] for count in value])
             rows.append([name, "plain" if bits is None else str(bits), label, *cells])
     return Table(
         "Dispatches of one decode step",

@@ -154,9 +154,9 @@ def _table(rows: list[dict[str, object]]) -> Table:
                 f"{row['tokens']:,}",
                 f"{row['kv_gb']:.1f}",
                 f"{row['here_s']:,.1f}",
-                *(f"{each:,.1f}" for each in first),
-                " / ".join(f"{each:,.0f}" for each in whole),
-                " / ".join(f"{each:,.0f}" for each in others),
+                *(f"{other:,.1f}" for other in first),
+                " / ".join(f"{other:,.0f}" for other in whole),
+                " / ".join(f"{other:,.0f}" for other in others),
             ]
         )
     columns = ["prompt there → answer here", "tokens", "KV (GB)", "first token, all here (s)"]

@@ -121,11 +121,11 @@ class Replayed:
         self.work = Work(self.work.passes + 1, self.work.rows + x.size)
         if x.shape in self._kept:
             return self._kept[x.shape]
-        found: mx.array = self._function(x, *rest, **how)
+        result: mx.array = self._function(x, *rest, **how)
         if self.storing:
-            mx.eval(found)
-            self._kept = {x.shape: found}
-        return found
+            mx.eval(result)
+            self._kept = {x.shape: result}
+        return result
 
 
 class MeteredModel:

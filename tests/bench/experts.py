@@ -74,7 +74,7 @@ class Mixture(Experts):
     def _experts(
         self, at: str, rng: np.random.Generator, *, split: bool
     ) -> Iterator[tuple[str, NDArray[Any]]]:
-        found: dict[str, NDArray[Any]] = {}
+        experts: dict[str, NDArray[Any]] = {}
         for name in ("gate", "up", "down"):
             rows, columns = self.inner, self.hidden
             if name == "down":
@@ -82,14 +82,14 @@ class Mixture(Experts):
             words = (self.experts, rows, columns * BITS // 32)
             groups = (self.experts, rows, columns // GROUP)
             step = (rng.random(groups) + 0.5) * 0.4 / (2**BITS * columns**0.5)
-            found[f"{name}_proj.weight"] = rng.integers(0, 2**32, words, np.uint32)
-            found[f"{name}_proj.scales"] = step.astype("f4")
-            found[f"{name}_proj.biases"] = (-(2**BITS - 1) / 2 * step).astype("f4")
+            experts[f"{name}_proj.weight"] = rng.integers(0, 2**32, words, np.uint32)
+            experts[f"{name}_proj.scales"] = step.astype("f4")
+            experts[f"{name}_proj.biases"] = (-(2**BITS - 1) / 2 * step).astype("f4")
         if not split:
-            yield from ((f"{at}.switch_mlp.{name}", stack) for name, stack in found.items())
+            yield from ((f"{at}.switch_mlp.{name}", stack) for name, stack in experts.items())
             return
         for expert in range(self.experts):
-            for name, stack in found.items():
+            for name, stack in experts.items():
                 yield f"{at}.experts.{expert}.{name}", stack[expert]
 
     def write(self, folder: Path, *, split: bool) -> Path:
@@ -138,17 +138,19 @@ def run(*, runs: int, small: bool, disk: float | None, cpu_time: bool) -> Report
     """Tokens a second, hit rates and bytes."""
     sizes, tokens = (SMALL, 8) if small else (Mixture(), 16 if disk is None else 32)
     # The page cache answers so soon that guesses change nothing.
-    settings = [each for each in SETTINGS if small or disk is not None or each.guesses]
+    settings = [setting for setting in SETTINGS if small or disk is not None or setting.guesses]
     with TemporaryDirectory() as scratch, ExitStack() as open_models:
         folders = [sizes.write(Path(scratch) / str(n), split=bool(n)) for n in (False, True)]
         open_models.enter_context(simulated_disk(disk))
         models = {
-            each.name: open_models.enter_context(open_model(folders[each.split], each, sizes))
-            for each in settings
+            setting.name: open_models.enter_context(
+                open_model(folders[setting.split], setting, sizes)
+            )
+            for setting in settings
         }
-        found = measure(models, sizes, runs, tokens, CLOCKS[cpu_time])
-    table = _table(found, sizes, disk, "CPU second" if cpu_time else "s")
-    return Report("experts", [table], {"settings": found, "cpu_time": cpu_time, **asdict(sizes)})
+        figures = measure(models, sizes, runs, tokens, CLOCKS[cpu_time])
+    table = _table(figures, sizes, disk, "CPU second" if cpu_time else "s")
+    return Report("experts", [table], {"settings": figures, "cpu_time": cpu_time, **asdict(sizes)})
 
 
 def measure(
@@ -231,10 +233,10 @@ def since(before: dict[str, Any] | None, llm: LLM) -> Figures:
     }
 
 
-def _table(found: dict[str, Figures], sizes: Mixture, disk: float | None, unit: str) -> Table:
-    resident = found["resident"]["tokens_per_s"]
+def _table(figures: dict[str, Figures], sizes: Mixture, disk: float | None, unit: str) -> Table:
+    resident = figures["resident"]["tokens_per_s"]
     rows = []
-    for name, one in found.items():
+    for name, one in figures.items():
         row = [name, f"{one['tokens_per_s']:.1f}", f"{one['tokens_per_s'] / resident:.2f}"]
         if "hit_rate" in one:
             right = f"{one['guessed_right'] / one['guessed']:.0%}" if one["guessed"] else "-"
@@ -246,7 +248,7 @@ def _table(found: dict[str, Figures], sizes: Mixture, disk: float | None, unit: 
                 f"{one['guessed']:,} ({right})",
             ]
         rows.append(row + ["-"] * (8 - len(row)))
-    some = next(one for one in found.values() if "hit_rate" in one)
+    some = next(one for one in figures.values() if "hit_rate" in one)
     where = "the page cache" if disk is None else f"a simulated disk of {disk:g} GB/s"
     return Table(
         f"{human_bytes(some['all_bytes'])} of experts, {sizes.experts} in each of {sizes.layers} "

@@ -77,21 +77,21 @@ def measure_block(engine: Engine) -> Figures:
             engine.step()
         total = time.thread_time() - started
 
-    found = {name: accounts[name] - before.get(name, 0.0) for name in (FORWARD, PLAN, DISPATCH)}
-    found["python"] = total - found[FORWARD] - found[DISPATCH]
-    return {f"{name}_us": seconds / BLOCK * 1e6 for name, seconds in found.items()}
+    by_name = {name: accounts[name] - before.get(name, 0.0) for name in (FORWARD, PLAN, DISPATCH)}
+    by_name["python"] = total - by_name[FORWARD] - by_name[DISPATCH]
+    return {f"{name}_us": seconds / BLOCK * 1e6 for name, seconds in by_name.items()}
 
 
 def measure(engines: Sequence[Engine], blocks: int) -> dict[str, Any]:
     """The median cost of each side over blocks that alternate, A B A B."""
     costs: list[list[Figures]] = [[] for _ in engines]
     for block in range(WARM_BLOCKS + blocks):
-        for engine, found in zip(engines, costs, strict=True):
+        for engine, result in zip(engines, costs, strict=True):
             gc.collect()  # what the other side left is not this side's
             cost = measure_block(engine)
             if block >= WARM_BLOCKS:
-                found.append(cost)
-    return named([_with_total(medians(found)) for found in costs])
+                result.append(cost)
+    return named([_with_total(medians(result)) for result in costs])
 
 
 def _with_total(cost: Figures) -> Figures:
@@ -101,7 +101,7 @@ def _with_total(cost: Figures) -> Figures:
 
 def fill(engine: Engine, count: int, settings: Sequence[SamplingParams] = MIXED) -> None:
     """Start `count` requests without an end, with these settings in turn, up to decoding."""
-    endless = [replace(each, max_tokens=None, ignore_eos=True) for each in settings]
+    endless = [replace(setting, max_tokens=None, ignore_eos=True) for setting in settings]
     asks = []
     for index in range(count):
         prompt = random_prompt(PROMPT + index % 8, TWO_LAYERS.vocab, seed=index)
@@ -150,19 +150,19 @@ def run(*, requests: Sequence[int], blocks: int, peer: bool) -> Report:
     """Measure every number of requests on a model of two layers."""
     with TemporaryDirectory() as scratch:
         loaded = Loaded.of(write_checkpoint(Path(scratch) / "two", TWO_LAYERS), peer=peer)
-    found = [decode_cost(loaded, count, blocks) for count in requests]
-    return Report("host", [_decode_table(found)], {"decode": found})
+    result = [decode_cost(loaded, count, blocks) for count in requests]
+    return Report("host", [_decode_table(result)], {"decode": result})
 
 
-def _decode_table(found: list[dict[str, Any]]) -> Table:
+def _decode_table(figures: list[dict[str, Any]]) -> Table:
     """Microseconds for each number of requests, and for each request more."""
     rows = []
     for what, figure, label in ROWS:
-        costs = [[side[figure] for side in entry[what].values()] for entry in found]
-        counts = [entry["requests"] for entry in found]
+        costs = [[side[figure] for side in entry[what].values()] for entry in figures]
+        counts = [entry["requests"] for entry in figures]
         for count, cost in zip(counts, costs, strict=True):
             rows.append([label, str(count), *sides(cost)])
-        if len(found) > 1:  # by a straight line through all points
+        if len(figures) > 1:  # by a straight line through all points
             slopes = np.polyfit(counts, costs, 1)[0].tolist()
             rows.append([label, "each more", *sides(slopes, ",.1f")])
     return Table(

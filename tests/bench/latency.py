@@ -153,17 +153,17 @@ def run(
     warm = random_prompt(STREAM_PROMPT, dense.vocab, 97)
     for engine in loaded.engines(**how):  # first calls load and allocate what later ones find
         Timeline(engine, clock).play_alone("warm", warm, STREAM_STARTED)
-    found: dict[str, list[Figures]] = defaultdict(list)
+    collected: dict[str, list[Figures]] = defaultdict(list)
     with engine_clock(clock):
         for _ in range(runs):
             pairs = zip(loaded.engines(**how), loaded.engines(**how), strict=True)
             for name, (fresh, engine) in zip(NAMES, pairs, strict=False):
-                found[name].append(scenario(fresh, engine, dense.vocab, long, clock))
-    middle = {name: medians(each) for name, each in found.items()}
+                collected[name].append(scenario(fresh, engine, dense.vocab, long, clock))
+    middle = {name: medians(value) for name, value in collected.items()}
     data = {
         "prompt_tokens": long,
         "weights": dense.num_weights,
-        "runs": dict(found),
+        "runs": dict(collected),
         "median": middle,
     }
     sized = "by time" if prefill_chunk is None else f"{prefill_chunk} tokens a step"
@@ -173,9 +173,9 @@ def run(
 
 
 def _table(note: str, long: int, middle: Mapping[str, Figures]) -> Table:
-    found = [{**m, "long_share": m["long_first_s"] / m["long_alone_s"]} for m in middle.values()]
+    result = [{**m, "long_share": m["long_first_s"] / m["long_alone_s"]} for m in middle.values()]
     rows = [
-        [label, *sides([each[name] for each in found], form)]
+        [label, *sides([item[name] for item in result], form)]
         for label, (name, form) in ROWS.items()
     ]
     title = (

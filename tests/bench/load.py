@@ -148,8 +148,8 @@ def apart(side: str, folder: Path, disk: float | None) -> Figures:
     """The same in a process of its own, from the system's cache or a simulated disk (GB/s)."""
     quiet = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads spin after its import
     ran = run_python("-m", "tests.bench.load", side, str(folder), str(disk or ""), **quiet)
-    found: Figures = json.loads(ran.lines[-1])
-    return found
+    content: Figures = json.loads(ran.lines[-1])
+    return content
 
 
 def _write(folder: Path, kind: str, num_bytes: int) -> dict[str, Path]:
@@ -178,10 +178,12 @@ def run(
             for label, folder in _write(Path(temporary), kind, num_bytes).items():
                 model, stored = f"{kind}, {label}", sum(p.stat().st_size for p in _files(folder))
                 turns = [{side: apart(side, folder, disk) for side in sides} for _ in range(runs)]
-                found = {side: [turn[side] for turn in turns] for side in sides}
-                rows += _rows(model, stored, found, "cpu_s" if cpu_time else "wall_s")
+                by_name = {side: [turn[side] for turn in turns] for side in sides}
+                rows += _rows(model, stored, by_name, "cpu_s" if cpu_time else "wall_s")
                 about = {"model": model, "stored": stored}
-                data += [{**about, "side": s, **cost} for s, each in found.items() for cost in each]
+                data += [
+                    {**about, "side": s, **cost} for s, value in by_name.items() for cost in value
+                ]
     time_of = "CPU" if cpu_time else "wall"
     where = "cached files" if disk is None else f"a simulated disk of {disk:g} GB/s"
     table = Table(
@@ -194,10 +196,10 @@ def run(
 
 
 def _rows(
-    model: str, stored: int, found: dict[str, list[Figures]], clock: str
+    model: str, stored: int, figures: dict[str, list[Figures]], clock: str
 ) -> Iterator[list[str]]:
-    quickest = {side: min(cost[clock] for cost in costs) for side, costs in found.items()}
-    for side, costs in found.items():
+    quickest = {side: min(cost[clock] for cost in costs) for side, costs in figures.items()}
+    for side, costs in figures.items():
         yield [
             *(model, side, f"{stored / quickest[side] / 1e9:.2f}"),
             f"{quickest['read'] / quickest[side]:.2f}",

@@ -136,17 +136,17 @@ def change(engine: Engine, count: int, length: int) -> Figures:
 def process(folder: Path, max_memory: int) -> Figures:
     """The peak of a process with a KV cache that was filled, above what Python and MLX take."""
     ran = run_python("-m", "tests.bench.filled", str(folder), str(max_memory))
-    found = json.loads(ran.lines[-1])
-    promised = found["weights_bytes"] + max_memory
+    content = json.loads(ran.lines[-1])
+    promised = content["weights_bytes"] + max_memory
     return {
         "promised_bytes": promised,
-        "peak_bytes": ran.cost["peak_bytes"] - found["before_bytes"],
+        "peak_bytes": ran.cost["peak_bytes"] - content["before_bytes"],
     }
 
 
-def process_table(found: Figures) -> Table:
+def process_table(figures: Figures) -> Table:
     """The peak beside the promise."""
-    peak, promised = found["peak_bytes"], found["promised_bytes"]
+    peak, promised = figures["peak_bytes"], figures["promised_bytes"]
     rows = [
         ["weights and max_memory (MB)", f"{promised / 1e6:,.0f}"],
         ["peak (MB)", f"{peak / 1e6:,.0f}"],
@@ -155,10 +155,10 @@ def process_table(found: Figures) -> Table:
     return Table("A process of mlxinfer with a full KV cache", ["", "mlxinfer"], rows)
 
 
-def decode_table(found: Mapping[tuple[int, int], Pair]) -> Table:
+def decode_table(figures: Mapping[tuple[int, int], Pair]) -> Table:
     """Bytes and speed of decode steps, for each number of streams."""
     rows = []
-    for (count, length), pair in found.items():
+    for (count, length), pair in figures.items():
         label = f"{count} x {length:,}"
         shares = [one["extra_bytes"] / one["held_bytes"] for one in pair]
         rates = [one["tokens_per_s"] for one in pair]
@@ -176,12 +176,12 @@ def decode_table(found: Mapping[tuple[int, int], Pair]) -> Table:
     )
 
 
-def waste_table(found: Pair, lengths: Sequence[int]) -> Table:
+def waste_table(figures: Pair, lengths: Sequence[int]) -> Table:
     """Bytes held for a live token."""
-    live = [one["held_bytes"] / one["live_bytes"] for one in found]
-    pages = [(one["held_bytes"] - one["tail_bytes"]) / one["rounded_bytes"] for one in found]
+    live = [one["held_bytes"] / one["live_bytes"] for one in figures]
+    pages = [(one["held_bytes"] - one["tail_bytes"]) / one["rounded_bytes"] for one in figures]
     rows = [
-        ["held (MB)", *megabytes(found, "held_bytes")],
+        ["held (MB)", *megabytes(figures, "held_bytes")],
         ["held / live", *sides(live, ".3f")],
         ["held without tails / live in whole pages", *sides(pages, ".3f")],
     ]
@@ -189,20 +189,20 @@ def waste_table(found: Pair, lengths: Sequence[int]) -> Table:
     return Table(f"KV held for streams of {text} tokens", COLUMNS, rows)
 
 
-def change_table(found: Pair, count: int, length: int) -> Table:
+def change_table(figures: Pair, count: int, length: int) -> Table:
     """Bytes above what is held, in three kinds of steps."""
     rows = [
-        ["no request joins or leaves", *megabytes(found, "steady_bytes")],
-        ["a short prompt joins", *megabytes(found, "join_bytes")],
-        ["it leaves", *megabytes(found, "leave_bytes")],
+        ["no request joins or leaves", *megabytes(figures, "steady_bytes")],
+        ["a short prompt joins", *megabytes(figures, "join_bytes")],
+        ["it leaves", *megabytes(figures, "leave_bytes")],
     ]
     title = f"Peak memory (MB) above what is held, {count} streams of {length:,} tokens"
     return Table(title, COLUMNS, rows)
 
 
-def megabytes(found: Pair, name: str) -> list[str]:
+def megabytes(figures: Pair, name: str) -> list[str]:
     """Bytes of both sides, in MB."""
-    return sides([one[name] / 1e6 for one in found], ",.2f")
+    return sides([one[name] / 1e6 for one in figures], ",.2f")
 
 
 def run(*, small: bool, peer: bool) -> Report:

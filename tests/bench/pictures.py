@@ -155,8 +155,8 @@ def reference_answer(peer: Peer, ours: Ours, messages: Messages) -> tuple[list[i
     pictures = [part["image"] for said in messages for part in said["content"] if "image" in part]
     asked = {"ids": ours.ids(messages), "pictures": pictures, "count": ANSWER}
     peer.tell({**asked, "never": ours.seeing.never})
-    found = peer.hear()
-    return found["tokens"], found["leads"]
+    reply = peer.hear()
+    return reply["tokens"], reply["leads"]
 
 
 def is_right(tokens: list[int], expected: list[int], leads: list[float]) -> bool:
@@ -235,7 +235,7 @@ def timed(side: Side, name: str, pictures: Sequence[Path]) -> dict[str, Figures]
     """
     one, two, *four = pictures
     talk: Messages = []
-    found = {}
+    by_name = {}
     turns = {
         "one picture": user(one, "What is on it"),
         "second turn": user("And where"),
@@ -243,12 +243,12 @@ def timed(side: Side, name: str, pictures: Sequence[Path]) -> dict[str, Figures]
     }
     for label, message in turns.items():
         talk.append(message)
-        said = found[label] = side.ask(name, talk)
+        said = by_name[label] = side.ask(name, talk)
         talk.append(answered(side.said(said["tokens"])))
-    found["four pictures"] = side.ask(f"{name}, four", [user(*four, "Sort them")])
+    by_name["four pictures"] = side.ask(f"{name}, four", [user(*four, "Sort them")])
     return {
         label: {"first_s": said["first_s"], "computed": said["prompt"] - said["cached"]}
-        for label, said in found.items()
+        for label, said in by_name.items()
     }
 
 
@@ -259,19 +259,19 @@ def right(
 
     Each turn goes on from what transformers answered before.
     """
-    found: dict[str, dict[str, list[bool]]] = {}
+    by_name: dict[str, dict[str, list[bool]]] = {}
     for name, messages in all_talks(album).items():
         talk: Messages = []
-        found[name] = {side: [] for side in sides}
+        by_name[name] = {side: [] for side in sides}
         for message in messages:
             talk.append(message)
             tokens, leads = reference_answer(reference, ours, talk)
             for label, side in sides.items():
                 said = side.ask(name, talk)
                 assert said["prompt"] == len(ours.ids(talk)), "both read the same tokens"
-                found[name][label].append(is_right(said["tokens"], tokens, leads))
+                by_name[name][label].append(is_right(said["tokens"], tokens, leads))
             talk.append(answered(ours.said(tokens)))
-    return found
+    return by_name
 
 
 # -- report -------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def measure(name: str, scratch: Path, how: How) -> dict[str, Any]:
             for label, side in list(sides.items())[:: -1 if number % 2 else 1]:
                 rounds[label].append(timed(side, f"timed {number}", pictures))
     speed = {
-        label: {scene: medians([each[scene] for each in found]) for scene in found[0]}
-        for label, found in rounds.items()
+        label: {scene: medians([item[scene] for item in value]) for scene in value[0]}
+        for label, value in rounds.items()
     }
     return {"speed": speed, "right": answers}
 
@@ -311,16 +311,18 @@ def measure(name: str, scratch: Path, how: How) -> dict[str, Any]:
 def run(*, runs: int, reference_python: str, peer_python: str | None, cpu_time: bool) -> Report:
     """Measure both models; same arguments as `How`."""
     how = How(runs, reference_python, peer_python, cpu_time)
-    found = {}
+    collected = {}
     for name in MODELS:
         with TemporaryDirectory() as scratch:
-            found[name] = measure(name, Path(scratch), how)
-    return Report("pictures", [_speed_table(found, cpu_time), _right_table(found)], found)
+            collected[name] = measure(name, Path(scratch), how)
+    return Report(
+        "pictures", [_speed_table(collected, cpu_time), _right_table(collected)], collected
+    )
 
 
-def _speed_table(found: dict[str, Any], cpu_time: bool) -> Table:
+def _speed_table(actual: dict[str, Any], cpu_time: bool) -> Table:
     rows = []
-    for name, figures in found.items():
+    for name, figures in actual.items():
         for scene in figures["speed"]["mlxinfer"]:
             both = [side[scene] for side in figures["speed"].values()]
             seconds, tokens = ([one[key] for one in both] for key in ("first_s", "computed"))
@@ -329,23 +331,23 @@ def _speed_table(found: dict[str, Any], cpu_time: bool) -> Table:
             rows.append([name, scene, *cells, " / ".join(f"{one:.0f}" for one in tokens)])
     columns = ["", "", "first token (s)", "ratio", "prompt tokens computed"]
     note = "Seconds of CPU time." if cpu_time else ""
-    return Table(f"{' / '.join(_sides(found))}: first tokens", columns, rows, note)
+    return Table(f"{' / '.join(_sides(actual))}: first tokens", columns, rows, note)
 
 
-def _right_table(found: dict[str, Any]) -> Table:
+def _right_table(actual: dict[str, Any]) -> Table:
     rows = []
-    for name, figures in found.items():
+    for name, figures in actual.items():
         for talk, sides in figures["right"].items():
             wrong = [f"{turns.count(False)} of {len(turns)}" for turns in sides.values()]
             rows.append([name, talk, *wrong])
     note = f"Greedy answers of {ANSWER} tokens; near ties, up to {NEAR_TIE} in log-probability, "
     return Table(
         "Answers that are not those of transformers",
-        ["", "", *_sides(found)],
+        ["", "", *_sides(actual)],
         rows,
         f"{note}count as right.",
     )
 
 
-def _sides(found: dict[str, Any]) -> list[str]:
-    return list(next(iter(found.values()))["speed"])
+def _sides(figures: dict[str, Any]) -> list[str]:
+    return list(next(iter(figures.values()))["speed"])

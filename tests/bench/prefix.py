@@ -79,11 +79,11 @@ class Player:
 
 def total(served: list[Served]) -> Figures:
     """Tokens added up, the highest peak, the mean of all first tokens."""
-    firsts = [answer.first_s for each in served for answer in each.answers.values()]
+    firsts = [answer.first_s for item in served for answer in item.answers.values()]
     return {
-        "prompt_tokens": sum(each.prompt_tokens for each in served),
-        "computed": sum(each.computed for each in served),
-        "peak_kv_bytes": max(each.peak_kv_bytes for each in served),
+        "prompt_tokens": sum(item.prompt_tokens for item in served),
+        "computed": sum(item.computed for item in served),
+        "peak_kv_bytes": max(item.peak_kv_bytes for item in served),
         "mean_first_s": sum(firsts) / len(firsts),
     }
 
@@ -176,19 +176,19 @@ def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
     middle, fleet = (TWO_LAYERS, TWO_LAYERS) if small else (MIDDLE, FLEET)
     windowed = TINY_WINDOWED if small else WINDOWED
     turns = f"{scale.conversations} conversations in turn, turn"
-    found: list[Scene] = [
+    result: list[Scene] = [
         ([f"{turns} {turn}" for turn in range(1, scale.turns + 1)], middle, conversations)
     ]
     for count in scale.cold:
         label = f"{count} at once, new, {scale.system} tokens shared"
-        found.append(([label], middle, partial(cold_start, count=count)))
+        result.append(([label], middle, partial(cold_start, count=count)))
     label = f"{scale.agents} agents x {scale.steps} steps, {scale.catalogue} shared"
-    found.append(([label], fleet, agents))
+    result.append(([label], fleet, agents))
     for dense, suffix in ((middle, ""), (windowed, f", window {windowed.window}")):
-        found.append(([f"tree of 3 x 3 thoughts with votes{suffix}"], dense, tree_of_thoughts))
-        found.append(([f"last message edited{suffix}"], dense, edited))
-        found.append(([f"more questions, same document{suffix}"], dense, document))
-    return found
+        result.append(([f"tree of 3 x 3 thoughts with votes{suffix}"], dense, tree_of_thoughts))
+        result.append(([f"last message edited{suffix}"], dense, edited))
+        result.append(([f"more questions, same document{suffix}"], dense, document))
+    return result
 
 
 def run(*, small: bool, cpu_time: bool, peer: bool) -> Report:
@@ -200,7 +200,7 @@ def run(*, small: bool, cpu_time: bool, peer: bool) -> Report:
         peer: also mlx-lm.
     """
     scale = SMALL if small else Scale()
-    found: dict[str, list[Figures]] = {}
+    collected: dict[str, list[Figures]] = {}
     with TemporaryDirectory() as scratch:
         for labels, dense, play in all_scenes(scale, small=small):
             folder = Path(scratch) / f"{dense.hidden}-{dense.config()['model_type']}"
@@ -211,18 +211,18 @@ def run(*, small: bool, cpu_time: bool, peer: bool) -> Report:
                 serve(engine, [Ask.of("warm", random_prompt(40, dense.vocab, 0), 4)])
             for engine in loaded.engines():
                 played = play(Player(engine, dense.vocab, scale, CLOCKS[cpu_time]))
-                for label, each in zip(labels, played, strict=True):
-                    found.setdefault(label, []).append(each)
-    scenes = [{"scene": label, **named(each)} for label, each in found.items()]
-    tables = [_tokens_table(found, scale), _cost_table(found, cpu_time)]
+                for label, value in zip(labels, played, strict=True):
+                    collected.setdefault(label, []).append(value)
+    scenes = [{"scene": label, **named(value)} for label, value in collected.items()]
+    tables = [_tokens_table(collected, scale), _cost_table(collected, cpu_time)]
     return Report("prefix", tables, {"scale": asdict(scale), "scenes": scenes})
 
 
-def _tokens_table(found: dict[str, list[Figures]], scale: Scale) -> Table:
+def _tokens_table(figures: dict[str, list[Figures]], scale: Scale) -> Table:
     rows = []
-    for label, both in found.items():
-        row = [label, f"{both[0]['prompt_tokens']:,}", *sides([each["computed"] for each in both])]
-        reused = [1 - each["computed"] / each["prompt_tokens"] for each in both]
+    for label, both in figures.items():
+        row = [label, f"{both[0]['prompt_tokens']:,}", *sides([side["computed"] for side in both])]
+        reused = [1 - side["computed"] / side["prompt_tokens"] for side in both]
         rows.append([*row, " / ".join(f"{share:.0%}" for share in reused)])
     note = (
         f"Conversations: {scale.opening} tokens, then {scale.message} a turn; system prompts, and "
@@ -235,11 +235,11 @@ def _tokens_table(found: dict[str, list[Figures]], scale: Scale) -> Table:
     return Table("Prompt tokens computed and reused", columns, rows, note)
 
 
-def _cost_table(found: dict[str, list[Figures]], cpu_time: bool) -> Table:
+def _cost_table(figures: dict[str, list[Figures]], cpu_time: bool) -> Table:
     rows = []
-    for label, both in found.items():
-        firsts = sides([each["mean_first_s"] for each in both], ",.3f")
-        held = sides([each["peak_kv_bytes"] / 1e6 for each in both], ",.1f")
+    for label, both in figures.items():
+        firsts = sides([item["mean_first_s"] for item in both], ",.3f")
+        held = sides([item["peak_kv_bytes"] / 1e6 for item in both], ",.1f")
         rows.append([label, *firsts, *held])
     columns = [f"{side}, {what}" for what in ("first token (s)", "KV (MB)") for side in SIDES]
     note = "First token: the mean of all requests. KV: the most that was held at a time."

@@ -68,11 +68,11 @@ def compared(
     for ids, plain, other in zip(windows, reference, others, strict=True):
         for start in range(0, len(ids), ROWS):
             rows = slice(start, start + ROWS)
-            expected, found = log_softmax(plain[rows]), log_softmax(other[rows])
-            kl.append(divergence(expected, found))
-            same.append(expected.argmax(-1) == found.argmax(-1))
+            expected, actual = log_softmax(plain[rows]), log_softmax(other[rows])
+            kl.append(divergence(expected, actual))
+            same.append(expected.argmax(-1) == actual.argmax(-1))
             next_ids = np.array(ids[start + 1 : start + ROWS + 1], dtype=np.int64)
-            losses.append(-found[np.arange(len(next_ids)), next_ids])
+            losses.append(-actual[np.arange(len(next_ids)), next_ids])
     divergences = np.concatenate(kl)
     return {
         "kl_mean": float(divergences.mean()),
@@ -92,8 +92,8 @@ def log_softmax(logits: Logits) -> Logits:
 
 def divergence(plain: Logits, other: Logits) -> NDArray[np.float64]:
     """KL(plain || other) of each position, (T, vocab) -> (T,), nats."""
-    found: NDArray[np.float64] = (np.exp(plain) * (plain - other)).sum(axis=-1, dtype=np.float64)
-    return found
+    actual: NDArray[np.float64] = (np.exp(plain) * (plain - other)).sum(axis=-1, dtype=np.float64)
+    return actual
 
 
 COLUMNS = ["KL mean", "KL p99", "same top-1", "perplexity"]

@@ -57,8 +57,8 @@ def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:
 
     def rates(times: TokenTimes) -> Facts:
         one = partial(measured, times, answer=answer, lengths=[length])
-        found = medians(in_turn({"": one}, runs)[""])
-        return {PROMPT: found.pop(f"prompt {length}"), **found}
+        result = medians(in_turn({"": one}, runs)[""])
+        return {PROMPT: result.pop(f"prompt {length}"), **result}
 
     with TemporaryDirectory() as scratch:
         folder = write_served(Path(scratch) / "model", sizes)
@@ -73,9 +73,9 @@ def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:
         data[f"mlxinfer, {size}, stages"] = ours({"ranks": size, "pipeline": True})
         if peer:
             with peer_ranks(folder, size) as ranks:
-                found = data[f"mlx-lm, {size}"] = rates(ranks.token_times)
-                found["weights"] = ranks.weights
-                found["bytes"] = _counted(ranks.answer, ranks.counters, answer)
+                result = data[f"mlx-lm, {size}"] = rates(ranks.token_times)
+                result["weights"] = ranks.weights
+                result["bytes"] = _counted(ranks.answer, ranks.counters, answer)
     two_sums = 2 * sizes.layers * sizes.hidden * 4 * 2 * (size - 1) / size
     weights_bytes = data["mlxinfer, 1"]["weights"][0]
     data["model"] = {"weights_bytes": weights_bytes, "size": size, "two_sums": two_sums}
@@ -96,23 +96,23 @@ def _ours(
             params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
             return len(llm.generate([ids], params)[0].token_ids)
 
-        found = measured(partial(token_times, llm))
-        found["kv_bytes"] = llm.model_info.kv_bytes_per_token
-        found["weights"] = [llm.model_info.weights_bytes]
+        report = measured(partial(token_times, llm))
+        report["kv_bytes"] = llm.model_info.kv_bytes_per_token
+        report["weights"] = [llm.model_info.weights_bytes]
         if group:
-            found["weights"] += [one.weights_bytes for one in group.loaded]
-            found["bytes"] = _counted(answer, partial(_counters, llm), num_tokens)
-            found["send_ms"] = 1e3 * statistics.median(sending)
-    return found
+            report["weights"] += [one.weights_bytes for one in group.loaded]
+            report["bytes"] = _counted(answer, partial(_counters, llm), num_tokens)
+            report["send_ms"] = 1e3 * statistics.median(sending)
+    return report
 
 
 def _counters(llm: LLM) -> Counter[str]:
     """Return the bytes that rank 0 has sent and received so far, and the rows computed."""
     stats = llm.stats()["ranks"]
-    found = Counter({"rows": stats["rows"]})
+    counters = Counter({"rows": stats["rows"]})
     for way, short in WAYS.items():
-        found.update({f"{short} {kind}": count for kind, count in stats[way].items()})
-    return found
+        counters.update({f"{short} {kind}": count for kind, count in stats[way].items()})
+    return counters
 
 
 def _counted(
@@ -132,17 +132,17 @@ def _counted(
 @contextmanager
 def _timed_sends(group: RankGroup) -> Iterator[list[float]]:
     """Processor seconds that rank 0 takes to say to the others what each step is."""
-    found: list[float] = []
+    sends: list[float] = []
     send = group.send
 
     def timed(step: Any) -> None:
         began = time.thread_time()
         send(step)
-        found.append(time.thread_time() - began)
+        sends.append(time.thread_time() - began)
 
     group.send = timed  # type: ignore[method-assign]
     try:
-        yield found
+        yield sends
     finally:
         group.send = send  # type: ignore[method-assign]
 
@@ -151,17 +151,17 @@ def _table(data: dict[str, Facts]) -> Table:
     total, size = data["model"]["weights_bytes"], data["model"]["size"]
     kv_bytes = data["mlxinfer, 1"]["kv_bytes"]
     rows = []
-    for name, found in data.items():
-        if ALONE not in found:
+    for name, value in data.items():
+        if ALONE not in value:
             continue
         share = send_ms = ""
-        if "bytes" in found:
-            share = f"{max(found['weights']) / (total / size):.3f}"
-        if "send_ms" in found:
-            send_ms = f"{found['send_ms']:.2f}"
+        if "bytes" in value:
+            share = f"{max(value['weights']) / (total / size):.3f}"
+        if "send_ms" in value:
+            send_ms = f"{value['send_ms']:.2f}"
             if "stages" not in name:
-                share += f", {found['kv_bytes'] / (kv_bytes / size):.2f}"
-        speed = (f"{found[what]:,.0f}" for what in (ALONE, EIGHT, PROMPT))
+                share += f", {value['kv_bytes'] / (kv_bytes / size):.2f}"
+        speed = (f"{value[what]:,.0f}" for what in (ALONE, EIGHT, PROMPT))
         rows.append([name, *speed, share, send_ms])
     return Table(
         f"{total / 4e6:,.0f}M float32 weights over {size} processes of one machine",
@@ -178,14 +178,14 @@ def _bytes_table(data: dict[str, Facts]) -> Table:
     sides = {name: facts["bytes"] for name, facts in data.items() if "bytes" in facts}
 
     def row(name: str, kinds: Sequence[str], *, a_token: bool = False) -> list[str]:
-        found = [name]
+        result = [name]
         for side in sides.values():
             count = max(
                 sum(side.get(f"{way} {kind}", 0) for kind in kinds) for way in WAYS.values()
             )
             num_rows = 1 if a_token else side.get("rows", 1)
-            found.append(f"{count / num_rows / two_sums:.4f}" if count else "")
-        return found
+            result.append(f"{count / num_rows / two_sums:.4f}" if count else "")
+        return result
 
     rows = [["rows a token", *(f"{side.get('rows', 1):.2f}" for side in sides.values())]]
     rows += [row(name, [kind]) for kind, name in KINDS.items()]
@@ -216,9 +216,9 @@ class PeerRanks:
         """The token times of rank 0, see `PeerGeneration`."""
         for process in self._processes:
             process.tell([prompts, enough])
-        found, *_ = [process.hear() for process in self._processes]
-        self._sent = found["sent"]
-        times: list[list[float]] = found["times"]
+        result, *_ = [process.hear() for process in self._processes]
+        self._sent = result["sent"]
+        times: list[list[float]] = result["times"]
         return times
 
     def answer(self, ids: list[int], num_tokens: int) -> int:

@@ -41,13 +41,13 @@ def measured(times: TokenTimes, turn: int, *, answer: int, lengths: Sequence[int
 
     if turn < 0:
         lengths, answer = [64], 4
-    found = {f"prompt {n}": n / times(prompts(1, n), 1)[0][0] for n in lengths}
+    by_name = {f"prompt {n}": n / times(prompts(1, n), 1)[0][0] for n in lengths}
     for count in STREAMS:
         asked = prompts(count, STREAM_PROMPT)
         # From the second token on: then the next step is under way whenever a token comes, at the
         # first as at the last, on both sides.
-        found[f"stream {count}"] = generation_rate([each[1:] for each in times(asked, answer)])
-    return found
+        by_name[f"stream {count}"] = generation_rate([time[1:] for time in times(asked, answer)])
+    return by_name
 
 
 def measure(
@@ -66,12 +66,12 @@ def measure(
         return in_turn(measures, pairs)
 
 
-def rows_of(found: dict[str, list[Figures]], before: str = "") -> list[list[str]]:
+def rows_of(figures: dict[str, list[Figures]], before: str = "") -> list[list[str]]:
     """A row for each figure."""
     rows = []
-    for name in found["mlxinfer"][0]:
+    for name in figures["mlxinfer"][0]:
         label = ROWS.get(name) or f"prompt of {int(name.split()[1]):,} tokens"
-        rows.append([before + label, *cells(found, name, ",.1f")])
+        rows.append([before + label, *cells(figures, name, ",.1f")])
     return rows
 
 
@@ -86,10 +86,10 @@ def rates(
             folder = Path(hub.resolve(model))
         lengths = (64,) if small else lengths
         answer = 8 if small else 16
-        found = measure(folder, pairs=pairs, answer=answer, lengths=lengths, peer=peer)
+        figures = measure(folder, pairs=pairs, answer=answer, lengths=lengths, peer=peer)
     name = model or "random float32 weights"
-    table = Table(f"Rates of {name}", ["", *COLUMNS], rows_of(found), NOTE.format(pairs))
-    return Report("rates", [table], {"model": name, "pairs": pairs, "runs": found})
+    table = Table(f"Rates of {name}", ["", *COLUMNS], rows_of(figures), NOTE.format(pairs))
+    return Report("rates", [table], {"model": name, "pairs": pairs, "runs": figures})
 
 
 def hybrid(*, pairs: int, small: bool, peer: bool) -> Report:
@@ -101,9 +101,9 @@ def hybrid(*, pairs: int, small: bool, peer: bool) -> Report:
         for kind, config in configs(*sizes).items():
             folder = Path(scratch) / kind
             weights = write_hybrid(folder, config)
-            found = measure(folder, pairs=pairs, answer=answer, lengths=[length], peer=peer)
-            data[kind] = {"weights": weights, "runs": found}
-            rows += rows_of(found, f"{kind}, ")
+            figures = measure(folder, pairs=pairs, answer=answer, lengths=[length], peer=peer)
+            data[kind] = {"weights": weights, "runs": figures}
+            rows += rows_of(figures, f"{kind}, ")
     table = Table("Hybrids of float32 weights", ["", *COLUMNS], rows, NOTE.format(pairs))
     return Report("hybrid", [table], data)
 
@@ -173,7 +173,7 @@ def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
         "full_attn_idxs": [i for i, one in enumerate(attends) if one],
     }
     kinds = {"Gated DeltaNet": delta, "Mamba-2": mamba, "short convolution": conv}
-    return {kind: {**common, **own} for kind, own in kinds.items()}
+    return {kind: {**common, **fields} for kind, fields in kinds.items()}
 
 
 def write_hybrid(folder: Path, config: dict[str, Any]) -> int:

@@ -115,15 +115,15 @@ class Rounded:
 
 def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any]]:
     """Bits of a number, and quality, of each format."""
-    found: list[dict[str, Any]] = []
+    caches: list[dict[str, Any]] = []
     for label, options in OPTIONS.items():
         with LLM(str(folder), dtype=DTYPE, progress=False, **options) as llm:
             bits = 8 * sum(group["page_bytes"] for group in llm.stats()["groups"])
             quality = held_out.compare(llm.logits)
-        plain = found[0]["page_bits"] if found else bits
-        found.append({"label": f"mlxinfer {label}", "page_bits": bits, **quality})
-        found[-1]["bits"] = 32 * bits / plain  # the plain one has float32 here
-        print(found[-1], file=sys.stderr, flush=True)
+        plain = caches[0]["page_bits"] if caches else bits
+        caches.append({"label": f"mlxinfer {label}", "page_bits": bits, **quality})
+        caches[-1]["bits"] = 32 * bits / plain  # the plain one has float32 here
+        print(caches[-1], file=sys.stderr, flush=True)
     model = Rounded(folder) if peer else None
     for label, (size, keys, values) in OTHERS.items() if model else ():
         assert model is not None
@@ -131,9 +131,9 @@ def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any
         def logits(ids: list[int], pair: tuple[Rounding, Rounding] = (keys, values)) -> Logits:
             return model.logits(ids, *pair)
 
-        found.append({"label": label, "bits": size, **held_out.compare(logits)})
-        print(found[-1], file=sys.stderr, flush=True)
-    return found
+        caches.append({"label": label, "bits": size, **held_out.compare(logits)})
+        print(caches[-1], file=sys.stderr, flush=True)
+    return caches
 
 
 # -- conversions ----------------------------------------------------------------------------------
@@ -154,18 +154,18 @@ def conversions(
     making = [(f"mlxinfer {label}", convert_ours, options) for label, options in OURS.items()]
     if peer:
         making += [(f"mlx-lm {label}", convert_theirs, how) for label, how in THEIRS.items()]
-    found = []
+    conversions = []
     for number, (label, convert, options) in enumerate(() if given else making):
         convert(folder, scratch / str(number), **options)
-        found.append(_converted(label, scratch / str(number), held_out))
-    return found + [_converted(path.name, path, held_out) for path in given]
+        conversions.append(_converted(label, scratch / str(number), held_out))
+    return conversions + [_converted(path.name, path, held_out) for path in given]
 
 
 def _converted(label: str, folder: Path, held_out: HeldOut) -> dict[str, Any]:
     quality = held_out.quality(folder)
-    found = {"label": label, "bits": bits_per_weight(folder), **quality}
-    print(found, file=sys.stderr, flush=True)
-    return found
+    result = {"label": label, "bits": bits_per_weight(folder), **quality}
+    print(result, file=sys.stderr, flush=True)
+    return result
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def run(
     return Report("real", tables, data)
 
 
-def _table(title: str, size: str, found: Sequence[Figures], held_out: HeldOut) -> Table:
-    rows = [[str(one["label"]), f"{one['bits']:.2f}", *cells(one, 5)] for one in found]
+def _table(title: str, size: str, figures: Sequence[Figures], held_out: HeldOut) -> Table:
+    rows = [[str(one["label"]), f"{one['bits']:.2f}", *cells(one, 5)] for one in figures]
     return Table(
         f"{title}, {held_out.num_tokens:,} held-out tokens",
         ["", size, *COLUMNS],

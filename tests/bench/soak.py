@@ -69,18 +69,18 @@ def table(samples: list[Sample]) -> Table:
     names = ("resident_bytes", "active_bytes", "cache_bytes")
     rows = [
         [
-            f"{each['seconds'] / 60:.1f}",
-            f"{each['requests']:.0f}",
-            *(f"{each[name] / 1e6:.1f}" for name in names),
+            f"{sample['seconds'] / 60:.1f}",
+            f"{sample['requests']:.0f}",
+            *(f"{sample[name] / 1e6:.1f}" for name in names),
         ]
-        for each in samples
+        for sample in samples
     ]
     return Table("Memory of a process under mixed requests", columns, rows)
 
 
 def run(*, model: str, minutes: float, clients: int) -> Report:
     """Ask for so long; `model` is a name or a folder."""
-    found = Path(model) if Path(model).exists() else model
-    with LLM(found, max_memory=MAX_MEMORY) as llm:
+    result = Path(model) if Path(model).exists() else model
+    with LLM(result, max_memory=MAX_MEMORY) as llm:
         samples = asyncio.run(soak(llm, 60 * minutes, clients))
     return Report("soak", [table(samples)], {"samples": samples})

@@ -90,7 +90,7 @@ def answers_of(
     tokens: int,
 ) -> CountedAnswers:
     """Answer each text, `batch` of them at once, in an engine of its own."""
-    found = CountedAnswers()
+    outcome = CountedAnswers()
     given = [text for text in texts for _ in range(-(-batch // len(texts)))]
     params = SamplingParams(max_tokens=tokens)
     with open_session(folder, options) as session:
@@ -105,13 +105,13 @@ def answers_of(
                     for text in some
                 ]
             ).results()
-            found.decode_s += max(result.timing.decode_s for result in results)
+            outcome.decode_s += max(result.timing.decode_s for result in results)
             for result in results:
                 after_first = max(len(result.token_ids) - 1, 0)
-                found.token_ids.append(tuple(result.token_ids))
-                found.num_tokens += after_first
-                found.num_steps += after_first - result.timing.accepted
-    return found
+                outcome.token_ids.append(tuple(result.token_ids))
+                outcome.num_tokens += after_first
+                outcome.num_steps += after_first - result.timing.accepted
+    return outcome
 
 
 # -- a model and its draft ----------------------------------------------------------------------
@@ -160,8 +160,8 @@ def _plain_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
 
 
 def _write(folder: Path, source: Path, tensors: dict[str, mx.array], layers: int | None) -> Path:
@@ -196,13 +196,13 @@ def measure_pair(
         "draft 4": EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True),
         "draft chosen": EngineOptions(speculate="draft", draft=draft),
     }
-    found = []
+    collected = []
     for batch in batches:
         plain: list[tuple[int, ...]] = []
         for way, options in ways.items():
             answers = answers_of(model, options, PROMPTS, batch, tokens)
             plain = plain or answers.token_ids
-            found.append(
+            collected.append(
                 {
                     "way": way,
                     "batch": batch,
@@ -212,7 +212,7 @@ def measure_pair(
                     "answers": len(plain),
                 }
             )
-    return found
+    return collected
 
 
 def measure_adversarial(pair: Pair, *, tokens: int) -> Figures:

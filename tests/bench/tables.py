@@ -32,6 +32,6 @@ def sides(values: Sequence[float], form: str = ",.0f", *, higher: bool = False) 
     return [*cells, ratio(ours, theirs) if higher else ratio(theirs, ours)]
 
 
-def named(found: Sequence[Any]) -> dict[str, Any]:
+def named(figures: Sequence[Any]) -> dict[str, Any]:
     """Return values by the name of their side."""
-    return dict(zip(NAMES, found, strict=False))
+    return dict(zip(NAMES, figures, strict=False))

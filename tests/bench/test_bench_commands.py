@@ -73,23 +73,23 @@ def test_wrong_numbers_are_wrong_usage() -> None:
 @pytest.mark.ci
 def test_embed_measures_a_model(tmp_path: Path) -> None:
     folder = pooling_folder(tmp_path / "model", "bert")
-    found = measured("embed", "--model", str(folder), "--texts", "9", "--runs", "2")
-    assert found["tokens"] > 9 * 5
-    assert found["mlxinfer"]["cpu_s"] > 0
-    assert "sentence-transformers" not in found
+    report = measured("embed", "--model", str(folder), "--texts", "9", "--runs", "2")
+    assert report["tokens"] > 9 * 5
+    assert report["mlxinfer"]["cpu_s"] > 0
+    assert "sentence-transformers" not in report
 
 
 @pytest.mark.ci
 def test_quality_of_the_demo_model() -> None:
     demo = ["--model", "tests/data/demo-bf16", "--converted", "tests/data/demo-bf16"]
-    found = measured("real", "--small", "--skip-peer", *demo)
-    plain, eight, mixed, four, *_ = found["cache"]
+    report = measured("real", "--small", "--skip-peer", *demo)
+    plain, eight, mixed, four, *_ = report["cache"]
     assert (plain["kl_mean"], plain["top1"]) == (0.0, 1.0)
     assert 0 < eight["kl_mean"] < 5e-4
     assert eight["kl_mean"] < mixed["kl_mean"] < four["kl_mean"] < 0.1
-    sizes = [one["bits"] for one in found["cache"]]
+    sizes = [one["bits"] for one in report["cache"]]
     assert sizes == [32, 8.5, 6.5, 4.5, (32 + 4.5) / 2, 32]
-    (same,) = found["conversion"]
+    (same,) = report["conversion"]
     assert (same["kl_mean"], same["top1"]) == (0.0, 1.0)
     assert same["bits"] == pytest.approx(16, abs=0.1)
 
@@ -119,25 +119,25 @@ def test_times_beside_mlx_lm(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_beside_mlx_lm() -> None:
-    found = measured("ranks", "--small", "--runs", "1")
-    shares = {name: max(found[name]["weights"]) for name in found if "weights" in found[name]}
-    two_sums, sent = found["model"]["two_sums"], found["mlxinfer, 2, no proposals"]["bytes"]
+    report = measured("ranks", "--small", "--runs", "1")
+    shares = {name: max(report[name]["weights"]) for name in report if "weights" in report[name]}
+    two_sums, sent = report["model"]["two_sums"], report["mlxinfer, 2, no proposals"]["bytes"]
     assert sent["rows"] == 1
-    assert sent["out layers"] == found["mlx-lm, 2"]["bytes"]["out layers"] == two_sums
-    assert found["mlxinfer, 2, stages"]["bytes"]["out hidden"] < two_sums
+    assert sent["out layers"] == report["mlx-lm, 2"]["bytes"]["out layers"] == two_sums
+    assert report["mlxinfer, 2, stages"]["bytes"]["out hidden"] < two_sums
     assert shares["mlxinfer, 2"] < shares["mlx-lm, 2"], "it keeps tables on every rank"
 
 
 @pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
-    found = measured("latency", "--small", "--long", "512")["median"]
-    assert found["mlxinfer"]["short_rows"] < found["mlx-lm"]["short_rows"]
+    result = measured("latency", "--small", "--long", "512")["median"]
+    assert result["mlxinfer"]["short_rows"] < result["mlx-lm"]["short_rows"]
 
 
 @pytest.mark.slow
 def test_memory_beside_mlx_lm() -> None:
-    found = measured("memory", "--small")
-    held, moved = found["held"], found["join_and_leave"]
+    report = measured("memory", "--small")
+    held, moved = report["held"], report["join_and_leave"]
     assert held["mlxinfer"]["held_bytes"] < held["mlx-lm"]["held_bytes"]
     assert moved["mlxinfer"]["join_bytes"] < moved["mlx-lm"]["join_bytes"]
 
@@ -145,13 +145,13 @@ def test_memory_beside_mlx_lm() -> None:
 @pytest.mark.slow
 def test_prefix_beside_mlx_lm() -> None:
     scenes = measured("prefix", "--small")["scenes"]
-    found = {scene["scene"]: (scene["mlxinfer"], scene["mlx-lm"]) for scene in scenes}
-    for ours, theirs in found.values():
+    by_name = {scene["scene"]: (scene["mlxinfer"], scene["mlx-lm"]) for scene in scenes}
+    for ours, theirs in by_name.values():
         assert ours["prompt_tokens"] == theirs["prompt_tokens"]
-    ours, theirs = found["more questions, same document, window 64"]
+    ours, theirs = by_name["more questions, same document, window 64"]
     assert theirs["computed"] == theirs["prompt_tokens"]
     assert ours["computed"] < 0.15 * ours["prompt_tokens"]
-    ours, theirs = found["last message edited"]
+    ours, theirs = by_name["last message edited"]
     assert ours["computed"] == theirs["computed"]
 
 

@@ -61,31 +61,31 @@ def test_a_turn_computes_its_message_and_the_last_token_of_the_answer() -> None:
 
 def test_a_fleet_computes_and_holds_its_catalogue_once() -> None:
     playing = player()
-    (found,) = agents(playing)
-    own = SCALE.agents * (SCALE.task + (SCALE.steps - 1) * (SCALE.result + 1))
-    assert found["computed"] == 160 + own
+    (served,) = agents(playing)
+    num_own = SCALE.agents * (SCALE.task + (SCALE.steps - 1) * (SCALE.result + 1))
+    assert served["computed"] == 160 + num_own
     (group,) = playing.engine.loop.cache.groups
     per_agent = SCALE.task + SCALE.steps * (SCALE.answer + SCALE.result)
     most = 160 // PAGE + SCALE.agents * (per_agent // PAGE + 2)
-    assert found["peak_kv_bytes"] - playing.engine.tail_bytes <= most * group.page_bytes
+    assert served["peak_kv_bytes"] - playing.engine.tail_bytes <= most * group.page_bytes
 
 
 @pytest.mark.parametrize("dense", [TWO_LAYERS, TINY_WINDOWED], ids=["whole", "windowed"])
 def test_an_edited_message_and_a_known_document_are_all_that_is_computed(dense: Dense) -> None:
-    (found,) = edited(player(dense))
-    assert found["computed"] == 20
-    (found,) = document(player(dense))
-    assert found["computed"] == 2 * SCALE.message  # of two questions after the first
-    assert found["prompt_tokens"] == 2 * 120
+    (served,) = edited(player(dense))
+    assert served["computed"] == 20
+    (served,) = document(player(dense))
+    assert served["computed"] == 2 * SCALE.message  # of two questions after the first
+    assert served["prompt_tokens"] == 2 * 120
 
 
 def test_branches_of_a_tree_compute_what_is_theirs() -> None:
     """Of equal prompts that come together, one computes the whole pages, each what is behind."""
-    (found,) = tree_of_thoughts(player())
-    own = SCALE.question + 1  # and the last token of the answer
+    (served,) = tree_of_thoughts(player())
+    num_own = SCALE.question + 1  # and the last token of the answer
     longer = SCALE.opening + SCALE.answer + SCALE.question
-    thoughts, ways = (SCALE.opening + 2 * (SCALE.opening % PAGE)), 3 * own + 6 * (longer % PAGE)
-    assert found["computed"] == thoughts + ways + 9 * own
+    thoughts, ways = (SCALE.opening + 2 * (SCALE.opening % PAGE)), 3 * num_own + 6 * (longer % PAGE)
+    assert served["computed"] == thoughts + ways + 9 * num_own
 
 
 def test_the_simulated_macs_agree_with_other_published_rates() -> None:
@@ -118,10 +118,10 @@ def test_divergence_is_the_textbook_sum() -> None:
 def test_comparison_counts_positions() -> None:
     plain = np.log(np.array([[0.6, 0.4], [0.6, 0.4], [0.5, 0.5]]))
     other = np.log(np.array([[0.6, 0.4], [0.4, 0.6], [0.5, 0.5]]))
-    found = compared([[0, 1, 1]], [plain], [other])
-    assert found["top1"] == pytest.approx(2 / 3)
-    assert found["perplexity"] == pytest.approx((1 / (0.4 * 0.6)) ** 0.5)
-    assert found["kl_mean"] == pytest.approx(0.2 * np.log(1.5) / 3)
+    actual = compared([[0, 1, 1]], [plain], [other])
+    assert actual["top1"] == pytest.approx(2 / 3)
+    assert actual["perplexity"] == pytest.approx((1 / (0.4 * 0.6)) ** 0.5)
+    assert actual["kl_mean"] == pytest.approx(0.2 * np.log(1.5) / 3)
 
 
 def test_a_process_has_costs_and_one_that_fails_is_quoted() -> None:

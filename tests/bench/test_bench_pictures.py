@@ -43,7 +43,7 @@ def test_a_photo_of_24_megapixels_takes_20_bytes_for_a_pixel(tmp_path: Path) -> 
     photo, folder = tmp_path / "photo.jpg", seeing_folder(tmp_path / "model")
     Image.effect_noise((6000, 4000), 64).convert("RGB").save(photo)
     ran = run_python("-m", "tests.bench.photo", str(folder), str(photo))
-    found = json.loads(ran.lines[-1])
-    assert found["prompt_tokens"] > 64
-    assert found["process_bytes"] < 20 * 24_000_000
-    assert found["array_bytes"] < 64 << 20
+    content = json.loads(ran.lines[-1])
+    assert content["prompt_tokens"] > 64
+    assert content["process_bytes"] < 20 * 24_000_000
+    assert content["array_bytes"] < 64 << 20

@@ -139,15 +139,15 @@ def test_the_command_fails_where_a_request_failed(server: Scripted) -> None:
 
 def test_a_request_can_be_broken_off(server: Scripted) -> None:
     server.fails = {0: "hangs"}
-    client, found = ChatClient(server.url, timeout_s=60), []
-    thread = threading.Thread(target=lambda: found.append(client.chat({"model": "only"})))
+    client, collected = ChatClient(server.url, timeout_s=60), []
+    thread = threading.Thread(target=lambda: collected.append(client.chat({"model": "only"})))
     thread.start()
     assert server.hangs.wait(LIMIT_S)
     client.hang_up()
     thread.join(LIMIT_S)
     server.goes_on.set()
     assert not thread.is_alive()
-    assert found[0].error is not None
+    assert collected[0].error is not None
 
 
 def test_where_nothing_listens_one_line_says_so(server: Scripted) -> None:

@@ -41,7 +41,7 @@ def test_a_cell_is_made_of_medians_over_runs() -> None:
         cell = speed.measure(token_times, llm.tokenizer, 12, 2, tokens=5, runs=3)
     assert cell.prompt_tokens_per_s == pytest.approx(2 * 12 / 2.0)
     assert (cell.first_token_s, cell.generation_tokens_per_s) == (2.0, 2.0)
-    prompts = [ids for each in asked for ids in each]
+    prompts = [ids for question in asked for ids in question]
     assert {len(ids) for ids in prompts} == {12}
     assert len({tuple(ids[:8]) for ids in prompts}) == 6, "a shared prefix would be reused"
 
@@ -66,8 +66,8 @@ def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path
         before=speed.read_saved(saved),
     )
     check(report)
-    [own, beside] = report.tables
-    assert [row[0] for row in own.rows] == ["8 x 1", "8 x 4"]
+    [rates, beside] = report.tables
+    assert [row[0] for row in rates.rows] == ["8 x 1", "8 x 4"]
     assert [row[0] for row in beside.rows] == ["8 x 1"], "what both have"
 
 

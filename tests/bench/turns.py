@@ -25,18 +25,18 @@ def in_turn(
         turns: how many pairs.
         warm: measure each once more before, which loads and compiles and does not count.
     """
-    found: dict[str, list[Figures]] = {side: [] for side in sides}
+    by_name: dict[str, list[Figures]] = {side: [] for side in sides}
     if warm:
         for measure in sides.values():
             measure(-1)
     for turn in range(turns):
         for side in list(sides)[:: -1 if turn % 2 else 1]:
-            found[side].append(sides[side](turn))
-    return found
+            by_name[side].append(sides[side](turn))
+    return by_name
 
 
 def cells(
-    found: Mapping[str, Sequence[Figures]], name: str, form: str = ",.0f", *, higher: bool = True
+    figures: Mapping[str, Sequence[Figures]], name: str, form: str = ",.0f", *, higher: bool = True
 ) -> list[str]:
     """Return the cells of a row: both medians, the median ratio of the pairs, and its range.
 
@@ -46,7 +46,7 @@ def cells(
         form: how a value is written.
         higher: whether a higher value is better.
     """
-    sides = [[run[name] for run in runs] for runs in found.values()]
+    sides = [[run[name] for run in runs] for runs in figures.values()]
     middles = [format(statistics.median(values), form) for values in sides]
     if len(sides) == 1:
         low, high = min(sides[0]), max(sides[0])

@@ -33,13 +33,15 @@ def line(number: int, body: Any = None, **fields: Any) -> dict[str, Any]:
 
 
 def as_file(lines: list[Any]) -> bytes:
-    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def answers_in(path: Path) -> dict[str, Any]:
-    lines = [json.loads(each) for each in path.read_bytes().splitlines()]
-    assert len({each["custom_id"] for each in lines}) == len(lines), "a line is there twice"
-    return {each["custom_id"]: each for each in lines}
+    lines = [json.loads(splitline) for splitline in path.read_bytes().splitlines()]
+    assert len({splitline["custom_id"] for splitline in lines}) == len(lines), (
+        "a line is there twice"
+    )
+    return {splitline["custom_id"]: splitline for splitline in lines}
 
 
 def answer(custom_id: str, status: int = 200) -> BatchAnswer:
@@ -55,9 +57,9 @@ def test_answers_and_errors_go_to_their_files_and_a_second_run_goes_on(tmp_path:
     outcome = CliRunner().invoke(command, [str(given), str(output)])
     assert isinstance(outcome.exception, MlxinferError)
     assert "1 request failed" in str(outcome.exception)
-    found = answers_in(output)
-    assert found.keys() == {"row 1", "row 3"}
-    response = found["row 1"]["response"]
+    answers = answers_in(output)
+    assert answers.keys() == {"row 1", "row 3"}
+    response = answers["row 1"]["response"]
     assert (response["status_code"], response["body"]["object"]) == (200, "chat.completion")
     (failed,) = answers_in(tmp_path / "out.errors.jsonl").values()
     assert failed["response"]["status_code"] == 400
@@ -99,7 +101,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
                 file.write(b'{"id":"batch_req_1","custom_id":"row 7"'[: rng.randint(1, 40)])
     last = subprocess.run(argv, capture_output=True, timeout=120, check=False)
     assert last.returncode == 0, last.stderr.decode()
-    assert answers_in(output).keys() == {each["custom_id"] for each in lines}
+    assert answers_in(output).keys() == {item["custom_id"] for item in lines}
 
 
 def test_a_file_of_answers_is_read_again(tmp_path: Path) -> None:
@@ -168,4 +170,4 @@ def test_empty_lines_and_the_mark_of_utf8_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(codecs.BOM_UTF8 + as_file([line(1), line(2)]).replace(b"\n", b"\r\n\r\n"))
     assert check_lines(path) == 2
-    assert [each.custom_id for each in lines_of(path)] == ["row 1", "row 2"]
+    assert [item.custom_id for item in lines_of(path)] == ["row 1", "row 2"]

@@ -27,25 +27,25 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     def odd_check() -> Check:
         raise RuntimeError("boom")
 
-    found = examine(odd_check)
-    assert (found.name, found.status) == ("odd check", FAIL)
-    assert "RuntimeError: boom" in found.detail
+    check = examine(odd_check)
+    assert (check.name, check.status) == ("odd check", FAIL)
+    assert "RuntimeError: boom" in check.detail
 
 
 def test_a_file_that_cannot_be_read_is_no_bug() -> None:
     def token() -> Check:
         raise NotADirectoryError(20, "Not a directory", "/x/token")
 
-    found = examine(token)
-    assert (found.status, found.detail) == (FAIL, "[Errno 20] Not a directory: '/x/token'")
-    assert "report" not in found.advice
+    check = examine(token)
+    assert (check.status, check.detail) == (FAIL, "[Errno 20] Not a directory: '/x/token'")
+    assert "report" not in check.advice
 
 
 def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
     for check in doctor.CHECKS:
-        found = check()
-        assert found.detail
-        assert found.status in (OK, WARN, FAIL)
+        result = check()
+        assert result.detail
+        assert result.status in (OK, WARN, FAIL)
 
 
 def test_a_gpu_is_named_with_the_limits_of_its_command_buffers(
@@ -55,15 +55,15 @@ def test_a_gpu_is_named_with_the_limits_of_its_command_buffers(
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M9"})
     monkeypatch.setenv(OPERATIONS_VARIABLE, "20")
     monkeypatch.delenv(BUFFER_VARIABLE, raising=False)
-    found = doctor.metal()
-    assert found.status == OK
-    assert found.detail == "Apple M9, command buffers of 40 to 50 Mi elements, 20 operations"
+    result = doctor.metal()
+    assert result.status == OK
+    assert result.detail == "Apple M9, command buffers of 40 to 50 Mi elements, 20 operations"
 
 
 def test_generation_needs_tokens(fake: FakeLLM) -> None:
-    found = doctor.generation()
-    assert found.status == OK
-    assert "4 tokens of the demo model, 12 tok/s" in found.detail
+    result = doctor.generation()
+    assert result.status == OK
+    assert "4 tokens of the demo model, 12 tok/s" in result.detail
 
 
 def test_the_token_is_never_shown(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_the_token_is_never_shown(cache: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_interrupted_downloads_are_found(standin: StandIn, outcome: Any) -> None:
     standin.faults.cut_after = [1000] + [0] * 20
     outcome("pull", "org/tiny")
-    found = doctor.cache()
-    assert found.status == WARN
-    assert "incomplete: org/tiny" in found.detail
+    result = doctor.cache()
+    assert result.status == WARN
+    assert "incomplete: org/tiny" in result.detail
 
 
 def test_gpu_memory_limit_leaves_room_for_the_system() -> None:

@@ -66,7 +66,7 @@ def options_of(
     command: click.Command, path: str = "mlxinfer"
 ) -> Iterator[tuple[str, click.Option]]:
     """(command, option) of a command and all below it."""
-    yield from ((path, each) for each in command.params if isinstance(each, click.Option))
+    yield from ((path, param) for param in command.params if isinstance(param, click.Option))
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
@@ -76,7 +76,7 @@ def options_of(
 
 
 def test_every_option_says_what_it_does() -> None:
-    silent = [f"{path} {each.opts[0]}" for path, each in options_of(cli) if not each.help]
+    silent = [f"{path} {item.opts[0]}" for path, item in options_of(cli) if not item.help]
     assert silent == []
 
 
@@ -109,12 +109,12 @@ def test_a_value_that_serve_cannot_take_is_wrong_usage(
 def test_serve_has_few_flags_and_the_others_are_documented() -> None:
     serve = cli.get_command(click.Context(cli), "serve")
     assert serve is not None
-    files = [each for each in serve.params if isinstance(each, FileOption)]
-    assert len([each for each in serve.params if not getattr(each, "hidden", False)]) <= 36
+    files = [file for file in serve.params if isinstance(file, FileOption)]
+    assert len([file for file in serve.params if not getattr(file, "hidden", False)]) <= 36
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     table = text[text.index("options have no flag") :]
-    for each in files:
-        assert f"`{each.opts[0].removeprefix('--')}`" in table
+    for file in files:
+        assert f"`{file.opts[0].removeprefix('--')}`" in table
 
 
 LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}'

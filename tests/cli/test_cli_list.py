@@ -15,26 +15,26 @@ from mlxinfer.memory.suggestions import TASKS, suggestions
 
 
 def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> None:
-    found = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)
-    sizes = [model["weights_bytes"] for model in found["models"]]
+    content = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)
+    sizes = [model["weights_bytes"] for model in content["models"]]
     assert sizes == sorted(sizes, reverse=True)
-    assert all(size < found["limit_bytes"] for size in sizes)
-    assert found["models"][0]["get"] == f"mlxinfer pull {found['models'][0]['name']}"
+    assert all(size < content["limit_bytes"] for size in sizes)
+    assert content["models"][0]["get"] == f"mlxinfer pull {content['models'][0]['name']}"
     larger = json.loads(outcome("suggest", "--memory", "96GB", "--json").out)["models"]
-    assert len(larger) > len(found["models"])
+    assert len(larger) > len(content["models"])
     code = json.loads(outcome("suggest", "--memory", "96GB", "--for", "code", "--json").out)
     assert {"code"} == {"code"}.intersection(*[model["tasks"] for model in code["models"]])
-    [pick] = [model["name"] for model in found["models"] if model["pick"]]
+    [pick] = [model["name"] for model in content["models"] if model["pick"]]
     assert pick == "mlx-community/gpt-oss-20b-MXFP4-Q8"  # the largest leaves no room
     assert f"Best balance of quality and room: {pick}" in outcome("suggest", "--memory", "24GB").out
     assert outcome("suggest", "--memory", "100MB").code == 1
 
 
 def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:
-    for each in suggestions():
-        assert each.source.startswith("https://huggingface.co/")
-        assert set(each.tasks) <= set(TASKS)
-        assert each.bytes_at(8192) > each.bytes
+    for suggestion in suggestions():
+        assert suggestion.source.startswith("https://huggingface.co/")
+        assert set(suggestion.tasks) <= set(TASKS)
+        assert suggestion.bytes_at(8192) > suggestion.bytes
 
 
 def test_a_model_has_one_size_everywhere(
@@ -65,8 +65,11 @@ def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
 ) -> None:
     for name in ("HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-    studio, own = tmp_path / ".lmstudio/models/mlx-community/My Tiny", tmp_path / "disk/Other"
-    for folder in (studio, own):
+    studio, folder_of_user = (
+        tmp_path / ".lmstudio/models/mlx-community/My Tiny",
+        tmp_path / "disk/Other",
+    )
+    for folder in (studio, folder_of_user):
         folder.mkdir(parents=True)
         for file in ("config.json", "tokenizer.json", "model.safetensors"):
             (folder / file).write_text("{}")
@@ -78,8 +81,8 @@ def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:ab"}
     manifest.write_text(json.dumps({"layers": [{"mediaType": "other"}, layer]}))
     seen = json.loads(outcome("list", "--folder", str(tmp_path / "disk"), "--json").out)
-    found = {m["name"]: m["source"] for m in seen["models"] if m["source"] != "bundled"}
-    assert found == {str(own): "folder", str(studio): "lm studio"}
+    by_name = {m["name"]: m["source"] for m in seen["models"] if m["source"] != "bundled"}
+    assert by_name == {str(folder_of_user): "folder", str(studio): "lm studio"}
     assert [m["name"] for m in seen["gguf"]] == ["org/Big/big-00001-of-00002.gguf", "llama:8b"]
     assert seen["gguf"][1]["convert"] == f"mlxinfer convert {blob} llama-8b"
     shown = outcome("list").out
@@ -112,8 +115,8 @@ def test_a_model_that_cannot_be_read_is_listed_with_the_reason(
     (here / "snapshots/c/config.json").write_text(config)
     elsewhere = tmp_path / "folder/model"
     shutil.copytree(here / "snapshots/c", elsewhere)
-    found = outcome("list", "--folder", str(elsewhere.parent), "--json").out
-    broken = [each for each in json.loads(found)["models"] if each.get("problem")]
-    assert [each["name"] for each in broken] == ["org/broken", str(elsewhere)]
-    assert {each["problem"] for each in broken} == {why}
+    result = outcome("list", "--folder", str(elsewhere.parent), "--json").out
+    broken = [model for model in json.loads(result)["models"] if model.get("problem")]
+    assert [model["name"] for model in broken] == ["org/broken", str(elsewhere)]
+    assert {model["problem"] for model in broken} == {why}
     assert f"cannot be read: {why}" in outcome("list").out

@@ -44,8 +44,8 @@ def test_the_bundled_model_answers_and_doctor_finds_it_well(tmp_path: Path) -> N
     )
     assert (answer.returncode, answer.stderr) == (report.returncode, report.stderr) == (0, "")
     assert len(answer.stdout.split()) > 3
-    found = {check["name"]: check["status"] for check in json.loads(report.stdout)["checks"]}
-    assert found["demo model"] == found["generation"] == "ok"
+    by_name = {check["name"]: check["status"] for check in json.loads(report.stdout)["checks"]}
+    assert by_name["demo model"] == by_name["generation"] == "ok"
 
 
 def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
@@ -74,8 +74,8 @@ def test_refusing_a_model_of_mlx_lm_ends_with_its_own_code(model: str, tmp_path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v41"}))
     done = [finished("run", "-m", str(folder), "hi") for _ in range(8)]
-    assert [each.returncode for each in done] == [1] * 8
-    assert all(each.stderr.startswith("error: ") for each in done)
+    assert [run.returncode for run in done] == [1] * 8
+    assert all(run.stderr.startswith("error: ") for run in done)
 
 
 def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:

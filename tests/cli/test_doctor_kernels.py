@@ -118,8 +118,8 @@ def test_without_metal_nothing_is_run(outcome: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"bitmask dtype=float16 #1": Verdict("wrong"), "sample #2": Verdict("ok")}
-    check = judge_kernels(found)
+    result = {"bitmask dtype=float16 #1": Verdict("wrong"), "sample #2": Verdict("ok")}
+    check = judge_kernels(result)
     assert (check.status, check.advice) == (WARN, "mlxinfer doctor --kernels")
     assert "1 of 2: bitmask (wrong)" in check.detail
     assert judge_kernels({"sample #2": Verdict("ok")}).status == OK

@@ -102,9 +102,9 @@ def test_a_part_that_fails_is_an_entry_and_the_others_go_on(
     assert outcome("doctor", "--report", str(path), "-m", "demo-draft").code == 1
     text = path.read_text()
     parts = json.loads(text)["parts"]
-    found = {name: entry["status"] for name, entry in parts.items()}
+    by_name = {name: entry["status"] for name, entry in parts.items()}
     fine = dict.fromkeys(("machine", "speed of demo-draft", "soak"), "ok")
-    assert found == {**fine, "kernels": "fail", "tokens": "error"}
+    assert by_name == {**fine, "kernels": "fail", "tokens": "error"}
     assert "in broken" in parts["tokens"]["traceback"]
     rows = parts["kernels"]["data"]["kernels"]
     assert [row["status"] for row in rows] == ["failed", "failed"]
@@ -175,10 +175,10 @@ def test_the_first_difference_is_told_with_its_probabilities() -> None:
     with LLM("demo", speculate="off") as llm:
         plain = list(llm.generate("Once upon a time", max_tokens=6, ignore_eos=True).token_ids)
         other = [*plain[:3], plain[3] + 1, *plain[4:]]
-        found = _report._first_difference(llm, "Once upon a time", other, plain)
-    assert found is not None
-    assert (found["step"], found["tokens"]) == (3, [plain[3] + 1, plain[3]])
-    assert found["most_probable"][0][0] == plain[3]
+        difference = _report._first_difference(llm, "Once upon a time", other, plain)
+    assert difference is not None
+    assert (difference["step"], difference["tokens"]) == (3, [plain[3] + 1, plain[3]])
+    assert difference["most_probable"][0][0] == plain[3]
 
 
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,9 @@ convert(source, out, shard_bytes=20_000, run={{"resume": True}})
 
 def history_of(folder: Path, stored: int) -> None:
     history = History(folder / "h.db")
-    found = history.branch("", "conversation")
-    assert len(found) > stored
-    assert [m.content for m in found] == [f"{number} " * 50 for number in range(len(found))]
+    messages = history.branch("", "conversation")
+    assert len(messages) > stored
+    assert [m.content for m in messages] == [f"{number} " * 50 for number in range(len(messages))]
     with history._file.use() as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     assert history.search("", f"{stored} {stored}", limit=1000)

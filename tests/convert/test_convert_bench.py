@@ -36,19 +36,19 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_target_of_four_and_a_half_bits_beats_uniform_four(tmp_path: Path) -> None:
-    found = {(r["converter"], r["label"]): r for r in bench("--small")["recipes"]}
-    ours = found["mlxinfer", "--target-bpw 4.5"]
-    theirs = found["mlx-lm", "4 bits, group 64"]
+    by_name = {(r["converter"], r["label"]): r for r in bench("--small")["recipes"]}
+    ours = by_name["mlxinfer", "--target-bpw 4.5"]
+    theirs = by_name["mlx-lm", "4 bits, group 64"]
     assert ours["bits_per_weight"] <= theirs["bits_per_weight"]
     assert ours["kl_mean"] < 0.7 * theirs["kl_mean"]
-    searched, minmax = found["mlxinfer", "4bit"], found["mlxinfer", "4bit --fast"]
+    searched, minmax = by_name["mlxinfer", "4bit"], by_name["mlxinfer", "4bit --fast"]
     assert searched["kl_mean"] < minmax["kl_mean"]
 
 
 @pytest.mark.slow
 def test_large_checkpoints_take_little_memory() -> None:
-    found = bench("--synthetic", "300MB")["conversions"]
-    assert [each["label"] for each in found] == ["dense", "mixture of experts"]
-    for each in found:
-        assert each["fast"]["peak_bytes"] <= 0.4 * each["theirs"]["peak_bytes"]
-        assert each["searched"]["peak_bytes"] <= 0.4 * each["theirs"]["peak_bytes"]
+    costs = bench("--synthetic", "300MB")["conversions"]
+    assert [item["label"] for item in costs] == ["dense", "mixture of experts"]
+    for item in costs:
+        assert item["fast"]["peak_bytes"] <= 0.4 * item["theirs"]["peak_bytes"]
+        assert item["searched"]["peak_bytes"] <= 0.4 * item["theirs"]["peak_bytes"]

@@ -239,7 +239,7 @@ def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(
 ) -> None:
     """Limits that no format meets: what rounding to the nearest reaches is the limit then."""
     monkeypatch.setattr("mlxinfer.convert.run.limits_for", lambda bits: (0.0, 1.0))
-    found = {
+    result = {
         "sound": convert(
             source, tmp_path / "sound", recipe, compares=True, check_text=TEXT, searched=False
         )
@@ -249,13 +249,13 @@ def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(
     table = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
     mx.save_safetensors(str(turned / "model.safetensors"), {**tensors, table: tensors[table][::-1]})
     monkeypatch.setattr("mlxinfer.convert.run.open_folder", lambda folder: open_folder(turned))
-    found["broken"] = convert(
+    result["broken"] = convert(
         source, tmp_path / "broken", recipe, compares=True, check_text=TEXT, searched=False
     )
-    sound = found["sound"].logits
+    sound = result["sound"].logits
     if recipe == "bf16":
         assert all(check.max_kl < 1e-4 for check in sound)  # nothing is rounded
     else:
-        assert found["sound"].passed
+        assert result["sound"].passed
         assert all(0.5 * check.max_kl < check.kl_mean for check in sound)
-    assert not found["broken"].passed
+    assert not result["broken"].passed

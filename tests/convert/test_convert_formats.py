@@ -42,12 +42,12 @@ KINDS = {
 def test_gguf_codes_are_kept_and_norms_do_not_widen_the_model(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", KINDS)
     report = convert(source, tmp_path / "out", "keep")
-    found = {t["name"]: (t["format"], t["status"]) for t in report.tensors}
+    actual = {t["name"]: (t["format"], t["status"]) for t in report.tensors}
     layers = "model.layers."
-    assert found[f"{layers}0.self_attn.q_proj.weight"] == ("4bit-g32", "exact")
-    assert found[f"{layers}0.mlp.up_proj.weight"] == ("8bit-g32", "exact")
-    assert found[f"{layers}1.mlp.gate_proj.weight"] == ("5bit-g32", "exact")
-    assert found[f"{layers}2.self_attn.v_proj.weight"] == ("mxfp4", "exact")
+    assert actual[f"{layers}0.self_attn.q_proj.weight"] == ("4bit-g32", "exact")
+    assert actual[f"{layers}0.mlp.up_proj.weight"] == ("8bit-g32", "exact")
+    assert actual[f"{layers}1.mlp.gate_proj.weight"] == ("5bit-g32", "exact")
+    assert actual[f"{layers}2.self_attn.v_proj.weight"] == ("mxfp4", "exact")
     header = ShardReader(tmp_path / "out" / "model.safetensors").tensors
     model_dtype = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
     assert header["model.norm.weight"].dtype == model_dtype[open_source(source).dtype]
@@ -154,15 +154,17 @@ def test_without_a_tokenizer_it_is_said_what_to_do(tmp_path: Path) -> None:
 
 def test_a_format_that_is_asked_for_is_copied_and_others_are_not(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", KINDS)
-    found = {t["name"]: t["status"] for t in convert(source, tmp_path / "out", "4bit-g32").tensors}
-    assert found["model.layers.0.self_attn.q_proj.weight"] == "exact"  # Q4_0 is 4bit-g32
-    assert found["model.layers.0.mlp.up_proj.weight"] == "requantised"
+    by_name = {
+        t["name"]: t["status"] for t in convert(source, tmp_path / "out", "4bit-g32").tensors
+    }
+    assert by_name["model.layers.0.self_attn.q_proj.weight"] == "exact"  # Q4_0 is 4bit-g32
+    assert by_name["model.layers.0.mlp.up_proj.weight"] == "requantised"
     noted = convert(source, tmp_path / "again", "mxfp4").notes
     assert any("already (Q4_0, Q8_0, Q5_1)" in note for note in noted)
     kept = convert(source, tmp_path / "kept", "keep", overrides=("up_proj=4bit-g32",))
-    found = {t["name"]: t["format"] for t in kept.tensors}
-    assert found["model.layers.0.mlp.up_proj.weight"] == "4bit-g32"
-    assert found["model.layers.1.mlp.gate_proj.weight"] == "5bit-g32"
+    by_name = {t["name"]: t["format"] for t in kept.tensors}
+    assert by_name["model.layers.0.mlp.up_proj.weight"] == "4bit-g32"
+    assert by_name["model.layers.1.mlp.gate_proj.weight"] == "5bit-g32"
 
 
 @pytest.mark.parametrize("recipe", ["keep", "bf16", "mxfp4"])

@@ -259,8 +259,8 @@ def test_every_format_loads_in_both(tmp_path: Path, recipe: str) -> None:
 def test_gpt_oss_is_taken_apart_as_mlx_lm_does(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "gpt_oss-v4")
     convert(source, tmp_path / "out", "8bit-g32")
-    found = ShardReader(tmp_path / "out" / "model.safetensors").tensors
-    experts = {name.rpartition("experts.")[2] for name in found if "experts." in name}
+    actual = ShardReader(tmp_path / "out" / "model.safetensors").tensors
+    experts = {name.rpartition("experts.")[2] for name in actual if "experts." in name}
     assert {"gate_proj.scales", "up_proj.bias", "down_proj.weight"} <= experts
     plain = by_mlxinfer(source)
     assert np.abs(by_mlxinfer(tmp_path / "out") - plain).max() < 0.2 * plain.std()
@@ -415,7 +415,7 @@ def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
     assert {step.partition(" ")[0] for step in seen} == phases | {"tokenizer", "write"}
     for step, events in seen.items():
         totals = {total for _, total in events}
-        done = [each for each, _ in events]
+        done = [event for event, _ in events]
         assert len(totals) == 1, step
         assert done == sorted(done), step
         assert (done[0], done[-1]) == (0, totals.pop()), step

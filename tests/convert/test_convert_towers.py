@@ -32,8 +32,8 @@ def seeing(folder: Path, name: str, without: str | None = None) -> Path:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
 
 
 @pytest.mark.parametrize("name", ALL_PICTURE_CASES)
@@ -56,8 +56,8 @@ def test_a_tower_stays_as_it_is_unless_it_is_asked_for(name: str, tmp_path: Path
     source = seeing(tmp_path / "source", name)
     convert(source, tmp_path / "4", "4bit-g32")
     expected = features(load(source), name)
-    found = features(load(tmp_path / "4"), name)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    actual = features(load(tmp_path / "4"), name)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert read(tmp_path / "4")["quantization"]["bits"] == 4
 
 

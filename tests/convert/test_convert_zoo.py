@@ -34,7 +34,7 @@ def write_zoo(folder: Path, kind: str, dtype: mx.Dtype = mx.bfloat16) -> Path:
         named = f"transformer.{name}" if kind == "gpt2" else name
         if kind == "olmoe" and ".switch_mlp." in name:
             of_one = named.replace("switch_mlp", "experts.{}")
-            tensors |= {of_one.format(i): each for i, each in enumerate(tensor)}
+            tensors |= {of_one.format(i): item for i, item in enumerate(tensor)}
         else:
             tensors[named] = tensor
     folder.mkdir()

@@ -94,11 +94,11 @@ def test_rows_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("rows", [1, 63, 256, 640, 1000, 1638, 262_144])
 def test_few_rows_are_filled_up(rows: int, in_dims: int) -> None:
     """A matrix is hardly more work than its numbers; blocks of it are no larger than the usual."""
-    each = rows_at_once(rows, in_dims)
-    filled = -(-rows // each) * each
-    assert filled - rows < 64 * (filled // each)
-    assert each <= 1024
-    assert each * in_dims <= MAX_BLOCK or each <= 128
+    item = rows_at_once(rows, in_dims)
+    filled = -(-rows // item) * item
+    assert filled - rows < 64 * (filled // item)
+    assert item <= 1024
+    assert item * in_dims <= MAX_BLOCK or item <= 128
 
 
 def test_blocks_of_inputs_are_matrices_of_their_own() -> None:
@@ -136,9 +136,13 @@ def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
     experts[experts[:, 0] == experts[:, 1], 1] = 4
     seen.see(["gate", "up"], mx.array(x)[:, None, None], mx.array(experts))
     for expert in range(3):
-        own = x[(experts == expert).any(axis=1)]
+        token_inputs = x[(experts == expert).any(axis=1)]
         expected = make_feedback(
-            [own[:, :16].T @ own[:, :16], own[:, 16:].T @ own[:, 16:]], len(own)
+            [
+                token_inputs[:, :16].T @ token_inputs[:, :16],
+                token_inputs[:, 16:].T @ token_inputs[:, 16:],
+            ],
+            len(token_inputs),
         )
         made = seen.statistics("up", 4).feedbacks[expert]
         assert made is seen.statistics("gate", 4).feedbacks[expert]

@@ -62,9 +62,9 @@ def test_what_was_quantised_is_again_in_its_own_format(tmp_path: Path) -> None:
     drawn = draw(dense_tensors(base), 1, dora=True)
     out = fuse(base, write_mlx(tmp_path / "a", drawn), tmp_path / "out")
     merged = dict(mx.load(str(merge(base, drawn, tmp_path / "merged") / "model.safetensors")))
-    found = dict(mx.load(str(next(out.glob("*.safetensors")))))
+    actual = dict(mx.load(str(next(out.glob("*.safetensors")))))
     for path in drawn.a:
-        packed = [found[f"{path}.{part}"] for part in ("weight", "scales", "biases")]
+        packed = [actual[f"{path}.{part}"] for part in ("weight", "scales", "biases")]
         again = mx.quantize(merged[f"{path}.weight"], **QUANTIZED)
         ours, theirs = (mx.dequantize(*parts, **QUANTIZED) for parts in (packed, again))
         assert float(mx.abs(ours - theirs).max()) < 0.02 * float(mx.abs(theirs).max())
@@ -72,7 +72,7 @@ def test_what_was_quantised_is_again_in_its_own_format(tmp_path: Path) -> None:
         f"Of what it changes, {len(drawn.a)} quantised tensors" in (out / "README.md").read_text()
     )
     untouched = "model.embed_tokens.weight"
-    assert mx.array_equal(found[untouched], mx.load(str(base / "model.safetensors"))[untouched])
+    assert mx.array_equal(actual[untouched], mx.load(str(base / "model.safetensors"))[untouched])
 
 
 def test_experts_of_peft_parameters_are_fused(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_rounding_leaves_of_a_change_is_said_in_figures(
     touched = [name for name in source.tensors if source.tensors[name].lossless is not None]
     before = open_source(base)
     pairs = [
-        tuple(np.array(each.read(name).astype(mx.float32)) for each in (before, plain, source))
+        tuple(np.array(item.read(name).astype(mx.float32)) for item in (before, plain, source))
         for name in touched
         if plain.tensors[name].lossless is None
     ]
@@ -171,9 +171,9 @@ def test_what_rounding_leaves_of_a_change_is_said_in_figures(
     share = float(changes @ left / (changes @ changes))
     error = float(np.linalg.norm(left - changes) / np.linalg.norm(changes))
     (said,) = [note for note in source.notes if "of the change is left" in note]
-    found = [int(each) for each in re.findall(r"(-?\d+)%", said)]
-    assert abs(found[0] - 100 * share) <= 0.02 * max(100, 100 * abs(share))
-    assert abs(found[1] - 100 * error) <= 0.03 * max(100, 100 * error)
+    actual = [int(item) for item in re.findall(r"(-?\d+)%", said)]
+    assert abs(actual[0] - 100 * share) <= 0.02 * max(100, 100 * abs(share))
+    assert abs(actual[1] - 100 * error) <= 0.03 * max(100, 100 * error)
     assert ("too little" in said) == (share < 0.8 or error > 0.5)
     assert ("--bits 8" in said) == ("too little" in said)
 
@@ -204,13 +204,13 @@ def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_learned_of_the_token_table_is_merged_into_it(tmp_path: Path, tied: bool) -> None:
     base = tiny_checkpoint(tmp_path / "base", "gemma3_text-v4" if tied else "qwen3-v4")
-    (name,) = [each for each in mx.load(str(base / "model.safetensors")) if "embed_tokens" in each]
+    (name,) = [item for item in mx.load(str(base / "model.safetensors")) if "embed_tokens" in item]
     table = np.array(mx.load(str(base / "model.safetensors"))[name].astype(mx.float32))
     drawn = draw({"model.embed_tokens.weight": mx.array(table.T)}, 1, pattern="embed")
     adapter = write_mlx(tmp_path / "a", drawn)
     source = fused(open_source(base), read_adapter(adapter), dense=False)
-    found = np.array(source.read("model.embed_tokens.weight").astype(mx.float32))
-    a, b = (np.array(each["model.embed_tokens"]) for each in (drawn.a, drawn.b))
+    actual = np.array(source.read("model.embed_tokens.weight").astype(mx.float32))
+    a, b = (np.array(item["model.embed_tokens"]) for item in (drawn.a, drawn.b))
     wanted = table + drawn.scale * (b @ a).T
-    assert np.abs(found - wanted).max() < 1e-2 * np.abs(wanted).max()
-    assert np.abs(found - table).max() > 0.1 * np.abs(table).max()
+    assert np.abs(actual - wanted).max() < 1e-2 * np.abs(wanted).max()
+    assert np.abs(actual - table).max() > 0.1 * np.abs(table).max()

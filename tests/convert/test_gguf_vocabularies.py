@@ -36,8 +36,8 @@ def test_a_vocabulary_gives_the_expected_tokens(name: str) -> None:
     texts = path.with_name(f"{name}.gguf.inp").read_bytes().decode().split(BETWEEN)
     expected = path.with_name(f"{name}.gguf.out").read_text().split("\n")
     pairs = list(zip(texts, expected, strict=False))
-    found = [tokenizer.encode(text, add_special_tokens=False).ids for text, _ in pairs]
-    wrong = [text for (text, ids), made in zip(pairs, found, strict=True)
-             if made != [int(each) for each in ids.split()]]  # fmt: skip
+    actual = [tokenizer.encode(text, add_special_tokens=False).ids for text, _ in pairs]
+    wrong = [text for (text, ids), made in zip(pairs, actual, strict=True)
+             if made != [int(item) for item in ids.split()]]  # fmt: skip
     assert len(pairs) > 40
     assert len(wrong) == DIFFERENT.get(name, 0), wrong

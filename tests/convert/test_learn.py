@@ -47,19 +47,21 @@ RECURRENT = pytest.param("qwen3_5_text-v4", marks=pytest.mark.slow)
 def test_codes_stay_and_outputs_come_closer(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[learn.LearnedLayer] = []
+    collected: list[learn.LearnedLayer] = []
     monkeypatch.setattr(
-        "mlxinfer.convert.run.summary", lambda layers: found.extend(layers) or "learned"
+        "mlxinfer.convert.run.summary", lambda layers: collected.extend(layers) or "learned"
     )
     source = write_source(tmp_path / "source", case)
     convert(source, tmp_path / "plain", "3bit-g32", **OPTIONS)
     report = convert(source, tmp_path / "out", "3bit-g32", learn_minutes=MINUTES, **OPTIONS)
     assert "learned" in report.notes
-    assert any(layer.kept for layer in found)
-    assert all(layer.after < layer.before if layer.kept else not layer.tensors for layer in found)
+    assert any(layer.kept for layer in collected)
+    assert all(
+        layer.after < layer.before if layer.kept else not layer.tensors for layer in collected
+    )
     plain, out = arrays(tmp_path / "plain"), arrays(tmp_path / "out")
     changed = {name for name in plain if not mx.array_equal(plain[name], out[name])}
-    kept = {name for layer in found for name in layer.tensors}
+    kept = {name for layer in collected for name in layer.tensors}
     assert {name.rpartition(".")[0] for name in changed} == {n.rpartition(".")[0] for n in kept}
     assert {name.rpartition(".")[2] for name in changed} == {"scales", "biases"}
     with LLM(str(tmp_path / "out")) as llm:

@@ -40,11 +40,11 @@ SEEING_FAR = {  # changes of configs, with which a token sees all of such a text
 def calibrated(folder: Path) -> dict[str, np.ndarray | None]:
     """The importance of each matrix; logits of the first of IDS are in the file "short"."""
     arranged, files = arrange(open_source(folder)), (folder / "short", folder / "long")
-    found = CalibrationPass(arranged, TEXTS, 0, calibrating=True, references=files)
+    result = CalibrationPass(arranged, TEXTS, 0, calibrating=True, references=files)
     last = arranged.config.num_layers
     outputs = sorted(arranged.outputs, key=lambda o: last if o.layer is None else o.layer)
-    importance = {output.path: found.of(output).importance for output in outputs}
-    found.write_references()
+    importance = {output.path: result.of(output).importance for output in outputs}
+    result.write_references()
     return importance
 
 
@@ -78,24 +78,26 @@ def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SEEING_FAR.get(case, {})))
     calibrated(folder)
-    found = np.fromfile(folder / "short", np.float32)
+    actual = np.fromfile(folder / "short", np.float32)
     expected = logits(folder, IDS[0])
-    assert np.abs(found.reshape(expected.shape) - expected).max() <= 1e-4 * max(1.0, expected.std())
+    assert np.abs(actual.reshape(expected.shape) - expected).max() <= 1e-4 * max(
+        1.0, expected.std()
+    )
 
 
 def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "m", "qwen3_moe-v4")
-    found = {path: known for path, known in calibrated(folder).items() if known is not None}
-    paths = set(found)
+    actual = {path: known for path, known in calibrated(folder).items() if known is not None}
+    paths = set(actual)
     assert {"model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.o_proj"} <= paths
-    assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.values())
+    assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in actual.values())
     streamed = StreamedModel(arrange(open_source(folder)))
     x = streamed.embed([token for ids in IDS for token in ids])
     weight = streamed.read_layer(0)["model.layers.0.input_layernorm.weight"]
     flowing = np.array(mx.fast.rms_norm(x, weight, streamed.config.rms_norm_eps))
     squares = (flowing**2).sum(axis=0)
     expected = squares / squares.mean()
-    assert found["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+    assert actual["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
 
 
 def whole(folder: Path) -> np.ndarray:
@@ -113,8 +115,8 @@ def test_costs_are_what_quantising_one_unit_does(
 ) -> None:
     """Against the same model with that one matrix changed in its file."""
     folder = write_source(tmp_path / "m", "llama-v4", dtype=mx.float32)
-    found = measured(folder, monkeypatch)
-    unit = next(u for u in found if name in u.outputs[0].path)
+    report = measured(folder, monkeypatch)
+    unit = next(u for u in report if name in u.outputs[0].path)
     path = unit.outputs[0].name
     tensors = mx.load(str(folder / "model.safetensors"))
     importance = None
@@ -129,14 +131,14 @@ def test_costs_are_what_quantising_one_unit_does(
 def test_errors_fall_with_bits_and_smaller_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = measured(write_source(tmp_path / "m", "llama-v4"), monkeypatch)
-    assert len(found) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
-    for unit in found:
+    report = measured(write_source(tmp_path / "m", "llama-v4"), monkeypatch)
+    assert len(report) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
+    for unit in report:
         costs = [unit.cost(affine(bits, 32)) for bits in (4, 5, 6, 8)]
         assert costs == sorted(costs, reverse=True)
         assert unit.cost(unit.probe) == pytest.approx(unit.kl)
         assert unit.cost(None) == 0
-    gates = [u for u in found if len(u.outputs) == 2]
+    gates = [u for u in report if len(u.outputs) == 2]
     assert len(gates) == 3
 
 
@@ -188,9 +190,9 @@ def test_a_large_vocabulary_is_compared_at_fewer_positions(vocab: int) -> None:
     texts = make_texts(
         "x" * 9000, None, plain_ids, sequences=1, max_context=9000, positions=positions
     )
-    found = sum(map(len, (*texts.short, *texts.long)))
-    assert positions / 2 < found <= positions
-    assert found * vocab <= max(MAX_COMPARED, LEAST_CHECKED * vocab)
+    result = sum(map(len, (*texts.short, *texts.long)))
+    assert positions / 2 < result <= positions
+    assert result * vocab <= max(MAX_COMPARED, LEAST_CHECKED * vocab)
 
 
 def plain_ids(text: str) -> list[int]:

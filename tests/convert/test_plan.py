@@ -36,26 +36,26 @@ def formats(made: ConversionPlan) -> dict[str, str]:
 
 def test_experts_are_stacked_and_routers_keep_eight_bits(tmp_path: Path) -> None:
     made = plan(write_source(tmp_path / "m", "qwen3_moe-v4"), "4bit")
-    found = formats(made)
+    forms = formats(made)
     shapes = {t.output.path: t.output.shape for t in made.tensors}
-    [router] = {v for k, v in found.items() if k.endswith("mlp.gate")}
+    [router] = {v for k, v in forms.items() if k.endswith("mlp.gate")}
     assert router == "8bit-g64"
     stacks = {k: v for k, v in shapes.items() if "switch_mlp" in k}
     assert stacks
     assert all(len(shape) == 3 for shape in stacks.values())
-    assert not any(".experts." in name for name in found)
-    downs = {v for k, v in found.items() if "switch_mlp.down_proj" in k}
+    assert not any(".experts." in name for name in forms)
+    downs = {v for k, v in forms.items() if "switch_mlp.down_proj" in k}
     assert downs == {"dense"}  # 40 inputs: no group fills a row
 
 
 def test_overrides_and_floors(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "m", "llama-v4")
-    found = formats(plan(folder, "2bit-g32", "lm_head=8bit", "layers.1=dense", "*.q_proj=3bit-g32"))
-    assert found["lm_head"] == "8bit-g64"
-    assert found["model.embed_tokens"] == "4bit-g64"  # never less
-    assert found["model.layers.0.self_attn.k_proj"] == "2bit-g32"
-    assert found["model.layers.1.mlp.up_proj"] == "dense"
-    assert found["model.layers.1.self_attn.q_proj"] == "3bit-g32"  # the last that matches
+    forms = formats(plan(folder, "2bit-g32", "lm_head=8bit", "layers.1=dense", "*.q_proj=3bit-g32"))
+    assert forms["lm_head"] == "8bit-g64"
+    assert forms["model.embed_tokens"] == "4bit-g64"  # never less
+    assert forms["model.layers.0.self_attn.k_proj"] == "2bit-g32"
+    assert forms["model.layers.1.mlp.up_proj"] == "dense"
+    assert forms["model.layers.1.self_attn.q_proj"] == "3bit-g32"  # the last that matches
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def by_mlx(values: np.ndarray, form) -> np.ndarray:
 def test_mlx_reads_packed_codes(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 128)).astype(np.uint8)
     ones, zeros = mx.ones((5, 4)), mx.zeros((5, 4))
-    found = mx.dequantize(mx.array(pack(codes, bits)), ones, zeros, 32, bits)
-    assert np.array_equal(np.array(found), codes)
+    actual = mx.dequantize(mx.array(pack(codes, bits)), ones, zeros, 32, bits)
+    assert np.array_equal(np.array(actual), codes)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
@@ -42,8 +42,8 @@ def test_error_is_what_mlx_reads_back_and_less_than_mlx_makes(form) -> None:
     values = matrix()
     method = QuantisationMethod(form, "bfloat16")
     rows, error = quantise(values, method)
-    found = compare(np.array(unpacked(rows, method)), values)
-    assert found.squares == pytest.approx(error.squares, rel=1e-4)
+    errors = compare(np.array(unpacked(rows, method)), values)
+    assert errors.squares == pytest.approx(error.squares, rel=1e-4)
     theirs = compare(by_mlx(values, form), values)
     assert error.squares <= theirs.squares * (1 + 1e-6)
     if form.mode == "affine":
@@ -89,11 +89,11 @@ def test_importance_moves_the_error_to_where_it_does_not_matter() -> None:
     form = affine(3, 64)
     _, plain = quantise(values, QuantisationMethod(form, "bfloat16"))
     rows, weighted = quantise(values, QuantisationMethod(form, "bfloat16", importance=importance))
-    found = np.array(unpacked(rows, QuantisationMethod(form, "bfloat16")))
+    actual = np.array(unpacked(rows, QuantisationMethod(form, "bfloat16")))
     without = np.array(unpacked(quantise(values, QuantisationMethod(form, "bfloat16"))[0],
                                 QuantisationMethod(form, "bfloat16")))  # fmt: skip
     assert (
-        compare(found, values, importance).weighted
+        compare(actual, values, importance).weighted
         < 0.95 * compare(without, values, importance).weighted
     )
     assert weighted.squares > plain.squares
@@ -105,11 +105,11 @@ def test_constant_rows(form) -> None:
     for value in (0.0, 1.0, -3e-5, 3e4):
         values = np.full((2, 128), value, np.float32)
         rows, error = quantise(values, method)
-        found = np.array(unpacked(rows, method))
-        assert np.isfinite(found).all(), value
+        actual = np.array(unpacked(rows, method))
+        assert np.isfinite(actual).all(), value
         if form.mode == "affine":
-            assert np.abs(found - rounded(values, "bfloat16")).max() <= abs(value) / 128
-        off = np.abs(found - values).max()
+            assert np.abs(actual - rounded(values, "bfloat16")).max() <= abs(value) / 128
+        off = np.abs(actual - values).max()
         assert error.largest == pytest.approx(off, rel=1e-5, abs=1e-12), value
 
 
@@ -119,10 +119,10 @@ def test_constant_rows(form) -> None:
 def test_any_group_is_within_a_step(values: list[float], bits: int) -> None:
     row = rounded(np.array([values], np.float32), "bfloat16")
     method = QuantisationMethod(affine(bits, 32), "bfloat16", searched=False)
-    found = np.array(unpacked(quantise(row, method)[0], method))
+    actual = np.array(unpacked(quantise(row, method)[0], method))
     step = max((row.max() - row.min()) / (2**bits - 1), 1e-7)
     slack = np.abs(row).max() / 64  # scale and bias have eight bits
-    assert np.abs(found - row).max() <= 1.01 * step + slack
+    assert np.abs(actual - row).max() <= 1.01 * step + slack
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -139,9 +139,9 @@ def test_bfloat16_rounds_as_mlx(value: float) -> None:
 def test_each_refinement_of_the_search_lowers_the_error(bits: int, weighted: bool) -> None:
     groups = matrix(64, 512, seed=bits).reshape(64, -1, 64)
     importance = np.random.default_rng(7).lognormal(0, 1, (8, 64)).astype(np.float32)
-    own = importance if weighted else None
-    found = [search(groups, bits, "float32", own, rounds) for rounds in range(4)]
-    errors = [error_of(groups, *each, bits, own) for each in found]
+    weights = importance if weighted else None
+    match = [search(groups, bits, "float32", weights, rounds) for rounds in range(4)]
+    errors = [error_of(groups, *item, bits, weights) for item in match]
     for before, after in pairwise(errors):
         assert (after <= before * (1 + 1e-3)).all()
     assert errors[2].sum() < 0.99 * errors[0].sum()

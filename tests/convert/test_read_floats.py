@@ -82,8 +82,8 @@ def test_fp8_grid_of_a_narrow_matrix(
     leaves = {"weight": ("F8_E4M3", codes), "weight_scale_inv": f32(scale)}
     source = opened(tmp_path, leaves, fp8(weight_block_size=stated))
     grid = scale.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    each = np.repeat(np.repeat(grid, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
-    expected = E4M3_VALUES[codes].astype(np.float32) * each
+    item = np.repeat(np.repeat(grid, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
+    expected = E4M3_VALUES[codes].astype(np.float32) * item
     assert np.array_equal(np.array(source.read(NAME)), expected)
 
 

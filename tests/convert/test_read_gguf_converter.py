@@ -33,5 +33,5 @@ def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tensors = {name: array.astype(mx.float32) for name, array in tensors.items()}
     expected = LOGITS[name.rpartition("-")[0]]
     ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
-    found = logits(write(tmp_path / "folder", dict(source.config), tensors), ids)
-    assert np.abs(found - expected).max() <= 1e-4 * expected.std()
+    actual = logits(write(tmp_path / "folder", dict(source.config), tensors), ids)
+    assert np.abs(actual - expected).max() <= 1e-4 * expected.std()

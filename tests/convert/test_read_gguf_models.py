@@ -80,8 +80,8 @@ def test_a_model_gives_the_logits_that_it_had(tmp_path: Path, case: str) -> None
     arrays = {name: mx.array(value) for name, value in tensors.items()}
     expected = logits(write(tmp_path / "hf", config, arrays))
     source = opened(tmp_path, case, split_kv="kv_b" not in case)
-    found = logits(write(tmp_path / "back", dict(source.config), read(source)))
-    assert np.abs(found - expected).max() <= 2e-5 * max(1.0, expected.std())
+    actual = logits(write(tmp_path / "back", dict(source.config), read(source)))
+    assert np.abs(actual - expected).max() <= 2e-5 * max(1.0, expected.std())
     assert expected.std() > 0.5
 
 
@@ -125,9 +125,9 @@ def test_what_predicts_further_ahead_is_kept(tmp_path: Path) -> None:
     ahead["mtp.fc.weight"] = np.ones((hidden, 2 * hidden), np.float32)
     config["mtp_num_hidden_layers"] = 1
     write_model(tmp_path / "model.gguf", config, {**tensors, **ahead})
-    found = {n: a for n, a in read(open_source(tmp_path / "model.gguf")).items() if "mtp." in n}
-    assert set(found) == set(ahead)
-    for name, array in found.items():
+    by_name = {n: a for n, a in read(open_source(tmp_path / "model.gguf")).items() if "mtp." in n}
+    assert set(by_name) == set(ahead)
+    for name, array in by_name.items():
         np.testing.assert_allclose(np.array(array), ahead[name], rtol=0, atol=1e-6)
 
 
@@ -141,13 +141,13 @@ def test_quantised_columns_are_put_in_order(tmp_path: Path, kind: Kind) -> None:
     kinds = {f"blk.{name.split('.')[2]}.ssm_out.weight": kind}
     write_model(tmp_path / "model.gguf", config, tensors, kinds=kinds)
     source = open_source(tmp_path / "model.gguf")
-    found = np.array(source.read(name))
-    error = np.abs(found - tensors[name]).max()
+    actual = np.array(source.read(name))
+    error = np.abs(actual - tensors[name]).max()
     assert 0 < error < 0.2 * np.abs(tensors[name]).max()
-    assert np.array_equal(np.array(source.read(name, slice(5, 9))), found[5:9])
+    assert np.array_equal(np.array(source.read(name, slice(5, 9))), actual[5:9])
     if kind == Kind.Q6_K:
         return
-    assert np.array_equal(dequantised(source.read_packed(name), source.tensors[name]), found)
+    assert np.array_equal(dequantised(source.read_packed(name), source.tensors[name]), actual)
 
 
 def test_columns_with_divided_blocks_are_refused(tmp_path: Path) -> None:
@@ -276,13 +276,13 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_of_a_folder_only_the_tokenizer_is_exchanged(tmp_path: Path) -> None:
-    own, other = (tiny_checkpoint(tmp_path / name, "qwen3-v4") for name in ("own", "other"))
+    source, other = (tiny_checkpoint(tmp_path / name, "qwen3-v4") for name in ("own", "other"))
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        (own / name).write_text("{}")
+        (source / name).write_text("{}")
     (other / "tokenizer.json").write_text("{}")
-    assert open_source(own, tokenizer=other).side_files() == {
+    assert open_source(source, tokenizer=other).side_files() == {
         "tokenizer.json": other / "tokenizer.json",
-        "generation_config.json": own / "generation_config.json",
+        "generation_config.json": source / "generation_config.json",
     }
 
 
@@ -306,5 +306,5 @@ def test_parts_beside_the_language_model_are_left_out_and_said(tmp_path: Path) -
     writer.write_tensors_to_file()
     writer.close()
     with pytest.warns(UserWarning, match="3 tensors .mm.0.weight"):
-        found = open_source(other)
-    assert found.tensors.keys() == open_source(path).tensors.keys()
+        source = open_source(other)
+    assert source.tensors.keys() == open_source(path).tensors.keys()

@@ -124,8 +124,8 @@ BY_VOCABULARY = ("falcon", "default")  # llama.cpp's vocabularies try these
 
 def expressions(name: str) -> tuple[str, ...]:
     """Those that cut a text, one after the other."""
-    own = EXPRESSIONS[name]
-    return own if isinstance(own, tuple) else (own,)
+    patterns = EXPRESSIONS[name]
+    return patterns if isinstance(patterns, tuple) else (patterns,)
 
 
 def with_tokenizer(folder: Path, tokenizer: dict[str, Any], case: str = "qwen3-v4") -> SourceModel:
@@ -153,7 +153,10 @@ def trained() -> dict[str, tokenizers.Tokenizer]:
         tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=whole))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                *(pre_tokenizers.Split(Regex(each), "isolated") for each in expressions(name)),
+                *(
+                    pre_tokenizers.Split(Regex(expression), "isolated")
+                    for expression in expressions(name)
+                ),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -206,18 +209,25 @@ def test_byte_level_bpe_gives_the_same_ids(tmp_path: Path, trained: Any, pre: st
 def test_smollm_cuts_as_its_own_tokenizer_does() -> None:
     """Which is digits one by one, and then GPT-2's expression."""
     parts = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    cuts = (pre_tokenizers.Split(Regex(each), "isolated") for each in expressions("smollm"))
+    cuts = (
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions("smollm")
+    )
     ours = [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     for text in TEXTS:
-        found, own = (
-            pre_tokenizers.Sequence(each).pre_tokenize_str(text) for each in (ours, parts)
+        result, theirs = (
+            pre_tokenizers.Sequence(expression).pre_tokenize_str(text)
+            for expression in (ours, parts)
         )
-        assert [word for word, _ in found] == [word for word, _ in own]
+        assert [word for word, _ in result] == [word for word, _ in theirs]
 
 
 def test_every_expression_is_tried() -> None:
     """GPT-2's own, which is the tokenizers library's, is the one without an expression."""
-    patterns = {own.patterns for name, own in PRETOKENIZERS.items() if name not in BY_VOCABULARY}
+    patterns = {
+        pretokenizer.patterns
+        for name, pretokenizer in PRETOKENIZERS.items()
+        if name not in BY_VOCABULARY
+    }
     assert {PRETOKENIZERS[name].patterns for name in (*EXPRESSIONS, "gpt-2")} == patterns
 
 

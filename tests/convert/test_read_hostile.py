@@ -70,19 +70,19 @@ def sources(folder: Path) -> Corpus:
             },
         ),
     }
-    found = []
+    sources = []
     for name, (leaves, how) in kinds.items():
         tensors = {f"model.layers.0.mlp.up_proj.{leaf}": stored for leaf, stored in leaves.items()}
-        found.append(write_folder(folder / name, tensors, how))
-    found.append(tiny_checkpoint(folder / "oss", "gpt_oss"))
-    found.append(tiny_checkpoint(folder / "mlx", "qwen3", quantize={"bits": 4, "group_size": 32}))
-    for place in found:
+        sources.append(write_folder(folder / name, tensors, how))
+    sources.append(tiny_checkpoint(folder / "oss", "gpt_oss"))
+    sources.append(tiny_checkpoint(folder / "mlx", "qwen3", quantize={"bits": 4, "group_size": 32}))
+    for place in sources:
         (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")
         names = {"a": "model-00001-of-00001.safetensors"}
         (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    files = [path for place in found for path in sorted(place.iterdir())]
+    files = [path for place in sources for path in sorted(place.iterdir())]
     ggufs = [gguf_model(folder / f"{case}.gguf", case) for case in ("llama-v4", "gpt_oss-v4")]
-    return Corpus([*found, *ggufs], [*files, *ggufs * 6])
+    return Corpus([*sources, *ggufs], [*files, *ggufs * 6])
 
 
 def gguf_model(path: Path, case: str) -> Path:

@@ -417,8 +417,8 @@ def test_asymmetric_integers_with_bfloat16_scales_keep_their_zero_points(tmp_pat
     """bfloat16 would round -zero * scale to 2.5e-3 of the values; float16 has 3e-4."""
     source = asymmetric(tmp_path, numbers(8, 64)[2])
     values = np.array(source.read(NAME))
-    found = written(tmp_path, source)
-    assert np.sqrt(((found - values) ** 2).mean() / (values**2).mean()) < 4e-4
+    actual = written(tmp_path, source)
+    assert np.sqrt(((actual - values) ** 2).mean() / (values**2).mean()) < 4e-4
 
 
 @pytest.mark.parametrize("scale", [3e4, 1e-8])

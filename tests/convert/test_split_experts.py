@@ -62,9 +62,11 @@ def test_the_same_model_with_one_read_for_an_expert_and_back(
 
 def assert_same(one: Path, other: Path) -> None:
     """Two folders hold the same tensors."""
-    found = [mx.load(str(folder / "model.safetensors")) for folder in (one, other)]
-    assert set(found[0]) == set(found[1])
-    assert all(mx.array_equal(found[1][name], array) for name, array in found[0].items())
+    loaded_model = [mx.load(str(folder / "model.safetensors")) for folder in (one, other)]
+    assert set(loaded_model[0]) == set(loaded_model[1])
+    assert all(
+        mx.array_equal(loaded_model[1][name], array) for name, array in loaded_model[0].items()
+    )
 
 
 @pytest.mark.ci

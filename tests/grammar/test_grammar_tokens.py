@@ -54,9 +54,9 @@ def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
     tokenizer, grammar = tokenizer_of(kind), compiler_of(kind).start(spec)
     ids: list[int] = []
     while not grammar.finished and len(ids) < 900:
-        found = allowed(grammar, tokenizer.vocab_size + PADDING)
+        allowed_ids = allowed(grammar, tokenizer.vocab_size + PADDING)
         assert grammar.problem is None
-        ids.append(max(found, key=lambda i: len(tokenizer.token_bytes(i))))
+        ids.append(max(allowed_ids, key=lambda i: len(tokenizer.token_bytes(i))))
         grammar.accept(ids[-1])
     return b"".join(map(tokenizer.token_bytes, ids)).decode(), ids
 
@@ -77,8 +77,8 @@ def test_forced_text_is_complete_and_without_control_tokens(kind: str) -> None:
             (json_schema(closed), {text: [text]}),
             (tool_calls(tool, [("tools[0]", closed)]), {text: [text]}),
         ):
-            found, ids = only_answer(kind, spec)
-            assert (found if value is None else json.loads(found)) == (
+            result, ids = only_answer(kind, spec)
+            assert (result if value is None else json.loads(result)) == (
                 text if value is None else value
             )
             assert not set(ids) & set(tokenizer_of(kind).added_tokens)

@@ -114,7 +114,7 @@ class HubHandler(BaseHTTPRequestHandler):
     def _search(self, query: dict[str, list[str]]) -> None:
         words = query.get("search", [""])[0].lower().split()
         tags = {tag for given in query.get("filter", []) for tag in given.split(",")}
-        found = [
+        result = [
             {
                 **{"_id": "0" * 24, "id": repo_id, "modelId": repo_id, "likes": 3, "gated": False},
                 **{"downloads": repo.downloads, "tags": list(repo.tags)},
@@ -124,7 +124,7 @@ class HubHandler(BaseHTTPRequestHandler):
             for repo_id, repo in self.hub.repos.items()
             if all(word in repo_id.lower() for word in words) and tags <= set(repo.tags)
         ]
-        self._json(sorted(found, key=lambda each: -int(str(each["downloads"]))))
+        self._json(sorted(result, key=lambda item: -int(str(item["downloads"]))))
 
     def _resolve(self, repo_id: str, revision: str, name: str, *, body: bool) -> None:
         repo = self.hub.repos.get(repo_id)

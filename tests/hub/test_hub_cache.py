@@ -129,7 +129,7 @@ def test_embedding_models_and_rerankers_are_listed(standin: StandIn) -> None:
         config = b'{"model_type": "bert", "architectures": ["%s"]}' % kind.encode()
         standin.repos[f"org/{name}"] = Repo({**MODEL, "config.json": config, **more})
         folder = hub.pull(f"org/{name}")
-        assert all((folder / each).is_file() for each in more)
+        assert all((folder / file).is_file() for file in more)
         assert f"org/{name}" in names()
 
 

@@ -13,13 +13,13 @@ def test_models_come_by_words_and_the_most_downloaded_first(standin: StandIn) ->
         "mlx-community/Qwen3-4B-4bit": Repo({}, downloads=50),
         "Qwen/Qwen3-8B": Repo({}, downloads=500, tags=("safetensors",)),
     }
-    found = search_models("qwen3")
-    assert [each.name for each in found] == [
+    models = search_models("qwen3")
+    assert [item.name for item in models] == [
         "mlx-community/Qwen3-4B-4bit",
         "mlx-community/Qwen3-8B-4bit",
     ]
-    assert (found[0].downloads, found[0].likes, found[0].parameters) == (50, 3, 1000)
-    assert found[0].updated_s == 1790856000.0
+    assert (models[0].downloads, models[0].likes, models[0].parameters) == (50, 3, 1000)
+    assert models[0].updated_s == 1790856000.0
     assert search_models("Qwen/Qwen3-8B", mlx_only=False)[0].name == "Qwen/Qwen3-8B"
     assert search_models("no such model") == []
 

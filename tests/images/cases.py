@@ -34,7 +34,7 @@ ALL = 10**6  # of tokens: no limit but the checkpoint's own
 def token_id(text: str) -> int | None:
     """The id of a token that marks pictures."""
     if text.startswith("<|img_row_"):
-        row, column = (int(each) for each in text.strip("<|>").split("_")[2::2])
+        row, column = (int(item) for item in text.strip("<|>").split("_")[2::2])
         return 400 + 10 * row + column
     return TOKENS.get(text)
 
@@ -83,9 +83,9 @@ class Case:
     @cached_property
     def processor(self) -> ImageProcessor:
         with tempfile.TemporaryDirectory() as folder:
-            found = image_processor(self.write(Path(folder)), token_id)
-        assert found is not None
-        return found
+            processor = image_processor(self.write(Path(folder)), token_id)
+        assert processor is not None
+        return processor
 
     def levels(self, numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
         """The levels that gave the numbers of rows, which are much further apart than 1e-6."""
@@ -93,7 +93,7 @@ class Case:
         first = self.config["model_type"] not in ("gemma4", "gemma4_unified", "lfm2_vl")
         rows = numbers.reshape(len(numbers), *((3, -1) if first else (-1, 3)))
         shape = (3, 1) if first else (3,)
-        mean, std = (np.array(each).reshape(shape) for each in (scale.mean, scale.std))
+        mean, std = (np.array(item).reshape(shape) for item in (scale.mean, scale.std))
         return np.rint((rows * std + mean) / scale.factor).clip(0, 255).astype(np.uint8)
 
     def sample(self, numbers: NDArray[np.float32]) -> list[float]:

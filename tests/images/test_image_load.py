@@ -60,9 +60,9 @@ def test_heic_is_turned_once() -> None:
     file = io.BytesIO()
     heif.from_pillow(slope(64, 32)).save(file, quality=90, exif=exif.tobytes())
     turned = np.asarray(slope(64, 32).transpose(Image.Transpose.ROTATE_270)).astype(int)
-    found = np.asarray(load_image(file.getvalue())).astype(int)
-    assert found.shape == (64, 32, 3)
-    assert np.abs(found - turned).mean() < 8
+    result = np.asarray(load_image(file.getvalue())).astype(int)
+    assert result.shape == (64, 32, 3)
+    assert np.abs(result - turned).mean() < 8
 
 
 def test_heic_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

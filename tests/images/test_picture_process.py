@@ -24,9 +24,9 @@ def processor(tmp_path: Path) -> ImageProcessor:
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3_5", "vision_config": {"patch_size": 16}, "image_token_id": 7}'
     )
-    found = image_processor(tmp_path, lambda _: None)
-    assert found is not None
-    return found
+    processor = image_processor(tmp_path, lambda _: None)
+    assert processor is not None
+    return processor
 
 
 def ready(source: Any, processor: ImageProcessor, **budget: Any) -> Shown:
@@ -50,10 +50,10 @@ def test_a_picture_is_the_same_as_without_a_process(processor: ImageProcessor) -
     image = Image.fromarray(np.random.default_rng(5).integers(0, 256, (90, 150, 3), np.uint8))
     expected = processor.prepare(image, max_tokens=64)
     for source in (image, np.asarray(image)):
-        (found,) = ready(source, processor).pictures
+        (actual,) = ready(source, processor).pictures
         for name in ("token_ids", "feature_id", "digest", "turns", "sees_itself", "times"):
-            assert getattr(found, name) == getattr(expected, name), name
-        for tile, other in zip(found.tiles, expected.tiles, strict=True):
+            assert getattr(actual, name) == getattr(expected, name), name
+        for tile, other in zip(actual.tiles, expected.tiles, strict=True):
             assert (tile.grid, tile.num_features) == (other.grid, other.num_features)
             assert np.array_equal(tile.patches, other.patches)
 
@@ -92,8 +92,8 @@ def test_memory_of_large_pictures_is_given_back(processor: ImageProcessor) -> No
     """A picture of 16 KB takes 700 MB, which this process never has."""
     own = psutil.Process()
     before = own.memory_info().rss
-    (found,) = ready(png_of_one_bit(11_000, 8_000), processor).pictures
-    assert found.num_features <= 64
+    (result,) = ready(png_of_one_bit(11_000, 8_000), processor).pictures
+    assert result.num_features <= 64
     assert own.memory_info().rss - before < 100 << 20
     assert all(child.memory_info().rss < 400 << 20 for child in running())
 

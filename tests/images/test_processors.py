@@ -84,7 +84,7 @@ def _flat(self: object) -> None: ...
 def test_pixels_are_those_of_the_pil_backend(name: str) -> None:
     case, known = FAMILIES[name], references()
     digests = known[f"{name}.digests"].reshape(-1, 8)
-    some = [each for each in answered(name) if each[1] * each[2] < 600_000]
+    some = [item for item in answered(name) if item[1] * item[2] < 600_000]
     for index, *size in random.Random(20261126).sample(some, 12):
         numbers = numbers_of(case.processor.prepare(picture(*size), max_tokens=ALL))
         levels = case.levels(numbers)
@@ -96,12 +96,12 @@ def test_pixels_are_those_of_the_pil_backend(name: str) -> None:
 def test_the_verdict_on_all_pixels_is_that_they_are_equal() -> None:
     verdict = json.loads((DATA / "verdict.json").read_text())
     assert set(verdict) == set(FAMILIES)
-    for name, found in verdict.items():
-        assert found["sizes"] == 500
+    for name, value in verdict.items():
+        assert value["sizes"] == 500
         if name in PIL_FAMILIES:
-            assert found["largest_difference_of_levels"] == 0
-            assert found["largest_difference_of_numbers"] <= 1e-6
-        assert found["mean_share_of_levels_more_than_1_apart"] < SHARE_OF_TORCHVISION
+            assert value["largest_difference_of_levels"] == 0
+            assert value["largest_difference_of_numbers"] <= 1e-6
+        assert value["mean_share_of_levels_more_than_1_apart"] < SHARE_OF_TORCHVISION
 
 
 @pytest.mark.parametrize("name", every(2, FAMILIES))
@@ -110,14 +110,14 @@ def test_no_size_is_refused_and_no_limit_exceeded(name: str) -> None:
     sizes = [(1, 1), (1, 5000), (5000, 1), (300, 200), (2000, 1500)]
     sizes += [(draw.randint(1, 900), draw.randint(1, 900)) for _ in range(3)]
     for limit, size in product([1, 7, 64, 800], sizes):
-        found = processor.prepare(Image.new("RGB", size[::-1]), max_tokens=limit)
-        assert found.num_features == found.token_ids.count(found.feature_id)
-        for tile in found.tiles:
+        picture = processor.prepare(Image.new("RGB", size[::-1]), max_tokens=limit)
+        assert picture.num_features == picture.token_ids.count(picture.feature_id)
+        for tile in picture.tiles:
             assert len(tile.patches) == np.prod(tile.grid)
             assert tile.num_features > 0
-        assert found.num_features <= limit or name == "gemma3", (limit, size)
-        if found.turns is not None:
-            assert np.prod(found.turns) == found.num_features
+        assert picture.num_features <= limit or name == "gemma3", (limit, size)
+        if picture.turns is not None:
+            assert np.prod(picture.turns) == picture.num_features
 
 
 def test_digests_tell_pixels_sizes_and_processors_apart() -> None:
@@ -133,8 +133,8 @@ def test_digests_tell_pixels_sizes_and_processors_apart() -> None:
         qwen.prepare(base.resize((640, 480)), max_tokens=100),
         gemma.prepare(base, max_tokens=ALL),
     ]
-    assert len({each.digest for each in pictures}) == len(pictures)
-    assert all(len(each.digest) == 16 for each in pictures)
+    assert len({item.digest for item in pictures}) == len(pictures)
+    assert all(len(item.digest) == 16 for item in pictures)
     assert qwen.prepare(base.copy(), max_tokens=ALL).digest == pictures[0].digest
 
 

@@ -55,8 +55,8 @@ def test_frames_of_a_file_are_those_that_were_asked_for(suffix: str, tmp_path: P
         assert video.fps == pytest.approx(8, rel=0.05)
         tolerance = 1 if suffix == "gif" else 0  # which has few colours
         for numbers in ([0, 3, 7, LAST], [5], [2, 2, 9]):
-            found = levels_of(video, numbers)
-            assert np.abs(np.array(found) - numbers).max() <= tolerance
+            result = levels_of(video, numbers)
+            assert np.abs(np.array(result) - numbers).max() <= tolerance
 
 
 def test_a_film_of_a_phone_is_turned_as_it_says() -> None:
@@ -64,10 +64,10 @@ def test_a_film_of_a_phone_is_turned_as_it_says() -> None:
     assert data.count(UPRIGHT) == 2  # of the film, and of its track
     at = data.rindex(UPRIGHT)
     turned = data[:at] + TURNED + data[at + len(TURNED) :]
-    (upright,), (found,) = (load_video(one).read([0]) for one in (data, turned))
-    assert (upright.size, found.size) == ((64, 48), (48, 64))
+    (upright,), (actual,) = (load_video(one).read([0]) for one in (data, turned))
+    assert (upright.size, actual.size) == ((64, 48), (48, 64))
     expected = upright.transpose(Image.Transpose.ROTATE_270)  # clockwise, as the matrix says
-    assert np.abs(np.asarray(found).astype(int) - np.asarray(expected)).max() <= 2
+    assert np.abs(np.asarray(actual).astype(int) - np.asarray(expected)).max() <= 2
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_mixing_connection_is_its_formula():
     logits, parts = _logits(rng, N * (N + 2))
     connection = MixingConnection(logits, _norm(), Mixing(N, 20, EPS))
     x = _random(rng, 5, N * HIDDEN)
-    found = np.array(connection(mx.array(x), lambda read: 2 * read + 1))
+    actual = np.array(connection(mx.array(x), lambda read: 2 * read + 1))
 
     numbers, streams = _by_hand(x, parts), x.reshape(5, N, HIDDEN)
     weights = _sigmoid(numbers[:, :N]) + EPS
@@ -59,7 +59,7 @@ def test_a_mixing_connection_is_its_formula():
         last, matrix = matrix, matrix / (matrix.sum(2, keepdims=True) + EPS)
     expected = 2 * _sigmoid(numbers[:, N : 2 * N])[..., None] * y[:, None]
     expected = expected + np.einsum("tij,tid->tjd", last, streams)
-    np.testing.assert_allclose(found, expected.reshape(5, -1), atol=2e-5)
+    np.testing.assert_allclose(actual, expected.reshape(5, -1), atol=2e-5)
 
 
 def test_rows_and_columns_of_a_mixing_matrix_sum_to_one():
@@ -74,8 +74,8 @@ def test_streams_end_as_their_weighted_sum_or_their_mean():
     logits, parts = _logits(rng, N)
     x = _random(rng, 5, N * HIDDEN)
     streams, weights = x.reshape(5, N, HIDDEN), _sigmoid(_by_hand(x, parts)) + EPS
-    found = WeightedStreams(logits, _norm(), EPS)(mx.array(x))
+    actual = WeightedStreams(logits, _norm(), EPS)(mx.array(x))
     expected = _normed((weights[..., None] * streams).sum(1))
-    np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
+    np.testing.assert_allclose(np.array(actual), expected, atol=1e-5)
     mean = MeanOfStreams(_norm(), N)(mx.array(x))
     np.testing.assert_allclose(np.array(mean), _normed(streams.mean(1)), atol=1e-5)

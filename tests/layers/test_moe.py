@@ -98,7 +98,7 @@ def test_routing_in_groups_is_the_definition(groups, best, biased, counted, norm
         counted=counted,
     )
     choose = ExpertChoice(routing, mx.array(bias) if biased else None)
-    weights, experts = (np.array(found) for found in choose(mx.array(logits)))
+    weights, experts = (np.array(result) for result in choose(mx.array(logits)))
     for row, token in enumerate(logits):
         scores = 1 / (1 + np.exp(-token)) if biased else np.exp(token) / np.exp(token).sum()
         ranks = scores + bias if biased else scores

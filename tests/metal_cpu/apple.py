@@ -63,16 +63,16 @@ def main(folder: Path, compiler: Sequence[str] = COMPILER) -> int:
     """The exit status."""
     files = libraries(folder)
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda file: list(compiled(file, compiler)), files))
+        result = list(pool.map(lambda file: list(compiled(file, compiler)), files))
     lines = [
         f"{file.name} {version}: refused\n{said}"
-        for file, refused in zip(files, found, strict=True)
+        for file, refused in zip(files, result, strict=True)
         for version, said in refused
     ]
-    lines.append(f"{sum(not refused for refused in found)} of {len(files)} libraries compile")
+    lines.append(f"{sum(not refused for refused in result)} of {len(files)} libraries compile")
     (folder / "compiled.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    return int(any(found))
+    return int(any(result))
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ class MetalCPU:
     def clean(self, call: Callable[[], Found]) -> Found:
         """What a call gives, whose kernels run here without a fault; else AssertionError."""
         with running_on(self):
-            found = call()
+            result = call()
         self.assert_clean()
-        return found
+        return result
 
     def _inputs(
         self, launch: Launch, inputs: Sequence[mx.array], captured: Captured

@@ -74,7 +74,7 @@ def lint(kernel: Kernel) -> list[Fault]:
 def _bare_pointers(part: Part) -> list[Fault]:
     """Pointer types in casts that name no address space: clang lets them change it."""
     pieces = code_of(part.text)
-    found = []
+    pointers = []
     for index, piece in enumerate(pieces):
         if piece.text != "*" or text_at(pieces, after(pieces, index)) != ")":
             continue
@@ -85,5 +85,5 @@ def _bare_pointers(part: Part) -> list[Fault]:
             place = before(pieces, place)
         if not SPACES & set(words):
             message = f"({' '.join(reversed(words))} *) names no address space"
-            found.append(Fault("address space", message, part.file, piece.line))
-    return found
+            pointers.append(Fault("address space", message, part.file, piece.line))
+    return pointers

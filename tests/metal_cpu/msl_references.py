@@ -117,20 +117,22 @@ def _split(code: Sequence[Token]) -> list[list[Token]]:
 
 def _is_object(argument: Sequence[Token]) -> bool:
     """Whether an argument is a variable, a member or an element, and not what something gives."""
-    own = list(argument)
-    while own and own[0].text in ("*", "("):  # of a pointer; in parentheses
-        own = own[1:]
-    if not own or own[0].kind is not Kind.NAME:
+    pieces = list(argument)
+    while pieces and pieces[0].text in ("*", "("):  # of a pointer; in parentheses
+        pieces = pieces[1:]
+    if not pieces or pieces[0].kind is not Kind.NAME:
         return False
     i = 1
-    while i < len(own):
-        if own[i].text == "[":
-            i = closing(own, i) + 1
-        elif own[i].text in (".", ")") or own[i].kind is Kind.NAME:
+    while i < len(pieces):
+        if pieces[i].text == "[":
+            i = closing(pieces, i) + 1
+        elif pieces[i].text in (".", ")") or pieces[i].kind is Kind.NAME:
             i += 1
-        elif own[i].text == "(":  # what a method gives is an object where an element is taken of it
-            i = closing(own, i) + 1
-            if i >= len(own) or own[i].text != "[":
+        elif (
+            pieces[i].text == "("
+        ):  # what a method gives is an object where an element is taken of it
+            i = closing(pieces, i) + 1
+            if i >= len(pieces) or pieces[i].text != "[":
                 return False
         else:
             return False

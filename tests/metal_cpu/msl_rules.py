@@ -83,16 +83,16 @@ class Function:
 
 def faults(parts: Sequence[Part]) -> list[Fault]:
     """Every breach of a rule in a kernel's own parts; headers that it includes are not read."""
-    found: list[Fault] = []
+    faults: list[Fault] = []
     places: dict[str, Function] = {}
     calls: dict[str, set[str]] = {}
     for part in parts:
         breaches, functions = _read(part)
-        found += breaches
+        faults += breaches
         for function in functions:
             places.setdefault(function.name, function)
             calls.setdefault(function.name, set()).update(function.calls)
-    return found + [
+    return faults + [
         Fault("language", f"{name} calls itself", places[name].file, places[name].line)
         for name in _recursive(calls)
     ]
@@ -104,13 +104,13 @@ def _read(part: Part) -> tuple[list[Fault], list[Function]]:
     code = code_of(part.text)
     reader = _Reader(part.file, code)
     reader.read_scope(0, len(code), in_struct=False)
-    found = [*reader.found]
-    found += [Fault("language", said, part.file, line) for said, line in _words(code)]
-    found += [
+    result = [*reader.found]
+    result += [Fault("language", said, part.file, line) for said, line in _words(code)]
+    result += [
         Fault("divergence", "a return before a barrier", part.file, line)
         for line in _early_returns(reader.functions)
     ]
-    return found, reader.functions
+    return result, reader.functions
 
 
 def _words(code: Sequence[Token]) -> Iterator[tuple[str, int]]:

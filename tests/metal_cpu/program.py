@@ -44,13 +44,13 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
     """
     text = flattened(kernel.parts)
     declaring = "".join(piece for piece in stretches(text) if kernel.function in piece)
-    found = tuple(parameters(list(tokens(declaring)), kernel.function))
+    declared = tuple(parameters(list(tokens(declaring)), kernel.function))
     options = (*build.LANGUAGE, *build.CODE, *build.arithmetic())
     options += build.CHECKED if checked else build.PLAIN
 
     def make(work: Path, made: Path) -> None:
         source, assembly = work / "kernel.cpp", work / "kernel.s"
-        source.write_text(cpp(kernel, text, found))
+        source.write_text(cpp(kernel, text, declared))
         shim = build.precompiled(*options, *INCLUDES)
         build.clang("-S", *options, *INCLUDES, *shim, source, "-o", assembly)
         lines = assembly.read_text("latin-1")  # texts in it may hold any byte
@@ -59,16 +59,16 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
 
     ingredients = (text, kernel.function, kernel.instance, kernel.constants, options)
     path = build.kept(".so", ingredients, make)
-    return Program(ctypes.CDLL(str(path)), found)
+    return Program(ctypes.CDLL(str(path)), declared)
 
 
 INCLUDES = ("-I", build.SHIM, "-I", build.SHIM.parent, "-I", MLX_HEADERS)
 
 
-def cpp(kernel: Kernel, text: str, found: tuple[Parameter, ...]) -> str:
+def cpp(kernel: Kernel, text: str, actual: tuple[Parameter, ...]) -> str:
     """The translation unit of a kernel: library, text, entry."""
     function = kernel.function + (f"<{kernel.instance}>" if kernel.instance else "")
-    bindings = ", ".join(f"{{{BUILTINS.index(p.builtin)}, {p.index}}}" for p in found)
+    bindings = ", ".join(f"{{{BUILTINS.index(p.builtin)}, {p.index}}}" for p in actual)
     return "\n".join(
         (
             '#include "metal.h"',
@@ -101,10 +101,10 @@ def with_call_sites(assembly: str, *, mach_o: bool) -> str:
     place, lines = ("", 0), []
     for line in assembly.splitlines():
         lines.append(line)
-        if found := _FILE.match(line):
-            files[found[1]] = found[2].rsplit("/", 1)[-1]
-        elif found := _LINE.match(line):
-            file, number = files.get(found[1], ""), int(found[2])
+        if match := _FILE.match(line):
+            files[match[1]] = match[2].rsplit("/", 1)[-1]
+        elif match := _LINE.match(line):
+            file, number = files.get(match[1], ""), int(match[2])
             if number and file not in SHIM_FILES and file != "entry.h":
                 place = (file, number)
         elif _CALL.match(line):

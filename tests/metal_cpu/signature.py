@@ -47,12 +47,12 @@ def parameters(pieces: Sequence[Token], function: str) -> list[Parameter]:
     Raises:
         ValueError: there is no such function, or a parameter is bound to something unknown.
     """
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for piece in split(_parameter_list(pieces, function)):
         code = [token for token in piece if token.is_code]
-        next_index = 1 + max((p.index for p in found if p.is_buffer), default=-1)
-        found.append(_parameter(code, next_index))
-    return found
+        next_index = 1 + max((p.index for p in parameters if p.is_buffer), default=-1)
+        parameters.append(_parameter(code, next_index))
+    return parameters
 
 
 def _parameter_list(pieces: Sequence[Token], function: str) -> Sequence[Token]:

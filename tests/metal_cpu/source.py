@@ -58,8 +58,8 @@ def stretches(text: str) -> list[str]:
 def _lines(part: Part, seen: set[Path]) -> Iterator[str]:
     yield f'#line 1 "{part.file}"'
     for number, line in enumerate(part.text.splitlines(), start=1):
-        found = _INCLUDE.match(line)
-        path = found and _header(found[1])
+        match = _INCLUDE.match(line)
+        path = match and _header(match[1])
         if not path:
             yield "" if line.lstrip().startswith("#pragma once") else line
             continue

@@ -95,9 +95,9 @@ def test_kernels_build_for_every_system(target: str, checked: bool, tmp_path: Pa
     text = f'#include "{FOLDER}/sdpa_vector.h"\n'
     kernel = Kernel("sdpa_vector", (UTILITIES, Part("sdpa", text)), "bfloat16_t, 64, 64")
     flat = flattened(kernel.parts)
-    found = tuple(parameters(list(tokens(flat)), kernel.function))
+    declared = tuple(parameters(list(tokens(flat)), kernel.function))
     source, assembly, machine = (tmp_path / name for name in ("k.cpp", "k.s", "m.o"))
-    source.write_text(cpp(kernel, flat, found))
+    source.write_text(cpp(kernel, flat, declared))
     options = (*build.LANGUAGE, *build.CODE, *build.arithmetic(target), "-target", target)
     clang("-S", *options, *(build.CHECKED if checked else build.PLAIN), *INCLUDES, source, "-o",
           assembly)  # fmt: skip

@@ -176,7 +176,7 @@ def test_a_misaligned_vector_is_a_fault_and_not_the_end_of_the_process(verb: str
         output_shape=(64,),
     )
     example.run(machine := MetalCPU())
-    (fault,) = [each for each in machine.reports[0].faults if each.kind == "misaligned"]
+    (fault,) = [item for item in machine.reports[0].faults if item.kind == "misaligned"]
     assert fault.message.startswith(f"{verb} of 16 bytes")
 
 

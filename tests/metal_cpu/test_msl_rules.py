@@ -234,8 +234,8 @@ def test_the_sound_kernel_has_no_fault() -> None:
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
 def test_what_metal_rejects_is_found_without_a_run(edit: Edit) -> None:
-    found = [fault for fault in lint(kernel_with(edit)) if fault.file == "edited.metal"]
-    assert found, build.cache_folder()
+    result = [fault for fault in lint(kernel_with(edit)) if fault.file == "edited.metal"]
+    assert result, build.cache_folder()
 
 
 def test_errors_in_functions_that_are_instantiated_are_found() -> None:

@@ -177,11 +177,11 @@ def _vector(pieces: Pieces, index: int) -> Change | None:
 
 
 def _number(pieces: Pieces, index: int) -> Change | None:
-    found = _SMALL_FLOAT.fullmatch(pieces[index].text)
-    if not found or pieces[index].kind is not Kind.NUMBER:
+    match = _SMALL_FLOAT.fullmatch(pieces[index].text)
+    if not match or pieces[index].kind is not Kind.NUMBER:
         return None
-    kind = "half" if found[2] in "hH" else "bfloat"
-    return index + 1, [_code(f"{kind}({found[1]})", pieces[index].line)]
+    kind = "half" if match[2] in "hH" else "bfloat"
+    return index + 1, [_code(f"{kind}({match[1]})", pieces[index].line)]
 
 
 def _classes(pieces: Pieces) -> set[str]:

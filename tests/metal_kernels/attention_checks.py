@@ -36,16 +36,16 @@ def check(
     # Rows that a shorter sequence does not have stay unwritten in partials.
     unwritten = ("outputs", "figures") if inputs.plan.is_split else ()
     machine = MetalCPU(seed=seed, may_stay_unwritten=unwritten)
-    found = machine.clean(lambda: kernel(inputs.queries, *arguments, inputs.plan, **options))
+    actual = machine.clean(lambda: kernel(inputs.queries, *arguments, inputs.plan, **options))
     for report in machine.reports:
         assert report.threadgroup_bytes <= MAX_THREADGROUP_BYTES
         assert np.prod(report.threadgroup) <= MAX_THREADS
         assert report.bank_ways <= MAX_BANK_WAYS, report.bank_place
     expected = twin(inputs.queries, *arguments, inputs.plan, **options)
-    assert found[0].dtype == inputs.queries.dtype
-    assert found[0].shape == expected[0].shape
+    assert actual[0].dtype == inputs.queries.dtype
+    assert actual[0].shape == expected[0].shape
     tolerance = TOLERANCE[inputs.queries.dtype]
-    worst = max(_error(f, e) for f, e in zip(found, expected, strict=True)) / tolerance
+    worst = max(_error(f, e) for f, e in zip(actual, expected, strict=True)) / tolerance
     assert worst <= 1, worst
     return worst
 
@@ -75,8 +75,8 @@ def check_scene(
     )
 
 
-def _error(found: mx.array, expected: mx.array) -> float:
-    ours, theirs = (np.array(a.astype(mx.float32)) for a in (found, expected))
+def _error(actual: mx.array, expected: mx.array) -> float:
+    ours, theirs = (np.array(a.astype(mx.float32)) for a in (actual, expected))
     assert np.isfinite(theirs).all(), "the twin sees something hidden"
     errors = np.abs(ours - theirs) / np.maximum(1, np.abs(theirs))
     return float(np.where(np.isnan(errors), np.inf, errors).max())

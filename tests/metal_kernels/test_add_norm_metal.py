@@ -37,17 +37,17 @@ def inputs(form: AddNorm, *rows: int, seed: int = 0) -> list[mx.array]:
 
 def on_machine(form: AddNorm, arrays: list[mx.array], **options: bool) -> list[mx.array]:
     machine = MetalCPU(seed=3, **options)
-    found = machine.clean(lambda: add_norm(*arrays[:2], form, *arrays[2:]))
+    outputs = machine.clean(lambda: add_norm(*arrays[:2], form, *arrays[2:]))
     (report,) = machine.reports
     assert report.bank_ways <= 2
     assert np.prod(report.threadgroup) <= MAX_THREADS
-    return [array for array in found if array is not None]
+    return [array for array in outputs if array is not None]
 
 
-def check(found: list[mx.array], form: AddNorm, arrays: list[mx.array]) -> None:
+def check(actual: list[mx.array], form: AddNorm, arrays: list[mx.array]) -> None:
     expected = [a for a in add_norm_twin(*arrays[:2], form, *arrays[2:]) if a is not None]
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, form.dtype)
         wide = [np.array(array.astype(mx.float32)) for array in (ours, theirs)]
         error = np.abs(wide[0] - wide[1]) / np.maximum(1, np.abs(wide[1]))
@@ -85,12 +85,12 @@ def test_rows_need_no_more_alignment_than_a_number() -> None:
 @pytest.mark.parametrize("dims", [8, 128, 2048, 2052, 2560, 4096, 5120, 7168, 8192, MAX_DIMS])
 def test_threads_share_a_row(dims: int) -> None:
     threads = threads_of(dims)
-    own = -(-dims // 4 // threads) if dims >= 4 * threads else 1
+    per_thread = -(-dims // 4 // threads) if dims >= 4 * threads else 1
     assert threads % 32 == 0
     assert threads <= MAX_THREADS
-    assert own <= 8
-    assert threads * own * 4 >= dims
-    assert (threads - 32) * own * 4 < dims
+    assert per_thread <= 8
+    assert threads * per_thread * 4 >= dims
+    assert (threads - 32) * per_thread * 4 < dims
 
 
 def test_rows_that_have_no_kernel() -> None:
@@ -135,19 +135,19 @@ def test_layers_give_the_same_with_the_kernel(layout: str) -> None:
     x = mx.array(rng.normal(size=(5, 64)).astype(np.float32))
 
     def run() -> list[mx.array]:
-        found, normed, step = [x], None, Step(mx.arange(5), {})
-        for each in layers:
-            output, normed = each(found[-1], normed, step)
-            found.append(output)
-        return [*found, last(output) if normed is None else normed]
+        outputs, normed, step = [x], None, Step(mx.arange(5), {})
+        for item in layers:
+            output, normed = item(outputs[-1], normed, step)
+            outputs.append(output)
+        return [*outputs, last(output) if normed is None else normed]
 
     plain, machine = run(), MetalCPU(seed=2)
-    for each in layers:
-        for join in each.joins:
+    for item in layers:
+        for join in item.joins:
             use_kernel(join)
-    found = machine.clean(lambda: run())
+    outputs = machine.clean(lambda: run())
     assert len(machine.reports) == 2 * len(layers)
-    for ours, theirs in zip(found, plain, strict=True):
+    for ours, theirs in zip(outputs, plain, strict=True):
         assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4).item()
 
 

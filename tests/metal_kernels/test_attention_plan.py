@@ -134,9 +134,9 @@ def test_a_planner_that_was_used_plans_as_a_new_one(
     for move in moves:
         starts = starts + np.int32(move)
         table = page_table([np.arange(count + move, dtype=np.int32) for count in pages])
-        found, expected = used(starts, table), new()(starts, table)
-        assert np.array_equal(found.numbers, expected.numbers)
-        assert found[2:] == expected[2:]
+        actual, expected = used(starts, table), new()(starts, table)
+        assert np.array_equal(actual.numbers, expected.numbers)
+        assert actual[2:] == expected[2:]
 
 
 # Of one core of the smallest chip: 448 threads had 110 registers each, and none had more than 128.

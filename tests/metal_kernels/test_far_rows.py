@@ -64,12 +64,12 @@ def attend(scene: Scene, replace: dict[str, str]) -> FarPages:
     machine = FarPages(first_page, scene.page_size, replace)
     arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
     with running_on(machine):
-        (found,) = paged_attention_on_metal(*arguments, soft_cap=None, log_sums=False, **how)
+        (actual,) = paged_attention_on_metal(*arguments, soft_cap=None, log_sums=False, **how)
     if not replace:
         machine.assert_clean()
         (expected,) = paged_attention_gathered(*arguments, soft_cap=None, log_sums=False, **how)
         tolerance = TOLERANCE[inputs.queries.dtype]
-        assert mx.allclose(found, expected, rtol=0, atol=tolerance).item()
+        assert mx.allclose(actual, expected, rtol=0, atol=tolerance).item()
     return machine
 
 
@@ -102,12 +102,12 @@ def test_recurrences_read_far_states(step: StateStep) -> None:
     size = sources[0][0].size
     first = ELEMENTS // size + 1
     machine = far_states(first * size * 4, {})
-    found = machine.clean(
+    actual = machine.clean(
         lambda: step.in_kernel(arrays, sources, plan_of([(0, first + 2), (0, first)], [3, 2]))
     )
     near = plan_of([(0, 2), (0, 0)], [3, 2])
     expected = step.twin(arrays, sources, near)
-    assert mx.allclose(found[1], expected[1], atol=0.05).item()
+    assert mx.allclose(actual[1], expected[1], atol=0.05).item()
 
 
 def far_states(num_bytes: int, replace: dict[str, str]) -> MetalCPU:

@@ -62,15 +62,15 @@ def form_of(
 
 def on_machine(x: mx.array, matrix: list[mx.array], form: GateUp, **how: Any) -> mx.array:
     machine = MetalCPU(seed=1, **how)
-    found = machine.clean(lambda: gate_up(x, matrix, form))
-    return found
+    outputs = machine.clean(lambda: gate_up(x, matrix, form))
+    return outputs
 
 
-def assert_close(found: mx.array, expected: mx.array) -> None:
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    wide = [np.array(a.astype(mx.float32), np.float64) for a in (found, expected)]
+def assert_close(actual: mx.array, expected: mx.array) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    wide = [np.array(a.astype(mx.float32), np.float64) for a in (actual, expected)]
     largest = np.abs(wide[1]).max(axis=1, keepdims=True)
-    assert (np.abs(wide[0] - wide[1]) <= ROUNDING[found.dtype] * largest).all()
+    assert (np.abs(wide[0] - wide[1]) <= ROUNDING[actual.dtype] * largest).all()
 
 
 @requires_compiler
@@ -94,10 +94,10 @@ def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
     print(f"seed {SEED}: {form.variant(rows)}, {rows} rows")
     x = mx.array(rng.normal(0, 2, (rows, form.in_dims)).astype(np.float32))
     x = x.astype(form.gate.dtype)
-    found = on_machine(x, matrix, form, least_alignment=True)
-    assert_close(found, gate_up_twin(x, matrix, form))
+    actual = on_machine(x, matrix, form, least_alignment=True)
+    assert_close(actual, gate_up_twin(x, matrix, form))
     alone = on_machine(x[rows - 1 :], matrix, form)
-    assert mx.array_equal(alone, found[rows - 1 :])
+    assert mx.array_equal(alone, actual[rows - 1 :])
 
 
 @requires_compiler
@@ -167,11 +167,11 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
     x = mx.ones((3, 64))
     x[0, 5], x[1, 7] = mx.inf, mx.nan
     matrix = [mx.abs(drawn(np.random.default_rng(SEED), form)[0])]
-    found, expected = on_machine(x, matrix, form), gate_up_twin(x, matrix, form)
-    assert mx.isinf(found[0]).all()
-    assert mx.isnan(found[1]).all()
-    assert mx.array_equal(found[:2], expected[:2], equal_nan=True)
-    assert_close(found[2:], expected[2:])
+    actual, expected = on_machine(x, matrix, form), gate_up_twin(x, matrix, form)
+    assert mx.isinf(actual[0]).all()
+    assert mx.isnan(actual[1]).all()
+    assert mx.array_equal(actual[:2], expected[:2], equal_nan=True)
+    assert_close(actual[2:], expected[2:])
 
 
 @requires_compiler

@@ -104,14 +104,14 @@ def on_machine(qkv: mx.array, positions: mx.array, heads: Heads, seed: int = 1) 
     return Written(*written)
 
 
-def same(found: list[mx.array], wanted: list[mx.array]) -> bool:
-    return all(mx.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(actual: list[mx.array], wanted: list[mx.array]) -> bool:
+    return all(mx.array_equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 def check(written: Written, twin: Written, heads: Heads, dtype: mx.Dtype) -> None:
     """Queries within rounding, values bit for bit, keys within one code and one last bit."""
-    for found, wanted in zip(written.arrays(), twin.arrays(), strict=True):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    for actual, wanted in zip(written.arrays(), twin.arrays(), strict=True):
+        assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
     assert np.allclose(*wide(written.queries, twin.queries), atol=ROUNDING[dtype], rtol=0)
     if heads.form.norms_values:
         fmt = heads.form.value_format
@@ -126,8 +126,8 @@ def check(written: Written, twin: Written, heads: Heads, dtype: mx.Dtype) -> Non
     codes, wanted = (unpacked(parts[0], bits) for parts in (written.keys, twin.keys))
     assert np.abs(codes - wanted).max() <= 1
     assert (codes != wanted).mean() < 0.01
-    for found, wanted in zip(written.keys[1:], twin.keys[1:], strict=True):
-        assert np.allclose(*wide(found, wanted), rtol=2**-9, atol=1e-6)
+    for actual, wanted in zip(written.keys[1:], twin.keys[1:], strict=True):
+        assert np.allclose(*wide(actual, wanted), rtol=2**-9, atol=1e-6)
 
 
 def wide(*arrays: mx.array) -> list[np.ndarray]:
@@ -256,10 +256,10 @@ def check_joint(written: Written, twin: Written, heads: Heads) -> None:
     rounding = ROUNDING[written.queries.dtype]
     assert np.allclose(*wide(written.queries, twin.queries), atol=rounding, rtol=0)
     fmt = heads.form.key_format
-    found, wanted = wide(*(fmt.decode(one.stored[0], mx.float32) for one in (written, twin)))
+    actual, wanted = wide(*(fmt.decode(one.stored[0], mx.float32) for one in (written, twin)))
     bits = fmt.bits
-    assert np.allclose(found, wanted, atol=rounding + (16 / (2**bits - 1) if bits else 0), rtol=0)
-    assert (np.abs(found - wanted) > rounding).mean() < 0.01
+    assert np.allclose(actual, wanted, atol=rounding + (16 / (2**bits - 1) if bits else 0), rtol=0)
+    assert (np.abs(actual - wanted) > rounding).mean() < 0.01
 
 
 @requires_compiler

@@ -27,8 +27,8 @@ def test_agrees_with_its_twin(num_streams: int, num_tokens: int, limit: float | 
     logits = mx.array(rng.normal(0, 4, shape).astype(np.float32))
     logits[0] *= 20  # softmax and sigmoids at their ends
     form = Mixing(num_streams, int(rng.integers(1, 21)), 1e-6, limit)
-    found = MetalCPU(seed=1).clean(lambda: mixing(logits, form))
-    for ours, twin in zip(found, mixing_twin(logits, form), strict=True):
+    outputs = MetalCPU(seed=1).clean(lambda: mixing(logits, form))
+    for ours, twin in zip(outputs, mixing_twin(logits, form), strict=True):
         assert ours.shape == twin.shape
         np.testing.assert_allclose(np.array(ours), np.array(twin), atol=ROUNDING)
 

@@ -92,9 +92,9 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     inputs = build(scene)
     arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
     machine = MetalCPU(replace={"return code(i) * scale + bias;": "return NAN;"})
-    [found] = machine.clean(lambda: paged_attention_on_metal(*arguments, scale=0.1))
+    [actual] = machine.clean(lambda: paged_attention_on_metal(*arguments, scale=0.1))
     [expected] = paged_attention_gathered(*arguments, scale=0.1)
-    assert mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
+    assert mx.allclose(actual.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
 
 
 @requires_compiler

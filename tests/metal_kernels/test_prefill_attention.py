@@ -53,9 +53,9 @@ def test_keys_and_values_are_read_once_a_tile(name: str) -> None:
     scene = TRAFFIC[name]
     shape = prefill_shape(key_dim=scene.key_dim, value_dim=scene.value_dim)
     num_tiles = -(-scene.queries[0] * scene.group // shape.rows)
-    found = moved(scene)
-    assert found.requested <= 1.1 * num_tiles
-    assert found.dequantised is None or found.dequantised <= num_tiles
+    traffic = moved(scene)
+    assert traffic.requested <= 1.1 * num_tiles
+    assert traffic.dequantised is None or traffic.dequantised <= num_tiles
 
 
 @requires_compiler

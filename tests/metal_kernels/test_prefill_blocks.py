@@ -46,10 +46,10 @@ def test_joined_blocks_are_one_softmax(
         return keys[:, first:stop], values[:, first:stop]
 
     machine = MetalCPU(seed=1, may_stay_unwritten=("outputs", "figures"))
-    found = machine.clean(lambda: attend_in_tiles(queries, read, start, DIMS[1], scale=0.1))
-    assert found.dtype == dtype
+    actual = machine.clean(lambda: attend_in_tiles(queries, read, start, DIMS[1], scale=0.1))
+    assert actual.dtype == dtype
     wide = [np.array(a.astype(mx.float32)).astype(np.float64) for a in (queries, keys, values)]
-    off = np.abs(np.array(found.astype(mx.float32)) - expected(*wide, start)).max()
+    off = np.abs(np.array(actual.astype(mx.float32)) - expected(*wide, start)).max()
     assert off <= (2e-5 if dtype == mx.float32 else 2e-2)
     assert [(first, stop) for first, stop, _ in reads] == block_edges(start, count, 1)
     assert all(waits for *_, waits in reads[1:]), "one block is expanded at a time"

@@ -41,8 +41,8 @@ CHOICES = {
 def on_machine(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     machine = MetalCPU(seed=1)
     bias = BIAS if routing.biased else None
-    found = machine.clean(lambda: route(logits, routing, bias))
-    return found
+    outputs = machine.clean(lambda: route(logits, routing, bias))
+    return outputs
 
 
 def by_expert(weights: mx.array, experts: mx.array) -> np.ndarray:

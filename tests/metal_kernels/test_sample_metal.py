@@ -292,9 +292,9 @@ def test_what_sampling_is_timed_against_draws_what_the_twin_draws() -> None:
     rows["count"] = np.arange(60)
     logits = random_logits(60, 300)
     numbers = mx.array(uniforms(rows["stream"], rows["count"].astype(np.int64)))[:, None]
-    found = np.array(by_one_sort(logits, numbers, None))
+    actual = np.array(by_one_sort(logits, numbers, None))
     twin = np.array(sample_twin(logits, settings_array(rows)))
-    assert (found == twin).mean() > 0.95, "they differ next to where rounding decides alone"
+    assert (actual == twin).mean() > 0.95, "they differ next to where rounding decides alone"
 
 
 @requires_compiler

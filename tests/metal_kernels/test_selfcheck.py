@@ -46,8 +46,8 @@ RUNS = 3  # of a check: on a small input, and on two that are timed
 
 
 def statuses(folder: Path, fault: fake_gpu.Fault | None = None) -> dict[Variant, str]:
-    found = judge(ALL, gpu=gpu(fault)[0], folder=folder)
-    return {variant: verdict.status for variant, verdict in found.items()}
+    verdicts = judge(ALL, gpu=gpu(fault)[0], folder=folder)
+    return {variant: verdict.status for variant, verdict in verdicts.items()}
 
 
 def test_a_sound_gpu_runs_each_check_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,18 +182,18 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_a_check_under_way_elsewhere_is_waited_for(tmp_path: Path) -> None:
     store = Verdicts(tmp_path, fake_gpu.CHIP)
-    found: list[dict[Variant, str]] = []
+    collected: list[dict[Variant, str]] = []
     with store.exclusively():
         for variant in ALL:
             store.begin(selfcheck.key_of(variant))
-        other = threading.Thread(target=lambda: found.append(statuses(tmp_path)))
+        other = threading.Thread(target=lambda: collected.append(statuses(tmp_path)))
         other.start()
         other.join(0.2)
-        assert not found
+        assert not collected
         for variant in ALL:
             store.forget(selfcheck.key_of(variant))
     other.join(60)
-    assert found == [{BITMASK: OK, SAMPLE: OK}]
+    assert collected == [{BITMASK: OK, SAMPLE: OK}]
 
 
 @pytest.mark.parametrize(("mlx_s", "used"), [(1.04e-5, False), (1.06e-5, True), (5e-6, False)])
@@ -427,8 +427,8 @@ def test_what_is_timed_is_right_too(kind: str) -> None:
     for sequences, context in KINDS[kind].loads:
         case = KINDS[kind].timed(KINDS[kind].samples[0], sequences, context)
         with running_on(MetalCPU(checked=False)):
-            found = case.kernel()
-        verdict = compare(found, case.twin(), case)
+            result = case.kernel()
+        verdict = compare(result, case.twin(), case)
         assert verdict.status == OK, (sequences, verdict)
 
 
@@ -438,8 +438,8 @@ def test_what_is_timed_is_right_too(kind: str) -> None:
 def test_attention_that_is_timed_is_right_too(kind: str) -> None:
     case = KINDS[kind].timed(KINDS[kind].samples[-1], 2, 700)
     with running_on(MetalCPU(checked=False)):
-        found = case.kernel()
-    assert compare(found, case.twin(), case).status == OK
+        result = case.kernel()
+    assert compare(result, case.twin(), case).status == OK
 
 
 ATTENTION = [
@@ -455,8 +455,8 @@ def test_what_runs_instead_of_attention_gives_its_answer(kind: str, number: int)
     (twin, *_), outputs = case.twin(), case.instead()
     if kind == PREFILL:  # of each sequence, or block of it, by head
         outputs = [mx.concatenate([o[0].swapaxes(0, 1) for o in outputs]).reshape(twin.shape)]
-    found = outputs[0].reshape(twin.shape)
-    assert mx.allclose(found.astype(mx.float32), twin.astype(mx.float32), atol=0.02)
+    actual = outputs[0].reshape(twin.shape)
+    assert mx.allclose(actual.astype(mx.float32), twin.astype(mx.float32), atol=0.02)
     assert mx.abs(twin).max() > 0.1
 
 

@@ -44,18 +44,18 @@ def wide(x: mx.array) -> np.ndarray:
 
 
 def compare(
-    scene: Scene, found: tuple[mx.array, mx.array], twin: tuple[mx.array, mx.array], off: float
+    scene: Scene, actual: tuple[mx.array, mx.array], twin: tuple[mx.array, mx.array], off: float
 ) -> None:
     """Outputs of tokens that count and states agree; other outputs are zeros."""
-    for ours, theirs in zip(found, twin, strict=True):
+    for ours, theirs in zip(actual, twin, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     real = scene.real()
-    y, expected = wide(found[0]), wide(twin[0])
+    y, expected = wide(actual[0]), wide(twin[0])
     largest = max(1.0, np.abs(expected[real]).max(initial=0.0))
     np.testing.assert_allclose(y[real], expected[real], atol=off * largest)
     assert (y[~real] == 0).all()
     largest = max(1.0, np.abs(wide(twin[1])).max())
-    np.testing.assert_allclose(wide(found[1]), wide(twin[1]), atol=off * largest)
+    np.testing.assert_allclose(wide(actual[1]), wide(twin[1]), atol=off * largest)
 
 
 def arrays_of(scene: Scene, step: StateStep) -> list:
@@ -73,24 +73,24 @@ def on_machine(
     scene: Scene, step: StateStep, arrays: list, seed: int = 1, least: bool = False
 ) -> tuple:
     machine = MetalCPU(seed=seed, least_alignment=least)
-    found = machine.clean(lambda: step.in_kernel(arrays, scene.sources, scene.plan))
-    return found, machine.reports[0]
+    outputs = machine.clean(lambda: step.in_kernel(arrays, scene.sources, scene.plan))
+    return outputs, machine.reports[0]
 
 
 def check(scene: Scene, step: StateStep, rounding: float, **how: int) -> None:
     arrays = arrays_of(scene, step)
-    found, _ = on_machine(scene, step, arrays, **how)
-    compare(scene, found, step.twin(arrays, scene.sources, scene.plan), rounding)
+    result, _ = on_machine(scene, step, arrays, **how)
+    compare(scene, result, step.twin(arrays, scene.sources, scene.plan), rounding)
 
 
 def delta_form(seed: int, dtype: mx.Dtype = mx.float32) -> DeltaStep:
     draw = np.random.default_rng(seed)
     keys, served = int(draw.integers(1, 3)), int(draw.integers(1, 4))
     dim, value = ((8, 32), (32, 16), (64, 8), (96, 12), (24, 32))[int(draw.integers(5))]
-    each = bool(draw.integers(2))
+    item = bool(draw.integers(2))
     at, bound = int(draw.integers(9)), -5.0 * int(draw.integers(2))
     strongest = float(draw.integers(1, 3))
-    return DeltaStep(keys, dim, keys * served, value, each, at, 2, dtype, bound, strongest)
+    return DeltaStep(keys, dim, keys * served, value, item, at, 2, dtype, bound, strongest)
 
 
 def ssm_form(seed: int, dtype: mx.Dtype = mx.float32) -> SSMStep:

@@ -55,27 +55,29 @@ class DenseLayerKV:
 
         Or the entries (E, D) that it sees beside its window.
         """
-        found = []
+        collected = []
         if self.spec.window is not None:
             vectors, stop = self.past[name][0], len(self.past[name][0])
             for place, (query, entries) in enumerate(zip(queries, seen, strict=True)):
                 last = stop - len(queries) + place + 1
                 near = vectors[max(last - self.spec.window, 0) : last]
                 both = mx.concatenate([entries[:, None], near])
-                found.append(masked_attention(query[None], both, both, **softmax._asdict()))
-            return mx.concatenate(found)
+                collected.append(masked_attention(query[None], both, both, **softmax._asdict()))
+            return mx.concatenate(collected)
         for query, groups in zip(queries, seen, strict=True):
             parts = [mx.split(part, len(groups), axis=1) for part in self.past[name]]
             heads = [
                 masked_attention(
-                    own[None], *(part[i][mx.array(tokens)] for part in parts), **softmax._asdict()
+                    row_queries[None],
+                    *(part[i][mx.array(tokens)] for part in parts),
+                    **softmax._asdict(),
                 )
-                for i, (own, tokens) in enumerate(
+                for i, (row_queries, tokens) in enumerate(
                     zip(mx.split(query, len(groups)), groups, strict=True)
                 )
             ]
-            found.append(mx.concatenate(heads, axis=1))
-        return mx.concatenate(found)
+            collected.append(mx.concatenate(heads, axis=1))
+        return mx.concatenate(collected)
 
     def attend_again(self, queries, softmax):
         outputs, start = [], 0
@@ -129,8 +131,10 @@ class DenseLatentCache:
                 seen = self.past[name]
                 outputs.append(attend(q_nope[rows], q_rope[rows], seen, projection, scale))
             for row in range(start, start + count) if choice is not None else ():
-                own, seen = slice(row, row + 1), self.past[name][mx.array(choice[row][0])]
-                outputs.append(attend(q_nope[own], q_rope[own], seen, projection, scale))
+                row_slice, seen = slice(row, row + 1), self.past[name][mx.array(choice[row][0])]
+                outputs.append(
+                    attend(q_nope[row_slice], q_rope[row_slice], seen, projection, scale)
+                )
             start += count
         return mx.concatenate(outputs)
 
@@ -138,8 +142,8 @@ class DenseLatentCache:
         queries = mx.concatenate([projection.absorb(q_nope), q_rope], axis=-1)
         values = past[:, None, : self.spec.latent_dim]
         seen = {"window": self.spec.window, "kept": self.spec.sinks}
-        found = masked_attention(queries, past[:, None], values, scale=scale, **seen)
-        return projection.value(found)
+        attended = masked_attention(queries, past[:, None], values, scale=scale, **seen)
+        return projection.value(attended)
 
     def _expanded(self, q_nope, q_rope, past, projection, scale):
         latent, k_rope = past[:, : self.spec.latent_dim], past[:, None, self.spec.latent_dim :]
@@ -248,18 +252,18 @@ class DenseEntryCache:
 
     def _blocks(self, whole):
         """Index keys and entries, one block after the other by itself."""
-        spec, found = self.spec, []
+        spec, blocks = self.spec, []
         for stop in range(spec.ratio, len(whole) + 1, spec.ratio):
             first = stop - spec.ratio
-            own, earlier = whole[None, first:stop], None
+            block, earlier = whole[None, first:stop], None
             if spec.carried:
                 earlier = whole[None, max(first - spec.ratio, 0) : first or stop][
                     ..., : spec.carried
                 ]
-            found.append(self.pool(own, earlier, mx.array([first])))
-        if not found:
+            blocks.append(self.pool(block, earlier, mx.array([first])))
+        if not blocks:
             return np.zeros((0, spec.index_dim)), mx.zeros((0, spec.dim))
-        parts = [mx.concatenate(part) for part in zip(*found, strict=True)]
+        parts = [mx.concatenate(part) for part in zip(*blocks, strict=True)]
         return np.array(parts[0]), parts[-1]
 
 

@@ -19,8 +19,8 @@ def stacked(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             stacks.setdefault(f"{one[1]}.switch_mlp.{one[3]}", {})[int(one[2])] = array
         else:
             result[name] = array
-    for name, each in stacks.items():
-        result[name] = mx.stack([each[i] for i in range(len(each))])
+    for name, value in stacks.items():
+        result[name] = mx.stack([value[i] for i in range(len(value))])
     return result
 
 

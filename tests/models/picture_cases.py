@@ -46,10 +46,10 @@ class Case(NamedTuple):
 def _resolved(config: dict[str, Any]) -> dict[str, Any]:
     """A config with the case that it names: less some of its fields, and with others."""
     case = without(CASES[config["case"]], *config.get("less", ())) if "case" in config else {}
-    found = case | without(config, "case", "less")
-    if "text_config" in found:
-        found["text_config"] = _resolved(found["text_config"])
-    return found
+    result = case | without(config, "case", "less")
+    if "text_config" in result:
+        result["text_config"] = _resolved(result["text_config"])
+    return result
 
 
 def _case(entry: dict[str, Any]) -> Case:
@@ -77,10 +77,10 @@ def picture_tensor(name: str, shape: tuple[int, ...], seed: int, model_type: str
     """float32 values that depend on name, shape and seed alone; no kind is trivial."""
     if "language_model." in name or name.startswith("lm_head"):
         less_one = model_type.startswith(("gemma3", "qwen3_5"))
-        found = random_tensor(name, shape, seed, less_one=less_one)
+        result = random_tensor(name, shape, seed, less_one=less_one)
         if model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
-            found *= np.float32(0.5)  # nothing else scales the scores, and rounding is amplified
-        return found
+            result *= np.float32(0.5)  # nothing else scales the scores, and rounding is amplified
+        return result
     noise = _noise(f"{seed}:{name}", shape)
     if name.endswith(("_min", "_max")):  # limits that some numbers pass
         noise = (1.2 + 0.3 * np.abs(noise)) * (-1 if name.endswith("_min") else 1)
@@ -166,14 +166,14 @@ def published_names(tensors: dict[str, Any], name: str) -> dict[str, Any]:
     Qwen2-VL and Qwen2.5-VL have no `language_model.` between; stacks of experts of Qwen3-VL-MoE
     have inputs before outputs.
     """
-    found = {}
+    names = {}
     for key, value in tensors.items():
         if name.startswith("qwen2"):
             key = key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
         stacked = key.endswith((".experts.gate_up_proj", ".experts.down_proj"))
         swap = stacked and name == "qwen3_vl_moe"
-        found[key] = value.swapaxes(1, 2) if swap else value
-    return found
+        names[key] = value.swapaxes(1, 2) if swap else value
+    return names
 
 
 def converted_names(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -181,12 +181,12 @@ def converted_names(tensors: dict[str, Any]) -> dict[str, Any]:
 
     Experts are left as they are.
     """
-    found = {}
+    names = {}
     for key, value in tensors.items():
         key = key.removeprefix("model.").replace("visual.", "vision_tower.")
         key = key.replace("language_model.", "language_model.model.")
         if key.startswith("lm_head."):
             key = f"language_model.{key}"
         last = key.endswith("patch_embed.proj.weight")
-        found[key] = value.transpose(0, 2, 3, 4, 1) if last else value
-    return found
+        names[key] = value.transpose(0, 2, 3, 4, 1) if last else value
+    return names

@@ -30,10 +30,10 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     if "ple_embedding" in name and len(shape) == 1:  # how ids become rows of a table
-        each = np.arange(shape[0], dtype=np.int64)
+        item = np.arange(shape[0], dtype=np.int64)
         if name.endswith("multipliers"):
-            return int.from_bytes(digest[:5], "little") * (2 * each + 3) | 1
-        return 21 * each if name.endswith("offsets") else 11 + 2 * each
+            return int.from_bytes(digest[:5], "little") * (2 * item + 3) | 1
+        return 21 * item if name.endswith("offsets") else 11 + 2 * item
     if name.endswith("tid2eid"):  # whole numbers, experts of each token
         count = 6
         return (

@@ -53,18 +53,18 @@ TO_MLX = {  # as mlx-lm calls the same parts of DeepSeek V4.1
 
 
 def renamed(tensors, names):
-    found = {}
+    collected = {}
     for name, value in tensors.items():
         for theirs, ours in names.items():
             if name.startswith(theirs) or not theirs.startswith(("head", "model")):
                 name = name.replace(theirs, ours, 1)
-        found[name] = value
-    return found
+        collected[name] = value
+    return collected
 
 
 def as_mlx(tensors):
     """Experts in stacks, and a matrix for each group of heads."""
-    found, stacks = {}, {}
+    collected, stacks = {}, {}
     for name, value in renamed(tensors, TO_MLX).items():
         if ".experts." in name:
             path, _, rest = name.partition(".experts.")
@@ -72,10 +72,12 @@ def as_mlx(tensors):
             stack = f"{path}.experts.switch_mlp.{kind}.weight"
             stacks.setdefault(stack, {})[int(number)] = value
         elif name.endswith("o_a_proj.weight"):
-            found[name] = value.reshape(OLD["o_groups"], -1, value.shape[-1])
+            collected[name] = value.reshape(OLD["o_groups"], -1, value.shape[-1])
         else:
-            found[name] = value
-    return found | {n: np.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()}
+            collected[name] = value
+    return collected | {
+        n: np.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
+    }
 
 
 def test_the_names_of_the_hub_and_of_mlx(tmp_path):

@@ -29,7 +29,7 @@ def as_on_the_hub(tensors):
 
 def as_mlx(tensors):
     """As mlx-lm lays out related families: channels last, stacks of experts."""
-    found, stacks = {}, {}
+    collected, stacks = {}, {}
     for name, value in tensors.items():
         array = mx.array(value).moveaxis(2, 1) if "conv1d" in name else mx.array(value)
         name = name.replace("model.language_model.", "language_model.model.")
@@ -39,8 +39,10 @@ def as_mlx(tensors):
             number, kind, _ = rest.split(".")
             stacks.setdefault(f"{path}.switch_mlp.{kind}.weight", {})[int(number)] = array
         else:
-            found[name] = array
-    return found | {n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()}
+            collected[name] = array
+    return collected | {
+        n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
+    }
 
 
 def as_transformers_has_them(tensors):
@@ -62,8 +64,8 @@ def test_names_of_the_hub_of_mlx_and_of_transformers(tmp_path, config):
     for kind in (as_on_the_hub, as_mlx, as_transformers_has_them):
         moved = kind(tensors)
         assert moved.keys() != tensors.keys()
-        found = logits(load(write(tmp_path / kind.__name__, config, moved)))
-        np.testing.assert_allclose(found, plain, atol=1e-4)
+        actual = logits(load(write(tmp_path / kind.__name__, config, moved)))
+        np.testing.assert_allclose(actual, plain, atol=1e-4)
 
 
 def test_a_quantised_checkpoint_of_mlx(tmp_path):
@@ -76,6 +78,6 @@ def test_a_quantised_checkpoint_of_mlx(tmp_path):
             whole[name], path = mx.dequantize(*parts, **FORM), name.removesuffix("weight")
             codes |= {f"{path}{n}": p for n, p in zip(PARTS, parts, strict=True)}
     assert any(name.endswith("switch_mlp.gate_proj.scales") for name in codes)
-    found = logits(load(write(tmp_path / "codes", {**NESTED, "quantization": FORM}, codes)))
+    actual = logits(load(write(tmp_path / "codes", {**NESTED, "quantization": FORM}, codes)))
     expected = logits(load(write(tmp_path / "whole", NESTED, whole)))
-    np.testing.assert_allclose(found, expected, atol=1e-4 * expected.std())
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * expected.std())

@@ -82,8 +82,8 @@ def test_stacks_of_experts_with_inputs_first(tmp_path: Path) -> None:
         name: array.swapaxes(1, 2) if ".experts." in name else array
         for name, array in packed(tensors).items()
     }
-    found = logits(loaded(tmp_path / "stacks", config, stacks))
-    assert (found == logits(loaded(tmp_path / "plain", config, tensors))).all()
+    actual = logits(loaded(tmp_path / "stacks", config, stacks))
+    assert (actual == logits(loaded(tmp_path / "plain", config, tensors))).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,8 +102,8 @@ def test_every_layout_gives_the_same_model(case: str, tmp_path: Path) -> None:
             "untyped": (config | {"model_type": nested(config)["model_type"]}, tensors),
         }
     for name, layout in layouts.items():
-        found = logits(loaded(tmp_path / name, *layout))
-        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
+        actual = logits(loaded(tmp_path / name, *layout))
+        np.testing.assert_allclose(actual, expected, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("case", ["granitemoehybrid-v4", "granitemoehybrid-v5"])
@@ -128,9 +128,9 @@ def test_granite_as_mlx_has_it_gives_the_same_model(case: str, tmp_path: Path) -
         else:
             result[name] = array
     assert result.keys() != tensors.keys()
-    found = logits(loaded(tmp_path / "mlx", config, result))
+    actual = logits(loaded(tmp_path / "mlx", config, result))
     expected = logits(loaded(tmp_path / "plain", config, tensors))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

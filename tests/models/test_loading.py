@@ -360,8 +360,8 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
     for name in [name for name in tensors if name.startswith("model.layers.2.")]:
         tensors[name.replace(".2.", ".3.", 1)] = tensors[name]
     tensors["model.layers.3.eh_proj.weight"] = mx.zeros((64, 128))
-    found = load(write(tmp_path / "more", config, tensors))
-    assert found.num_bytes == plain.num_bytes
+    loaded_model = load(write(tmp_path / "more", config, tensors))
+    assert loaded_model.num_bytes == plain.num_bytes
     tensors["model.layers.4.eh_proj.weight"] = mx.zeros((64, 128))
     with pytest.raises(CheckpointError, match=r"layers\.4"):
         load(write(tmp_path / "other", config, tensors))
@@ -397,8 +397,8 @@ def test_whole_heads_turn_where_transformers_turns_them(
     if spelling == "old":
         rope = dict(stated.pop("rope_parameters"))
         stated |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    found = logits(load(write(tmp_path / "m", stated, arrays_of(case)), dtype="float32"))
-    assert np.array_equal(found, expected)
+    actual = logits(load(write(tmp_path / "m", stated, arrays_of(case)), dtype="float32"))
+    assert np.array_equal(actual, expected)
 
 
 def test_ling_3_limits_the_experts_of_the_layers_that_its_config_names(tmp_path):
@@ -407,13 +407,13 @@ def test_ling_3_limits_the_experts_of_the_layers_that_its_config_names(tmp_path)
     plain = logits(load(write(tmp_path, config, tensors)))
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         for limits, same in (([0] * 5, True), ([1e9] * 5, True), ([0, 0, 0, 0.05, 0], False)):
-            found = logits(load(write(tmp_path, {**config, key: limits}, tensors)))
-            assert (np.abs(found - plain).max() < 1e-4) == same
+            actual = logits(load(write(tmp_path, {**config, key: limits}, tensors)))
+            assert (np.abs(actual - plain).max() < 1e-4) == same
 
 
 def test_a_limited_swiglu_is_step_3s():
     gate_up = mx.array([[3.0, -3.0, 0.5, 9.0, -9.0, 0.25]])  # three gates, then three of up
-    found = limited_swiglu(2.0)(gate_up)
+    actual = limited_swiglu(2.0)(gate_up)
     silu = [x / (1 + math.exp(-x)) for x in (3.0, -3.0, 0.5)]
     expected = [min(silu[0], 2.0) * 2.0, min(silu[1], 2.0) * -2.0, silu[2] * 0.25]
-    assert np.allclose(np.array(found)[0], expected, atol=1e-6)
+    assert np.allclose(np.array(actual)[0], expected, atol=1e-6)

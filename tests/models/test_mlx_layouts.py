@@ -65,9 +65,9 @@ def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
     codes, numbers = rounded(theirs, paths)
     assert len(codes) > len(numbers) + 8, "few are quantised"
     stands_for = logits(load(write(tmp_path / "numbers", stated, numbers)))
-    found = logits(load(write(tmp_path / "codes", {**stated, "quantization": FORM}, codes)))
-    np.testing.assert_allclose(found, stands_for, atol=1e-4 * max(1.0, stands_for.std()))
-    assert np.abs(found - published).max() > 0.1 * published.std()
+    actual = logits(load(write(tmp_path / "codes", {**stated, "quantization": FORM}, codes)))
+    np.testing.assert_allclose(actual, stands_for, atol=1e-4 * max(1.0, stands_for.std()))
+    assert np.abs(actual - published).max() > 0.1 * published.std()
 
 
 def by_mlx_lm(

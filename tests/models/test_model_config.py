@@ -34,8 +34,8 @@ def test_configs_that_transformers_reads_and_saves_are_of_the_same_models():
     assert kinds == {config["model_type"] for config in CASES.values()}
     for name, change in changes.items():
         kept = {key: value for key, value in CASES[name].items() if key not in change["gone"]}
-        found, expected = normalise({**kept, **change["new"]}), normalise(CASES[name])
-        assert replace(found, dtype=expected.dtype, **UNUSED.get(name, {})) == expected, name
+        actual, expected = normalise({**kept, **change["new"]}), normalise(CASES[name])
+        assert replace(actual, dtype=expected.dtype, **UNUSED.get(name, {})) == expected, name
 
 
 # Rope, in both spellings.
@@ -164,8 +164,8 @@ def test_heads_of_gemma_4_in_both_spellings():
     old = normalise(tiny_config("gemma4_text-v4"))
     assert old.heads == ((2, 24), (2, 24), (1, 32)) * 2
     assert normalise(tiny_config("gemma4_text-v5")).heads == ((2, 24), (2, 24), (2, 40)) * 2
-    own = {"per_layer_config": {"2": {"head_dim": 8}}}
-    assert normalise(tiny_config("gemma4_text-v4") | own).heads[2] == (2, 8)
+    overrides = {"per_layer_config": {"2": {"head_dim": 8}}}
+    assert normalise(tiny_config("gemma4_text-v4") | overrides).heads[2] == (2, 8)
     for key in ("6", "-1", "x"):
         with pytest.raises(CheckpointError, match="layer's number"):
             normalise(tiny_config("gemma4_text-v5") | {"per_layer_config": {key: {}}})

@@ -28,12 +28,12 @@ def test_pairs_turn_by_the_positions_of_their_axes(name):
     positions = rng.integers(0, 900, (3, 7)).astype(np.int32)
     x = rng.normal(size=(7, 2, 24)).astype(np.float32)
     rope = rope_of(spec, 24, mx.float32)
-    found = np.array(rope(mx.array(x), rope.prepare(mx.array(positions))))
+    actual = np.array(rope(mx.array(x), rope.prepare(mx.array(positions))))
     angles = positions[axes].T * np.array(inverse_frequencies(spec))  # (T, pairs)
     half = spec.dims // 2
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)[:, None]
     expected = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
-    assert np.abs(found - expected).max() < 1e-3  # angles are float32
+    assert np.abs(actual - expected).max() < 1e-3  # angles are float32
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -43,8 +43,8 @@ def test_equal_positions_turn_as_one(name, dtype):
     x = mx.random.normal((5, 3, 24), key=mx.random.key(3)).astype(dtype)
     once = mx.array([0, 3, 4, 90, 7000], mx.int32)
     thrice = mx.broadcast_to(once, (3, 5))
-    found = [rope(x, rope.prepare(positions)) for positions in (once, thrice)]
-    assert mx.array_equal(*found)
+    result = [rope(x, rope.prepare(positions)) for positions in (once, thrice)]
+    assert mx.array_equal(*result)
 
 
 def test_sections_are_read_and_must_be_all_pairs():
@@ -99,12 +99,12 @@ def counted(pictures: list[PlacedPicture], num_tokens: int) -> list[list[int]]:
             cell = number % (rows * columns)
             last = cell == rows * columns - 1
             cells[place] = (cell // columns, cell % columns, max(rows, columns), last)
-    found, position = [], 0
+    collected, position = [], 0
     for place in range(num_tokens):
         row, column, size, last = cells.get(place, (0, 0, 1, True))
-        found.append([position, position + row, position + column])
+        collected.append([position, position + row, position + column])
         position += size if last else 0
-    return np.array(found, np.int32).T.tolist()
+    return np.array(collected, np.int32).T.tolist()
 
 
 def test_positions_of_pictures_between_texts():
@@ -136,6 +136,6 @@ def test_positions_of_random_pictures():
         total = at + 3
         expected = np.array(counted(placed, total))
         start, stop = sorted(rng.integers(0, total + 1, 2).tolist())
-        found = rope_positions(placed, start, stop)
-        assert (found == expected[:, start:stop]).all(), f"seed {seed}"
+        actual = rope_positions(placed, start, stop)
+        assert (actual == expected[:, start:stop]).all(), f"seed {seed}"
         assert rope_delta(placed) == expected[0, -1] - (total - 1), f"seed {seed}"

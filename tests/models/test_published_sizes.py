@@ -86,10 +86,10 @@ def test_every_family_has_a_published_model():
 @pytest.mark.parametrize("name", ["Gemma-4-E4B", "Gemma-4-31B", "GLM-4.7-Flash", "Qwen3.5-27B"])
 def test_the_table_of_suggestions_agrees_with_published_shapes(name):
     wanted = name.lower().removeprefix("qwen3.5-")  # of one size in 3.5 and 3.6
-    (found,) = [s for s in suggestions() if wanted in s.name.lower()]
+    (actual,) = [s for s in suggestions() if wanted in s.name.lower()]
     published = PUBLISHED[name]
-    assert found.parameters == pytest.approx(published.billions * 1e9, rel=0.01)
-    assert 0 < found.layers * found.kv_numbers * KV_BYTES <= published.kv
+    assert actual.parameters == pytest.approx(published.billions * 1e9, rel=0.01)
+    assert 0 < actual.layers * actual.kv_numbers * KV_BYTES <= published.kv
 
 
 @pytest.mark.parametrize(

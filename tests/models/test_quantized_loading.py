@@ -202,8 +202,8 @@ def test_shapes_that_no_format_has(tmp_path):
 def test_format_is_inferred_from_shapes(form):
     weight, scales, *_ = mx.quantize(mx.random.normal((3, 128)), **form)
     integer = scales.dtype == mx.uint8
-    found = format_of_shapes(128, weight.shape[1], scales.shape[1], integer_scales=integer)
-    assert found == QuantFormat(**form)
+    result = format_of_shapes(128, weight.shape[1], scales.shape[1], integer_scales=integer)
+    assert result == QuantFormat(**form)
 
 
 def test_quantised_weights_must_be_packed(tmp_path):
@@ -260,9 +260,9 @@ def test_latent_attention_as_mlx_lm_stores_it(tmp_path, form):
             both = mx.concatenate([parts["embed_q"].swapaxes(1, 2), parts["unembed_out"]], axis=1)
             arrays[f"{path}.kv_b_proj.weight"] = both.flatten(0, 1)
     stated = {} if form is None else {"quantization": form}
-    found = load(write(tmp_path / "apart", config | stated, apart))
+    actual = load(write(tmp_path / "apart", config | stated, apart))
     expected = load(write(tmp_path / "joined", config, arrays))
-    np.testing.assert_allclose(logits(found), logits(expected), atol=2e-3)
+    np.testing.assert_allclose(logits(actual), logits(expected), atol=2e-3)
 
 
 def test_experts_of_gemma_4_as_mlx_lm_stores_them(tmp_path):
@@ -274,8 +274,8 @@ def test_experts_of_gemma_4_as_mlx_lm_stores_them(tmp_path):
         gate, up = mx.split(arrays[f"{path}.gate_up_proj"], 2, axis=1)
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": arrays[f"{path}.down_proj"]}
         apart |= {f"{path}.switch_glu.{name}.weight": part for name, part in parts.items()}
-    found, expected = (
+    actual, expected = (
         logits(load(write(tmp_path / name, config, tensors)))
         for name, tensors in (("apart", apart), ("joined", arrays))
     )
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)

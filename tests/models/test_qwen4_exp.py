@@ -22,14 +22,14 @@ END = 2
 
 def tensors_of(config):
     """Every tensor of a checkpoint; those of n-grams as wide as the config says."""
-    found = tiny_tensors(tiny_config(CASE))
+    result = tiny_tensors(tiny_config(CASE))
     rng = np.random.default_rng(0)
-    for name, value in found.items():
+    for name, value in result.items():
         if "ngram_embedding.shard" in name:
-            found[name] = rng.normal(size=(len(value), 32)).astype(np.float32)
+            result[name] = rng.normal(size=(len(value), 32)).astype(np.float32)
         elif name.endswith(("ple.key_proj.weight", "ple.value_proj.weight")):
-            found[name] = rng.normal(size=(len(value), config["ple_embed_dim"])).astype(np.float32)
-    return found
+            result[name] = rng.normal(size=(len(value), config["ple_embed_dim"])).astype(np.float32)
+    return result
 
 
 def ngrams_of(model):
@@ -38,9 +38,9 @@ def ngrams_of(model):
 
 def as_on_the_hub(tensors):
     """Beside a tower, and with a head that predicts tokens further ahead."""
-    found = {name.replace("model.", "model.language_model.", 1): v for name, v in tensors.items()}
+    by_name = {name.replace("model.", "model.language_model.", 1): v for name, v in tensors.items()}
     more = {"model.visual.patch_embed.proj.weight": (4, 4), "mtp.fc.weight": (4, 4)}
-    return found | {name: np.zeros(shape, np.float32) for name, shape in more.items()}
+    return by_name | {name: np.zeros(shape, np.float32) for name, shape in more.items()}
 
 
 def as_mlx(tensors):
@@ -48,7 +48,7 @@ def as_mlx(tensors):
 
     Norm weights stay less one.
     """
-    found, stacks = {}, {}
+    collected, stacks = {}, {}
     for name, value in tensors.items():
         array = mx.array(value).moveaxis(2, 1) if "conv1d" in name else mx.array(value)
         name = f"language_model.{name.replace('embedding.shard_', 'embedding.shards.')}"
@@ -57,8 +57,10 @@ def as_mlx(tensors):
             number, kind, _ = rest.split(".")
             stacks.setdefault(f"{path}.switch_mlp.{kind}.weight", {})[int(number)] = array
         else:
-            found[name] = array
-    return found | {n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()}
+            collected[name] = array
+    return collected | {
+        n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
+    }
 
 
 def test_the_names_of_the_hub_and_of_mlx(tmp_path):

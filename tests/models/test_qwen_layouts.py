@@ -31,8 +31,8 @@ from mlxinfer.models.weights.weights import Weights
 
 
 def features(model, name: str) -> np.ndarray:
-    found = [seen(model.tower, one.picture.tiles[0]) for one in placed_pictures(name)]
-    return np.array(mx.concatenate([one.vectors for one in found]).astype(mx.float32))
+    result = [seen(model.tower, one.picture.tiles[0]) for one in placed_pictures(name)]
+    return np.array(mx.concatenate([one.vectors for one in result]).astype(mx.float32))
 
 
 @pytest.mark.parametrize("name", QWEN_CASES)

@@ -19,14 +19,14 @@ from mlxinfer.models.towers import Features, Tower
 
 def placed_pictures(name: str) -> list[PlacedPicture]:
     """The pictures of a case in its prompt."""
-    case, found = QWEN_CASES[name], []
+    case, pictures = QWEN_CASES[name], []
     for places, patches, tiles in zip(prompt(name)[1], pixels(name), case.pictures, strict=True):
         ((rows, columns),) = tiles
         tile = Tile(patches[0], (1, rows, columns), len(places))
         turns = rows // case.features[0], columns // case.features[1]
         one = Picture((tile,), (IMAGE,) * len(places), IMAGE, b"", turns=turns)
-        found.append(PlacedPicture(one, places.start))
-    return found
+        pictures.append(PlacedPicture(one, places.start))
+    return pictures
 
 
 def seen(tower: Tower, tile: Tile) -> Features:
@@ -49,14 +49,14 @@ class Prompt:
 
     def part(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, list[mx.array]]:
         """Positions (3, n), rows (N,) with features among n, and these features of each kind."""
-        rows, found = [], []
+        rows, collected = [], []
         for (picture, first), features in zip(self.pictures, self.features, strict=True):
             low, high = max(first, start), min(first + picture.num_features, stop)
             if low < high:
                 rows += range(low - start, high - start)
                 parts = [features.vectors, *features.deep]
-                found.append([part[low - first : high - first] for part in parts])
-        joined = [mx.concatenate(list(kind)) for kind in zip(*found, strict=True)]
+                collected.append([part[low - first : high - first] for part in parts])
+        joined = [mx.concatenate(list(kind)) for kind in zip(*collected, strict=True)]
         return rope_positions(self.pictures, start, stop), np.array(rows, np.int32), joined
 
 
@@ -94,9 +94,9 @@ def run(model, cache: DenseCache, parts) -> np.ndarray:
     return np.array(model.logits(model(mx.array(ids, mx.int32), step)))
 
 
-def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())
+def assert_near(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= 1e-4 * max(1.0, expected.std())
 
 
 def test_features_equal_the_reference(case):
@@ -108,8 +108,8 @@ def test_features_equal_the_reference(case):
 
 def test_logits_in_one_shot_equal_the_reference(case):
     model, whole, (_, expected) = case
-    found = run(model, DenseCache(model), [("a", whole, 0, len(whole.ids))])
-    assert_near(found, expected)
+    actual = run(model, DenseCache(model), [("a", whole, 0, len(whole.ids))])
+    assert_near(actual, expected)
     assert model.rope_axes == 3
 
 
@@ -119,8 +119,8 @@ def test_logits_in_chunks_equal_the_reference(case):
     total = len(whole.ids)
     cuts = [0, 3, 9, *range(total - 4, total + 1)]
     cache = DenseCache(model)
-    found = [run(model, cache, [("a", whole, a, b)]) for a, b in pairwise(cuts)]
-    assert_near(np.concatenate(found), expected)
+    actual = [run(model, cache, [("a", whole, a, b)]) for a, b in pairwise(cuts)]
+    assert_near(np.concatenate(actual), expected)
 
 
 def test_logits_beside_text_equal_the_reference(case):

@@ -127,10 +127,10 @@ def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path)
 
 def test_matrices_that_become_one_are_never_held_twice(tmp_path):
     folder = write_checkpoint(tmp_path, EXPERTS)
-    found = load_tensors(folder)
+    tensors = load_tensors(folder)
     front = "model.layers.0.mlp.experts"
     stacks = [
-        stacked([found[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
+        stacked([tensors[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
         for name in ("gate", "up")
     ]
     mx.reset_peak_memory()
@@ -144,14 +144,14 @@ def test_what_lies_together_in_a_file_is_one_read_wherever_it_goes(tmp_path, mon
     """Gate and up of 1,500 experts alternate in memory; a call fills 1,024 places at most."""
     gate, up = (mx.random.normal((1500, 4, 8)) for _ in range(2))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"gate": gate, "up": up})
-    found, calls, plain = load_tensors(tmp_path), [], os.preadv
+    tensors, calls, plain = load_tensors(tmp_path), [], os.preadv
 
     def preadv(fd: int, views: list[memoryview], start: int) -> int:
         calls.append(len(views))
         return plain(fd, views, start)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    both = loaded(side_by_side([found["gate"], found["up"]], -2))
+    both = loaded(side_by_side([tensors["gate"], tensors["up"]], -2))
     assert mx.array_equal(both, mx.concatenate([gate, up], axis=-2))
     assert calls == [1024, 1024, 952]
 
@@ -171,8 +171,8 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
         for number in range(2):
             some = {f"{i}": mx.array(arrays[i]) for i in range(number, 6, 2)}
             mx.save_safetensors(str(tmp_path / f"model-{number}.safetensors"), some)
-        found = load_tensors(tmp_path)
-        files: list[FileTensor] = [found[f"{i}"] for i in range(6)]
+        result = load_tensors(tmp_path)
+        files: list[FileTensor] = [result[f"{i}"] for i in range(6)]
         while len(files) > 1:  # of equal shapes, so that they can be stacked
             groups = [(files[i : i + 2], arrays[i : i + 2]) for i in range(0, len(files), 2)]
             axis = chance.randrange(-files[0].ndim, 0)
@@ -191,10 +191,10 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
 
 
 def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
-    found = load_tensors(write_checkpoint(tmp_path, DENSE))
+    tensors = load_tensors(write_checkpoint(tmp_path, DENSE))
     reads = Reads(monkeypatch)
-    key = found["model.layers.0.self_attn.k_proj.weight"]
-    value = found["model.layers.0.self_attn.v_proj.weight"]
+    key = tensors["model.layers.0.self_attn.k_proj.weight"]
+    value = tensors["model.layers.0.self_attn.v_proj.weight"]
     first = key.read()
     assert key.read() is first
     joined = loaded(side_by_side([key, value], -2))
@@ -214,8 +214,8 @@ def test_no_thread_of_mlx_keeps_what_it_read_from(tmp_path, monkeypatch):
         left.append(weakref.ref(source))
 
     monkeypatch.setattr(tensors._Source, "__init__", remember)
-    found = load_tensors(write_checkpoint(tmp_path, DENSE))
-    large = [tensor for tensor in found.values() if tensor.nbytes > tensors.SMALL_BYTES]
+    actual = load_tensors(write_checkpoint(tmp_path, DENSE))
+    large = [tensor for tensor in actual.values() if tensor.nbytes > tensors.SMALL_BYTES]
     for tensor in large:
         tensor.read()
         assert left[-1]() is None
@@ -226,19 +226,19 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "CHUNK_BYTES", 100_000)  # several threads
     folder = write_checkpoint(tmp_path, DENSE)
     path = folder / "model.safetensors"
-    found = load_tensors(folder)
+    result = load_tensors(folder)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte \d+.*shorter"):
-        [tensor.read() for tensor in found.values()]
+        [tensor.read() for tensor in result.values()]
 
 
 def test_a_file_that_is_replaced_while_it_is_read_stays_what_it_was(tmp_path):
     folder = write_checkpoint(tmp_path / "one", DENSE)
     expected = mx.load(str(folder / "model.safetensors"))
-    found = load_tensors(folder)
+    actual = load_tensors(folder)
     other = write_checkpoint(tmp_path / "two", DENSE, seed=1)
     os.replace(other / "model.safetensors", folder / "model.safetensors")
-    assert all(mx.array_equal(tensor.read(), expected[name]) for name, tensor in found.items())
+    assert all(mx.array_equal(tensor.read(), expected[name]) for name, tensor in actual.items())
 
 
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])

@@ -89,8 +89,8 @@ def test_shards_through_an_index(tmp_path):
     shard(tmp_path, "other.safetensors", "b")
     shard(tmp_path, "model-stale.safetensors", "c")
     index(tmp_path, {"a": "model-1.safetensors", "b": "other.safetensors"})
-    found = read_headers(tmp_path)
-    assert sorted(path.name for path in found) == ["model-1.safetensors", "other.safetensors"]
+    headers = read_headers(tmp_path)
+    assert sorted(path.name for path in headers) == ["model-1.safetensors", "other.safetensors"]
 
 
 def test_shards_without_an_index(tmp_path):

@@ -91,9 +91,9 @@ def seeing(request, tmp_path_factory):
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_features_equal_the_reference(name, older, tmp_path):
     model = load(checkpoint(tmp_path, name, older=older))
-    found = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
+    actual = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
     with np.load(DATA / f"{name}.npz") as reference:
-        assert_close(np.array(mx.concatenate(found)), reference["features"])
+        assert_close(np.array(mx.concatenate(actual)), reference["features"])
 
 
 def test_logits_equal_the_reference(seeing):
@@ -106,14 +106,14 @@ def test_logits_equal_the_reference(seeing):
 def test_chunks_beside_text_give_the_reference(seeing):
     """Chunks end everywhere but inside of a picture."""
     model, ids, pictures, reference = seeing
-    cache, found, text = DenseCache(model), [], [7, 8, 9]
+    cache, collected, text = DenseCache(model), [], [7, 8, 9]
     cache.see("a", pictures)
     stops = {place + extra for place, whole in pictures for extra in (0, len(whole))}
     stops = sorted({1, len(ids) - 1, len(ids), *stops})
     for start, stop in pairwise([0, *stops]):
         both = cache.run(model, [("b", text), ("a", ids[start:stop])])
-        found.append(both[len(text) :])
-    assert_close(np.array(mx.concatenate(found)), reference)
+        collected.append(both[len(text) :])
+    assert_close(np.array(mx.concatenate(collected)), reference)
 
 
 @pytest.mark.parametrize("name", PICTURE_CASES)
@@ -122,11 +122,11 @@ def test_16_bits_stay_16_bits(name, tmp_path):
     tower = load(checkpoint(tmp_path, name), dtype="bfloat16").tower
     tile = tiles(name)[0][0]
     assert {piece.dtype for piece in tower.run(tile)} <= {mx.bfloat16}
-    found = features(tower, tile)
-    assert found.dtype == mx.bfloat16
+    actual = features(tower, tile)
+    assert actual.dtype == mx.bfloat16
     with np.load(DATA / f"{name}.npz") as reference:
-        expected = reference["features"][: len(found)]
-    error = np.abs(np.array(found.astype(mx.float32)) - expected).mean()
+        expected = reference["features"][: len(actual)]
+    error = np.abs(np.array(actual.astype(mx.float32)) - expected).mean()
     assert error < 0.02 * expected.std()
 
 
@@ -185,8 +185,8 @@ def test_heads_of_any_size_give_the_same_on_metal(dim, monkeypatch):
         "scaled_dot_product_attention",
         lambda *given, scale: taken.append(given[0].shape) or plain(*given, scale=scale),
     )
-    found = full_attention(queries, keys, values, 0.1)
-    np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-5)
+    actual = full_attention(queries, keys, values, 0.1)
+    np.testing.assert_allclose(np.array(actual), np.array(expected), atol=1e-5)
     assert taken[0] == {64: (1, 2, 30, 64), 104: (1, 2, 30, 128), 144: (1, 1, 7, 144)}[dim]
 
 
@@ -226,17 +226,17 @@ HOW = {"group_size": 16, "bits": 4, "mode": "nvfp4"}  # the one format for rows 
 
 def mlx_layout(tensors: dict[str, np.ndarray]) -> dict[str, mx.array]:
     """As conversions for MLX have them: convolutions with channels last, matrices of few bits."""
-    found: dict[str, mx.array] = {}
+    by_name: dict[str, mx.array] = {}
     for name, value in tensors.items():
         array = mx.array(value)
         if array.ndim == 4:
             array = mx.contiguous(array.transpose(0, 2, 3, 1))
         if array.ndim != 2 or not name.endswith(".weight") or array.shape[1] % 16:
-            found[name] = array
+            by_name[name] = array
             continue
         names = name, f"{name.removesuffix('weight')}scales"
-        found |= dict(zip(names, mx.quantize(array, **HOW), strict=True))
-    return found
+        by_name |= dict(zip(names, mx.quantize(array, **HOW), strict=True))
+    return by_name
 
 
 @pytest.mark.parametrize("name", PICTURE_CASES)
@@ -245,10 +245,10 @@ def test_a_conversion_for_mlx_loads(name, tmp_path):
     config, tensors = PICTURE_CASES[name].config, picture_tensors(name)
     named = older_names(tensors, config["model_type"])
     model = load(write(tmp_path, {**config, "quantization": HOW}, mlx_layout(named)))
-    found = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
+    actual = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
     with np.load(DATA / f"{name}.npz") as reference:
         expected = reference["features"]
-    both = np.array(mx.concatenate(found)).flatten(), expected.flatten()
+    both = np.array(mx.concatenate(actual)).flatten(), expected.flatten()
     assert np.corrcoef(*both)[0, 1] > 0.95
 
 
@@ -258,6 +258,6 @@ def test_a_conversion_for_mlx_loads(name, tmp_path):
 def test_a_tower_that_is_not_known_is_left_out(outer, inner):
     config = PICTURE_CASES["pixtral"].config
     vision = {**config["vision_config"], "model_type": inner}
-    found = tower_family(Fields({**config, "model_type": outer, "vision_config": vision}, "it"))
-    assert found is None
+    family = tower_family(Fields({**config, "model_type": outer, "vision_config": vision}, "it"))
+    assert family is None
     assert tower_family(Fields(config, "it")) is not None

@@ -44,10 +44,10 @@ def test_the_text_of_a_model_that_sees_is_that_of_transformers(tmp_path, outer):
     config = CASES[outer]["config"]
     references = np.load(HERE / "wrappers.npz")
     ids, expected = references[f"{outer}.ids"], references[f"{outer}.logits"]
-    found = logits_of(tmp_path, config, tensors_of(outer), ids)
+    actual = logits_of(tmp_path, config, tensors_of(outer), ids)
     if outer in UNSCALED:
-        found /= config["text_config"]["logit_scale"]
-    assert np.abs(found - expected).max() < 1e-4 * expected.std()
+        actual /= config["text_config"]["logit_scale"]
+    assert np.abs(actual - expected).max() < 1e-4 * expected.std()
 
 
 @pytest.mark.parametrize("outer", CASES)
@@ -74,11 +74,11 @@ def test_quantised_folders_of_mlx_vlm_have_the_numbers_that_their_codes_stand_fo
         parts = [codes[name.replace("scales", part)] for part in ("weight", "scales", "biases")]
         numbers[name.replace("scales", "weight")] = mx.dequantize(*parts, 32, 4)
     assert len(codes) > len(tensors) + 8
-    found = logits_of(
+    actual = logits_of(
         tmp_path / "q", {**config, "quantization": {"group_size": 32, "bits": 4}}, codes, ids
     )
     expected = logits_of(tmp_path / "d", config, numbers, ids)
-    np.testing.assert_allclose(found, expected, atol=1e-3 * max(1.0, expected.std()))
+    np.testing.assert_allclose(actual, expected, atol=1e-3 * max(1.0, expected.std()))
 
 
 def test_the_text_of_step_3_7_is_step_3_5(tmp_path):

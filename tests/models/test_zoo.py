@@ -66,9 +66,9 @@ def test_a_quantised_checkpoint_loads_with_layers_that_are_not(tmp_path: Path) -
     quantise(definition.model, formats)
     model = load_any(save(tmp_path, raw, definition))
     assert isinstance(model, FlatModel)
-    found = dict(model.definition.model.named_modules())
-    assert isinstance(found["transformer.blocks.0.norm_attn_norm.attn.Wqkv"], nn.QuantizedLinear)
-    assert type(found["lm_head"]) is nn.Linear
+    actual = dict(model.definition.model.named_modules())
+    assert isinstance(actual["transformer.blocks.0.norm_attn_norm.attn.Wqkv"], nn.QuantizedLinear)
+    assert type(actual["lm_head"]) is nn.Linear
     expected = definition(IDS, definition.own_caches())
     logits = model.definition(IDS, model.definition.own_caches())
     assert mx.allclose(logits, expected, atol=1e-5)
@@ -110,9 +110,9 @@ def test_the_spelling_of_transformers_5_is_read() -> None:
     assert Definition.of(module, {**raw, "rope_theta": theta}).args.rope_theta == theta
     assert Definition.of(module, new).args.rope_theta == 12345.0
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1.0}
-    found = respelled(module_of("internlm2").ModelArgs, {"rope_parameters": scaled})  # type: ignore[union-attr]
-    assert found["rope_scaling"]["type"] == "linear"
-    assert found["rope_scaling"]["factor"] == 4.0
+    result = respelled(module_of("internlm2").ModelArgs, {"rope_parameters": scaled})  # type: ignore[union-attr]
+    assert result["rope_scaling"]["type"] == "linear"
+    assert result["rope_scaling"]["factor"] == 4.0
 
 
 def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch
         begin(self, layer, positions * 2)
 
     monkeypatch.setattr(FlatCache, "begin", begin_late)
-    found = row("stablelm")
-    assert found is not None
-    assert found.how == "alone"
-    assert "gives other logits than mlx-lm's own run" in found.because
+    entry = row("stablelm")
+    assert entry is not None
+    assert entry.how == "alone"
+    assert "gives other logits than mlx-lm's own run" in entry.because
 
 
 def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +145,10 @@ def test_a_definition_that_chunks_change_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         Definition, "hidden", lambda self, ids, caches: self(ids, self.own_caches())
     )
-    found = row("mamba")
-    assert found is not None
-    assert found.how == "refused"
-    assert "in chunks and steps it gives other logits" in found.because
+    entry = row("mamba")
+    assert entry is not None
+    assert entry.how == "refused"
+    assert "in chunks and steps it gives other logits" in entry.because
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,10 @@ def test_what_mlx_lm_converts_loads_and_gives_its_logits() -> None:
     command = [sys.executable, "-m", "tests.models.zoo_converted"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines() if line[:1] != "["]  # mlx-lm's own
-    found = {name: float(worst) for name, worst in lines}
+    by_name = {name: float(worst) for name, worst in lines}
     assert done.returncode == 0, done.stderr
-    assert len(found) > 50
-    assert max(found.values()) < 1e-4, found
+    assert len(by_name) > 50
+    assert max(by_name.values()) < 1e-4, by_name
 
 
 @pytest.mark.slow
@@ -238,9 +238,9 @@ def test_every_architecture_of_mlx_lm_is_native_batched_alone_or_refused_for_a_k
     None
 ):
     refused = {
-        name: found.because
+        name: entry.because
         for name in definitions.architectures()
-        if (found := row(name)) is not None and found.how == "refused"
+        if (entry := row(name)) is not None and entry.how == "refused"
     }
     metal = {} if mx.metal.is_available() else {"bitnet", "muse_spark"}
     assert refused.keys() <= {"olmo", "phi3small", "prism_hadamard_qwen35", *metal}, refused

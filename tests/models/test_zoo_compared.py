@@ -86,9 +86,9 @@ def test_each_type_has_one_verdict() -> None:
     """`python -m tests.models.zoo_table generating` drops those of types that became native."""
     runs = {kind for kind, row in TYPES.items() if row["verdict"] in ("agrees", "impossible")}
     refused = {kind for kind, row in TYPES.items() if row["verdict"] == "differs"}
-    found = sorted([*runs, *refused, *unsupported(), *SUPPORTED])
-    assert len(found) == len(set(found))
-    assert set(verdicts()["generating"]) <= set(found)
+    result = sorted([*runs, *refused, *unsupported(), *SUPPORTED])
+    assert len(result) == len(set(result))
+    assert set(verdicts()["generating"]) <= set(result)
     assert {*TYPES, *unsupported()} <= set(verdicts()["generating"])
     assert "agrees with transformers" in verdict_of("olmoe")[1]
     assert "no such model" in verdict_of("internlm2")[1]
@@ -136,11 +136,11 @@ def test_ling_3_is_native_and_ling_2_6_is_not() -> None:
 
 def test_names_of_vendors_become_mlx_lms() -> None:
     given = ("transformer.h.0.ln_1.weight", "wte.weight")
-    found = tensors_respelled("gpt2", {name: name for name in given})
-    assert found == {"h.0.ln_1.weight": given[0], "wte.weight": "wte.weight"}
+    result = tensors_respelled("gpt2", {name: name for name in given})
+    assert result == {"h.0.ln_1.weight": given[0], "wte.weight": "wte.weight"}
     given = ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.fc2.weight")
-    found = tensors_respelled("nanochat", {name: name for name in given})
-    assert [*found] == ["transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_proj.weight"]
+    result = tensors_respelled("nanochat", {name: name for name in given})
+    assert [*result] == ["transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_proj.weight"]
 
 
 @pytest.mark.parametrize(

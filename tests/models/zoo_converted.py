@@ -37,8 +37,8 @@ def difference(name: str, folder: Path) -> float:
     theirs = mlx_lm.utils.load_model(folder)[0]
     ours = load_any(folder).definition
     expected = theirs(IDS, cache=make_prompt_cache(theirs))
-    found = ours(IDS, ours.own_caches())
-    return float(np.abs(np.array(found) - np.array(expected)).max())
+    actual = ours(IDS, ours.own_caches())
+    return float(np.abs(np.array(actual) - np.array(expected)).max())
 
 
 def zoo() -> list[str]:

@@ -95,8 +95,8 @@ def randomise(definition: Definition) -> None:
 def random_parameters(model: nn.Module) -> Any:
     """Random numbers for every parameter of a model, which keep activations in range."""
     rng = np.random.default_rng(0)
-    found = tree_flatten(model.parameters())
-    return tree_unflatten([(n, _random(n, a, rng)) for n, a in found if a.dtype in FLOATS])
+    leaves = tree_flatten(model.parameters())
+    return tree_unflatten([(n, _random(n, a, rng)) for n, a in leaves if a.dtype in FLOATS])
 
 
 def _random(name: str, like: mx.array, rng: np.random.Generator) -> mx.array:
@@ -126,14 +126,14 @@ def other_design(name: str) -> str:
 
 def rows() -> list[Row]:
     """All that no native family builds, batched ones first."""
-    found = [found for name in architectures() if (found := row(name)) is not None]
-    return sorted(found, key=lambda row: HOW.index(row.how))
+    entry = [entry for name in architectures() if (entry := row(name)) is not None]
+    return sorted(entry, key=lambda row: HOW.index(row.how))
 
 
-def table(found: list[Row]) -> str:
+def table(actual: list[Row]) -> str:
     """Markdown: a line for each way to run and reason."""
     names: dict[tuple[str, str], list[str]] = {}
-    for row in found:
+    for row in actual:
         names.setdefault((row.how, row.because), []).append(f"`{row.name}`")
     lines = ["| runs | architecture | why |", "|---|---|---|"]
     return "\n".join(
@@ -191,9 +191,9 @@ def generating_page() -> str:
 
 def forget_native() -> None:
     """Leave types that a native family builds out of the files of verdicts."""
-    found = json.loads(VERDICTS.read_text())
-    rows = {kind: row for kind, row in found["types"].items() if kind not in SUPPORTED}
-    VERDICTS.write_text(verdicts_text({**found, "types": rows}))
+    content = json.loads(VERDICTS.read_text())
+    rows = {kind: row for kind, row in content["types"].items() if kind not in SUPPORTED}
+    VERDICTS.write_text(verdicts_text({**content, "types": rows}))
     stated = json.loads(UNSUPPORTED.read_text())
     parts = []
     for verdict, reasons in stated.items():

@@ -80,8 +80,8 @@ def test_scores_are_of_pairs(judge):
     scores = judge.score("w5", texts)
     assert ((scores > 0) & (scores < 1)).all()
     ranking = judge.rerank("w5", texts, top_n=2)
-    assert [each.score for each in ranking] == sorted(scores.tolist(), reverse=True)[:2]
-    assert all(texts[each.index] == each.document for each in ranking)
+    assert [item.score for item in ranking] == sorted(scores.tolist(), reverse=True)[:2]
+    assert all(texts[item.index] == item.document for item in ranking)
     assert judge.score(["w5", "w8"], ["w8", "w5"]).shape == (2,)
 
 

@@ -76,9 +76,9 @@ def row(rng: random.Random, length: int | None = None) -> TokenRow:
     return TokenRow([rng.randrange(3, 96) for _ in range(count)])
 
 
-def alone(model: PoolingModel, each: TokenRow) -> np.ndarray:
+def alone(model: PoolingModel, item: TokenRow) -> np.ndarray:
     watched = Watched.of(model)
-    watched.add("a", [each])
+    watched.add("a", [item])
     watched.run()
     return watched.events["a"].pooled[0]
 
@@ -110,7 +110,7 @@ def test_any_program_of_requests_gives_what_each_row_gives_alone(model):
             if name in aborted:
                 assert event.finish_reason is FinishReason.ABORT
                 continue
-            expected = np.stack([alone(model, each) for each in rows])
+            expected = np.stack([alone(model, item) for item in rows])
             np.testing.assert_allclose(event.pooled, expected, atol=2e-5)
 
 
@@ -137,7 +137,7 @@ def test_a_pass_takes_the_oldest_row_then_the_shortest():
     passes = []
     while queue.num_waiting:
         taken = queue.take(10)
-        passes.append([(each.request.id, each.num_tokens) for each in taken])
+        passes.append([(item.request.id, item.num_tokens) for item in taken])
     assert passes == [
         [("b", 1), ("a", 8)],
         [("b", 2), ("a", 3)],
@@ -151,10 +151,10 @@ def test_rows_longer_than_a_pass_are_taken_alone():
     rows = waiting([30, 4, 20])
     queue.add(rows)
     queue.discard(rows[:1])
-    assert [each.num_tokens for each in queue.take(10)] == [4]
+    assert [item.num_tokens for item in queue.take(10)] == [4]
     queue.add(waiting([2]))
-    assert [each.num_tokens for each in queue.take(10)] == [20]
-    assert [each.num_tokens for each in queue.take(10)] == [2]
+    assert [item.num_tokens for item in queue.take(10)] == [20]
+    assert [item.num_tokens for item in queue.take(10)] == [2]
     assert not queue.take(10)
     assert queue.num_waiting == 0
 
@@ -236,8 +236,8 @@ def test_rows_of_a_pass_that_the_gpu_stopped_are_computed_in_smaller_ones(model,
     if fails:
         assert "Impacting Interactivity" in str(watched.events["a"].error)
         return
-    for found, each in zip(watched.events["a"].pooled, rows, strict=True):
-        np.testing.assert_allclose(found, alone(model, each), atol=2e-5)
+    for actual, item in zip(watched.events["a"].pooled, rows, strict=True):
+        np.testing.assert_allclose(actual, alone(model, item), atol=2e-5)
 
 
 def test_a_gpu_that_ignores_the_process_ends_the_loop(model, monkeypatch):

@@ -52,11 +52,11 @@ def test_modes_in_both_spellings(tmp_path, stated, modes):
     folder_of(tmp_path, BERT, modules=modules("Transformer", "Pooling"))
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
-    found = read_pooling(tmp_path)
-    assert found is not None
-    assert found.task is Task.EMBED
-    assert found.modes == modes
-    assert found.modules == ()
+    config = read_pooling(tmp_path)
+    assert config is not None
+    assert config.task is Task.EMBED
+    assert config.modes == modes
+    assert config.modules == ()
 
 
 def test_modules_prompts_and_limits(tmp_path):
@@ -85,15 +85,15 @@ def test_modules_prompts_and_limits(tmp_path):
             "sentence_bert_config": {"max_seq_length": 77, "do_lower_case": True},
         },
     )
-    found = read_pooling(tmp_path)
-    assert found is not None
-    assert found.modules == (Module("Dense", "2_Dense", 8, 4), NORMALISE)
-    assert not found.pools_prompt
-    assert (found.max_tokens, found.lowercase, found.similarity) == (77, True, "dot")
-    assert found.matryoshka == (64, 128)
-    assert (found.prompt(None), found.prompt("document")) == ("query: ", "")
+    config = read_pooling(tmp_path)
+    assert config is not None
+    assert config.modules == (Module("Dense", "2_Dense", 8, 4), NORMALISE)
+    assert not config.pools_prompt
+    assert (config.max_tokens, config.lowercase, config.similarity) == (77, True, "dot")
+    assert config.matryoshka == (64, 128)
+    assert (config.prompt(None), config.prompt("document")) == ("query: ", "")
     with pytest.raises(InvalidRequestError, match="query, document"):
-        found.prompt("passage")
+        config.prompt("passage")
 
 
 @pytest.mark.parametrize(
@@ -114,22 +114,22 @@ def test_modules_prompts_and_limits(tmp_path):
     ],
 )
 def test_what_a_model_is_for(tmp_path, config, name, task):
-    found = read_pooling(folder_of(tmp_path / "m", config), name)
-    assert (found.task if found else None) == task
+    result = read_pooling(folder_of(tmp_path / "m", config), name)
+    assert (result.task if result else None) == task
 
 
 def test_a_cached_repositorys_name_counts(tmp_path):
     place = tmp_path / "models--mlx-community--Qwen3-Reranker-4bit" / "snapshots" / "0a1b"
-    found = read_pooling(folder_of(place, QWEN), "judge")
-    assert found is not None
-    assert found.head is Head.TOKENS
+    config = read_pooling(folder_of(place, QWEN), "judge")
+    assert config is not None
+    assert config.head is Head.TOKENS
 
 
 def test_a_task_that_is_asked_for_counts_more_than_files(tmp_path):
     folder_of(tmp_path, QWEN)
-    found = read_pooling(tmp_path, "chat", "embed")
-    assert found is not None
-    assert (found.modes, found.modules) == (("lasttoken",), (NORMALISE,))
+    config = read_pooling(tmp_path, "chat", "embed")
+    assert config is not None
+    assert (config.modes, config.modules) == (("lasttoken",), (NORMALISE,))
     assert read_pooling(tmp_path, "Qwen3-Embedding", "generate") is None
     with pytest.raises(InvalidRequestError, match="generate, embed, score"):
         read_pooling(tmp_path, "chat", "classify")
@@ -151,9 +151,9 @@ def test_a_task_that_is_asked_for_counts_more_than_files(tmp_path):
 )
 def test_the_activation_of_scores(tmp_path, stated, activation):
     config = {**BERT, "architectures": ["BertForSequenceClassification"], **ONE_LABEL, **stated}
-    found = read_pooling(folder_of(tmp_path, config))
-    assert found is not None
-    assert found.activation == activation
+    result = read_pooling(folder_of(tmp_path, config))
+    assert result is not None
+    assert result.activation == activation
 
 
 def test_tokens_that_score_are_read(tmp_path):
@@ -164,9 +164,9 @@ def test_tokens_that_score_are_read(tmp_path):
         modules=modules(*kinds),
         **{"1_LogitScore__config": {"true_token_id": 9454, "false_token_id": None}},
     )
-    found = read_pooling(tmp_path)
-    assert found is not None
-    assert (found.head, found.token_ids) == (Head.TOKENS, (9454, None))
+    config = read_pooling(tmp_path)
+    assert config is not None
+    assert (config.head, config.token_ids) == (Head.TOKENS, (9454, None))
 
 
 @pytest.mark.parametrize(

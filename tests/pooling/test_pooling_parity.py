@@ -44,7 +44,7 @@ def rows_of(name: str) -> tuple[list[TokenRow], np.ndarray]:
     ids, types, expected = reference(name)
     paired = any(map(any, types))
     return [
-        TokenRow(row, each if paired else None) for row, each in zip(ids, types, strict=True)
+        TokenRow(row, kind if paired else None) for row, kind in zip(ids, types, strict=True)
     ], expected
 
 
@@ -183,11 +183,11 @@ def test_causal_masks_are_no_arrays(soft_cap, monkeypatch):
         for seed, count in enumerate((heads, 2, 2))
     )
     attention = SegmentAttention(row_groups([length]), Masks(False), None)
-    found = np.array(attention.attend(queries, keys, values, Softmax(0.5, soft_cap=soft_cap)))
+    actual = np.array(attention.attend(queries, keys, values, Softmax(0.5, soft_cap=soft_cap)))
     q, k, v = (np.array(x).repeat(heads // x.shape[1], 1) for x in (queries, keys, values))
     scores = np.einsum("qhd,khd->hqk", q, k) * 0.5
     scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap
     weights = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -125,6 +125,6 @@ def reference(name: str) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
     """Rows of ids, their token types, and the results (rows, d)."""
     with np.load(DATA / f"{name}.npz") as stored:
         cuts = np.cumsum(LENGTHS)[:-1]
-        ids = [each.tolist() for each in np.split(stored["ids"], cuts)]
-        types = [each.tolist() for each in np.split(stored["token_types"], cuts)]
+        ids = [token_id.tolist() for token_id in np.split(stored["ids"], cuts)]
+        types = [token_id.tolist() for token_id in np.split(stored["token_types"], cuts)]
         return ids, types, stored["results"]

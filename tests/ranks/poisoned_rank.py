@@ -65,14 +65,14 @@ def ask(settings: dict[str, Any]) -> dict[str, Any]:
         harness = Harness(
             model, kernels=choose_all(set()), kv=KVOptions(), max_batch=4, followers=group
         )
-        found = asked(harness)
+        actual = asked(harness)
     left_out = harness.loop.kernels.stats().get("left_out")
     harness.loop.close()
     group.close()
     return {
         "plain": [outcome.token_ids for outcome in plain],
-        "tokens": [outcome.token_ids for outcome in found],
-        "errors": [str(outcome.error) for outcome in found if outcome.error is not None],
+        "tokens": [outcome.token_ids for outcome in actual],
+        "errors": [str(outcome.error) for outcome in actual if outcome.error is not None],
         "left_out": left_out,
     }
 

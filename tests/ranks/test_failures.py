@@ -93,11 +93,11 @@ def test_requests_of_a_failed_group_end_with_a_clear_error(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["error"] in ("EngineClosedError", "RanksFailedError"), found
-    assert "ranks of this model failed" in found["later"], found
-    assert found["seconds"] < 30, found
-    assert bool(found["drafted"]) == (head and when == "decode"), found
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["error"] in ("EngineClosedError", "RanksFailedError"), content
+    assert "ranks of this model failed" in content["later"], content
+    assert content["seconds"] < 30, content
+    assert bool(content["drafted"]) == (head and when == "decode"), content
 
 
 PREFIXES = """
@@ -121,12 +121,12 @@ llm.close()
 @pytest.mark.parametrize("form", ["parts", "stages"])
 def test_prefixes_on_disk_are_found_after_a_kill(form: str, tmp_path: Path) -> None:
     """What was evicted before is on the disks of both ranks; what one lost is computed again."""
-    found = []
+    collected = []
     for how in ("die", "live"):
         command = [sys.executable, "-c", PREFIXES, form, str(tmp_path), how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.stdout, done.stderr[-2000:]
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found[0]["text"] == found[1]["text"]
-    assert found[0]["cached"] == 0
-    assert found[1]["cached"] >= 64
+        collected.append(json.loads(done.stdout.splitlines()[-1]))
+    assert collected[0]["text"] == collected[1]["text"]
+    assert collected[0]["cached"] == 0
+    assert collected[1]["cached"] >= 64

@@ -169,8 +169,8 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
     thread.start()
 
     def come(rank: int) -> Connection:
-        own = msgspec.structs.replace(hello_of(place), rank=rank, pid=40 + rank)
-        return connect(place.control, secret, own, time.monotonic() + 10)
+        hello = msgspec.structs.replace(hello_of(place), rank=rank, pid=40 + rank)
+        return connect(place.control, secret, hello, time.monotonic() + 10)
 
     come(1).close()
     came = come(1)
@@ -190,11 +190,11 @@ def test_the_kv_cache_of_ranks_leaves_room_for_all_weights(three: Group) -> None
     def room(weights: int) -> int:
         return 1_500_000_000 - weights
 
-    found = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
-    assert found == default_kv_bytes(10**9, 300_000_000) < room(300_000_000)
+    budget = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
+    assert budget == default_kv_bytes(10**9, 300_000_000) < room(300_000_000)
     group._local = LocalRanks()
-    found = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
-    assert found == room(900_000_000) // 3
+    budget = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
+    assert budget == room(900_000_000) // 3
 
 
 def test_ranks_run_one_model_at_a_time(three: Group) -> None:

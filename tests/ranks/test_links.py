@@ -68,11 +68,11 @@ def tcp_pair() -> tuple[Connection, socket.socket]:
 
 
 def test_a_rank_that_knows_the_secret_is_let_in_and_frames_arrive():
-    with gathering() as (address, found):
+    with gathering() as (address, gathered):
         other = come(address, Hello(1, 2, "v", 7))
         other.send(b"a frame" * 1000)
-        wait_until(lambda: found)
-        assert found[0][1].receive() == b"a frame" * 1000
+        wait_until(lambda: gathered)
+        assert gathered[0][1].receive() == b"a frame" * 1000
     with pytest.raises((EOFError, OSError)):
         other.receive()
     other.close()
@@ -80,9 +80,9 @@ def test_a_rank_that_knows_the_secret_is_let_in_and_frames_arrive():
 
 def test_a_wrong_secret_is_refused_on_both_sides(caplog):
     refused = pytest.raises(RanksFailedError, match="another secret")
-    with gathering(within_s=1.0) as (address, found), refused:
+    with gathering(within_s=1.0) as (address, gathered), refused:
         come(address, Hello(1, 2, "v", 7), b"another secret..")
-    assert "Ranks [1] did not come" in str(found[0])
+    assert "Ranks [1] did not come" in str(gathered[0])
     assert "127.0.0.1 did not prove itself: it has another secret" in caplog.text
 
 
@@ -97,10 +97,10 @@ def test_a_wrong_secret_is_refused_on_both_sides(caplog):
 )
 def test_a_rank_that_does_not_belong_here_is_refused_by_name_on_both_sides(hello, reason):
     refused = pytest.raises(RanksFailedError, match=f"did not take this rank: .*{reason}")
-    with gathering() as (address, found), refused:
+    with gathering() as (address, gathered), refused:
         come(address, hello)
-    assert isinstance(found[0], RanksFailedError)
-    assert reason in str(found[0])
+    assert isinstance(gathered[0], RanksFailedError)
+    assert reason in str(gathered[0])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_belong_here_is_refused_by_name_on_both_sides(hello
     ids=["http", "large", "not a proof", "nothing"],
 )
 def test_noise_is_refused_at_once_and_the_rank_gets_in(noise):
-    with gathering() as (address, found):
+    with gathering() as (address, gathered):
         with socket.create_connection(address) as stranger:
             stranger.settimeout(60)
             began_s = time.monotonic()
@@ -125,14 +125,14 @@ def test_noise_is_refused_at_once_and_the_rank_gets_in(noise):
                     pass
             assert time.monotonic() - began_s < control.HANDSHAKE_S
         come(address, Hello(1, 2, "v", 7)).close()
-    assert isinstance(found[0], dict)
+    assert isinstance(gathered[0], dict)
 
 
 def test_strangers_that_drip_or_say_nothing_hold_up_no_rank(monkeypatch):
     """However many they are: the oldest give way. Each has as long as others, dripping or not."""
     monkeypatch.setattr(control, "MAX_STRANGERS", 4)
     monkeypatch.setattr(control, "HANDSHAKE_S", 20.0)
-    with contextlib.ExitStack() as strangers, gathering() as (address, found):
+    with contextlib.ExitStack() as strangers, gathering() as (address, gathered):
         for i in range(8):
             stranger = strangers.enter_context(socket.create_connection(address))
             if i % 2:
@@ -140,7 +140,7 @@ def test_strangers_that_drip_or_say_nothing_hold_up_no_rank(monkeypatch):
         began_s = time.monotonic()
         come(address, Hello(1, 2, "v", 7)).close()
         assert time.monotonic() - began_s < 15
-    assert isinstance(found[0], dict)
+    assert isinstance(gathered[0], dict)
 
 
 def test_a_stranger_that_drips_has_as_long_as_others(monkeypatch):

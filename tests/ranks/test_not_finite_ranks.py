@@ -41,10 +41,10 @@ def test_nan_of_another_rank_names_the_kernel_everywhere(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["errors"] == []
-    assert found["tokens"] == found["plain"]
-    assert found["left_out"] == ["gate_up"]
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["errors"] == []
+    assert content["tokens"] == content["plain"]
+    assert content["left_out"] == ["gate_up"]
     for rank in "01":
         known = Verdicts(tmp_path / rank, "a GPU").read()
         assert {(key.split()[0], verdict.status) for key, verdict in known.items()} == {

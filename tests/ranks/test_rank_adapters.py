@@ -73,9 +73,9 @@ def logits_of(model: LanguageModel, adapters: np.ndarray | None = ROWS) -> np.nd
     return np.array(model.logits(hidden, adapters))
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
-    assert (found.argmax(-1) == expected.argmax(-1)).all()
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(actual - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
+    assert (actual.argmax(-1) == expected.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("size", [2, 4] if ALL else [2])
@@ -177,16 +177,16 @@ def test_a_file_that_changes_behind_the_check_ends_no_rank(tmp_path: Path, chang
     shutil.copytree(next(iter(folders("qwen2-v5").values())), folder)
     adapter = read_adapter(folder)
     answers: Queue[messages.AdapterDone] = Queue()
-    own = OwnAdapters(1, answers.put)
-    own.begin(1, load(checkpoint("qwen2-v5")))
-    own.check(7, str(folder), adapter.identity)
+    adapters = OwnAdapters(1, answers.put)
+    adapters.begin(1, load(checkpoint("qwen2-v5")))
+    adapters.check(7, str(folder), adapter.identity)
     assert answers.get(timeout=60).problem is None
     if change == "deleted":
         adapter.file.unlink()
     else:
         os.truncate(adapter.file, adapter.file.stat().st_size // 2)
     for _ in range(100):
-        own.piece(7)
+        adapters.piece(7)
         answer = answers.get_nowait()
         if answer.ended:
             break

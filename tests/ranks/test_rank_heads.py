@@ -119,15 +119,15 @@ def test_answers_are_those_of_one_rank(
 
 def counted_positions(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: F811
     """Of each step that is sent from now on."""
-    found: list[int] = []
+    positions: list[int] = []
     send = group.send
 
     def counted(step: StepInputs) -> None:
-        found.append(len(step.segments.positions))
+        positions.append(len(step.segments.positions))
         send(step)
 
     monkeypatch.setattr(group, "send", counted)
-    return found
+    return positions
 
 
 def test_rank_0_knows_which_steps_other_stages_still_work_on(

@@ -61,9 +61,9 @@ STAGED = (  # others too, which heads or columns of each layer on every rank do 
 @pytest.fixture(scope="module")
 def group() -> RankGroup:
     """Processes that stay until this one ends: MLX forms one group in the life of a process."""
-    found = open_group(RankOptions(ranks=SIZE))
-    assert found is not None
-    return found
+    group = open_group(RankOptions(ranks=SIZE))
+    assert group is not None
+    return group
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,8 +105,8 @@ def plain_run(case: str, options: KVOptions, asked: Asked, sight: Sight | None =
     if asked.adapter is None:
         return alone(model, ids, params, kv=options, pictures=asked.pictures)
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
-    own = {asked.adapter: folders(case)[asked.adapter]}
-    harness = Harness(model, adapters=own, kv=options, **plain)
+    adapters = {asked.adapter: folders(case)[asked.adapter]}
+    harness = Harness(model, adapters=adapters, kv=options, **plain)
     harness.add("alone", ids, params, adapter=asked.adapter, pictures=asked.pictures)
     outcome = harness.drain()["alone"]
     harness.loop.close()
@@ -221,9 +221,9 @@ def test_prefixes_on_disk_come_back_after_a_restart(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.kv")}
     folders = {path.parent for path in before}
     assert len(folders) == SIZE, "a namespace of each rank"
-    (own,) = namespaces
+    (namespace,) = namespaces
     for path, data in before.items():
-        if not path.parent.name.startswith(own):
+        if not path.parent.name.startswith(namespace):
             path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     tokens, cached = run()
     assert tokens == plain

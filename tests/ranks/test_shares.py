@@ -99,10 +99,10 @@ def test_rank_0_has_what_sees_pictures(pipeline, tmp_path):
     def work(link: ThreadLink) -> list[Model | StageModel]:
         return [
             load_share(
-                each, link.rank, link, pipeline=pipeline,
-                read=lambda count, each=each: read.update({(each, link.rank): count}),
+                item, link.rank, link, pipeline=pipeline,
+                read=lambda count, item=item: read.update({(item, link.rank): count}),
             )
-            for each in (folder, blind)
+            for item in (folder, blind)
         ]  # fmt: skip
 
     whole = load(folder)
@@ -169,8 +169,8 @@ def test_hidden_states_of_any_layer_come_back_from_stages(case, size, tmp_path):
         def work(
             link: ThreadLink, wanted: list[int] = wanted
         ) -> tuple[np.ndarray, Taps, list[str]]:
-            found = tapped(load_share(folder, link.rank, link, pipeline=True), wanted)
-            return *found, link.calls
+            actual = tapped(load_share(folder, link.rank, link, pipeline=True), wanted)
+            return *actual, link.calls
 
         results = run_ranks(size, work)
         assert (results[0][0] == logits).all()
@@ -205,16 +205,16 @@ def test_layers_are_divided_by_their_bytes():
     sizes = [10, 10, 30, 10, 10, 10]
     tensors = {f"model.layers.{i}.x": tensor(size) for i, size in enumerate(sizes)}
     tensors |= {"model.embed_tokens.weight": tensor(25), "model.layers.6.eh_proj": tensor(99)}
-    found = divide(tensors, lambda name: name, 6, 3)
-    assert found == [range(1), range(1, 3), range(3, 6)]
+    ranges = divide(tensors, lambda name: name, 6, 3)
+    assert ranges == [range(1), range(1, 3), range(3, 6)]
     with pytest.raises(UnsupportedModelError, match="6 ranks at most"):
         divide(tensors, lambda name: name, 6, 7)
 
 
 def test_layers_that_read_what_others_left_stay_with_them():
     tensors = {f"model.layers.{i}.x": FileTensor("U8", (10,), []) for i in range(6)}
-    found = divide(tensors, lambda name: name, 6, 2, bound=frozenset({2, 3, 4, 5}))
-    assert found == [range(1), range(1, 6)]
+    ranges = divide(tensors, lambda name: name, 6, 2, bound=frozenset({2, 3, 4, 5}))
+    assert ranges == [range(1), range(1, 6)]
     with pytest.raises(UnsupportedModelError, match=r"4 of which stay .* 2 ranks at most"):
         divide(tensors, lambda name: name, 6, 3, bound=frozenset({2, 3, 4, 5}))
     assert divide(tensors, lambda name: name, 6, 3, bound=frozenset({2, 4})) == [

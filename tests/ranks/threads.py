@@ -25,9 +25,9 @@ class Meeting:
     def exchange(self, rank: int, x: mx.array) -> list[np.ndarray]:
         self.given[rank] = np.array(x)
         self.barrier.wait(timeout=60)
-        found = list(self.given)
+        result = list(self.given)
         self.barrier.wait(timeout=60)
-        return found
+        return result
 
 
 class ThreadLink:
@@ -55,9 +55,9 @@ class ThreadLink:
         return x
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        found = mx.array(self._meeting.sent[self.rank - 1].get(timeout=60))
-        assert (found.shape, found.dtype) == (shape, dtype)
-        return found
+        actual = mx.array(self._meeting.sent[self.rank - 1].get(timeout=60))
+        assert (actual.shape, actual.dtype) == (shape, dtype)
+        return actual
 
 
 def run_ranks(size: int, work: Callable[[ThreadLink], T]) -> list[T]:

@@ -66,14 +66,14 @@ def repeated_lengths(row: Row) -> dict[int, int]:
         return {}
     if params.dry_penalty_last_n > 0:
         ids = ids[-params.dry_penalty_last_n :]
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for end in range(len(ids) - 1):  # the repeated part ends here
         length = 0
         while length <= end and ids[end - length] == ids[-1 - length] not in row.breakers:
             length += 1
         if length and ids[end + 1] not in row.breakers:
-            found[ids[end + 1]] = max(found.get(ids[end + 1], 0), length)
-    return found
+            lengths[ids[end + 1]] = max(lengths.get(ids[end + 1], 0), length)
+    return lengths
 
 
 def _cut_logits(x: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, bool]:

@@ -41,7 +41,7 @@ def draws(name: str, *, target: np.ndarray, draft: np.ndarray | None) -> tuple[n
     for slot in slots:
         for sampler in (verifying, proposing):
             sampler.add(slot, params(name, slot), [], [], frozenset())
-    found, taken = [], 0
+    draws, taken = [], 0
     for count in range(-(-NUM_DRAWS // ROWS)):
         counts = np.full(ROWS, count)
         proposed: list[Drawn | None] = []
@@ -53,9 +53,9 @@ def draws(name: str, *, target: np.ndarray, draft: np.ndarray | None) -> tuple[n
                 proposed.append((guess, weights[row]) if guess < len(target) else None)
         rows = mx.array(np.tile(target, (ROWS, 1)))
         sampled = verifying.sample(rows, slots, counts, proposed=proposed)
-        found.append(np.array(sampled.tokens))
-        taken += 0 if draft is None else int((found[-1] == guesses).sum())
-    return np.concatenate(found), taken / (len(found) * ROWS)
+        draws.append(np.array(sampled.tokens))
+        taken += 0 if draft is None else int((draws[-1] == guesses).sum())
+    return np.concatenate(draws), taken / (len(draws) * ROWS)
 
 
 def kept(name: str, logits: np.ndarray) -> np.ndarray:
@@ -84,10 +84,10 @@ def chi_square(tokens: np.ndarray, p: np.ndarray) -> tuple[float, int]:
     counts = np.bincount(tokens, minlength=len(p))
     assert not counts[p == 0].any(), "a token that was cut"
     usual = expected >= 5
-    found = np.append(counts[usual], counts[~usual].sum())
+    actual = np.append(counts[usual], counts[~usual].sum())
     wanted = np.append(expected[usual], expected[~usual].sum())
-    found, wanted = found[wanted > 0], wanted[wanted > 0]
-    return float(((found - wanted) ** 2 / wanted).sum()), len(found) - 1
+    actual, wanted = actual[wanted > 0], wanted[wanted > 0]
+    return float(((actual - wanted) ** 2 / wanted).sum()), len(actual) - 1
 
 
 def logits_of(seed: int, size: int = VOCAB) -> np.ndarray:

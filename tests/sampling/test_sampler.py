@@ -85,17 +85,17 @@ def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
 ):
     """Each row has its own history, index and bans: the proposals before it count as tokens."""
     sampler = Sampler(VOCAB)
-    slots, found, recent, counts = [], [], [], []
+    slots, collected, recent, counts = [], [], [], []
     for slot, (row, known, after) in enumerate(cases):
         known_ids = row.output_ids[:known]
         sampler.add(slot, row.params, row.prompt_ids, known_ids, row.stop_ids, row.breakers)
-        for place, each in enumerate(after):
+        for place, item in enumerate(after):
             slots.append(slot)
-            found.append(replace(row, logits=each, output_ids=row.output_ids[: known + place]))
+            collected.append(replace(row, logits=item, output_ids=row.output_ids[: known + place]))
             counts.append(known + place)
             recent.append([*row.output_ids[known : known + place], *[-1] * 6][:6])
     sampled = sampler.sample(
-        mx.array(np.stack([row.logits for row in found])),
+        mx.array(np.stack([row.logits for row in collected])),
         tuple(slots),
         np.array(counts),
         mx.array(recent, mx.int32),
@@ -103,7 +103,7 @@ def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
     mx.eval(sampled.arrays())
     logprobs = {} if sampled.logprobs is None else sampled.logprobs.read()
     together = [(token, logprobs.get(i)) for i, token in enumerate(sampled.tokens.tolist())]
-    assert together == [choose([row])[0] for row in found]
+    assert together == [choose([row])[0] for row in collected]
 
 
 def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens():
@@ -179,22 +179,22 @@ def test_logprobs_are_those_of_the_raw_logits():
     params = SamplingParams(logit_bias=bias, logprobs=1, repetition_penalty=2.0)
     logits = np.zeros(VOCAB, np.float32)
     logits[9] = 3.0
-    ((token, found),) = choose([Row(params, logits, prompt_ids=[9])])
+    ((token, result),) = choose([Row(params, logits, prompt_ids=[9])])
     total = np.log(VOCAB - 1 + np.exp(3))
     assert token == 5
-    assert found is not None
-    assert found.logprob == pytest.approx(-total, abs=1e-5)
-    assert found.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
+    assert result is not None
+    assert result.logprob == pytest.approx(-total, abs=1e-5)
+    assert result.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
 
 
 @pytest.mark.parametrize("vocab", [1000, 1024, 262_144])
 def test_logprobs_of_a_large_vocabulary_are_as_exact_as_of_a_small_one(vocab: int) -> None:
     logits = 2 * mx.random.normal((3, vocab), key=mx.random.key(1))
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    found = LogprobArrays.of(logits, tokens, {0: 2, 2: 2}).read()
+    actual = LogprobArrays.of(logits, tokens, {0: 2, 2: 2}).read()
     for row in (0, 2):
         exact = reference_logprobs(np.array(logits[row]))
-        assert found[row].logprob == pytest.approx(exact.max(), abs=5e-6)
+        assert actual[row].logprob == pytest.approx(exact.max(), abs=5e-6)
 
 
 def test_logprobs_do_not_know_of_the_mask():
@@ -303,22 +303,22 @@ def test_each_row_gets_as_many_logprobs_as_it_asks_for():
     logits = (np.random.default_rng(0).normal(size=(4, 3000)) * 3).astype(np.float32)
     tokens = [5, 6, 7, 8]
     asked = {3: 2, 0: 20, 2: 0}
-    found = LogprobArrays.of(mx.array(logits), mx.array(tokens, mx.int32), asked).read()
-    assert set(found) == {0, 2, 3}
+    actual = LogprobArrays.of(mx.array(logits), mx.array(tokens, mx.int32), asked).read()
+    assert set(actual) == {0, 2, 3}
     for row, num in zip((3, 0, 2), (2, 20, 0), strict=True):
         expected = reference_logprobs(logits[row])
-        assert found[row].logprob == pytest.approx(expected[tokens[row]], abs=1e-5)
+        assert actual[row].logprob == pytest.approx(expected[tokens[row]], abs=1e-5)
         best = np.argsort(-expected)[:num]
-        assert [token for token, _ in found[row].top] == best.tolist()
-        assert [value for _, value in found[row].top] == pytest.approx(expected[best], abs=1e-5)
+        assert [token for token, _ in actual[row].top] == best.tolist()
+        assert [value for _, value in actual[row].top] == pytest.approx(expected[best], abs=1e-5)
 
 
 def test_a_vocabulary_smaller_than_asked_for_and_tokens_that_cannot_be():
     logits = mx.array([[0.0, -np.inf, 0.0]])
     arrays = LogprobArrays.of(logits, mx.array([0], mx.int32), {0: 20})
-    found = arrays.read()[0]
-    assert [token for token, _ in found.top] == [0, 2, 1]
-    assert found.top[2][1] == -np.inf
+    actual = arrays.read()[0]
+    assert [token for token, _ in actual.top] == [0, 2, 1]
+    assert actual.top[2][1] == -np.inf
 
 
 def pack(allowed: np.ndarray) -> mx.array:

@@ -18,8 +18,8 @@ def weights(x: np.ndarray, *params: SamplingParams) -> np.ndarray:
     """(V,) or (R, V) what is kept of the same logits under each of these settings."""
     kept = changed([Row(p.changed({"xtc_probability": 0.0}), x) for p in params])
     temperature = mx.array([[p.temperature] for p in params])
-    found = np.array(weights_of(mx.array(kept), temperature))
-    return found if len(params) > 1 else found[0]
+    actual = np.array(weights_of(mx.array(kept), temperature))
+    return actual if len(params) > 1 else actual[0]
 
 
 @given(x=logits(), params=DRAWN)
@@ -72,13 +72,13 @@ def test_a_top_p_near_zero_keeps_the_most_probable():
 
 @given(x=logits(), params=st.lists(DRAWN, min_size=1, max_size=3))
 def test_halving_finds_the_floor_that_sorting_finds(x: np.ndarray, params: list[SamplingParams]):
-    found = []
+    collected = []
     for width in (8, parts.SORTED, 10**9):
         with mock.patch.object(parts, "SORTED", width):
-            found.append(weights(x, *params))
+            collected.append(weights(x, *params))
     assume(not any(kept_tokens(Row(p, x)).in_doubt for p in params))
-    np.testing.assert_array_equal(found[0], found[2])
-    np.testing.assert_array_equal(found[1], found[2])
+    np.testing.assert_array_equal(collected[0], collected[2])
+    np.testing.assert_array_equal(collected[1], collected[2])
 
 
 def test_a_token_at_exactly_n_sigma_stays():

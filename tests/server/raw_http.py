@@ -18,9 +18,9 @@ def read_answer(connection: socket.socket) -> bytes:
     data = b""
     while part := connection.recv(65536):
         data += part
-        head, found, body = data.partition(b"\r\n\r\n")
+        head, result, body = data.partition(b"\r\n\r\n")
         length = re.search(rb"\r\ncontent-length: (\d+)", head)
-        if found and length and len(body) >= int(length.group(1)):
+        if result and length and len(body) >= int(length.group(1)):
             break
     return data
 

@@ -46,12 +46,12 @@ def test_an_adapter_is_a_model_of_its_own_name(server: LiveServer, folder: Path)
     answers = {name: text(server, f"demo:{name}") for name in ("pirate", "poet")}
     assert len({plain, *answers.values()}) == 3
     with LLM("demo-draft") as llm:
-        for name, found in answers.items():
+        for name, value in answers.items():
             llm.load_adapter(name, folder / name)
             greedy: Any = {"max_tokens": 8, "temperature": 0}
-            assert llm.chat("Hello", adapter=name, **greedy).text == found
+            assert llm.chat("Hello", adapter=name, **greedy).text == value
     with LLM(server.url) as remote:
-        assert {each["name"] for each in remote.adapters} == {"pirate", "poet"}
+        assert {adapter["name"] for adapter in remote.adapters} == {"pirate", "poet"}
         assert (
             remote.chat("Hello", adapter="poet", max_tokens=8, temperature=0).text
             == (answers["poet"])

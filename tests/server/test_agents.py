@@ -90,8 +90,8 @@ def test_claude_code(server: ScriptedServer, thinking: Any) -> None:
     (end,) = [e for e in events if e["type"] == "message_delta"]
     assert end["delta"]["stop_reason"] == "tool_use"
     counted = {key: CLAUDE[key] for key in ("model", "system", "messages", "tools")}
-    found = server.post("/v1/messages/count_tokens?beta=true", counted, headers=headers)
-    assert found.json()["input_tokens"] > 50
+    reply = server.post("/v1/messages/count_tokens?beta=true", counted, headers=headers)
+    assert reply.json()["input_tokens"] > 50
 
 
 @pytest.mark.parametrize(

@@ -60,17 +60,17 @@ def test_a_response_goes_on_without_its_client(client: openai.OpenAI) -> None:
     begun = ask(client)
     strictly(Response, begun)
     assert (begun.status, begun.background, begun.store) == ("queued", True, True)
-    found: list[Response] = []
+    collected: list[Response] = []
 
     def completed() -> bool:
-        found.append(client.responses.retrieve(begun.id))
-        strictly(Response, found[-1])
-        return found[-1].status not in ("queued", "in_progress")
+        collected.append(client.responses.retrieve(begun.id))
+        strictly(Response, collected[-1])
+        return collected[-1].status not in ("queued", "in_progress")
 
     wait_until(completed)
-    assert found[-1].status == "completed"
-    assert found[-1].output_text == ask(client, background=False).output_text
-    assert client.responses.cancel(begun.id) == found[-1], "it has ended: no effect"
+    assert collected[-1].status == "completed"
+    assert collected[-1].output_text == ask(client, background=False).output_text
+    assert client.responses.cancel(begun.id) == collected[-1], "it has ended: no effect"
     assert ask(client, previous_response_id=begun.id, background=False).status == "completed"
 
 
@@ -106,9 +106,9 @@ def test_a_cancelled_response_keeps_its_text(client: openai.OpenAI, keeping: Liv
     assert (cancelled.status, cancelled.output[0].status) == ("cancelled", "incomplete")  # type: ignore[union-attr]
     wait_until(keeping.is_idle)
     assert [event.type for event in events][-1] == "response.output_item.done"
-    found = client.responses.retrieve(response_id)
-    assert found == cancelled == client.responses.cancel(response_id)
-    assert found.output_text
+    response = client.responses.retrieve(response_id)
+    assert response == cancelled == client.responses.cancel(response_id)
+    assert response.output_text
 
 
 def test_a_deleted_response_ends(client: openai.OpenAI, keeping: LiveServer) -> None:
@@ -141,8 +141,8 @@ def test_each_key_has_its_own_and_limits_hold() -> None:
             assert server.client.request(method, place + path, headers=other).status_code == 404
         assert server.post(f"{place}/cancel", {}, headers=other).status_code == 404
         waiting = server.post(RESPONSES, body, headers=mine).json()
-        found = server.get(f"{RESPONSES}/{waiting['id']}", headers=mine).json()
-        assert found["status"] == "queued"
+        result = server.get(f"{RESPONSES}/{waiting['id']}", headers=mine).json()
+        assert result["status"] == "queued"
         refused = server.post(RESPONSES, body, headers=mine)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert server.client.delete(place, headers=mine).json()["deleted"]

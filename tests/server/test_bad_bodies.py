@@ -394,11 +394,11 @@ READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
 def test_what_takes_long_is_read_off_the_loop(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: dict[str, str] = {}
+    collected: dict[str, str] = {}
 
     def noting(name: str, function: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
-            found[name] = threading.current_thread().name
+            collected[name] = threading.current_thread().name
             return function(*args, **kwargs)
 
         return noted
@@ -407,10 +407,10 @@ def test_what_takes_long_is_read_off_the_loop(
         with monkeypatch.context() as patch:
             for name in names:
                 patch.setattr(api, name, noting(name, getattr(api, name)))
-            found.clear()
+            collected.clear()
             assert live.post(path, with_fields(path)).status_code == 200
-        assert set(found) == set(names), path
-        assert all(thread.startswith("mlxinfer-text") for thread in found.values()), found
+        assert set(collected) == set(names), path
+        assert all(thread.startswith("mlxinfer-text") for thread in collected.values()), collected
 
 
 WRONG: list[dict[str, Any]] = [  # a choice, a name in it, a type, a name

@@ -307,7 +307,7 @@ def test_blocks_of_other_kinds(live: LiveServer, path: str) -> None:
         asked, returned = bodies_with({"type": "image", "source": source})
         said = expect_refusal(live, path, asked)["message"]
         words = ("'demo' reads text only", "source", "picture")
-        assert any(each in said for each in words), said
+        assert any(word in said for word in words), said
         answer = live.post(path, returned)  # a tool's picture is left out for a model of text
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:

@@ -20,10 +20,10 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": 
 
 
 def answer(server: LiveServer, **fields: Any) -> str:
-    found = server.post(CHAT, chat("Give me JSON for a user", max_tokens=80, **fields))
-    assert found.status_code == 200, found.text
-    assert found.json()["choices"][0]["finish_reason"] == "stop"
-    text: str = found.json()["choices"][0]["message"]["content"]
+    reply = server.post(CHAT, chat("Give me JSON for a user", max_tokens=80, **fields))
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    text: str = reply.json()["choices"][0]["message"]["content"]
     return text
 
 
@@ -75,14 +75,14 @@ class Person(pydantic.BaseModel):
 
 def test_the_library_parses_into_its_own_types(server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        found = client.chat.completions.parse(
+        completion = client.chat.completions.parse(
             model="demo",
             messages=[{"role": "user", "content": "Give me JSON for a user named Grace aged 47"}],
             response_format=Person,
             temperature=0,
             max_tokens=80,
         )
-    assert found.choices[0].message.parsed == Person(name="Grace", age=47)
+    assert completion.choices[0].message.parsed == Person(name="Grace", age=47)
 
 
 AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
@@ -116,11 +116,11 @@ def test_what_masks_cannot_hold_is_checked_and_tried_again(server: LiveServer) -
     attempts = set()
     for seed in range(4):
         body = chat("Two bits?", temperature=2.0, seed=seed, response_format=form, max_tokens=40)
-        found = server.post(CHAT, body)
-        assert found.status_code == 200, found.text
-        text = found.json()["choices"][0]["message"]["content"]
+        reply = server.post(CHAT, body)
+        assert reply.status_code == 200, reply.text
+        text = reply.json()["choices"][0]["message"]["content"]
         assert sorted(json.loads(text)) == [0, 1], f"seed {seed}"
-        attempts.add(found.headers.get("x-mlxinfer-attempts"))
+        attempts.add(reply.headers.get("x-mlxinfer-attempts"))
         events = server.events(CHAT, body)[:-1]
         streamed = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
         assert streamed == text
@@ -130,9 +130,9 @@ def test_what_masks_cannot_hold_is_checked_and_tried_again(server: LiveServer) -
 
 def test_no_answer_is_better_than_a_wrong_one(server: LiveServer) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": {**PAIR, "contains": {"const": 7}}}}
-    found = server.post(CHAT, chat("Bits?", max_tokens=40, response_format=form))
-    assert found.status_code == 400
-    assert found.json()["error"]["code"] == "grammar_failed"
-    assert found.json()["error"]["param"] == "response_format.json_schema.schema"
+    reply = server.post(CHAT, chat("Bits?", max_tokens=40, response_format=form))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "grammar_failed"
+    assert reply.json()["error"]["param"] == "response_format.json_schema.schema"
     last = server.events(CHAT, chat("Bits?", max_tokens=40, response_format=form))[-1]
     assert last["error"]["code"] == "grammar_failed"

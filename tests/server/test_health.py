@@ -120,8 +120,8 @@ def test_draining_is_not_ready() -> None:
 
 def test_a_router_sees_the_load(server: LiveServer) -> None:
     assert server.post(CHAT, chat()).status_code == 200
-    found = server.get("/v1/loads").json()
-    (load,) = found["loads"]
+    result = server.get("/v1/loads").json()
+    (load,) = result["loads"]
     assert load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] == 0
     assert 0 <= load["token_usage"] <= 1
     assert load["max_total_num_tokens"] > 0

@@ -58,12 +58,12 @@ def send(url: str, name: str) -> socket:
 
 def decoders(server: psutil.Process) -> list[psutil.Process]:
     """The processes that decode, or have done so."""
-    found = []
+    decoders = []
     for child in server.children():
         with suppress(psutil.Error):
             if "mlxinfer.images.process" in child.cmdline() and seconds_of(child) > 0.1:
-                found.append(child)
-    return found
+                decoders.append(child)
+    return decoders
 
 
 def seconds_of(process: psutil.Process) -> float:

@@ -115,8 +115,8 @@ def test_no_key_finds_the_prompts_of_another(shared: bool) -> None:
 
         def cached(key: str) -> int:
             usage = server.post(CHAT, long, headers=bearer(key)).json()["usage"]
-            found: int = usage["prompt_tokens_details"]["cached_tokens"]
-            return found
+            result: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return result
 
         assert cached("a") == 0
         assert cached("a") > 0
@@ -137,11 +137,11 @@ def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
             text: str = answer["choices"][0]["message"]["content"]
             return text, stats()["speculation"]["accepted"] - before
 
-        text, own = accepted("first")
-        assert accepted("second") == (text, own)
+        text, num_accepted = accepted("first")
+        assert accepted("second") == (text, num_accepted)
         again, after = accepted("first")
     assert again == text
-    assert after > own + 5
+    assert after > num_accepted + 5
 
 
 def test_https(tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ async def served(call: Call) -> dict[str, Any]:
 def app_with(keys: ApiKeys) -> App:
     """All routes, each with a handler that answers at once."""
     service: Any = SimpleNamespace(config=ServerConfig(keys=keys), calls=set())
-    own = {(each.method, each.path) for each in files.ROUTES}
+    without_file = {(route.method, route.path) for route in files.ROUTES}
     routes = [
-        replace(each, handler=served, takes_file=False)
-        for each in ALL
-        if (each.method, each.path) not in own
+        replace(route, handler=served, takes_file=False)
+        for route in ALL
+        if (route.method, route.path) not in without_file
     ]
     return App(service, routes)
 
@@ -229,7 +229,7 @@ async def statuses(app: App, route: Route) -> list[int]:
 
 
 async def _status(app: App, method: str, path: str, key: str | None) -> int:
-    found: list[int] = []
+    status: list[int] = []
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     headers += [] if key is None else [(b"x-api-key", key.encode())]
     scope: Scope = {
@@ -243,10 +243,10 @@ async def _status(app: App, method: str, path: str, key: str | None) -> int:
     }
 
     async def send(message: Message) -> None:
-        found.append(message.get("status", 0))
+        status.append(message.get("status", 0))
 
     await app(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # it says nothing
-    return found[0]
+    return status[0]
 
 
 def test_each_route_lets_in_the_keys_of_its_access() -> None:

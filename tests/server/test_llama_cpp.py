@@ -80,9 +80,9 @@ def test_scores_of_a_prompt_are_those_of_its_echo(server: LiveServer) -> None:
     ids = server.post("/tokenize", {"prompt": TEXT}).json()["tokens"]
     assert first is None
     for token_id, row, logprob in zip(ids[1:], rows, expected[1:], strict=False):
-        own = row[str(token_id)]
-        assert own["logprob"] == pytest.approx(logprob, abs=1e-4)
-        assert (own["rank"] == 1) == (len(row) == 1)
+        score = row[str(token_id)]
+        assert score["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert (score["rank"] == 1) == (len(row) == 1)
         assert {entry["rank"] for entry in row.values()} >= {1}
     said = server.post(CHAT, chat("Hello", max_tokens=1, prompt_logprobs=0)).json()
     assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]

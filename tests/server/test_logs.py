@@ -20,16 +20,16 @@ SECRET = "swordfish"
 @pytest.fixture
 def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     """Records of the access log."""
-    found: list[logging.LogRecord] = []
+    lines: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = found.append  # type: ignore[assignment, method-assign]
+    handler.emit = lines.append  # type: ignore[assignment, method-assign]
     logger = logging.getLogger("mlxinfer.access")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     server.get("/first")
-    wait_until(lambda: any("/first" in text_line(record) for record in found))
-    found.clear()  # with it came the lines of requests before the test
-    yield found
+    wait_until(lambda: any("/first" in text_line(record) for record in lines))
+    lines.clear()  # with it came the lines of requests before the test
+    yield lines
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
 

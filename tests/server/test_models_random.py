@@ -183,15 +183,15 @@ some = st.lists(st.tuples(sizes, st.none() | sizes, st.booleans()), min_size=1, 
 def test_budgets_together_stay_within_the_limit(
     some: list[tuple[int, int | None, bool]], limit: int
 ) -> None:
-    needs = [need(f"m{i}", *each) for i, each in enumerate(some)]
+    needs = [need(f"m{i}", *item) for i, item in enumerate(some)]
     try:
         budgets = kv_budgets(needs, limit)
     except InvalidRequestError:
         return
-    for each in needs:
-        at_once = [n for n in needs if n.pinned or n is each]
+    for item in needs:
+        at_once = [n for n in needs if n.pinned or n is item]
         assert sum(n.weights_bytes + budgets[n.entry.name] for n in at_once) <= limit
-        assert each.entry.kv_bytes in (None, budgets[each.entry.name])
+        assert item.entry.kv_bytes in (None, budgets[item.entry.name])
     if sum(n.weights_bytes + (n.entry.kv_bytes or 0) for n in needs) > limit:
         return
     free = [budgets[n.entry.name] for n in needs if n.entry.kv_bytes is None]

@@ -401,8 +401,8 @@ def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
     ]
     models = ModelRegistry(entries, limit_bytes=machine.limit_bytes)
     expected = {"claude-opus-5": "a", "claude-3-haiku": "b", "gpt-4o-mini": "a", "o3-mini": "b"}
-    for name, found in expected.items():
-        assert models.find(name).entry.name == found
+    for name, value in expected.items():
+        assert models.find(name).entry.name == value
     with pytest.raises(ModelNotFoundError):
         models.find("other")
     with pytest.raises(InvalidRequestError, match="default model"):

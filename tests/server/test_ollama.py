@@ -81,7 +81,7 @@ def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> 
 def test_log_probabilities(demo: ollama.Client) -> None:
     said = demo.chat("demo", HELLO, logprobs=True, top_logprobs=2, options=GREEDY)
     assert said.logprobs is not None
-    assert "".join(each.token for each in said.logprobs) == said.message.content
+    assert "".join(logprob.token for logprob in said.logprobs) == said.message.content
     assert len(said.logprobs[0].top_logprobs or ()) == 2
     pieces = demo.generate("demo", "Hello", logprobs=True, options=GREEDY, stream=True)
     assert all(piece.logprobs for piece in pieces if piece.response)
@@ -123,7 +123,7 @@ def test_what_is_not_served_is_said_in_ollamas_words(demo: ollama.Client) -> Non
 def test_models_are_listed_shown_loaded_and_unloaded() -> None:
     kv = {"kv_bytes": 8 * MB}
     with LazyServer(fields={"big": kv, "small": kv}) as server, ollama_client(server) as client:
-        assert [each.model for each in client.list().models] == ["big:latest", "small:latest"]
+        assert [model.model for model in client.list().models] == ["big:latest", "small:latest"]
         assert client.ps().models == []
         assert client.chat("small", []).done_reason == "load"
         (running,) = client.ps().models
@@ -164,7 +164,7 @@ def test_an_allowed_pull_reports_progress_and_serves_the_model() -> None:
                 go_on.set()
         assert lines[0].status == "pulling manifest"
         assert lines[-1].status == "success"
-        assert (10, 100) in {(each.completed, each.total) for each in lines}
+        assert (10, 100) in {(line.completed, line.total) for line in lines}
         assert client.chat("org/tiny", HELLO, options=GREEDY).done
         assert client.pull("org/tiny").status == "success", "it is here already"
         with pytest.raises(ollama.ResponseError, match="not on the hub"):

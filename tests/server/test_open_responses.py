@@ -34,12 +34,12 @@ def message(role: str, content: str, **fields: Any) -> dict[str, Any]:
 
 
 def models_of_events() -> dict[str, Any]:
-    found = {}
+    events = {}
     for name in dir(types):
         if name.endswith("StreamingEvent"):
             (kind,) = getattr(types, name).model_fields["type"].annotation
-            found[kind.value] = getattr(types, name)
-    return found
+            events[kind.value] = getattr(types, name)
+    return events
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +57,16 @@ def answer(server: LiveServer, *, stream: bool = False, **body: Any) -> dict[str
         for event in events:
             if event["type"] not in OPENAIS_OWN:
                 known[event["type"]].model_validate(event)
-        found = events[-1]["response"]
+        result = events[-1]["response"]
         kinds = [event["type"] for event in events]
-        called = any(item["type"] == "function_call" for item in found["output"])
+        called = any(item["type"] == "function_call" for item in result["output"])
         for kind in ("delta", "done"):
             assert (f"response.function_call_arguments.{kind}" in kinds) is called
     else:
-        found = server.post(RESPONSES, given).json()
-    types.ResponseResource.model_validate(found)
-    assert (found["status"], bool(found["output"])) == ("completed", True)
-    return dict(found)
+        result = server.post(RESPONSES, given).json()
+    types.ResponseResource.model_validate(result)
+    assert (result["status"], bool(result["output"])) == ("completed", True)
+    return dict(result)
 
 
 def text_of(response: dict[str, Any]) -> str:
@@ -106,8 +106,8 @@ def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> 
 @pytest.mark.parametrize("stream", every(2, [False, True]))
 def test_a_tool_that_fits_is_called(keeping: LiveServer, stream: bool) -> None:
     asked = message("user", "What's the weather like in San Francisco?")
-    found = answer(keeping, input=[asked], tools=[WEATHER], stream=stream)
-    (call,) = [item for item in found["output"] if item["type"] == "function_call"]
+    response = answer(keeping, input=[asked], tools=[WEATHER], stream=stream)
+    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
     assert call["name"] == "get_weather"
     assert set(json.loads(call["arguments"])) == {"location"}
 
@@ -148,5 +148,5 @@ def test_a_picture_is_described(stream: bool) -> None:
         {"type": "input_image", "image_url": url},
     ]
     with LiveServer(bundled="demo-vision") as server:
-        found = answer(server, input=[{**message("user", ""), "content": parts}], stream=stream)
-    assert "red circle" in text_of(found)
+        response = answer(server, input=[{**message("user", ""), "content": parts}], stream=stream)
+    assert "red circle" in text_of(response)

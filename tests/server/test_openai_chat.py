@@ -43,13 +43,13 @@ def test_a_stream_says_role_content_reason_counts_done(server: LiveServer) -> No
 
 
 def test_every_part_of_every_answer_has_the_fingerprint_of_the_server(server: LiveServer) -> None:
-    found = [server.post(CHAT, chat()).json() for _ in range(2)]
-    found += server.events(CHAT, chat(stream=True))[:-1]
+    result = [server.post(CHAT, chat()).json() for _ in range(2)]
+    result += server.events(CHAT, chat(stream=True))[:-1]
     text = {"prompt": "A", "max_tokens": 2}
-    found.append(server.post(COMPLETIONS, text).json())
-    found += server.events(COMPLETIONS, {**text, "stream": True})[:-1]
-    assert len(found) > 6
-    assert {part["system_fingerprint"] for part in found} == {f"mlxinfer-{__version__}"}
+    result.append(server.post(COMPLETIONS, text).json())
+    result += server.events(COMPLETIONS, {**text, "stream": True})[:-1]
+    assert len(result) > 6
+    assert {part["system_fingerprint"] for part in result} == {f"mlxinfer-{__version__}"}
 
 
 def test_seeded_choices_differ_and_repeat_whole_and_streamed(server: LiveServer) -> None:
@@ -59,13 +59,13 @@ def test_seeded_choices_differ_and_repeat_whole_and_streamed(server: LiveServer)
         return [c["message"]["content"] for c in server.post(CHAT, request).json()["choices"]]
 
     whole()  # from now on the prompt is in the cache, and all are rounded alike
-    found = [""] * 3
+    result = [""] * 3
     for chunk in server.events(CHAT, request)[:-1]:
         choice = chunk["choices"][0]
-        found[choice["index"]] += choice["delta"].get("content", "")
-    assert found == whole()
-    assert len(set(found)) == 3
-    assert content(server.post(CHAT, {**request, "n": 1, "seed": 6})) == found[1]
+        result[choice["index"]] += choice["delta"].get("content", "")
+    assert result == whole()
+    assert len(set(result)) == 3
+    assert content(server.post(CHAT, {**request, "n": 1, "seed": 6})) == result[1]
 
 
 def test_logprobs_spell_the_content(server: LiveServer) -> None:
@@ -147,14 +147,16 @@ def test_a_stream_says_how_far_its_prompt_is(
     asked |= {"input_prefix": text, "input_suffix": ""} if path == "/infill" else {}
     for cached in (False, True):
         events = [event for event in server.events(path, asked) if event != "[DONE]"]
-        found = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        result = [event["prompt_progress"] for event in events if "prompt_progress" in event]
         assert "prompt_progress" not in events[-1]
-        assert found
-        assert [each["processed"] for each in found] == sorted(each["processed"] for each in found)
-        last = found[-1]
+        assert result
+        assert [item["processed"] for item in result] == sorted(
+            item["processed"] for item in result
+        )
+        last = result[-1]
         assert last["processed"] == last["total"] > 500
         assert (last["cache"] > 400) is cached
-        assert all(each["cache"] == last["cache"] <= each["processed"] for each in found)
+        assert all(item["cache"] == last["cache"] <= item["processed"] for item in result)
     assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
 
 
@@ -233,6 +235,6 @@ def test_sixteen_at_once_get_what_each_gets_alone(server: LiveServer) -> None:
 
     together = asyncio.run(all_at_once())
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        for question, found in list(zip(questions, together, strict=True))[::3]:  # of both kinds
+        for question, actual in list(zip(questions, together, strict=True))[::3]:  # of both kinds
             alone = ask(client, messages=[{"role": "user", "content": question}])
-            assert found == alone.choices[0].message.content
+            assert actual == alone.choices[0].message.content

@@ -64,18 +64,18 @@ def test_echoed_logprobs_are_those_of_the_model(server: LiveServer) -> None:
     """The scores of a prompt's tokens, against a softmax of the logits that the library gives."""
     ids = ids_of(server, TEXT)
     answer = server.post(PATH, ask(ids, echo=True, logprobs=2, max_tokens=1)).json()
-    found = answer["choices"][0]["logprobs"]
+    result = answer["choices"][0]["logprobs"]
     with LLM("demo-draft") as llm:
         logits = llm.logits(ids).astype(np.float64)
     scores = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    assert found["token_logprobs"][0] is None
-    assert found["top_logprobs"][0] is None
+    assert result["token_logprobs"][0] is None
+    assert result["top_logprobs"][0] is None
     for position in range(1, len(ids)):
         row = scores[position - 1]
-        assert math.isclose(found["token_logprobs"][position], row[ids[position]], abs_tol=1e-3)
-        best = max(found["top_logprobs"][position].values())
+        assert math.isclose(result["token_logprobs"][position], row[ids[position]], abs_tol=1e-3)
+        best = max(result["top_logprobs"][position].values())
         assert math.isclose(best, row.max(), abs_tol=1e-3)
-    assert len(found["tokens"]) == len(ids) + 1
+    assert len(result["tokens"]) == len(ids) + 1
 
 
 def test_offsets_point_into_the_text(server: LiveServer) -> None:
@@ -100,8 +100,8 @@ def test_half_a_character_at_the_end_of_an_echoed_prompt_is_shown_once(
     server: LiveServer,
 ) -> None:
     def text(prompt: list[int], **fields: Any) -> str:
-        found: str = server.post(PATH, ask(prompt, **fields)).json()["choices"][0]["text"]
-        return found
+        result: str = server.post(PATH, ask(prompt, **fields)).json()["choices"][0]["text"]
+        return result
 
     ids = ids_of(server, "A→")
     prompts = [ids[:cut] for cut in range(1, len(ids) + 1)]
@@ -139,24 +139,24 @@ def written(kind: str, ids: list[int], offset: int = 0) -> dict[str, Any]:
 def test_tokens_of_an_echoed_prompt_stand_where_they_are(kind: str, text: str) -> None:
     tokenizer = load_tokenizer(kind)
     ids = tokenizer.encode(text)
-    found = written(kind, ids)
-    ends = [*found["text_offset"][1:], len(text)]
+    actual = written(kind, ids)
+    ends = [*actual["text_offset"][1:], len(text)]
     for token_id, spelled, begin, end in zip(
-        ids, found["tokens"], found["text_offset"], ends, strict=True
+        ids, actual["tokens"], actual["text_offset"], ends, strict=True
     ):
         if token_id not in tokenizer.special_ids and not spelled.startswith("bytes:"):
             assert text[begin:end] == spelled[len(spelled) - (end - begin) :]
-    assert all(begin <= end for begin, end in zip(found["text_offset"], ends, strict=True))
+    assert all(begin <= end for begin, end in zip(actual["text_offset"], ends, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_goes_on_where_the_prompt_ends(kind: str) -> None:
     tokenizer = load_tokenizer(kind)
     ids = [i for i in tokenizer.encode(" sleeps") if i not in tokenizer.special_ids]
-    found = written(kind, ids, offset=7)
-    assert found["text_offset"][0] == 7
-    text = "The cat" + "".join(found["tokens"])
-    assert found["text_offset"][-1] + len(found["tokens"][-1]) == len(text)
+    actual = written(kind, ids, offset=7)
+    assert actual["text_offset"][0] == 7
+    text = "The cat" + "".join(actual["tokens"])
+    assert actual["text_offset"][-1] + len(actual["tokens"][-1]) == len(text)
 
 
 COMPLETIONS = "/v1/completions"
@@ -263,7 +263,7 @@ def test_one_text_in_llama_cpps_form_is_the_same_text(server: LiveServer) -> Non
     assert "".join(piece["content"] for piece in pieces) == choice["text"]
     assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     both = server.post("/completion", {**asked, "prompt": [TEXT, ids_of(server, TEXT)]}).json()
-    assert [each["content"] for each in both] == [said["content"]] * 2
+    assert [side["content"] for side in both] == [said["content"]] * 2
     for prompt in ([], {"prompt_string": TEXT}, [-1], None):
         refused = server.post("/completion", {**asked, "prompt": prompt})
         assert refused.status_code == 400, prompt
@@ -293,8 +293,8 @@ def test_what_was_typed_since_is_all_that_is_computed(
     assert first["prompt_n"] > 600
     suffix = len(live.model.tokenizer.encode(body["input_suffix"]))
     for typed in ("    tot", "    total", "    total +=", "    total += value"):
-        found = live.post("/infill", {**body, "prompt": typed}).json()["timings"]
-        own = len(live.model.tokenizer.encode(typed))
-        assert found["prompt_n"] <= own + suffix + page + 2, typed
-        assert found["cache_n"] > 600
+        result = live.post("/infill", {**body, "prompt": typed}).json()["timings"]
+        num_typed = len(live.model.tokenizer.encode(typed))
+        assert result["prompt_n"] <= num_typed + suffix + page + 2, typed
+        assert result["cache_n"] > 600
     live.check_idle()

@@ -37,9 +37,9 @@ def ask(server: LiveServer, ids: list[int], **fields: Any) -> tuple[str, int]:
     """The text of an answer, and how many tokens of its prompt were cached."""
     body = {"prompt": ids, "max_tokens": 4, "temperature": 0, **fields}
     headers = {"x-api-key": "secret"}
-    found = server.post(COMPLETIONS, body, headers=headers, timeout=300)
-    assert found.status_code == 200, found.text
-    answer = found.json()
+    reply = server.post(COMPLETIONS, body, headers=headers, timeout=300)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["text"], cached
 
@@ -57,9 +57,9 @@ def test_a_server_finds_what_another_has_computed(monkeypatch: pytest.MonkeyPatc
         salted = ask(first, ids, cache_salt="a")[0]
         assert ask(second, ids, cache_salt="b") == (salted, 0)
         assert ask(second, ids, cache_salt="a") == (salted, 64)
-        found = second.get("/metrics", headers={"x-api-key": "secret"}).text
-        assert 'mlxinfer:peer_pages_total{model_name="demo"} 8.0' in found
-        assert 'mlxinfer:peer_failures_total{model_name="demo"} 0.0' in found
+        result = second.get("/metrics", headers={"x-api-key": "secret"}).text
+        assert 'mlxinfer:peer_pages_total{model_name="demo"} 8.0' in result
+        assert 'mlxinfer:peer_failures_total{model_name="demo"} 0.0' in result
 
 
 class Wire:
@@ -158,11 +158,11 @@ def choices(server: LiveServer, name: str) -> tuple[list[Any], list[float]]:
     path, body = ASKED[name]
     reply = server.post(path, {"temperature": 0, **body})
     assert reply.status_code == 200, reply.text
-    found = json.loads(reply.text, parse_float=lambda text: numbers.append(float(text)))["choices"]
-    for choice in found:
+    result = json.loads(reply.text, parse_float=lambda text: numbers.append(float(text)))["choices"]
+    for choice in result:
         for call in choice.get("message", {}).get("tool_calls") or ():
             del call["id"]
-    return list(found), numbers
+    return list(result), numbers
 
 
 @pytest.mark.ci
@@ -181,10 +181,10 @@ def test_whatever_is_asked_for_answers_are_those_of_one_server(
     ):
         second.post("/v1/load_lora_adapter", {"lora_name": "pirate", "lora_path": "pirate"})
         with ThreadPoolExecutor() as threads:
-            found = dict(zip(ASKED, threads.map(partial(choices, second), ASKED), strict=True))
+            actual = dict(zip(ASKED, threads.map(partial(choices, second), ASKED), strict=True))
         for name, (texts, numbers) in expected.items():
-            assert found[name][0] == texts, name
-            assert found[name][1] == pytest.approx(numbers, abs=1e-3), name
+            assert actual[name][0] == texts, name
+            assert actual[name][1] == pytest.approx(numbers, abs=1e-3), name
         came = second.stats()["peers"]
         assert (came["pages"] > 40, came["failures"]) == (True, 0)
 

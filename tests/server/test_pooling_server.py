@@ -41,7 +41,7 @@ class PoolingServer(LiveServer):
             ServedModel.open(name, path, options, created_s=1) for name, path in folders.items()
         ]
         self.model = served[-1]
-        self.by_name = {each.name: each.session for each in served}
+        self.by_name = {item.name: item.session for item in served}
         self.listen(models_of(served), **config)  # type: ignore[arg-type]
 
 
@@ -83,13 +83,13 @@ def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.O
     """It asks for base64, and decodes it."""
     expected = vectors_of(own(served), TEXTS)
     answer = client.embeddings.create(model="embedder", input=TEXTS)
-    assert [each.index for each in answer.data] == [0, 1, 2, 3]
-    np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
+    assert [item.index for item in answer.data] == [0, 1, 2, 3]
+    np.testing.assert_allclose([item.embedding for item in answer.data], expected, atol=1e-5)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == 3 + 1 + 5 + 1 + 4 * 2
     plain = client.embeddings.create(model="embedder", input=TEXTS[0], encoding_format="float")
     np.testing.assert_allclose(plain.data[0].embedding, expected[0], atol=1e-5)
     ids = client.embeddings.create(model="embedder", input=[[1, 5, 6, 7, 2], [1, 8, 2]])
-    np.testing.assert_allclose([each.embedding for each in ids.data], expected[:2], atol=1e-5)
+    np.testing.assert_allclose([item.embedding for item in ids.data], expected[:2], atol=1e-5)
     one = client.embeddings.create(model="embedder", input=[1, 8, 2])
     np.testing.assert_allclose(one.data[0].embedding, expected[1], atol=1e-5)
 
@@ -147,19 +147,19 @@ def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -
     body = {"model": "reranker", "query": "w5 w6", "documents": [*TEXTS[:3], {"text": "w8"}]}
     for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/reranking"):
         answer = served.post(path, body).json()
-        found = {each["index"]: each for each in answer["results"]}
-        scores = [each["relevance_score"] for each in answer["results"]]
+        actual = {result["index"]: result for result in answer["results"]}
+        scores = [result["relevance_score"] for result in answer["results"]]
         assert scores == sorted(scores, reverse=True)
         np.testing.assert_allclose(
-            [found[i]["relevance_score"] for i in range(4)], expected, atol=1e-5
+            [actual[i]["relevance_score"] for i in range(4)], expected, atol=1e-5
         )
-        assert [found[i]["document"]["text"] for i in range(4)] == TEXTS
+        assert [actual[i]["document"]["text"] for i in range(4)] == TEXTS
         assert answer["usage"]["total_tokens"] == sum(3 + 2 + n for n in (3, 1, 5, 1))
         assert answer["meta"]["billed_units"] == {"search_units": 1}
     short = served.post("/v1/rerank", {**body, "top_n": 2, "return_documents": False}).json()[
         "results"
     ]
-    assert [each["relevance_score"] for each in short] == scores[:2]
+    assert [result["relevance_score"] for result in short] == scores[:2]
     assert "document" not in short[0]
     assert "1 to 4096" in refused(served, "/v1/rerank", {**body, "documents": []})
     assert "instruction" in refused(served, "/v1/rerank", {**body, "instruction": "w5"})
@@ -173,8 +173,8 @@ def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> N
         for texts in ("w5 w6", ["w5 w6"] * 4):
             body = {"model": "judge", one: texts, two: TEXTS}
             data = served.post("/v1/score", body).json()["data"]
-            assert [each["index"] for each in data] == [0, 1, 2, 3]
-            np.testing.assert_allclose([each["score"] for each in data], expected, atol=1e-5)
+            assert [item["index"] for item in data] == [0, 1, 2, 3]
+            np.testing.assert_allclose([item["score"] for item in data], expected, atol=1e-5)
     assert "2 texts" in refused(
         served, "/score", {"model": "judge", "text_1": ["w5", "w6"], "text_2": TEXTS}
     )
@@ -186,7 +186,7 @@ def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:
     body = {"model": "embedder", "text_1": "w5 w6", "text_2": TEXTS}
     data = served.post("/v1/score", body).json()["data"]
     np.testing.assert_allclose(
-        [each["score"] for each in data], vectors[1:] @ vectors[0], atol=1e-5
+        [item["score"] for item in data], vectors[1:] @ vectors[0], atol=1e-5
     )
 
 
@@ -214,7 +214,7 @@ def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
 
 
 def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: PoolingServer) -> None:
-    cards = {each["id"]: each for each in served.get("/v1/models").json()["data"]}
+    cards = {item["id"]: item for item in served.get("/v1/models").json()["data"]}
     able = {
         name: {key for key, value in card["capabilities"].items() if value}
         for name, card in cards.items()
@@ -260,8 +260,8 @@ def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None
     with LLM(served.url, served_model="reranker") as llm:
         session = own(served, "reranker")
         expected = ranked(texts, scores_of(session, "w5", texts))
-        found = llm.rerank("w5", texts)
-        assert [each.index for each in found] == [each.index for each in expected]
+        actual = llm.rerank("w5", texts)
+        assert [item.index for item in actual] == [item.index for item in expected]
         np.testing.assert_allclose(
             llm.score("w5", texts), scores_of(session, "w5", texts), atol=1e-5
         )
@@ -277,7 +277,7 @@ def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
         text = TEXTS[number % len(TEXTS)]
         body = {"model": "embedder", "input": [text] * 3}
         data = served.post("/v1/embeddings", body).json()["data"]
-        return all(np.allclose(each["embedding"], expected[text], atol=1e-5) for each in data)
+        return all(np.allclose(item["embedding"], expected[text], atol=1e-5) for item in data)
 
     with ThreadPoolExecutor(16) as pool:
         talk = pool.submit(served.post, "/v1/chat/completions", chat(model="demo", max_tokens=30))
@@ -303,5 +303,5 @@ def test_documents_are_cut_off_the_event_loop(
     results = served.post("/v1/rerank", body).json()["results"]
     assert on_loop == [False] * 4
     expected = scores_of(session, "w5 w6", ["w5 w6", "w8", "w9 w10", "w8"])
-    found = {each["index"]: each["relevance_score"] for each in results}
-    np.testing.assert_allclose([found[i] for i in range(4)], expected, atol=1e-5)
+    actual = {result["index"]: result["relevance_score"] for result in results}
+    np.testing.assert_allclose([actual[i] for i in range(4)], expected, atol=1e-5)

@@ -118,12 +118,16 @@ def answer_in_turns(server: ScriptedServer, answers: list[str]) -> list[str]:
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 def test_an_agent_reads_and_edits_a_file(agent: Agent, tmp_path: Path) -> None:
     """Each turn's prompt goes on from the last, and another session's begins with the same text."""
-    found = programs(agent.name)
+    result = programs(agent.name)
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
     work, file = tmp_path / "work", tmp_path / "work" / "a.py"
     subprocess.run(["git", "init", "-q"], cwd=work, check=True)
-    environment = {"PATH": f"{found}:{os.environ['PATH']}", "HOME": str(tmp_path / "home"), **QUIET}
+    environment = {
+        "PATH": f"{result}:{os.environ['PATH']}",
+        "HOME": str(tmp_path / "home"),
+        **QUIET,
+    }
     calls = [f"<tool_call>{json.dumps(c(str(file)))}</tool_call>" for c in (agent.read, agent.edit)]
     with ScriptedServer(bundled=long_model(tmp_path / "m"), store=ResponseStore(None)) as server:
         prompts = answer_in_turns(server, [*calls, "I am done."])

@@ -76,9 +76,9 @@ def router(workers: list[str], policy: str, data: Path) -> Iterator[str]:
 def ask(client: httpx.Client, messages: list[dict[str, str]]) -> tuple[str, int, int]:
     """An answer, the tokens of its prompt, and those of them that were cached."""
     body = {"model": "demo", "messages": messages, "max_tokens": 6, "temperature": 0}
-    found = client.post(CHAT, json=body)
-    assert found.status_code == 200, found.text
-    answer = found.json()
+    reply = client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
     usage = answer["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
@@ -146,8 +146,8 @@ def test_two_servers_behind_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyP
                     first = {"model": "demo", "input": "Hello", "max_output_tokens": 2}
                     stored = client.post("/v1/responses", json=first).json()["id"]
                     more = {**first, "previous_response_id": stored}
-                    found = client.post("/v1/responses", json=more)
-                    assert found.status_code == 200, found.text
+                    reply = client.post("/v1/responses", json=more)
+                    assert reply.status_code == 200, reply.text
                 servers[0].send_signal(signal.SIGKILL)
                 servers[0].wait()
                 for _ in range(6):

@@ -72,10 +72,10 @@ def test_retrieve_list_and_delete(keeping: ScriptedServer, client: openai.OpenAI
         second = ask(
             client, input=[{"role": "user", "content": "Two"}], previous_response_id=first.id
         )
-    found = client.responses.retrieve(second.id)
-    strictly(Response, found)
-    assert found.output_text == "Yes."
-    assert found.usage == second.usage
+    response = client.responses.retrieve(second.id)
+    strictly(Response, response)
+    assert response.output_text == "Yes."
+    assert response.usage == second.usage
     items = client.responses.input_items.list(second.id, order="asc")
     assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]  # type: ignore[union-attr, index]
     newest = client.responses.input_items.list(second.id, limit=1)
@@ -114,8 +114,8 @@ def test_wrong_requests_are_named(keeping: ScriptedServer) -> None:
     with keeping.says("Yes."):
         answer = keeping.post(RESPONSES, {"input": "Hi"}).json()
     for path, status, param in WRONG:
-        found = keeping.get(f"{RESPONSES}/{path.format(id=answer['id'])}")
-        assert (found.status_code, found.json()["error"]["param"]) == (status, param)
+        reply = keeping.get(f"{RESPONSES}/{path.format(id=answer['id'])}")
+        assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 
 
 def test_without_a_store_nothing_is_continued(scripted: ScriptedServer) -> None:
@@ -123,9 +123,9 @@ def test_without_a_store_nothing_is_continued(scripted: ScriptedServer) -> None:
         answer = scripted.post(RESPONSES, {"input": "Hi", "store": True}).json()
         assert answer["store"] is False
         for fields in ({"previous_response_id": answer["id"]}, {"background": True}):
-            found = scripted.post(RESPONSES, {"input": "Hi", **fields})
-            assert found.status_code == 400
-            assert found.json()["error"]["param"] == next(iter(fields))
+            reply = scripted.post(RESPONSES, {"input": "Hi", **fields})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == next(iter(fields))
 
 
 def test_each_key_has_its_own() -> None:
@@ -155,7 +155,7 @@ def test_the_least_recently_used_go_first() -> None:
     for number, before in enumerate((None, 0, None, None)):
         now[0] += 1
         store.put("", stored(number, before))
-    assert [each.id for each in store.chain("", "r1") or ()] == ["r0", "r1"]  # both are used now
+    assert [item.id for item in store.chain("", "r1") or ()] == ["r0", "r1"]  # both are used now
     now[0] += 1
     store.put("", stored(4))
     assert store.chain("", "r2") is None, "the least recently used"
@@ -192,7 +192,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, begin: int) -> None:
         assert store.chain("", "r1") is None
     store.put("", stored(3))
     assert store.chain("", "r3") is not None
-    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+    assert [item for item in tmp_path.iterdir() if ".damaged-" in item.name]
 
 
 def test_a_file_with_names_that_are_no_text_is_set_aside(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_file_with_names_that_are_no_text_is_set_aside(tmp_path: Path) -> None
     store = ResponseStore(path)
     store.put("", stored(3))
     assert store.chain("", "r3") is not None
-    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+    assert [item for item in tmp_path.iterdir() if ".damaged-" in item.name]
 
 
 def test_a_place_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:

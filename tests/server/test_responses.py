@@ -224,11 +224,13 @@ def test_log_probabilities_of_the_text(demo: openai.OpenAI, server: LiveServer) 
     answer = ask(demo, temperature=0, max_output_tokens=5, **fields)
     strictly(Response, answer)
     (part,) = answer.output[0].content
-    assert "".join(each.token for each in part.logprobs) == part.text
-    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    assert "".join(logprob.token for logprob in part.logprobs) == part.text
+    assert all(len(logprob.top_logprobs) == 2 for logprob in part.logprobs)
     body = chat("Hello", max_tokens=5, logprobs=True, top_logprobs=2)
     chosen = server.post(CHAT, body).json()["choices"][0]["logprobs"]["content"]
-    assert [each.logprob for each in part.logprobs] == [each["logprob"] for each in chosen]
+    assert [logprob.logprob for logprob in part.logprobs] == [
+        logprob["logprob"] for logprob in chosen
+    ]
     events = list(ask(demo, temperature=0, max_output_tokens=5, stream=True, **fields))
     for event in events:
         strictly(ResponseStreamEvent, event)
@@ -320,8 +322,8 @@ def test_hosted_tools_and_their_items_are_skipped_and_named(scripted: ScriptedSe
             assert "web_search" not in scripted.prompt
         assert answer.status_code == 200, answer.text
         skipped = answer.headers["x-mlxinfer-skipped"]
-        for each in ("tools[1] web_search", "input[1] local_shell_call", "input[2] local_shell"):
-            assert each in skipped
+        for item in ("tools[1] web_search", "input[1] local_shell_call", "input[2] local_shell"):
+            assert item in skipped
 
 
 @pytest.mark.parametrize("name", ["input", "patch"])

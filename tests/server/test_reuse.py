@@ -38,8 +38,8 @@ def request(
     text: str, tokens: int = 0, end: str = "new", missing: int | None = None, **fields: Any
 ) -> Request:
     tiers = ("memory",) * (tokens // PAGE)
-    found = Reuse(tokens, tiers, missing, ReuseEnd(end), PAGE)
-    return Request("r", [ord(c) for c in text], SamplingParams(), reuse=found, **fields)
+    result = Reuse(tokens, tiers, missing, ReuseEnd(end), PAGE)
+    return Request("r", [ord(c) for c in text], SamplingParams(), reuse=result, **fields)
 
 
 LONG = "abcdefghijklmnopqrstuvwxyz" * 3  # 78 tokens: four whole pages
@@ -109,7 +109,7 @@ def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(MAX_RECORDS + 5):
         records.add(str(number), "it", 0, model, request(LONG))  # type: ignore[arg-type]
     assert len(records.of(None)) == MAX_RECORDS
-    assert sum(each.ids is not None for each in records._of[None]) == 3
+    assert sum(item.ids is not None for item in records._of[None]) == 3
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -165,7 +165,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def details_in(value: Any) -> list[Any]:
     """Every `cached_tokens_details` at any depth of JSON."""
     if isinstance(value, list):
-        return [found for each in value for found in details_in(each)]
+        return [result for item in value for result in details_in(item)]
     if not isinstance(value, dict):
         return []
     own = [value["cached_tokens_details"]] if "cached_tokens_details" in value else []
@@ -193,9 +193,9 @@ def test_each_api_says_on_request_why_no_more_was_reused(
     assert details_of(server.post(path, body).text) == []
     again = server.post(path, {**body, "return_cached_tokens_details": True})
     assert again.status_code == 200, again.text
-    [found] = details_of(again.text)
-    assert (found["cause"], found["message"]) == ("complete", reuse_module.MESSAGES["complete"])
-    assert found["memory"] == found["position"] > PAGE
+    [result] = details_of(again.text)
+    assert (result["cause"], result["message"]) == ("complete", reuse_module.MESSAGES["complete"])
+    assert result["memory"] == result["position"] > PAGE
 
 
 def bearer(key: str) -> dict[str, str]:

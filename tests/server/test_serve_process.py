@@ -30,9 +30,9 @@ def start(*options: str, **kwargs: Any) -> Process:
 def url_in(process: Process) -> str:
     assert process.stderr is not None
     line = process.stderr.readline()
-    found = URL.search(line)
-    assert found, line
-    return found.group()
+    match = URL.search(line)
+    assert match, line
+    return match.group()
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_what_is_no_picture_is_a_400(seeing: SeeingServer) -> None:
     for path, body, said in WRONG:
         reply = seeing.post(path, body)
         assert reply.status_code == 400
-        assert any(each in reply.text for each in said.split("|")), (said, reply.text)
+        assert any(item in reply.text for item in said.split("|")), (said, reply.text)
 
 
 # -- videos -------------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def test_only_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     """All that a name stands for have to be public."""
 
     def taken(*addresses: str) -> str:
-        found = [(0, 0, 0, "", (address, 80)) for address in addresses]
-        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+        result = [(0, 0, 0, "", (address, 80)) for address in addresses]
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: result)
         return pictures.public_address("name.example", 80, time.monotonic() + 9, "here")
 
     for address in PUBLIC:

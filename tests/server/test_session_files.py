@@ -50,8 +50,8 @@ def with_head(file: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 def run(server_url: str, *words: str) -> tuple[int, str]:
     """The exit code of a command, and its error."""
-    found = CliRunner().invoke(session_command.command, [*words, "--url", server_url])
-    return found.exit_code, str(found.exception)
+    outcome = CliRunner().invoke(session_command.command, [*words, "--url", server_url])
+    return outcome.exit_code, str(outcome.exception)
 
 
 # -- exports that fail ----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_file_without_room_is_refused_and_leaves_what_sessions_keep(tmp_path: 
         for _ in range(2):
             refused = server.client.put("/v1/sessions?name=second", content=other)
             assert "no room for the session" in error_of(refused, 503)
-        names = [each["name"] for each in server.get("/v1/sessions").json()["data"]]
+        names = [item["name"] for item in server.get("/v1/sessions").json()["data"]]
         assert names == ["first"]
         assert ask(server)[2] <= 16
     with serving(tmp_path / "d", f"{len(file) // 2000}KB") as server:

@@ -239,7 +239,7 @@ def test_a_session_between_its_two_names_is_not_lost(tmp_path: Path) -> None:
         place.rename(place.with_name(f"{place.name}.0123"))
         assert server.get("/v1/sessions").json()["data"] == []
         server.service.sessions = NamedSessions(tmp_path, 1 << 30)
-        assert [each["name"] for each in server.get("/v1/sessions").json()["data"]] == ["notes"]
+        assert [item["name"] for item in server.get("/v1/sessions").json()["data"]] == ["notes"]
         shutil.copytree(place, place.with_name(f"{place.name}.0123"))
         assert server.client.delete("/v1/sessions/notes").status_code == 200
         NamedSessions(tmp_path, 1 << 30)
@@ -263,9 +263,9 @@ def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
         def run(*words: str, fails: bool = False) -> str:
             """What a command says."""
             given = [*words, "--url", server.url]
-            found = CliRunner().invoke(session_command.command, given)
-            assert (found.exit_code != 0) == fails, found.output
-            return str(found.exception) if fails else found.output
+            outcome = CliRunner().invoke(session_command.command, given)
+            assert (outcome.exit_code != 0) == fails, outcome.output
+            return str(outcome.exception) if fails else outcome.output
 
         assert "has no prompt" in run("save", "notes", fails=True)
         ask(server)

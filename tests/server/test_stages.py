@@ -249,9 +249,9 @@ def neighbours_behind(server: LiveServer) -> Iterator[None]:
         asked = [pool.submit(ask, server, question) for question in QUESTIONS]
         wait_until(lambda: server.service.admission.num_waiting == len(QUESTIONS))
         yield
-        found = [job.result() for job in asked]
+        result = [job.result() for job in asked]
     wait_until(server.is_idle)
-    assert found == alone_answers(server)
+    assert result == alone_answers(server)
 
 
 def test_a_step_fails_all_requests_in_it(live: LiveServer) -> None:

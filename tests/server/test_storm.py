@@ -57,7 +57,7 @@ def held(server: LiveServer) -> dict[str, int]:
 
 async def storm(server: LiveServer, plans: Iterator[Plan]) -> "Counter[int | None]":
     """Perform plans, AT_ONCE of them at a time; what became of them, by status."""
-    found: Counter[int | None] = Counter()
+    collected: Counter[int | None] = Counter()
 
     async def client() -> None:
         for plan in plans:
@@ -66,10 +66,10 @@ async def storm(server: LiveServer, plans: Iterator[Plan]) -> "Counter[int | Non
             except ConnectionError:
                 assert not plan.stays, "the server hung up on a client that waited"
                 status = None
-            found[status] += 1
+            collected[status] += 1
 
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-    return found
+    return collected
 
 
 def survive(server: LiveServer, plans: Iterator[Plan]) -> "Counter[int | None]":
@@ -77,11 +77,11 @@ def survive(server: LiveServer, plans: Iterator[Plan]) -> "Counter[int | None]":
     before = answers(server)
     asyncio.run(storm(server, warm_up()))  # threads and the grammars' process: made once
     holds = held(server)
-    found = asyncio.run(storm(server, plans))
-    assert set(found) <= STATUSES
+    counted = asyncio.run(storm(server, plans))
+    assert set(counted) <= STATUSES
     assert all(now <= holds[name] for name, now in held(server).items())
     assert answers(server) == before
-    return found
+    return counted
 
 
 def warm_up() -> Iterator[Plan]:
@@ -96,16 +96,16 @@ def leavers(count: int) -> Iterator[Plan]:
 
 @pytest.mark.ci
 def test_some_disconnects_leave_nothing(stormy: LiveServer) -> None:
-    found = survive(stormy, leavers(8))
-    assert found[None] > 4
+    statuses = survive(stormy, leavers(8))
+    assert statuses[None] > 4
 
 
 @pytest.mark.slow
 def test_a_thousand_disconnects_leave_nothing(stormy: LiveServer) -> None:
     began_s = time.monotonic()
-    found = survive(stormy, leavers(DISCONNECTS))
-    assert found[None] > DISCONNECTS / 2
-    print(f"{found.total()} requests in {time.monotonic() - began_s:.0f} s: {dict(found)}")
+    statuses = survive(stormy, leavers(DISCONNECTS))
+    assert statuses[None] > DISCONNECTS / 2
+    print(f"{statuses.total()} requests in {time.monotonic() - began_s:.0f} s: {dict(statuses)}")
 
 
 def resident_kb() -> float:

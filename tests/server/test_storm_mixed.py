@@ -78,24 +78,24 @@ def plans(seed: int, count: int) -> Iterator[Plan]:
 
 
 async def storm(server: LiveServer, given: Iterator[Plan]) -> "Counter[tuple[bool, int | None]]":
-    found: Counter[tuple[bool, int | None]] = Counter()
+    collected: Counter[tuple[bool, int | None]] = Counter()
 
     async def client() -> None:
         for plan in given:
             wrong = plan.body.get("top_p") == 7
             try:
                 while (status := await asyncio.wait_for(perform(server.port, plan), 600)) == 503:
-                    found[plan.stays, 503] += 1
+                    collected[plan.stays, 503] += 1
                     await asyncio.sleep(0.5)  # as clients do
             except ConnectionError:
                 assert not plan.stays, "the server hung up on a client that waited"
                 status = None
             if plan.stays:
                 assert status == (400 if wrong else 200), (plan, status)
-            found[plan.stays, status] += 1
+            collected[plan.stays, status] += 1
 
     await asyncio.gather(*(client() for _ in range(min(NUM_CLIENTS, NUM_REQUESTS))))
-    return found
+    return collected
 
 
 def answers_of(server: LiveServer) -> list[Any]:
@@ -112,15 +112,15 @@ def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
             asked = {"lora_name": name, "lora_path": name}
             assert server.post("/v1/load_lora_adapter", asked).status_code == 200
         before = answers_of(server)
-        assert len({str(each) for each in before}) == 3
+        assert len({str(item) for item in before}) == 3
         began_s, half = time.monotonic(), NUM_REQUESTS // 2
         given = plans(seed, NUM_REQUESTS)
-        found = asyncio.run(storm(server, itertools.islice(given, half)))
+        counted = asyncio.run(storm(server, itertools.islice(given, half)))
         middle_kb = resident_kb()
-        found += asyncio.run(storm(server, given))
+        counted += asyncio.run(storm(server, given))
         growth_kb = resident_kb() - middle_kb
         took_s = time.monotonic() - began_s
         assert answers_of(server) == before
         held(server)
-        print(f"{found.total()} requests in {took_s:.0f} s, {growth_kb / 1000:.1f} MB: {found}")
+        print(f"{counted.total()} requests in {took_s:.0f} s, {growth_kb / 1000:.1f} MB: {counted}")
         assert growth_kb < MOST_GROWTH_KB

@@ -58,9 +58,9 @@ def read_messages(**fields: Any) -> ChatInput:
 def read_ollama(**options: Any) -> ChatInput:
     given = {"model": "demo", "messages": HELLO, "options": options}
     body = decode(json.dumps(given).encode(), ollama.ChatAsk)
-    found = ollama.read_chat(body, body.sampling(), MODEL)
-    assert isinstance(found, ChatInput)
-    return found
+    result = ollama.read_chat(body, body.sampling(), MODEL)
+    assert isinstance(result, ChatInput)
+    return result
 
 
 Read = Callable[..., Any]
@@ -137,8 +137,8 @@ def test_ollamas_form_is_a_schema_or_json() -> None:
 
 
 def test_a_busy_server_is_overloaded_in_anthropics_words() -> None:
-    found = json.loads(anthropic.ANTHROPIC.body(OverloadedError("full")))
-    assert found["error"] == {"type": "overloaded_error", "message": "full"}
+    content = json.loads(anthropic.ANTHROPIC.body(OverloadedError("full")))
+    assert content["error"] == {"type": "overloaded_error", "message": "full"}
 
 
 @pytest.mark.parametrize("read", READS)

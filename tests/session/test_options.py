@@ -14,7 +14,7 @@ INTERNAL = ["room_bytes", "fixed_proposals", "gives_pages"]
 
 def test_arguments_are_the_fields_with_their_types() -> None:
     given = EngineArguments.__annotations__
-    assert [*given, *INTERNAL] == [each.name for each in fields(EngineOptions)]
+    assert [*given, *INTERNAL] == [engineoption.name for engineoption in fields(EngineOptions)]
     for name, kind in given.items():
         assert get_args(EngineOptions.__annotations__[name])[0] == kind, name
         assert help_of(name) in (LLM.__doc__ or ""), name

@@ -61,10 +61,10 @@ def answers_of(
 ) -> Answers:
     answers = [
         Answer(
-            Request(str(i), PROMPT if prompts is None else prompts[i], each),
-            partial(TextStream, tokenizer, stop=each.stop, min_tokens=each.min_tokens),
+            Request(str(i), PROMPT if prompts is None else prompts[i], param),
+            partial(TextStream, tokenizer, stop=param.stop, min_tokens=param.min_tokens),
         )
-        for i, each in enumerate(params)
+        for i, param in enumerate(params)
     ]
     engine.num_requests = len(answers)
     return Answers(engine, answers, owner=None)  # type: ignore[arg-type]  # as far as it is used
@@ -220,15 +220,15 @@ def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer
         asyncio.get_running_loop().call_later(0.1, answers.interrupt, ValueError("too late"))
         try:
             async for steps in answers:
-                found.append(len(steps))
+                result.append(len(steps))
         finally:
             answers.close()
 
     events = says(tokenizer, "hello")
-    engine, found = FakeEngine(events), list[int]()
+    engine, result = FakeEngine(events), list[int]()
     with pytest.raises(ValueError, match="too late"):
         asyncio.run(main())
-    first, *silent = found
+    first, *silent = result
     assert first == len(events)
     assert 2 <= len(silent) <= 5
     assert not any(silent)

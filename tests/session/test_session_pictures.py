@@ -59,7 +59,7 @@ def builder(
         eos_token_ids=(),
         sees=config is not None,
     )
-    ids = [tokenizer.piece_to_id(each) for each in MARKS]
+    ids = [tokenizer.piece_to_id(item) for item in MARKS]
     named = {"image_token_id": ids[2], "boi_token_index": ids[3], "eoi_token_index": ids[1]}
     (folder / "config.json").write_text(json.dumps({**(config or {}), **named}))
     return RequestBuilder(tokenizer, info, "auto", PictureReader.of(info, tokenizer, max_tokens))
@@ -92,14 +92,14 @@ def test_tokens_of_pictures_stand_where_the_template_has_shown_them(qwen: Reques
     given = chat(text("one"), image(), text("two"), image(np.zeros((200, 100, 3), np.uint8)))
     prompt = qwen.conversation(given, 2000)
     see = qwen.tokenizer.piece_to_id("<|see|>")
-    sizes = [len(each.picture.token_ids) for each in prompt.pictures]
+    sizes = [len(picture.picture.token_ids) for picture in prompt.pictures]
     assert all(10 < size <= 100 for size in sizes)
     shown = "<|im_start|>user\none<|see|>two<|see|><|im_end|>\n<|im_start|>assistant\n"
     plain = encode(qwen.tokenizer, shown)
     first, second = (i for i, token in enumerate(plain) if token == see)
     want = [*plain[:first], *[see] * sizes[0], *plain[first + 1 : second], *[see] * sizes[1]]
     assert prompt.ids == [*want, *plain[second + 1 :]]
-    assert [each.start for each in prompt.pictures] == [first, second - 1 + sizes[0]]
+    assert [picture.start for picture in prompt.pictures] == [first, second - 1 + sizes[0]]
     for placed in prompt.pictures:
         assert prompt.ids[placed.start : placed.stop] == list(placed.picture.token_ids)
 
@@ -166,9 +166,9 @@ def test_images_of_a_call_stand_before_the_last_text_of_the_user() -> None:
         {"role": "user", "content": "three"},
         {"role": "assistant", "content": "fo"},
     ]
-    found = with_images(said, [b"1", b"2"])
-    assert [found[0], found[1], found[3]] == [said[0], said[1], said[3]]
-    assert found[2]["content"] == [image(b"1"), image(b"2"), text("three")]
+    result = with_images(said, [b"1", b"2"])
+    assert [result[0], result[1], result[3]] == [said[0], said[1], said[3]]
+    assert result[2]["content"] == [image(b"1"), image(b"2"), text("three")]
     parts = [{"role": "user", "content": [text("three")]}]
     assert with_images(parts, (b"1",))[0]["content"] == [image(b"1"), text("three")]
     for images, messages in (("a.png", said), ([b"1"], said[1:2])):

@@ -37,8 +37,8 @@ def references() -> Any:
 def test_tokens_and_pixels_are_those_of_transformers(seeing: tuple[str, LLM], title: str) -> None:
     name, llm = seeing
     prompt = encoded(llm, chat(CLIPS[title]))
-    with references() as found:
-        ids, shape, pixels = (found[f"{name}.{title}.{k}"] for k in ("ids", "shape", "pixels"))
+    with references() as stored:
+        ids, shape, pixels = (stored[f"{name}.{title}.{k}"] for k in ("ids", "shape", "pixels"))
     assert prompt.ids == ids.tolist()
     tiles = [tile for placed in prompt.pictures for tile in placed.picture.tiles]
     patches = np.concatenate([tile.patches for tile in tiles])
@@ -55,8 +55,8 @@ def test_logits_are_those_of_transformers(seeing: tuple[str, LLM]) -> None:
     name, llm = seeing
     for title in SAME_SIZE[name]:
         prompt = encoded(llm, chat(CLIPS[title]))
-        with references() as found:
-            expected = found[f"{name}.{title}.logits"]
+        with references() as stored:
+            expected = stored[f"{name}.{title}.logits"]
         given = TextInput(
             prompt=prompt.ids,
             pictures=prompt.pictures,
@@ -88,10 +88,10 @@ def test_the_time_between_frames_counts(seeing: tuple[str, LLM]) -> None:
     name, llm = seeing
     if name == "qwen2_vl":
         pytest.skip("its tokens do not say the time")
-    found = [
+    result = [
         encoded(llm, chat(CLIPS["slow"]._replace(fps=fps))) for fps in (CLIPS["slow"].fps, 0.002)
     ]
-    said = [(one.ids, [placed.picture.times for placed in one.pictures]) for one in found]
+    said = [(one.ids, [placed.picture.times for placed in one.pictures]) for one in result]
     assert said[0] != said[1]
 
 
@@ -100,10 +100,10 @@ def test_videos_argument_puts_frames_before_the_text(seeing: tuple[str, LLM]) ->
     frames = CLIPS["exact"].part["frames"]
     parts = [{"type": "video", "frames": frames}, {"type": "text", "text": "What?"}]
     options = {"temperature": 0, "max_tokens": 3}
-    found = llm.chat("What?", videos=[frames], **options)
+    actual = llm.chat("What?", videos=[frames], **options)
     expected = llm.chat([{"role": "user", "content": parts}], **options)
-    assert found.token_ids == expected.token_ids
-    assert found.prompt_tokens == expected.prompt_tokens > 40
+    assert actual.token_ids == expected.token_ids
+    assert actual.prompt_tokens == expected.prompt_tokens > 40
     with llm.program() as program:
         program.user("What?", videos=[frames])
         assert program.gen("seen", **options).token_ids == expected.token_ids

@@ -22,9 +22,9 @@ def following(
         "r", list(prompt_ids), SamplingParams(speculate=speculate), owner=owner, cache_salt=salt
     )
     request.pictures = pictures
-    found = PromptPictures.of(request, sees_spans=False) if pictures else None
+    result = PromptPictures.of(request, sees_spans=False) if pictures else None
     length = len(prompt_ids)
-    sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=found)
+    sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=result)
     sequence.token_ids += answer_ids
     sequence.num_computed = sequence.num_known - 1
     return sequence

@@ -47,9 +47,11 @@ def _make_right(config: dict[str, Any], tensors: Tensors) -> None:
     for name in tensors:
         if name.endswith(SILENT):
             tensors[name] = np.zeros_like(tensors[name])
-    own, other = np.eye(hidden, dtype=np.float32), np.zeros((hidden, hidden), np.float32)
+    identity, other = np.eye(hidden, dtype=np.float32), np.zeros((hidden, hidden), np.float32)
     joined = names.stream_proj is None
-    tensors[f"{names.proj}.weight"] = np.concatenate([own, other], axis=1) if joined else own
+    tensors[f"{names.proj}.weight"] = (
+        np.concatenate([identity, other], axis=1) if joined else identity
+    )
     if names.stream_proj is not None:
         tensors[f"{names.stream_proj}.weight"] = other
     if names.mixture is not None:

@@ -79,8 +79,8 @@ def reference(folder: Path, ids: Seq[int], count: int, *, window: int, causal: b
             causal=causal and index == 1,
         )
     logits = model().logits(rms(x, tensors["norm.weight"]))[1:]
-    found: Any = mx.argmax(logits, axis=-1).tolist()
-    return list(found)
+    result: Any = mx.argmax(logits, axis=-1).tolist()
+    return list(result)
 
 
 def reference_layer(
@@ -129,12 +129,12 @@ def test_proposals_are_those_of_the_published_definition(
     for i in range(3):
         harness.add(str(i), prompt(20 + 50 * i, i), GREEDY)
     harness.drain()
-    tried = [(ids, found) for ids, found in source.seen if found]
+    tried = [(ids, actual) for ids, actual in source.seen if actual]
     assert len(tried) > 20
     wrong = 0
-    for ids, found in tried[:: max(len(tried) // 12, 1)]:
-        expected = reference(tmp_path, ids, len(found), window=24, causal=causal is None)
-        wrong += found != expected
+    for ids, actual in tried[:: max(len(tried) // 12, 1)]:
+        expected = reference(tmp_path, ids, len(actual), window=24, causal=causal is None)
+        wrong += actual != expected
     assert wrong == 0
 
 

@@ -184,7 +184,7 @@ def test_one_slow_step_changes_no_measured_time() -> None:
 
 @pytest.mark.ci
 def test_batch_sizes_are_measured_in_buckets_that_widen() -> None:
-    found = [bucket_of(n) for n in range(1, 65)]
-    assert found[:8] == [1, 2, 3, 4, 6, 6, 8, 8]
-    assert found == sorted(found)
-    assert all(n <= bucket <= 1.5 * n for n, bucket in enumerate(found, start=1))
+    buckets = [bucket_of(n) for n in range(1, 65)]
+    assert buckets[:8] == [1, 2, 3, 4, 6, 6, 8, 8]
+    assert buckets == sorted(buckets)
+    assert all(n <= bucket <= 1.5 * n for n, bucket in enumerate(buckets, start=1))

@@ -28,8 +28,8 @@ HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
 def test_the_demo_and_its_draft_give_more_than_three_tokens_a_step(batch: int) -> None:
     draft = hub.resolve("demo-draft")
     fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
-    found = answers_of(hub.resolve("demo"), fixed, PROMPTS, batch, 40)
-    assert found.num_tokens / found.num_steps >= 3.3
+    counted = answers_of(hub.resolve("demo"), fixed, PROMPTS, batch, 40)
+    assert counted.num_tokens / counted.num_steps >= 3.3
 
 
 class Saying(FakeGrammar):

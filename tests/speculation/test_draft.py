@@ -61,8 +61,8 @@ def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -
 
     def checked(layer: PagedLayer, num_slots: int) -> None:
         if layer in source._loop.cache.paged:
-            drafts = [each.drafted for each in source._counterparts.values()]
-            held = [own.slot for own in drafts if own.num_computed > own.num_sealed]
+            drafts = [counterpart.drafted for counterpart in source._counterparts.values()]
+            held = [drafted.slot for drafted in drafts if drafted.num_computed > drafted.num_sealed]
             lost.append(num_slots <= max(held, default=0))
         resize(layer, num_slots)
 

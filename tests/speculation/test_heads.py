@@ -287,7 +287,7 @@ def reference_mtp(folder: Path) -> mx.array:
     tensors: Any = mx.load(str(folder / "model.safetensors"))
     eps, names = stated["rms_norm_eps"], ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     embedding_norm, hidden_norm, last_norm = (tensors[f"mtp.{n}.weight"] + 1.0 for n in names)
-    ids, hidden = (mx.array(each) for each in head_inputs(stated))
+    ids, hidden = (mx.array(input) for input in head_inputs(stated))
     embedded = tensors["model.embed_tokens.weight"][ids]
     both = mx.concatenate([rms(embedded, embedding_norm, eps), rms(hidden, hidden_norm, eps)], -1)
     x = both @ tensors["mtp.fc.weight"].T

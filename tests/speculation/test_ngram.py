@@ -42,15 +42,15 @@ def proposed(source: NgramProposer, sequence: Sequence, depth: int = 4) -> list[
 
 
 def longest_by_hand(text: list[int], suffix: list[int]) -> int:
-    found = 0
+    result = 0
     for place in range(1, len(text) + 1):
         length = 0
         while length < min(place, len(suffix)) and (
             text[place - length - 1] == suffix[-length - 1]
         ):
             length += 1
-        found = max(found, length)
-    return found
+        result = max(result, length)
+    return result
 
 
 @given(text=texts, suffix=st.lists(st.integers(0, 3), min_size=1, max_size=16))
@@ -152,8 +152,8 @@ def test_of_others_whole_answers_alone_are_proposed() -> None:
         ([1], [70, 71, 72, 73], False),
     ):
         source.end(following(prompt, answer, speculate=speculate))
-    for ids, found in (([41, 42], []), ([40, 41], [42]), ([60, 61], []), ([70, 71], [])):
-        assert proposed(source, following([3, *ids])) == found, ids
+    for ids, result in (([41, 42], []), ([40, 41], [42]), ([60, 61], []), ([70, 71], [])):
+        assert proposed(source, following([3, *ids])) == result, ids
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_search_goes_back_so_far_only(monkeypatch: pytest.MonkeyPatch) -> None
 def test_searches_of_one_step_are_bounded() -> None:
     source = NgramProposer(searches=2)
     rows = [following([5, 6, 7, 5, 6]) for _ in range(5)]
-    found = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
-    assert found == [[7], [7], [], [], []]
-    found = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
-    assert found == [[7], [7], [7], [7], []]
+    result = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
+    assert result == [[7], [7], [], [], []]
+    result = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
+    assert result == [[7], [7], [7], [7], []]

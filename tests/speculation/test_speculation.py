@@ -190,11 +190,11 @@ class Forcing(FakeGrammar):
         return super().allowed(vocab)[:1]
 
     def forced(self) -> list[int]:
-        state, found = self.fork(), []
-        while not state.finished and len(found) < 5:
-            found += state.allowed()
-            state.accept(found[-1])
-        return found
+        state, collected = self.fork(), []
+        while not state.finished and len(collected) < 5:
+            collected += state.allowed()
+            state.accept(collected[-1])
+        return collected
 
 
 def test_forced_tokens_of_a_grammar_are_proposed_and_all_hold() -> None:

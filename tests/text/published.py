@@ -29,13 +29,15 @@ def sources() -> dict[str, str]:
     folders = [Path(os.environ.get("MLXINFER_TEMPLATE_FOLDER", "/nowhere"))]
     spec = importlib.util.find_spec("trl")
     folders += [Path(place) for place in (spec.submodule_search_locations or ()) if spec]
-    found = [(path.stem, path.read_text()) for each in folders for path in each.rglob("*.jinja")]
+    result = [
+        (path.stem, path.read_text()) for folder in folders for path in folder.rglob("*.jinja")
+    ]
     missing = spec is None or not folders[0].is_dir()
     if missing and os.environ.get("MLXINFER_REQUIRE_TEMPLATES"):
         pytest.fail("trl or the folder MLXINFER_TEMPLATE_FOLDER is missing")
-    if not found:
+    if not result:
         pytest.skip("neither trl nor MLXINFER_TEMPLATE_FOLDER is there")
-    return dict(sorted(found))
+    return dict(sorted(result))
 
 
 def template(source: str) -> ChatTemplate:

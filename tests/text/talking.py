@@ -66,7 +66,7 @@ def rendered(tokenizer: Tokenizer, messages, tools, **kwargs) -> str:
         messages, tools = generic_messages(chosen, messages, tools), None
     facts = facts_of(chosen)
     chat = facts.forms.apply(
-        messages, lambda calls: format.write([WrittenCall.of(each) for each in calls])
+        messages, lambda calls: format.write([WrittenCall.of(call) for call in calls])
     )
     try:
         return chosen.render(chat, tools=tools, **kwargs)
@@ -95,8 +95,8 @@ def written_turn(tokenizer: Tokenizer, thought=THOUGHT, said=SAID, calls=CALLS):
     wish, _ = facts_of(tokenizer.template).thinking.variables(bool(thought))
     asked = rendered(tokenizer, [USER], TOOLS, **wish)
     plain, whole = (
-        rendered(tokenizer, [USER, each], TOOLS, add_generation_prompt=False, **wish)
-        for each in ({"role": "assistant", "content": SAID}, turn)
+        rendered(tokenizer, [USER, item], TOOLS, add_generation_prompt=False, **wish)
+        for item in ({"role": "assistant", "content": SAID}, turn)
     )
     left, right = _UNIT.findall(asked), _UNIT.findall(whole)
     pairs = enumerate(zip(left, right, strict=False))
@@ -138,7 +138,7 @@ def read(tokenizer: Tokenizer, prompt: str, answer: str, tools=TOOLS):
     for pushes in (one_by_one, bytewise, [ids]):
         parser = use.parser() if use else None
         stream = TextStream(tokenizer, reasoning=reasoning, tools=parser, prompt_ids=prompt_ids)
-        parts = [part for each in pushes for part in stream.push(each)]
+        parts = [part for push in pushes for part in stream.push(push)]
         parts = merged([*parts, *stream.finish()])
         calls = [
             (call.name, json.loads(call.arguments))

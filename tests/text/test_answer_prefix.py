@@ -56,20 +56,20 @@ def test_a_thought_is_open_until_its_end_tag(reasoning, before) -> None:
     for end, thought in ENDINGS:
         tags = {"start": reasoning.start, "stop": reasoning.end}
         prompt = (before + end).format(**tags)
-        found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
+        result = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
         if thought is None:
-            assert not reasoning.is_open(found)
+            assert not reasoning.is_open(result)
             return
-        assert not reasoning.is_closed(found)
-        assert found.strip() == thought.format(**tags).strip()
+        assert not reasoning.is_closed(result)
+        assert result.strip() == thought.format(**tags).strip()
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
 @pytest.mark.parametrize("thought", ["\nOkay, the user", LONG], ids=["short", "long"])
 def test_a_thought_is_continued(reasoning, thought):
     prompt = f"{ASKED}{{start}}{thought}".format(start=reasoning.start)
-    found = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
-    assert found == reasoning.start + thought
+    result = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
+    assert result == reasoning.start + thought
 
 
 def test_without_turns_a_tag_in_the_text_opens_nothing():
@@ -110,9 +110,9 @@ def test_a_message_in_harmony_is_continued(harmony, thought, field):
     messages = [{"role": "user", "content": "hi"}, final]
     ends = {"add_generation_prompt": False, "continue_final_message": field}
     ids = encode_chat(harmony, messages, **ends)
-    found = answer_prefix(harmony, HARMONY, ids)
+    result = answer_prefix(harmony, HARMONY, ids)
     channel = "analysis" if field != "content" else "final"
-    assert found == f"<|start|>assistant<|channel|>{channel}<|message|>"
+    assert result == f"<|start|>assistant<|channel|>{channel}<|message|>"
     stream = TextStream(harmony, reasoning=HARMONY, prompt_ids=ids)
     delta = Delta(parts=stream.push(harmony.encode(" on and on", add_special_tokens=False)))
     shown = delta.reasoning if channel == "analysis" else delta.text

@@ -76,10 +76,10 @@ def test_anything_else_is_named() -> None:
 def test_videos_are_taken_out_with_the_rate_of_their_frames() -> None:
     frames = {"type": "video", "frames": [b"1", b"2"], "fps": 3.0, "detail": "low"}
     parts = [frames, {"type": "text", "text": "x"}, {"type": "video", "video": "a.mp4"}]
-    messages, found = read_messages([{"role": "user", "content": parts}])
+    messages, result = read_messages([{"role": "user", "content": parts}])
     shown = [{"type": "video"}, {"type": "text", "text": "x"}, {"type": "video"}]
     assert messages == [{"role": "user", "content": shown}]
-    assert found == [
+    assert result == [
         ([b"1", b"2"], True, "messages[0].content[0].frames", True, 3.0),
         ("a.mp4", False, "messages[0].content[2].video", True, None),
     ]

@@ -77,8 +77,8 @@ def test_detokenized_pieces_join_to_the_decoding(name, ids):
 def test_any_ids_of_a_real_tokenizer(kind, data):
     tokenizer = load_tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    whole, found = tokenizer.decode(ids), joined(Detokenizer(tokenizer), ids)
-    assert found == whole or (kind == "sentencepiece" and "\ufffd" in whole)
+    whole, result = tokenizer.decode(ids), joined(Detokenizer(tokenizer), ids)
+    assert result == whole or (kind == "sentencepiece" and "\ufffd" in whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -75,8 +75,8 @@ def read(tokenizer, text, prompt="", tools=TOOLS):
     format, reasoning = detect_tools(tokenizer), detect_reasoning(tokenizer)
     use = ToolUse.plan(tokenizer, format, tools, "auto") if tools else None
     ids, prompt_ids = (
-        tokenizer.encode(each, add_special_tokens=False, parse_special=True)
-        for each in (text, prompt)
+        tokenizer.encode(item, add_special_tokens=False, parse_special=True)
+        for item in (text, prompt)
     )
     answers = []
     for cuts in (range(len(ids)), range(0, len(ids), 7), ()):

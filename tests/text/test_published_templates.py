@@ -102,7 +102,7 @@ def rendered(chosen: ChatTemplate, facts: TemplateFacts, messages, **kwargs) -> 
     if tools and not chosen.reads("tools"):
         messages, tools = generic_messages(chosen, messages, tools), None
     chat = facts.forms.apply(
-        messages, lambda calls: GENERIC.write([WrittenCall.of(each) for each in calls])
+        messages, lambda calls: GENERIC.write([WrittenCall.of(call) for call in calls])
     )
     try:
         return chosen.render(chat, tools=tools, **kwargs)
@@ -124,8 +124,8 @@ def test_no_text_of_a_message_is_lost():
                 lost.append(f"{name}, {kind}: {error}")
                 continue
             places = [text.find(word) for word in words_of(messages, system=False)]
-            calls = [each for m in messages for each in m.get("tool_calls", ())]
-            cities = [each["function"]["arguments"]["city"] for each in calls]
+            calls = [call for m in messages for call in m.get("tool_calls", ())]
+            cities = [call["function"]["arguments"]["city"] for call in calls]
             if min(places) < 0 or (places != sorted(places) and "call" not in kind):
                 lost.append(f"{name}, {kind}: {places}")
             lost += [

@@ -140,8 +140,8 @@ def test_the_prompt_may_have_opened_the_tag(tokenizer):
 
 def test_tags_that_are_special_tokens_are_found_too():
     tokenizer = tokenizer_with(tokens=["[THINK]", "[/THINK]"])
-    found = detect_reasoning(tokenizer)
-    assert found == THINK  # the first pair that the tokenizer has
+    format = detect_reasoning(tokenizer)
+    assert format == THINK  # the first pair that the tokenizer has
     tags = ReasoningFormat("[THINK]", "[/THINK]")
     assert answer(tokenizer, "[THINK]a[/THINK]b", reasoning=tags) == ("b", "a")
     assert answer(tokenizer, "[THINK]a[/THINK]b") == ("ab", "")

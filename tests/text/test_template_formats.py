@@ -95,8 +95,8 @@ def parsed(format, text):
 
 
 def calls_of(parts):
-    found = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
-    return [(call.name, json.loads(call.arguments)) for call in found]
+    result = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
+    return [(call.name, json.loads(call.arguments)) for call in result]
 
 
 MARKS = st.sampled_from(
@@ -130,6 +130,6 @@ def test_every_template_has_a_format(before, calls, after):
     """However calls are written: the format found reads them, or it is one for any template."""
     loop = f"{{%- for c in m.tool_calls %}}{{%- set f = c.function %}}{calls}{{%- endfor %}}"
     tokenizer = tokenizer_with(FRAME.replace("CALLS", before + loop + after))
-    found = detect_tools(tokenizer)
+    format = detect_tools(tokenizer)
     written = written_calls(tokenizer)
-    assert found is GENERIC or (written is not None and reads_back(found, written))
+    assert format is GENERIC or (written is not None and reads_back(format, written))

@@ -89,8 +89,8 @@ def test_what_is_read_of_special_text_does_not_depend_on_what_was_asked_before(k
     for parse_special in (False, True, False):
         backend.encode_special_tokens = not parse_special
         expected = backend.encode(text, add_special_tokens=False).ids
-        found = tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special)
-        assert found == expected
+        actual = tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special)
+        assert actual == expected
 
 
 def test_encoding_a_long_text_releases_the_gil():

@@ -24,8 +24,8 @@ every_writer = pytest.mark.parametrize(("name", "writer"), WRITERS.items(), ids=
 def parse(name, parts):
     ids = (f"id{i}" for i in itertools.count())
     parser = ToolParser(FORMATS[name], BOX, new_id=lambda: next(ids))
-    found = [part for text in parts for part in parser.push(text)]
-    return merged([*found, *parser.finish()])
+    result = [part for text in parts for part in parser.push(text)]
+    return merged([*result, *parser.finish()])
 
 
 def calls_of(parts):
@@ -206,9 +206,9 @@ def test_arguments_come_while_they_are_written():
 
 
 def test_ids_fit_their_conversations():
-    found = {FORMATS["hermes"].new_id() for _ in range(50)}
-    assert len(found) == 50
-    assert all(one.startswith("call_") for one in found)
+    result = {FORMATS["hermes"].new_id() for _ in range(50)}
+    assert len(result) == 50
+    assert all(one.startswith("call_") for one in result)
     short = TemplateFormat(
         CallSyntax(("", ""), ("[TOOL_CALLS]", "")), NamedCore(""), short_ids=True
     )

@@ -218,9 +218,9 @@ def test_what_is_forced_is_read_as_a_call(name, writer, function, key):
     tokenizer = TOKENIZERS["text"]
     stream = TextStream(tokenizer, tools=ToolParser(FORMATS[name], box(schema, function)))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    found = Delta(parts=[*stream.push(ids), *stream.finish()]).tool_calls
-    assert "".join(piece.name or "" for piece in found) == function
-    assert json.loads("".join(piece.arguments for piece in found)) == {key: "v"}
+    result = Delta(parts=[*stream.push(ids), *stream.finish()]).tool_calls
+    assert "".join(piece.name or "" for piece in result) == function
+    assert json.loads("".join(piece.arguments for piece in result)) == {key: "v"}
 
 
 def test_a_name_that_cannot_be_written_is_refused():
@@ -234,17 +234,17 @@ def test_a_parameter_described_twice_keeps_both_schemas():
     assert flatten({"allOf": parts}).properties["a"] == {
         "allOf": [{"type": "integer"}, {"minimum": 3}]
     }
-    found = flatten({"anyOf": [{**part, "required": ["a"]} for part in parts]})
-    assert found.properties["a"] == {"anyOf": [{"type": "integer"}, {"minimum": 3}]}
-    assert not found.required
+    flat = flatten({"anyOf": [{**part, "required": ["a"]} for part in parts]})
+    assert flat.properties["a"] == {"anyOf": [{"type": "integer"}, {"minimum": 3}]}
+    assert not flat.required
 
 
 def test_references():
     root = {"a": 1, "b": [2]}
-    for reference, found in {
+    for reference, value in {
         **{"#": root, "#/a": 1, "#/b/0": 2, "#/b/1": None, "#/c": None, "x#/a": None},
     }.items():
-        assert resolve(reference, root) == found, reference
+        assert resolve(reference, root) == value, reference
 
 
 def test_an_undeclared_required_parameter_can_be_forced():

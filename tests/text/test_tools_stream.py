@@ -26,8 +26,8 @@ def stream(tokenizer, name="hermes", **options):
 
 
 def run(one, ids, cuts=()):
-    found = [part for piece in pieces(ids, list(cuts)) for part in one.push(piece)]
-    return merged([*found, *one.finish()])
+    result = [part for piece in pieces(ids, list(cuts)) for part in one.push(piece)]
+    return merged([*result, *one.finish()])
 
 
 def answer(tokenizer, text, name="hermes", **options):

@@ -49,8 +49,8 @@ def test_what_json_refuses_is_refused(text):
     try:
         value = json.loads(text.strip(), strict=False, parse_constant=ast.literal_eval)
     except ValueError:
-        found = read_json(text.strip())
-        assert found is None or found[1]
+        parsed = read_json(text.strip())
+        assert parsed is None or parsed[1]
     else:
         assert read_json(text.strip()) == (value, "")
 
@@ -98,16 +98,16 @@ pythonic = st.sampled_from([*BITS.split(), " ", "\n", "'''", '"' * 3])
 
 @given(st.lists(pythonic, max_size=7).map("".join))
 def test_what_is_read_as_python_is_what_python_reads(text):
-    found = python_to_json(text)
-    if found is None or "null" in text or "true" in text:
+    rewritten = python_to_json(text)
+    if rewritten is None or "null" in text or "true" in text:
         return
     try:
         value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
         return  # 007, raw line breaks within a string: tolerated
-    if json.dumps(value) != json.dumps(json.loads(found)):
+    if json.dumps(value) != json.dumps(json.loads(rewritten)):
         assert isinstance(value, dict)
-        assert len(value) < len(found)  # keys that are no strings, or twice
+        assert len(value) < len(rewritten)  # keys that are no strings, or twice
 
 
 def test_what_is_no_literal():
@@ -168,9 +168,9 @@ TYPES = [
 def test_types_of_a_schema() -> None:
     for schema, types in TYPES:
         definitions = {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
-        found = tool({"properties": {"p": schema}, "$defs": definitions})
-        assert found.types_of("p") == types
-        assert found.types_of("other") == set()
+        result = tool({"properties": {"p": schema}, "$defs": definitions})
+        assert result.types_of("p") == types
+        assert result.types_of("other") == set()
 
 
 def test_a_schema_that_refers_to_itself_many_times():

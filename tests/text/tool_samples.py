@@ -136,11 +136,11 @@ def _format_of(name, writer):
     """The format by hand where there is one, else the one that the writer's own calls show."""
     if name in BY_HAND:
         return tool_format(BY_HAND[name])
-    found = template_format(
+    format = template_format(
         WrittenCalls(*(writer(c).strip() for c in (samples.ONE, samples.TWO)), IDS)
     )
-    assert found is not None, writer
-    return found
+    assert format is not None, writer
+    return format
 
 
 READ_OFF = (  # families whose templates write any call

@@ -107,8 +107,8 @@ class PageDriver:
 
     def wait_for_answer(self, text: str, *, tab: Any = None) -> None:
         """Wait until an answer's own text has this: what is drawn beside it may have it as well."""
-        own = f"article.assistant .markdown:has-text('{text}')"
-        (tab or self.page).wait_for_selector(own)
+        selector = f"article.assistant .markdown:has-text('{text}')"
+        (tab or self.page).wait_for_selector(selector)
 
     def wait_idle(self, *, tab: Any = None) -> None:
         """Wait until no answer arrives."""
@@ -123,8 +123,8 @@ class PageDriver:
 
     def click(self, label: str, *, at: int = -1) -> None:
         """Click the last button of that label, or the one at `at`."""
-        found = self.page.get_by_role("button", name=label, exact=True)
-        (found.last if at == -1 else found.nth(at)).click()
+        button = self.page.get_by_role("button", name=label, exact=True)
+        (button.last if at == -1 else button.nth(at)).click()
 
     def facts(self, answer: Any) -> str:
         """Open what is behind the last button of an answer, and read it."""

@@ -91,14 +91,14 @@ def test_no_name_and_salt_are_another_name_and_salt() -> None:
     """Names and salts of blanks, quotes and what joins others: each pair is a namespace alone."""
     texts = ["a", "a b", "b", "key a", '["a", "b"]', '"', "\0", ", ", "name a", "x" * 32, "é"]
     config = SimpleNamespace(keys=range(2), share_prefixes=False)
-    found: dict[str | None, tuple[str, str | None]] = {}
+    collected: dict[str | None, tuple[str, str | None]] = {}
     for name, salt in product(texts, [None, *texts]):
         owner = SimpleNamespace(owner=owner_named(name), service=SimpleNamespace(config=config))
         namespace = Call.namespace(cast(Call, owner), salt)
-        assert found.setdefault(namespace, (name, salt)) == (name, salt)
+        assert collected.setdefault(namespace, (name, salt)) == (name, salt)
     config.share_prefixes = True
     assert Call.namespace(cast(Call, owner), None) is None
-    assert all(Call.namespace(cast(Call, owner), salt) not in found for salt in texts)
+    assert all(Call.namespace(cast(Call, owner), salt) not in collected for salt in texts)
 
 
 KEYS = ApiKeys.from_plain(["a", "b"]).with_named({"anna": {"key": "c"}}, "keys.toml")

@@ -32,8 +32,8 @@ def violations(page: Any) -> list[str]:
     """Return axe's findings as `rule: element`."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(page).response["violations"]
-    return [f"{each['id']}: {node['html'][:120]}" for each in found for node in each["nodes"]]
+    breaches = Axe().run(page).response["violations"]
+    return [f"{item['id']}: {node['html'][:120]}" for item in breaches for node in item["nodes"]]
 
 
 def overflow(page: Any) -> list[str]:
@@ -120,8 +120,8 @@ def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(page: PageDriv
 def test_links_open_a_new_chat_or_a_stored_one(page: PageDriver) -> None:
     page.open("/?compact=1")
     page.answered("Linked question")
-    found = page.server.get("/history/conversations").json()["data"]
-    id = next(each["id"] for each in found if each["title"] == "Linked question")
+    result = page.server.get("/history/conversations").json()["data"]
+    id = next(item["id"] for item in result if item["title"] == "Linked question")
     page.page.evaluate("location.hash = '#new'")
     page.page.wait_for_selector(".welcome")
     page.page.evaluate(f"location.hash = '#chat/{id}'")
@@ -137,7 +137,7 @@ def test_a_screen_reader_hears_the_answer_once(page: PageDriver) -> None:
     page.answered("Say")
     assert page.page.get_by_role("status").inner_text() == "Answer: Spoken words"
     roles = page.page.get_by_role("article").all()
-    assert [each.get_attribute("aria-label") for each in roles] == ["You", "Assistant"]
+    assert [role.get_attribute("aria-label") for role in roles] == ["You", "Assistant"]
 
 
 def test_the_theme_is_kept(profile: Any, server: PageServer) -> None:

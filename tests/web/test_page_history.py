@@ -14,9 +14,9 @@ pytestmark = pytest.mark.ci
 
 
 def history_of(server: PageServer) -> History:
-    found = server.routes._history
-    assert found is not None
-    return found
+    result = server.routes._history
+    assert result is not None
+    return result
 
 
 def entry(page: PageDriver, title: str) -> Any:

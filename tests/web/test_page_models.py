@@ -96,20 +96,20 @@ def test_a_download_is_paused_resumed_and_chatted_with(
     standin.faults.on_chunk = lambda: time.sleep(0.005)  # some twenty seconds for all of it
     search(models, "small")
     card(models, "org/small-chat").get_by_role("button", name="Download").click()
-    found = job(models, "org/small-chat")
-    found.get_by_text("kB of 4.").wait_for()
-    found.get_by_role("button", name="Pause").click()
-    found.locator(".badge:has-text('paused')").wait_for()
+    result = job(models, "org/small-chat")
+    result.get_by_text("kB of 4.").wait_for()
+    result.get_by_role("button", name="Pause").click()
+    result.locator(".badge:has-text('paused')").wait_for()
     paused = card(models, "org/small-chat").get_by_role("button", name="Download")
     assert paused.inner_text() == "Go on with the download"
     assert paused.is_enabled()
     standin.faults.on_chunk = None
     before = len(standin.log)
-    found.get_by_role("button", name="Resume").click()
-    found.locator(".badge:has-text('done')").wait_for()
+    result.get_by_role("button", name="Resume").click()
+    result.locator(".badge:has-text('done')").wait_for()
     assert [line for line in standin.log[before:] if "bytes=" in line and "bytes=0-" not in line]
     models.page.wait_for_selector("td.name:has-text('org/small-chat')")
-    found.get_by_role("button", name="Chat with it").click()
+    result.get_by_role("button", name="Chat with it").click()
     models.page.wait_for_selector('textarea[placeholder="Ask org/small-chat"]')
     answer = models.answered("What is a KV cache?")
     assert answer.inner_text().startswith("A KV cache keeps the keys and values")
@@ -122,10 +122,10 @@ def test_a_cancelled_download_leaves_nothing(
     standin.faults.on_chunk = lambda: time.sleep(0.005)
     search(models, "long")
     card(models, "org/long-chat").get_by_role("button", name="Download").click()
-    found = job(models, "org/long-chat")
-    found.get_by_text("kB of 4.").wait_for()
-    found.get_by_role("button", name="Cancel").click()
-    found.wait_for(state="detached")
+    result = job(models, "org/long-chat")
+    result.get_by_text("kB of 4.").wait_for()
+    result.get_by_role("button", name="Cancel").click()
+    result.wait_for(state="detached")
     wait_until(lambda: not list(cache.glob("models--org--long-chat/blobs/*")))
 
 
@@ -134,14 +134,14 @@ def test_a_failed_download_says_why_and_is_retried(models: PageDriver, standin: 
     card(models, "org/odd-chat").locator(".badge").wait_for()
     standin.faults.gate_files = True
     card(models, "org/odd-chat").get_by_role("button", name="Download").click()
-    found = job(models, "org/odd-chat")
-    found.locator(".error").wait_for()
-    assert "gated" in found.locator(".error").inner_text()
+    result = job(models, "org/odd-chat")
+    result.locator(".error").wait_for()
+    assert "gated" in result.locator(".error").inner_text()
     assert "gated" in card(models, "org/odd-chat").locator(".error").inner_text()
     standin.faults.gate_files = False
     card(models, "org/odd-chat").get_by_role("button", name="Download").click()
-    found.locator(".badge:has-text('done')").wait_for()
-    assert found.count() == 1
+    result.locator(".badge:has-text('done')").wait_for()
+    assert result.count() == 1
 
 
 def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
@@ -149,9 +149,9 @@ def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
     models.page.get_by_label("Recipe").select_option("8bit")
     models.page.get_by_label("Compare its logits").uncheck()
     models.page.get_by_role("dialog").get_by_role("button", name="Convert").click()
-    found = job(models, "demo-draft-8bit")
-    found.locator(".badge:has-text('done')").wait_for(timeout=40_000)
-    assert "bits per weight, recipe 8bit" in found.locator(".report").inner_text()
+    card = job(models, "demo-draft-8bit")
+    card.locator(".badge:has-text('done')").wait_for(timeout=40_000)
+    assert "bits per weight, recipe 8bit" in card.locator(".report").inner_text()
     row = models.page.locator("tr", has_text="demo-draft-8bit")
     row.locator(".badge:has-text('converted')").wait_for()
     row.get_by_role("button", name="Delete").click()
@@ -162,7 +162,7 @@ def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
 
 def test_an_added_model_is_served_after_the_next_start_until_it_is_removed(tmp_path: Path) -> None:
     def served(server: PageServer) -> list[str]:
-        return [each["id"] for each in server.get("/v1/models").json()["data"]]
+        return [item["id"] for item in server.get("/v1/models").json()["data"]]
 
     with PageServer(tmp_path) as server:
         assert server.post("/hub/serve", {"model": "demo-draft"}).status_code == 200

@@ -194,8 +194,8 @@ def test_a_model_that_was_never_loaded_may_see(page: PageDriver) -> None:
     def unknown(route: Any) -> None:
         reply = route.fetch()
         cards = reply.json()
-        for each in cards["data"]:
-            each["capabilities"] = None
+        for item in cards["data"]:
+            item["capabilities"] = None
         route.fulfill(response=reply, json=cards)
 
     page.page.route("**/v1/models", unknown)

@@ -30,10 +30,10 @@ def test_messages_survive_a_kill_of_the_server_and_are_in_no_log(tmp_path: Path)
         env={**os.environ, "MLXINFER_HISTORY": str(place)},
     ) as process:
         assert process.stderr is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        assert found
+        match = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert match
         message = {"conversation": "a-conversation", "id": "a-message", "role": "user"}
-        with httpx.Client(base_url=found.group(), timeout=30) as client:
+        with httpx.Client(base_url=match.group(), timeout=30) as client:
             saved = client.post("/history/messages", json={**message, "content": SECRET})
             assert (saved.status_code, saved.json()["title"]) == (200, SECRET)
             hits = client.get("/history/search", params={"q": "private question"}).json()["data"]

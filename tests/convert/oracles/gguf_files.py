@@ -172,50 +172,50 @@ def _special(name: str) -> str:
         "hnorm.weight": "nextn.hnorm.weight",
         "shared_head.norm.weight": "nextn.shared_head_norm.weight",
     }
-    (found,) = (own for end, own in ends.items() if name.endswith(end))
-    return f"blk.{layer}.{found}"
+    (result,) = (short for end, short in ends.items() if name.endswith(end))
+    return f"blk.{layer}.{result}"
 
 
 def _stacked(tensors: Tensors) -> Tensors:
-    found: Tensors = {}
+    collected: Tensors = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
         if match := _EXPERT.fullmatch(name):
             experts.setdefault(match[1] + match[3], {})[int(match[2])] = values
         else:
-            found[name + (".weight" if name.endswith(_BARE) else "")] = values
+            collected[name + (".weight" if name.endswith(_BARE) else "")] = values
     for name, parts in experts.items():
         # LFM2's map knows its stacks by a shorter name alone.
         short = name.removeprefix("model.") if ".feed_forward." in name else name
-        found[short] = np.stack([parts[i] for i in range(len(parts))])
-    return found
+        collected[short] = np.stack([parts[i] for i in range(len(parts))])
+    return collected
 
 
 def _changed(config: dict[str, Any], tensors: Tensors, split_kv: bool) -> Tensors:
-    found: Tensors = {}
+    collected: Tensors = {}
     for name, values in tensors.items():
         kind = config["model_type"]
         if kind.startswith(("qwen3_next", "qwen3_5")):
-            found |= _qwen(config, name, values)
+            collected |= _qwen(config, name, values)
         elif kind == "gpt_oss" and ".experts." in name:
-            found |= _gpt_oss(name.removesuffix(".weight"), values)
+            collected |= _gpt_oss(name.removesuffix(".weight"), values)
         elif kind == "gemma3_text" and name.endswith("norm.weight"):
-            found[name] = values + np.float32(1.0)
+            collected[name] = values + np.float32(1.0)
         elif kind in ("llama", "mistral") and (part := re.search(r"\.([qk])_proj\.", name)):
             heads = "num_attention_heads" if part[1] == "q" else "num_key_value_heads"
-            found[name] = _permuted(values, config[heads])
+            collected[name] = _permuted(values, config[heads])
         elif name.endswith("conv.conv.weight"):
-            found[name] = values.squeeze(1)
+            collected[name] = values.squeeze(1)
         elif name.endswith("expert_bias"):
-            found[f"{name}.bias"] = values
+            collected[f"{name}.bias"] = values
         elif name.endswith("kv_b_proj.weight") and split_kv:
             heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
             both = values.reshape(heads, nope + config["v_head_dim"], -1)
-            found[name.replace("kv_b", "k_b")] = both[:, :nope].swapaxes(1, 2)
-            found[name.replace("kv_b", "v_b")] = both[:, nope:]
+            collected[name.replace("kv_b", "k_b")] = both[:, :nope].swapaxes(1, 2)
+            collected[name.replace("kv_b", "v_b")] = both[:, nope:]
         else:
-            found[name] = values
-    return found
+            collected[name] = values
+    return collected
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
@@ -283,13 +283,13 @@ def _ahead(name: str, num_layers: int) -> str:
     if name.startswith("mtp.layers."):
         _, _, index, rest = name.split(".", 3)
         return f"model.layers.{int(index) + num_layers}.{rest}"
-    own = {
+    names = {
         "mtp.fc.weight": "eh_proj",
         "mtp.pre_fc_norm_embedding.weight": "enorm",
         "mtp.pre_fc_norm_hidden.weight": "hnorm",
         "mtp.norm.weight": "shared_head.norm",
     }
-    return f"model.layers.{num_layers}.{own[name]}.weight"
+    return f"model.layers.{num_layers}.{names[name]}.weight"
 
 
 def _ropes(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def pack_padded(codes: np.ndarray, bits: int) -> np.ndarray:
     """(n, k) -> (n, ceil(k / (32 // bits))): whole codes in each word, lowest first."""
-    each = 32 // bits
+    item = 32 // bits
     rows = []
     for row in codes:
-        words = [row[start : start + each] for start in range(0, len(row), each)]
+        words = [row[start : start + item] for start in range(0, len(row), item)]
         rows.append([sum(int(c) << (bits * i) for i, c in enumerate(word)) for word in words])
     return np.array(rows, np.uint32)
 

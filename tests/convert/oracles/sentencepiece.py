@@ -12,14 +12,14 @@ def pieces_of(text: str, tokens: list[str], scores: list[float], *, prefix: bool
     ids = {token: index for index, token in enumerate(tokens)}
     parts = list(((" " if prefix else "") + text).replace(" ", "▁"))
     while True:
-        found = [
+        result = [
             (-scores[ids[left + right]], place)
             for place, (left, right) in enumerate(pairwise(parts))
             if left + right in ids
         ]
-        if not found:
+        if not result:
             break
-        place = min(found)[1]
+        place = min(result)[1]
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
     return [index for part in parts for index in _ids_of(part, ids)]
 

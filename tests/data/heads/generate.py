@@ -122,7 +122,7 @@ def alone(
     config = CASES[case]
     tensors = tiny_tensors(config)
     head = mtp_tensors(config, tensors)
-    own = {
+    weights = {
         n.replace(front, ours, 1): array
         for n, array in head.items()
         for front, ours in list(names.items())
@@ -130,7 +130,7 @@ def alone(
     }
     tables = {n: a for n, a in tensors.items() if n.endswith(TABLES)}
     read = read_config({**config, **changes}, folder)
-    save_file(tables | own, folder / "model.safetensors", {"format": "pt"})
+    save_file(tables | weights, folder / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=read, attn_implementation="eager"
     ).eval()
@@ -168,14 +168,14 @@ def renamed(config: dict, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
     parts |= {names.norm: "shared_head.norm"} if names.norm else {}
     parts |= {f"{names.layer}pre_mlp_layernorm": "post_attention_layernorm"}
     known = {f"{path}.weight": f"{layer}{part}.weight" for path, part in parts.items()}
-    found = {
+    by_name = {
         known.get(name, layer + name.removeprefix(names.layer)): value
         for name, value in mtp_tensors(config, tensors).items()
     }
     return (
-        found
+        by_name
         if names.norm
-        else found | {f"{layer}shared_head.norm.weight": tensors["model.norm.weight"]}
+        else by_name | {f"{layer}shared_head.norm.weight": tensors["model.norm.weight"]}
     )
 
 
@@ -205,11 +205,11 @@ def main() -> None:
     for case in sys.argv[1:] or (*REFERENCE_CASES, ASSISTANT["model_type"]):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            own = case == ASSISTANT["model_type"]
+            is_assistant = case == ASSISTANT["model_type"]
             make = {"qwen4_exp_text": of_streams, "nemotron_h": of_blocks}.get(
                 case.partition("-")[0], reference
             )
-            logits = assistant(folder) if own else make(case, folder)
+            logits = assistant(folder) if is_assistant else make(case, folder)
         np.savez_compressed(HERE / f"{case}.npz", logits=logits.astype(np.float32))
         print(f"{case:16} std {logits.std():.2f}")
 

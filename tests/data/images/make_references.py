@@ -90,7 +90,7 @@ class Theirs:
 
     def _lfm2_vl(self, image):
         got = self.processor(image, return_tensors="pt")
-        grids = [[1, *each] for each in got["spatial_shapes"].tolist()]
+        grids = [[1, *shape] for shape in got["spatial_shapes"].tolist()]
         counts = [rows * columns for _, rows, columns in grids]
         values = got["pixel_values"].float().numpy()
         rows = np.concatenate([tile[:n] for tile, n in zip(values, counts, strict=True)])
@@ -139,20 +139,20 @@ def main() -> None:
     for name, case in FAMILIES.items():
         theirs = Theirs(name, case.transformers)
         done = [compare(case, theirs, size) for size in case.sizes]
-        found = [each for each in done if each is not None]
+        actual = [run for run in done if run is not None]
         arrays |= {
-            f"{name}.refused": np.array([each is None for each in done]),
-            f"{name}.digests": np.frombuffer(b"".join(e["digest"] for e in found), np.uint8),
-            f"{name}.grids": np.array([[e["tiles"], *e["grid"][1:]] for e in found], np.int32),
-            f"{name}.features": np.array([e["features"] for e in found], np.int32),
-            f"{name}.numbers": np.array([e["numbers"] for e in found], np.float32),
+            f"{name}.refused": np.array([run is None for run in done]),
+            f"{name}.digests": np.frombuffer(b"".join(e["digest"] for e in actual), np.uint8),
+            f"{name}.grids": np.array([[e["tiles"], *e["grid"][1:]] for e in actual], np.int32),
+            f"{name}.features": np.array([e["features"] for e in actual], np.int32),
+            f"{name}.numbers": np.array([e["numbers"] for e in actual], np.float32),
         }
         verdict[name] = {
             "sizes": len(done),
-            "refused_by_transformers": len(done) - len(found),
-            "largest_difference_of_levels": max(e["levels"] for e in found),
-            "mean_share_of_levels_more_than_1_apart": sum(e["share"] for e in found) / len(found),
-            "largest_difference_of_numbers": max(e["distance"] for e in found),
+            "refused_by_transformers": len(done) - len(actual),
+            "largest_difference_of_levels": max(e["levels"] for e in actual),
+            "mean_share_of_levels_more_than_1_apart": sum(e["share"] for e in actual) / len(actual),
+            "largest_difference_of_numbers": max(e["distance"] for e in actual),
         }
         print(name, verdict[name], flush=True)
     here = Path(__file__).parent

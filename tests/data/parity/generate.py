@@ -92,10 +92,10 @@ def xing_model(config: dict) -> torch.nn.Module:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         read = read_config(body, folder)
-        own = xing.connection_shapes(config)
-        check_names(saved_shapes(kind.from_config(read), folder) | own, config)
+        connections = xing.connection_shapes(config)
+        check_names(saved_shapes(kind.from_config(read), folder) | connections, config)
         tensors = tiny_tensors(config)
-        blocks = {key: value for key, value in tensors.items() if key not in own}
+        blocks = {key: value for key, value in tensors.items() if key not in connections}
         return xing.WithConnections(config, loaded(kind, read, blocks, folder), tensors)
 
 
@@ -200,17 +200,17 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
     """
     groups = config.get("n_group") or config.get("num_expert_group") or 1
     best, taken = config.get("topk_group") or 1, config.get("num_experts_per_tok")
-    found = 1.0
+    result = 1.0
     if best < groups:
         grouped = ranks.unflatten(-1, (groups, -1))
         worth = grouped.topk(counted, dim=-1).values.sum(-1)
-        found = gap(worth, best)
+        result = gap(worth, best)
         chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
         ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
     taken = taken or next(
         config[key] for key in ("num_experts_per_token", "moe_k", "moe_top_k") if key in config
     )
-    return 10 * min(found, gap(ranks, taken))
+    return 10 * min(result, gap(ranks, taken))
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class Reference:
         given = {name: value for name, value in given.items() if name not in COUNTS}
         row = torch.tensor([ids])
         with torch.no_grad():
-            found = self.model.generate(
+            output = self.model.generate(
                 input_ids=row,
                 mm_token_type_ids=(row == self.image_id).long(),
                 **given,
@@ -71,8 +71,8 @@ class Reference:
                 output_scores=True,
                 return_dict_in_generate=True,
             )
-        best = [scores[0].log_softmax(0).topk(2).values.tolist() for scores in found.scores]
-        tokens = found.sequences[0, len(ids) :].tolist()
+        best = [scores[0].log_softmax(0).topk(2).values.tolist() for scores in output.scores]
+        tokens = output.sequences[0, len(ids) :].tolist()
         return {"tokens": tokens, "leads": [one - two for one, two in best]}
 
 

@@ -116,9 +116,9 @@ class Hub:
             if isinstance(part, list):
                 ids += part
                 continue
-            given, own = self.read(part)
+            given, turn_ids = self.read(part)
             pictures.append(given)
-            ids += own
+            ids += turn_ids
         keys = pictures[0].keys()
         fill = {"image_position_ids": -1}
         return ids, {
@@ -128,14 +128,14 @@ class Hub:
 
     def answer(self, ids: list[int], pixels: dict[str, Any]) -> list[int]:
         """The most probable tokens."""
-        found: list[int] = []
+        collected: list[int] = []
         for _ in range(NUM_TOKENS):
-            logits = self.logits(torch.tensor([*ids, *found])[None], pixels)
+            logits = self.logits(torch.tensor([*ids, *collected])[None], pixels)
             logits[list(NEVER)] = -torch.inf
             best, second = logits.topk(2).values.tolist()
             assert best - second > MIN_GAP, f"a near tie: {best - second}"
-            found.append(int(logits.argmax()))
-        return found
+            collected.append(int(logits.argmax()))
+        return collected
 
     def logits(self, ids: torch.Tensor, pixels: dict[str, Any]) -> torch.Tensor:
         """(vocab_size,) of the last token."""
@@ -152,17 +152,17 @@ class Hub:
 
 def converse(name: str) -> dict[str, list[dict[str, list[int]]]]:
     """Prompt and answer of each turn of each conversation."""
-    hub, found = Hub(name), {}
+    hub, by_name = Hub(name), {}
     for title, turns in CONVERSATIONS.items():
         said: list[int | list[int]] = []
-        found[title] = []
+        by_name[title] = []
         for parts in turns:
             said += parts
             ids, pixels = hub.prompt(said)
             answer = hub.answer(ids, pixels)
-            found[title].append({"prompt": ids, "answer": answer})
+            by_name[title].append({"prompt": ids, "answer": answer})
             said.append(answer)
-    return found
+    return by_name
 
 
 def main() -> None:

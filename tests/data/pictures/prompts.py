@@ -177,14 +177,14 @@ FAMILIES: dict[str, Callable[[], Made]] = {
 
 def prompts(processor: Any) -> dict[str, list[int]]:
     """Token ids of each conversation."""
-    found = {}
+    prompts = {}
     for title, chat in CHATS.items():
         text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         parts = [part for m in chat if isinstance(m["content"], list) for part in m["content"]]
         images = [part["image"] for part in parts if part["type"] == "image"]
         given = processor(text=[text], images=[images], add_special_tokens=False)
-        found[title] = [int(token) for token in given["input_ids"][0]]
-    return found
+        prompts[title] = [int(token) for token in given["input_ids"][0]]
+    return prompts
 
 
 def main() -> None:

@@ -64,10 +64,10 @@ def tensors(config: dict) -> dict[str, tuple[int, ...]]:
 
 def main() -> None:
     for name in sys.argv[1:] or PUBLISHED:
-        found = tensors(PUBLISHED[name].config)
-        record(HERE / "tensors.json", name, found)
-        count = sum(torch.Size(shape).numel() for shape in found.values())
-        print(f"{name:28} {count / 1e9:9.3f} B parameters, {len(found)} tensors")
+        result = tensors(PUBLISHED[name].config)
+        record(HERE / "tensors.json", name, result)
+        count = sum(torch.Size(shape).numel() for shape in result.values())
+        print(f"{name:28} {count / 1e9:9.3f} B parameters, {len(result)} tensors")
 
 
 if __name__ == "__main__":

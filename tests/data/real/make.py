@@ -55,7 +55,7 @@ SPELLINGS = (
 
 def answers(model: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Of each prompt its best next tokens, their logits, and a greedy answer."""
-    found = []
+    answers = []
     for text in PROMPTS:
         ids = [BOS, *tokenizer.encode(text, add_special_tokens=False).ids]
         given = torch.tensor([ids])
@@ -63,8 +63,8 @@ def answers(model: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         answer = model.generate(
             given, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False
         )
-        found.append({"prompt": ids, **listed(best), "greedy": answer[0, len(ids) :].tolist()})
-    return found
+        answers.append({"prompt": ids, **listed(best), "greedy": answer[0, len(ids) :].tolist()})
+    return answers
 
 
 def listed(best: Any) -> dict[str, Any]:
@@ -90,14 +90,14 @@ def main(folder: Path, tokenizer_json: str) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        found = {
+        result = {
             "answers": answers(model, tokenizer),
             "long": long_text(model, tokenizer),
             "spellings": [
                 [text, tokenizer.encode(text, add_special_tokens=False).ids] for text in SPELLINGS
             ],
         }
-    line = json.dumps(found, separators=(",", ":"))
+    line = json.dumps(result, separators=(",", ":"))
     Path(__file__).with_name("gemma3_270m.json").write_text(line + "\n")
 
 

@@ -49,21 +49,23 @@ def tiny_config(kind: str, changes: dict[str, Any]) -> transformers.PretrainedCo
     """transformers' config of a type, small; changes of a multimodal one are its text model's."""
     read = CONFIG_MAPPING[kind]
     sizes = small(read().to_dict())
-    own = {**CHANGES.get(kind, {}), **changes}
+    fields = {**CHANGES.get(kind, {}), **changes}
     if "text_config" in sizes:
-        return read(**{**sizes, "text_config": {**sizes["text_config"], **own}})
-    return read(**{**sizes, **own})
+        return read(**{**sizes, "text_config": {**sizes["text_config"], **fields}})
+    return read(**{**sizes, **fields})
 
 
 def small(defaults: dict[str, Any]) -> dict[str, Any]:
     """The sizes among the keys of a config, small; switches keep their defaults."""
     sizes = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     del sizes["sliding_window"]
-    found = {k: sizes[k] for k in defaults if k in sizes and not isinstance(sizes[k], (bool, str))}
+    by_name = {
+        k: sizes[k] for k in defaults if k in sizes and not isinstance(sizes[k], (bool, str))
+    }
     for key, inner in defaults.items():
         if isinstance(inner, dict) and "model_type" in inner:
-            found[key] = {"model_type": inner["model_type"], **small(inner)}
-    return found
+            by_name[key] = {"model_type": inner["model_type"], **small(inner)}
+    return by_name
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -109,13 +111,13 @@ def reference(kind: str, changes: dict[str, Any], seed: int, folder: Path) -> np
     with torch.no_grad():
         randomise(model, seed)
         model.tie_weights()
-        found = model(torch.tensor(token_ids(seed))[None]).logits[0].numpy()
+        result = model(torch.tensor(token_ids(seed))[None]).logits[0].numpy()
     model.save_pretrained(folder)
     if kind in NOT_PUBLISHED:
         path = folder / "model.safetensors"
         kept = {k: v for k, v in load_file(path).items() if not re.search(NOT_PUBLISHED[kind], k)}
         save_file(kept, path, metadata={"format": "pt"})
-    return found
+    return result
 
 
 def token_ids(seed: int) -> np.ndarray:
@@ -160,7 +162,7 @@ class Outcome:
 
 def compare(kind: str, changes: dict[str, Any], *, old: bool) -> Outcome:
     """Compare one config; where transformers cannot run it, the outcome is "impossible"."""
-    found = Outcome("")
+    actual = Outcome("")
     for seed in range(SEEDS):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
@@ -183,11 +185,11 @@ def compare(kind: str, changes: dict[str, Any], *, old: bool) -> Outcome:
         wrong, worst = errors > TOLERANCE, float(errors.max())
         if not wrong.any():
             return Outcome("agrees", worst)
-        if not found.how or worst < found.error:
-            found = Outcome("differs", worst, f"first at token {wrong.argmax()} of {LENGTH}")
+        if not actual.how or worst < actual.error:
+            actual = Outcome("differs", worst, f"first at token {wrong.argmax()} of {LENGTH}")
         if wrong.sum() > LENGTH / 2:
             break
-    return found
+    return actual
 
 
 def verdict(kind: str) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def ignored_keys(kind: str, *, old: bool) -> dict[str, list[Any]]:
     known = known.get("text_config", known)
     rope = known.get("rope_parameters") or {}
     right = {**known, **rope.get("full_attention", rope), "sliding_window": None}
-    found: dict[str, dict[Any, bool]] = {"rope_scaling": {scaling_kind(right): True}}
+    result: dict[str, dict[Any, bool]] = {"rope_scaling": {scaling_kind(right): True}}
     for key, change in changes(kind, known):
         outcome = compare(kind, change, old=old)
         report(kind, f"{key} {next(iter(change.values()))}"[:60], [outcome])
@@ -218,17 +220,17 @@ def ignored_keys(kind: str, *, old: bool) -> dict[str, list[Any]]:
         scaling = scaling_kind(changed.get("full_attention", changed))
         value = scaling if key == "rope_scaling" else right.get(key)
         if outcome.how in ("agrees", "differs"):
-            found.setdefault(key, {})[value] = outcome.how == "agrees"
+            result.setdefault(key, {})[value] = outcome.how == "agrees"
     return {
-        key: [v for v, agrees in each.items() if v is not None and (agrees or key in right)]
-        for key, each in found.items()
-        if not all(each.values())
+        key: [v for v, agrees in item.items() if v is not None and (agrees or key in right)]
+        for key, item in result.items()
+        if not all(item.values())
     }
 
 
 def report(kind: str, what: str, outcomes: list[Outcome]) -> None:
-    found = "; ".join(f"{o.how} {o.error:.1g} {short(o.why)}" for o in outcomes)
-    print(f"{kind:16} {what:40} {found}", flush=True)
+    result = "; ".join(f"{o.how} {o.error:.1g} {short(o.why)}" for o in outcomes)
+    print(f"{kind:16} {what:40} {result}", flush=True)
 
 
 def short(why: str) -> str:

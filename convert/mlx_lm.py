@@ -14,17 +14,17 @@ from .read import SourceModel
 
 # Families whose tensors mlx-lm wants in another layout, and those that it does not define.
 OTHERWISE = (
-    *("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next"),
+    "falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next",
     "step3p5",
     "mimo_v2_flash",  # its windows are a token shorter there
-)
+)  # fmt: skip
 UNDEFINED_BY_MLX_LM = (
-    *("arcee", "bailing_hybrid", "cohere2_moe", "cwm", "deepseek_v4"),  # its Bailing is Ling 2.6
+    "arcee", "bailing_hybrid", "cohere2_moe", "cwm", "deepseek_v4",  # its Bailing is Ling 2.6
     "glm5_next_text",
-    *("granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "minimax_m3_vl_text"),
-    *("ministral", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu"),
-    *("flint", "iquestcoder", "k2_horizon", "kolibri1", "mimo_v2", "nemotron_h_puzzle", "xing4_0"),
-)
+    "granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "minimax_m3_vl_text",
+    "ministral", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu",
+    "flint", "iquestcoder", "k2_horizon", "kolibri1", "mimo_v2", "nemotron_h_puzzle", "xing4_0",
+)  # fmt: skip
 _NO_SCALING = {"rope_scaling": None}
 _NO_BIAS = {"attention_bias": False}
 _NO_WINDOW = {"sliding_window": None}

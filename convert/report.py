@@ -128,9 +128,9 @@ def write_card(folder: Path, report: ConversionReport, source: SourceModel, *, d
 
 
 _OURS = (
-    *("library_name", "tags", "base_model", "base_model_relation"),
-    *("license", "license_name", "license_link"),
-)
+    "library_name", "tags", "base_model", "base_model_relation",
+    "license", "license_name", "license_link",
+)  # fmt: skip
 
 
 def _front(report: ConversionReport, source: SourceModel) -> list[str]:

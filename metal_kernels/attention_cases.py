@@ -427,10 +427,10 @@ def _registers(variant: Variant) -> int:
 
 
 _SHARED_FILES = (
-    *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
-    *("stored_codes.h", "attention_reduce.metal", "attention_plan.py", "paged_attention.py"),
-    *("chips.py", "stored.py"),
-)
+    "attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h",
+    "stored_codes.h", "attention_reduce.metal", "attention_plan.py", "paged_attention.py",
+    "chips.py", "stored.py",
+)  # fmt: skip
 PAGED_FILES = ("paged_attention.metal", "tiled_attention.metal", *_SHARED_FILES)
 _kind = partial(Kind, case=_case, timed=_timed, registers=_registers)
 PAGED_ATTENTION = _kind(

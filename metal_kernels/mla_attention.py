@@ -37,7 +37,7 @@ def _kernel(fmt: KVFormat) -> MetalKernel:
             "queries",
             *part_names("tail", fmt),
             *part_names("latent", fmt),
-            *("plan", "pages", "scale"),
+            "plan", "pages", "scale",
         ),
         outputs=("outputs", "figures"),
         includes=includes([fmt]),
@@ -51,7 +51,7 @@ def _kernel(fmt: KVFormat) -> MetalKernel:
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """,
-    )
+    )  # fmt: skip
 
 
 def mla_attention_on_metal(

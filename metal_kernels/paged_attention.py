@@ -199,8 +199,8 @@ def includes(formats: Sequence[KVFormat] = ()) -> tuple[str, ...]:
     return (
         "attention_fragments.h",
         *(("stored_codes.h",) if any(fmt.bits for fmt in formats) else ()),
-        *("attention_softmax.h", "paged_spans.h", "attention_outputs.h"),
-    )
+        "attention_softmax.h", "paged_spans.h", "attention_outputs.h",
+    )  # fmt: skip
 
 
 class Asked(NamedTuple):

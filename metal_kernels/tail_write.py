@@ -127,7 +127,7 @@ def _kernel(form: HeadsForm) -> MetalKernel:
         name="tail_write",
         includes=("kv_write.metal",),
         inputs=(
-            *("qkv", "positions", "constants", "places", "taken"),
+            "qkv", "positions", "constants", "places", "taken",
             *(f"old_{name}" for name in names),
         ),
         outputs=("queries", *names),
@@ -147,4 +147,4 @@ def _kernel(form: HeadsForm) -> MetalKernel:
               const uint part = group - vectors;{copies}
             }}
         """,
-    )
+    )  # fmt: skip

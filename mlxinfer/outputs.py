@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
 IN_SIGHT = (  # of the figures of an engine
-    *("requests", "running", "tokens_sampled", "prompt_tokens_reused", "active_memory_bytes"),
-)
+    "requests", "running", "tokens_sampled", "prompt_tokens_reused", "active_memory_bytes",
+)  # fmt: skip
 
 
 class CallStatus(StrEnum):

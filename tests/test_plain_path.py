@@ -12,20 +12,15 @@ from mlxinfer import LLM, SamplingParams, metal_kernels
 
 PACKAGE, KERNELS = (Path(str(each.__file__)).resolve().parent for each in (mlxinfer, metal_kernels))
 FEATURES = (  # folders and files of the package
-    *("ranks/", "pooling/", "grammar/", "remote/", "server/", "display/"),
-    *("engine/adapters.py", "engine/grammar_masks.py", "engine/pagestore.py", "layers/adapters.py"),
-    *(
-        "models/adapters/",
-        "models/weights/expert_store.py",
-        "layers/streamed_moe.py",
-        "models/zoo/",
-    ),
-    *("cache/disk/", "cache/state.py", "cache/latent.py"),
-    *("images/", "models/towers/", "session/pictures.py"),
-    *("engine/features.py", "engine/prompt_pictures.py"),
-    *("speculation/draft.py", "speculation/heads.py", "speculation/block.py"),
+    "ranks/", "pooling/", "grammar/", "remote/", "server/", "display/",
+    "engine/adapters.py", "engine/grammar_masks.py", "engine/pagestore.py", "layers/adapters.py",
+    "models/adapters/", "models/weights/expert_store.py", "layers/streamed_moe.py", "models/zoo/",
+    "cache/disk/", "cache/state.py", "cache/latent.py",
+    "images/", "models/towers/", "session/pictures.py",
+    "engine/features.py", "engine/prompt_pictures.py",
+    "speculation/draft.py", "speculation/heads.py", "speculation/block.py",
     "text/tools/",
-)
+)  # fmt: skip
 MOST_FILES = 53
 MOST_CALLS = 300  # of the package in a decode step of plain MLX without proposals, with six layers
 

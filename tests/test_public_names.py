@@ -14,8 +14,8 @@ from mlxinfer import core, errors, library, outputs, program
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
 OUTPUTS = {
-    *("Delta", "Facts", "Ranked", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta"),
-}
+    "Delta", "Facts", "Ranked", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta",
+}  # fmt: skip
 LIBRARY = {"convert_model", "list_models", "pull"}
 PROGRAM = {"Branches", "Program", "Selection"}
 HOMES = [(CORE, core), (OUTPUTS, outputs), (LIBRARY, library), (PROGRAM, program)]

@@ -18,10 +18,10 @@ from mlxinfer.images import PROCESSORS
 from mlxinfer.models.towers.loading import TOWERS
 
 MORE = [
-    *("<start_of_image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
-    *("[IMG_BREAK]", "[IMG_END]"),
+    "<start_of_image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    "[IMG_BREAK]", "[IMG_END]",
     *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
-]
+]  # fmt: skip
 FILES: dict[str, dict[str, Any]] = {  # of a model type: what preprocessor_config.json says
     "qwen": {"min_pixels": 64, "max_pixels": 4096},
     "gemma4": {"max_soft_tokens": 70},

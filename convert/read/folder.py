@@ -15,22 +15,22 @@ from .stored import StoredArray
 
 QUANT_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 SIDE_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
-    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
-    *("processor_config.json", "video_preprocessor_config.json", "*.tiktoken"),
-    *("chat_templates/*.jinja", "additional_chat_templates/*.jinja"),
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "video_preprocessor_config.json", "*.tiktoken",
+    "chat_templates/*.jinja", "additional_chat_templates/*.jinja",
     # The terms, which a copy has to carry.
-    *("[Ll][Ii][Cc][Ee][Nn][CcSs][Ee]*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*"),
+    "[Ll][Ii][Cc][Ee][Nn][CcSs][Ee]*", "NOTICE*", "Notice*", "COPYING*", "USE_POLICY*",
     # How sentence-transformers pools, and what it does behind that.
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors"),
-)
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "[0-9]*_*/config.json", "[0-9]*_*/model.safetensors",
+)  # fmt: skip
 _OF_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
-    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "*.tiktoken", "chat_templates/*", "additional_chat_templates/*"),
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "*.tiktoken", "chat_templates/*", "additional_chat_templates/*",
+)  # fmt: skip
 _MADE_ANEW = ("config.json", INDEX, "README.md", *QUANT_FILES, "report.json", "tensors.svg")
 
 

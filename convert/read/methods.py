@@ -22,18 +22,18 @@ from .stored import FLOATS, PLAIN, StoredArray, to_mlx
 
 _ACTIVATIONS = frozenset(
     {
-        *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
-        *("k_scale", "v_scale", "q_scale", "prob_scale", "activation_scale"),
+        "input_scale", "input_global_scale", "input_zero_point", "output_scale",
+        "k_scale", "v_scale", "q_scale", "prob_scale", "activation_scale",
     }
-)
+)  # fmt: skip
 _IMPLIED = frozenset({"inv_freq", "position_ids"})  # buffers that follow from the config
 _COMPANIONS = frozenset(
     {
-        *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
-        *("weight_zero_point", "weight_shape", "weight_packed", "weight_g_idx"),
-        *("qweight", "qzeros", "g_idx"),
+        "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
+        "weight_zero_point", "weight_shape", "weight_packed", "weight_g_idx",
+        "qweight", "qzeros", "g_idx",
     }
-)
+)  # fmt: skip
 _REFUSED = {
     "pre_quant_scale": "multiplies the inputs of its layer",
     "svdquant_lora_a": "adds a low-rank product to its layer",
@@ -106,9 +106,9 @@ def _place(reader: TensorReader) -> tuple[str, int]:
 
 _KEYS = ("quantization", "quantization_config", "compression_config")
 _MODELOPT = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"),
-    *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-)
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8",
+    "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

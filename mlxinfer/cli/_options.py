@@ -160,13 +160,13 @@ SAMPLING: dict[str, tuple[type, str]] = {  # field of SamplingParams -> its type
 
 
 ENGINE_NAMES = (
-    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
-    *("max_context", "max_batch"),
-    *("max_image_tokens", "adapter_memory", "expert_memory", "slow_experts"),
-    *("speculate", "draft", "max_draft", "acceptance", "chat_template"),
-    *("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir"),
-    *("prefill_chunk", "dtype"),
-)
+    "kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice",
+    "max_context", "max_batch",
+    "max_image_tokens", "adapter_memory", "expert_memory", "slow_experts",
+    "speculate", "draft", "max_draft", "acceptance", "chat_template",
+    "kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir",
+    "prefill_chunk", "dtype",
+)  # fmt: skip
 RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "prefill_chunk")
 RARE += ("dtype",)  # flags that no --help lists; docs/options.md does
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")

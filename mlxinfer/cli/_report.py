@@ -43,9 +43,9 @@ from ._output import note
 Data = dict[str, Any]
 Part = Callable[[], Data]
 COUNTERS = (
-    *("steps", "tokens_computed", "tokens_sampled", "pages_sealed", "bytes_copied", "bytes_grown"),
-    *("preemptions", "step_failures"),
-)
+    "steps", "tokens_computed", "tokens_sampled", "pages_sealed", "bytes_copied", "bytes_grown",
+    "preemptions", "step_failures",
+)  # fmt: skip
 PROMPTS = ("Once upon a time", "What is a KV cache?", "1, 2, 3, 4,", "The page of a book")
 MEMORY = {
     "active": mx.get_active_memory,
@@ -67,9 +67,9 @@ class RandomModel(NamedTuple):
 
 def _sizes(*values: int) -> dict[str, int]:
     names = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
-    )
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+    )  # fmt: skip
     return dict(zip(names, values, strict=True))
 
 

@@ -33,9 +33,9 @@ RETRY_S = 1.0  # between two tries of a request whose model finds no room beside
 SHOWN_PROBLEMS = 5
 START = b'{"id":"'  # of every line of answers
 URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
-    *("/v1/embeddings", "/v1/rerank", "/v1/score"),
-)
+    "/v1/chat/completions", "/v1/completions", "/v1/responses",
+    "/v1/embeddings", "/v1/rerank", "/v1/score",
+)  # fmt: skip
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 SCHEMES = {"http", "https", "mailto"}
 TAGS = {
-    *("a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol"),
-    *("p", "pre", "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"),
-}
+    "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol",
+    "p", "pre", "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+}  # fmt: skip
 ATTRIBUTES = {"ol": {"start"}, "a": {"href"}, **{tag: {"style"} for tag in ("span", "td", "th")}}
 STYLES = {"color", "font-style", "font-weight", "text-align", "text-decoration"}
 CODE_STYLE = "friendly"  # of pygments; readable on light ground and on dark

@@ -16,10 +16,10 @@ from ..text.tools.schema import resolve
 from .schema import BOUNDS, CLASS, NOTES, Schema, at, is_kept, is_kept_bound, mapped, rewrite
 
 UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no equivalent
-    *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
-    *("propertyNames", "unevaluatedProperties", "unevaluatedItems", "dependentSchemas"),
-    *("dependentRequired", "dependencies"),
-)
+    "uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains",
+    "propertyNames", "unevaluatedProperties", "unevaluatedItems", "dependentSchemas",
+    "dependentRequired", "dependencies",
+)  # fmt: skip
 _BEYOND_REGULAR = re.compile(  # look-around, back-references, ends of words; classes of Java
     r"\(\?(?:[=!>]|<[=!])|\\[1-9bBc<>]|\\k<|\\p\{(?:Graph|Print)\}"
 )

@@ -37,10 +37,10 @@ ENDS_OF_TYPES = ((1 << 63) - 1, (1 << 64) - 1, 9223372036854776000, 184467440737
 Schema = dict[str, Any]
 FORMATS = frozenset(  # llguidance's; it refuses others
     (
-        *("date-time", "time", "date", "duration", "email", "hostname"),
-        *("ipv4", "ipv6", "uri", "uuid"),
+        "date-time", "time", "date", "duration", "email", "hostname",
+        "ipv4", "ipv6", "uri", "uuid",
     )
-)
+)  # fmt: skip
 _ONE = frozenset(("additionalProperties", "items", "additionalItems"))  # keywords of parts
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef"))

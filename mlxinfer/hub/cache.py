@@ -208,9 +208,9 @@ def _newest_snapshot(repo_folder: Path) -> Path:
 
 
 EMBEDDERS = {  # classes of embedding models without sentence-transformers' files
-    *("BertModel", "RobertaModel", "XLMRobertaModel", "DistilBertModel", "NomicBertModel"),
-    *("ModernBertModel", "Qwen3Model", "Gemma3TextModel"),
-}
+    "BertModel", "RobertaModel", "XLMRobertaModel", "DistilBertModel", "NomicBertModel",
+    "ModernBertModel", "Qwen3Model", "Gemma3TextModel",
+}  # fmt: skip
 
 
 def _is_language_model(snapshot: Path) -> bool:

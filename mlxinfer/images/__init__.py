@@ -47,8 +47,8 @@ __all__ = [
 PROCESSORS: dict[str, type[ImageProcessor]] = {
     **dict.fromkeys(
         (
-            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-            *("qwen3_5", "qwen3_5_moe"),
+            "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+            "qwen3_5", "qwen3_5_moe",
         ),
         QwenProcessor,
     ),
@@ -56,7 +56,7 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
     **dict.fromkeys(("gemma4", "gemma4_unified"), Gemma4Processor),
     "lfm2_vl": Lfm2Processor,
     **dict.fromkeys(("pixtral", "mistral3"), PixtralProcessor),
-}
+}  # fmt: skip
 
 _VIDEOS: dict[str, type[VideoProcessor]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Qwen2Videos),

@@ -43,9 +43,9 @@ class CompressedAttention(AttentionShape, Mixer):
     """
 
     __slots__ = (
-        *("back", "compressor", "group_proj", "inputs_proj", "kv_norm", "num_groups", "o_proj"),
-        *("q_eps", "q_norm", "q_proj", "rope", "softmax", "spec"),
-    )
+        "back", "compressor", "group_proj", "inputs_proj", "kv_norm", "num_groups", "o_proj",
+        "q_eps", "q_norm", "q_proj", "rope", "softmax", "spec",
+    )  # fmt: skip
 
     spec: KVSpec
 

@@ -33,8 +33,8 @@ class Mamba2(RecurrentMixer):
     """
 
     __slots__ = (
-        *("conv", "gate_first", "inner", "norm", "num_groups", "rate", "skip", "step_bias"),
-    )
+        "conv", "gate_first", "inner", "norm", "num_groups", "rate", "skip", "step_bias",
+    )  # fmt: skip
 
     def __init__(
         self,

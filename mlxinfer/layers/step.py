@@ -126,10 +126,10 @@ class Step:
     """
 
     __slots__ = (
-        *("adapters", "caches", "features", "ids", "index", "late", "per_layer", "positions"),
-        *("begin_adapters", "narrowed", "narrows", "passed", "prepared", "read_rows"),
-        *("rope_variants", "taps", "token_types"),
-    )
+        "adapters", "begin_adapters", "caches", "features", "ids", "index", "late", "narrowed",
+        "narrows", "passed", "per_layer", "positions", "prepared", "read_rows", "rope_variants",
+        "taps", "token_types",
+    )  # fmt: skip
 
     def __init__(
         self,

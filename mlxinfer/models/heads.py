@@ -100,8 +100,8 @@ class StreamBlock:
     """
 
     __slots__ = (
-        *("embedding_norm", "embedding_proj", "hidden_norm", "hidden_proj", "layer", "mixers"),
-    )
+        "embedding_norm", "embedding_proj", "hidden_norm", "hidden_proj", "layer", "mixers",
+    )  # fmt: skip
 
     def __init__(
         self,

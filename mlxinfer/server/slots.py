@@ -22,8 +22,8 @@ from ..text import Tokenizer
 from .errors import ModelLoadError
 
 CAPABILITIES = (
-    *("chat", "completion", "tools", "reasoning", "infill", "vision", "embeddings", "rerank"),
-)
+    "chat", "completion", "tools", "reasoning", "infill", "vision", "embeddings", "rerank",
+)  # fmt: skip
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

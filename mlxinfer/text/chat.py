@@ -31,11 +31,11 @@ from .tokenizer import Tokenizer
 _FIRST_STAND_IN = 0x1D200  # ancient Greek notes: printable and no letters, as `<` and `[`
 _SEARCHES = frozenset(  # methods and filters whose first argument is looked for in a text
     (
-        *("startswith", "endswith", "find", "rfind", "index", "rindex", "count", "replace"),
-        *("split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"),
-        *("strip", "lstrip", "rstrip", "trim"),
+        "startswith", "endswith", "find", "rfind", "index", "rindex", "count", "replace",
+        "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix",
+        "strip", "lstrip", "rstrip", "trim",
     )
-)
+)  # fmt: skip
 _ANCHOR = "\n"  # encoded before a piece, so that no space is added as at a text's beginning
 _control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
 _control_tokens = weakref.WeakKeyDictionary()

@@ -23,10 +23,10 @@ _MARKS = (  # before the prefix, before the suffix, before the middle; None: the
     ("[PREFIX]", "[SUFFIX]", None),
 )
 _ENDS = (  # of the middle, beside the model's end tokens: padding, or the next file
-    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>", "▁<EOT>", "<EOT>", "[EOT]"),
-    *("<|endoftext|>", "<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>"),
-    *("<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|code_end|>"),
-)
+    "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>", "▁<EOT>", "<EOT>", "[EOT]",
+    "<|endoftext|>", "<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>",
+    "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|code_end|>",
+)  # fmt: skip
 _FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 
 

@@ -26,13 +26,13 @@ _EFFORT = re.compile(r"((think|thinking|reason|reasoning)_)?(effort|strength|lev
 _FLAG = re.compile(rf"({'|'.join(EFFORTS[1:])})_effort")
 _BUDGET = re.compile(r"(think|thinking|reason|reasoning)(_token)?_budget(_tokens)?")
 _OFF_WORDS = (
-    *("none", "off", "disabled", "disable", "no_think", "no_thinking", "nothink", "non_thinking"),
-    *("non-thinking", "no-think", "no", "never", "false", "chat", "instruct", "fast", "direct"),
-)
+    "none", "off", "disabled", "disable", "no_think", "no_thinking", "nothink", "non_thinking",
+    "non-thinking", "no-think", "no", "never", "false", "chat", "instruct", "fast", "direct",
+)  # fmt: skip
 _ON_WORDS = (
-    *("enabled", "enable", "on", "think", "thinking", "yes", "always", "true", "reasoning", "deep"),
-    *("adaptive", "auto"),
-)
+    "enabled", "enable", "on", "think", "thinking", "yes", "always", "true", "reasoning", "deep",
+    "adaptive", "auto",
+)  # fmt: skip
 _TAUGHT = ("low", "medium", "high")  # where a template writes any level: those of the first API
 _TOKENS = {"minimal": 512, "low": 1024, "medium": 4096, "high": 8192, "xhigh": 16384, "max": None}
 _MAX_WORDS = 12  # values of its own that a template is tried with

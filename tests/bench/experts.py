@@ -256,9 +256,9 @@ def _table(figures: dict[str, Figures], sizes: Mixture, disk: float | None, unit
         f"from {where}",
         [
             *("experts in memory", f"tokens/{unit}", "of resident", "in memory", "read a token"),
-            *("reads", "stall (ms)", "guessed (right)"),
+            "reads", "stall (ms)", "guessed (right)",
         ],
         rows,
         "One request, decoding; prompts of 24 tokens count in all but the rates. The tokens are "
         "the same in all rows. mlx-lm holds all experts.",
-    )
+    )  # fmt: skip

@@ -235,9 +235,9 @@ class Failing(Files):
 
 
 OPERATIONS = [
-    *("make_folder", "names", "create", "write", "fsync", "close", "read", "rename"),
-    *("sync_folder", "remove", "info", "mark_used"),
-]
+    "make_folder", "names", "create", "write", "fsync", "close", "read", "rename",
+    "sync_folder", "remove", "info", "mark_used",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -178,11 +178,11 @@ TERMS = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
 READ = re.compile(r"[\w/]+\.(?:json|jinja|model|txt)")
 NOT_OF_CHECKPOINTS = {
     # Made anew, or of the weights.
-    *("config.json", "model.safetensors.index.json", "hf_quant_config.json"),
-    *("quant_config.json", "quantize_config.json"),
+    "config.json", "model.safetensors.index.json", "hf_quant_config.json",
+    "quant_config.json", "quantize_config.json",
     # Of adapters, of a user's folders, of speculation, and of servers.
-    *("adapter_config.json", "report.json", "verdicts.json", "unsupported.json"),
-}
+    "adapter_config.json", "report.json", "verdicts.json", "unsupported.json",
+}  # fmt: skip
 READERS = ("text", "images", "pooling", "models")
 
 

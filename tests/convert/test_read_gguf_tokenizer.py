@@ -69,11 +69,11 @@ EXPRESSIONS = {
         "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲"
         "𑢠-𑣟𞤀-𞥃]+",
         "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
-        *(r"\s+$", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+"),
+        r"\s+$", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+",
     ),
     "deepseek-coder": (
-        *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
-        *("[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"),
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+",
+        "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}",
     ),
     "kimi-k2": (
         r"[\p{Han}]+"
@@ -116,7 +116,7 @@ EXPRESSIONS = {
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-}
+}  # fmt: skip
 
 
 BY_VOCABULARY = ("falcon", "default")  # llama.cpp's vocabularies try these

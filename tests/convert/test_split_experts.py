@@ -22,9 +22,9 @@ def logits(folder: Path, **options: object) -> np.ndarray:
 
 EXPERTS = ("qwen3_moe-v4", "deepseek_v3-v4", "gpt_oss-v4")
 LIKE_THEM = (
-    *("llama4_text-v4", "granitemoehybrid-v4"),
-    *("mixtral-v4", "lfm2_moe-v4", "mistral4-v4", "gemma4_text-v4", "nemotron_h-v5"),
-)
+    "llama4_text-v4", "granitemoehybrid-v4",
+    "mixtral-v4", "lfm2_moe-v4", "mistral4-v4", "gemma4_text-v4", "nemotron_h-v5",
+)  # fmt: skip
 CASES = [
     *((case, "8bit-g32") for case in EXPERTS),
     ("gpt_oss-v4", "mxfp4"),

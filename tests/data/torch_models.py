@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 Shapes = dict[str, tuple[int, ...]]
 NO_MATTER = (  # parts of names of keys that nothing here reads
-    *("dropout", "initializer", "use_cache", "output_", "transformers_version", "architectures"),
-    *("dtype", "aux_loss"),
-)
+    "dropout", "initializer", "use_cache", "output_", "transformers_version", "architectures",
+    "dtype", "aux_loss",
+)  # fmt: skip
 SEEING = {  # texts that transformers has inside of models that see alone
     "step3p5": "step3p7",
     "glm5_next_text": "glm5_next",

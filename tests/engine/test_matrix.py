@@ -71,19 +71,19 @@ ALL_CASES = (
         "deepseek_v3-v4",
         *HYBRIDS,
     ),
-    *("zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba"),  # the last on caches of its own
-    *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
-    *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4"),
-    *("deepseek_v32-v4", "glm_moe_dsa-shared", "laguna-v4"),
-    *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
-    *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
+    "zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba",  # the last on caches of its own
+    "qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4",
+    "nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4",
+    "deepseek_v32-v4", "glm_moe_dsa-shared", "laguna-v4",
+    "qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4",
+    "kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5",
     *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
-    *("olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4"),
-    *("qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5"),
-    *("deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4"),
-    *("flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4"),
+    "olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4",
+    "qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5",
+    "deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4",
+    "flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4",
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
-)
+)  # fmt: skip
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
 NAMED = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 CASES = tuple([name for name in NAMED if not (ALL_SEE and name.startswith("zoo "))])

@@ -18,9 +18,9 @@ from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
 CASES = (
-    *("llama-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4"),
-    *("qwen3_5_text-v4", "granitemoehybrid-v5", "lfm2-v4"),
-)
+    "llama-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4",
+    "qwen3_5_text-v4", "granitemoehybrid-v5", "lfm2-v4",
+)  # fmt: skip
 NARROW = {"bfloat16": mx.bfloat16, "float16": mx.float16}
 
 

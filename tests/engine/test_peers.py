@@ -26,9 +26,9 @@ from tests.bench.processes import free_port
 from tests.waiting import LIMIT_S
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states
-    *("qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "deepseek_v3-v4"),
-    *("hybrid qwen3-v4", "hybrid gemma3_text-v4"),
-)
+    "qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "deepseek_v3-v4",
+    "hybrid qwen3-v4", "hybrid gemma3_text-v4",
+)  # fmt: skip
 SEEDS = int(os.environ.get("MLXINFER_PEER_SEEDS", "6"))
 FEW = SamplingParams(max_tokens=4)
 

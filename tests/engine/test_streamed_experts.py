@@ -46,10 +46,10 @@ from tests.waiting import wait_until
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "2"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 CASES = (
-    *("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "gemma4_text-v4"),
-    *("qwen3_next-v4", "nemotron_h-v5", "lfm2_moe-v4", "minimax_m2-v4", "kimi_linear-v4"),
-    *("qwen3_5_moe_text-v4", "mistral4-v4", "granitemoehybrid-v4", "deepseek_v4-v5"),
-)
+    "qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "gemma4_text-v4",
+    "qwen3_next-v4", "nemotron_h-v5", "lfm2_moe-v4", "minimax_m2-v4", "kimi_linear-v4",
+    "qwen3_5_moe_text-v4", "mistral4-v4", "granitemoehybrid-v4", "deepseek_v4-v5",
+)  # fmt: skip
 WIDE = Experts(
     **{"hidden": 256, "inner": 96, "layers": 10, "heads": 4, "kv_heads": 2, "head_dim": 64},
     **{"vocab": 512, "experts": 8, "chosen": 2},

@@ -22,10 +22,10 @@ def test_names_that_can_be_repositories() -> None:
 
 
 WRONG = [
-    *("", "../../etc/passwd", "org/../name", "org/na--me", "org/name.git", "org/name@../../x"),
-    *("org/name@/etc", "org/name\n", "org/na\x00me", "https://huggingface.co/org/name"),
+    "", "../../etc/passwd", "org/../name", "org/na--me", "org/name.git", "org/name@../../x",
+    "org/name@/etc", "org/name\n", "org/na\x00me", "https://huggingface.co/org/name",
     *("org/ñame", "o" * 200 + "/name"),
-]
+]  # fmt: skip
 
 
 def test_names_that_the_hub_cannot_hold_are_refused() -> None:

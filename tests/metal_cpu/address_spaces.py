@@ -17,14 +17,14 @@ from metal_cpu.source import Kernel, flattened
 from metal_cpu.transform import transformed
 
 OPTIONS = (
-    *("-triple", "spirv64", "-x", "clcpp", "-cl-std=clc++2021", "-ferror-limit", "40"),
+    "-triple", "spirv64", "-x", "clcpp", "-cl-std=clc++2021", "-ferror-limit", "40",
     "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_program_scope_global_variables,"
     "-__opencl_c_device_enqueue,-__opencl_c_pipes",
-    *("-Wno-everything", "-Werror=c++11-narrowing", "-fno-caret-diagnostics"),
-    *("-Werror=implicit-float-conversion", "-Wno-implicit-int-float-conversion"),
-    *("-fno-elide-type", "-fno-spell-checking", "-fvalidate-ast-input-files-content"),
+    "-Wno-everything", "-Werror=c++11-narrowing", "-fno-caret-diagnostics",
+    "-Werror=implicit-float-conversion", "-Wno-implicit-int-float-conversion",
+    "-fno-elide-type", "-fno-spell-checking", "-fvalidate-ast-input-files-content",
     *("-I", build.SPACES, "-I", build.SPACES.parent),
-)
+)  # fmt: skip
 LIBRARY = "metal.h"
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (fatal error|error|note): (.*)$", re.M)
 # A float may become a half unasked, but no bfloat.

@@ -24,22 +24,22 @@ HERE = Path(__file__).parent
 DARWIN = sys.platform == "darwin"
 SHIM, SPACES = HERE / "shim" / "msl", HERE / "shim" / "spaces"
 LANGUAGE = (
-    *("-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-w", "-ferror-limit=12"),
-    *("-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off"),
-)
+    "-std=c++20", "-nostdinc++", "-fno-exceptions", "-fno-rtti", "-w", "-ferror-limit=12",
+    "-fsigned-char", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off",
+)  # fmt: skip
 CODE = ("-fPIC", "-fno-stack-protector", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables")
 PLAIN = ("-O2", "-fno-sanitize=all")
 KEPT_S = 14 * 24 * 3600.0  # objects that are not used
 UNDEFINED = "shift-exponent,integer-divide-by-zero,array-bounds"
 CHECKED = (  # calls of the checks in machine/checks.h, and the lines that they are of
-    *("-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops"),
-    *("-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer", "-fstrict-flex-arrays=3"),
-    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-sanitize-address-use-after-scope"),
+    "-O1", "-gline-tables-only", "-fno-vectorize", "-fno-slp-vectorize", "-fno-unroll-loops",
+    "-ftrivial-auto-var-init=pattern", "-fno-omit-frame-pointer", "-fstrict-flex-arrays=3",
+    "-fsanitize=address", "-fsanitize-recover=address", "-fno-sanitize-address-use-after-scope",
     *(f"-fsanitize={UNDEFINED}", f"-fno-sanitize-recover={UNDEFINED}"),
-    *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0"),
-    *("-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none"),
-    *("-mllvm", "-asan-opt-same-temp=0"),
-)
+    "-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0",
+    "-mllvm", "-asan-globals=0", "-mllvm", "-asan-constructor-kind=none",
+    "-mllvm", "-asan-opt-same-temp=0",
+)  # fmt: skip
 
 MACHINE = ("-std=c++20", "-O2", "-w", *CODE, "-fno-sanitize=all", "-I", str(SHIM))
 

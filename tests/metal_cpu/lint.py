@@ -19,11 +19,11 @@ from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
 OPTIONS = (
-    *("-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
-    *("-Wno-everything", "-pedantic-errors", "-Wno-error=c++17-extensions", "-Werror=vla"),
-    *("-Wc++17-extensions", "-Wc++20-extensions", "-Wimplicit-float-conversion"),
+    "-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40",
+    "-Wno-everything", "-pedantic-errors", "-Wno-error=c++17-extensions", "-Werror=vla",
+    "-Wc++17-extensions", "-Wc++20-extensions", "-Wimplicit-float-conversion",
     "-Wno-implicit-int-float-conversion",
-)
+)  # fmt: skip
 # Headers of the shim and of MLX are the system's: C++20 in them is no fault.
 SYSTEM = tuple("-isystem" if option == "-I" else option for option in INCLUDES)
 ALLOWED = ("constexpr if is a C++17 extension",)  # Metal 3 has it, with a warning

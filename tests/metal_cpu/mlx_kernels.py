@@ -154,8 +154,8 @@ def steel_attention(call: Attention) -> Ran:
         *_arrays(call),
         out,
         Buffer.of_input("params", params.view(np.uint8)),
-        *(None, None, None, None),
-    ]
+        None, None, None, None,
+    ]  # fmt: skip
     constants = {200: length % rows == 0, 201: num_keys % columns == 0, 301: call.causal}
     kernel = Kernel(
         "attention",

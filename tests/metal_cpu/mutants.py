@@ -28,20 +28,20 @@ def _of_row_sums() -> list[Mutant]:
         mutant("missing barrier", BARRIER, "", "race", "part[simdgroup] = sum"),
         mutant(
             *("barrier for other memory", BARRIER, "threadgroup_barrier(mem_flags::mem_device);"),
-            *("race", "? part[lane]"),
+            "race", "? part[lane]",
         ),
         mutant(
             *("barrier in a branch", BARRIER, f"if (lane < 9) {BARRIER}"),
-            *("divergence", "if (lane < 9)"),
+            "divergence", "if (lane < 9)",
         ),
         mutant(
             *("two barriers for one", BARRIER, f"if (simdgroup == 1) {BARRIER} else\n{BARRIER}"),
-            *("divergence", "else"),
+            "divergence", "else",
         ),
         mutant("SIMD operation in a branch", SUM, f"if (lane < 7) {SUM}", "divergence", "lane < 7"),
         mutant(
             *("different SIMD operations", SUM, "sum = lane < 7 ? simd_sum(sum) : simd_max(sum);"),
-            *("divergence", "lane < 7"),
+            "divergence", "lane < 7",
         ),
         mutant(
             *("early return before a barrier", SUM, f"if (simdgroup == 1) return;\n{SUM}"),
@@ -58,41 +58,41 @@ def _of_row_sums() -> list[Mutant]:
         ),
         mutant("wild pointer", "[row * n", "[(1ul << 40)", "out of bounds", "sum += float"),
         mutant(
-            *("past threadgroup memory", "part[simdgroup] =", "part[simdgroup + 30] ="),
-            *("out of bounds", "part[simdgroup + 30]"),
+            "past threadgroup memory", "part[simdgroup] =", "part[simdgroup + 30] =",
+            "out of bounds", "part[simdgroup + 30]",
         ),
         mutant(
-            *("unwritten threadgroup memory", "lane < num_threads / 32", "lane < 32"),
-            *("uninitialised read", "part[lane]"),
+            "unwritten threadgroup memory", "lane < num_threads / 32", "lane < 32",
+            "uninitialised read", "part[lane]",
         ),
         mutant(
-            *("read before write", "out[row] = total", "out[row] += total"),
-            *("uninitialised read", "out[row] += total"),
+            "read before write", "out[row] = total", "out[row] += total",
+            "uninitialised read", "out[row] += total",
         ),
         mutant(
-            *("unwritten output", "out[row] = total", "if (row != 4) out[row] = total"),
+            "unwritten output", "out[row] = total", "if (row != 4) out[row] = total",
             "unwritten output",
         ),
         mutant(
-            *("write to an input", "out[row] = total", "((device T*)x)[row] = T(total)"),
-            *("write to input", "(device T*)x"),
+            "write to an input", "out[row] = total", "((device T*)x)[row] = T(total)",
+            "write to input", "(device T*)x",
         ),
         mutant(
-            *("two threadgroups, one place", "out[row] = total", "out[row / 2] = total"),
-            *("race", "out[row / 2]"),
+            "two threadgroups, one place", "out[row] = total", "out[row / 2] = total",
+            "race", "out[row / 2]",
         ),
         mutant(
             "reading what another threadgroup writes",
             "out[row] = total",
             "out[row] = total; out[row] = out[(row + rows - 1) % rows]",
-            *("race", "out[row] = total"),
+            "race", "out[row] = total",
         ),
         Mutant(
             "too much threadgroup memory",
             replace(ROW_SUMS, body=ROW_SUMS.body.replace("part[32]", "part[8193]")),
-            *("METAL_FUNC", "inline", "limit"),
+            "METAL_FUNC", "inline", "limit",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _of_the_others() -> list[Mutant]:
@@ -106,7 +106,7 @@ def _of_the_others() -> list[Mutant]:
         Mutant(
             "missing SIMD-group barrier",
             *(TURNED, "simdgroup_barrier(mem_flags::mem_threadgroup);", ""),
-            *("race", "mine[lane] = own"),
+            "race", "mine[lane] = own",
         ),
         Mutant(
             "SIMD-group barrier between SIMD-groups",
@@ -131,14 +131,14 @@ def _of_the_others() -> list[Mutant]:
         Mutant(
             "atomic and plain accesses",
             *(COUNTS, add, "((threadgroup uint*)own)[x[position]] += 1;"),
-            *("race", "[x[position]] += 1"),
+            "race", "[x[position]] += 1",
         ),
         Mutant(
             "cleared by every threadgroup",
             *(replace(COUNTS, threadgroup=(32, 1, 1)), clear),
-            *("((device uint*)out)[thread_index] = 0u;", "race", "((device uint*)out)"),
+            "((device uint*)out)[thread_index] = 0u;", "race", "((device uint*)out)",
         ),
-    ]
+    ]  # fmt: skip
 
 
 MUTANTS = [*_of_row_sums(), *_of_the_others()]

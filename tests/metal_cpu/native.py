@@ -8,9 +8,9 @@ MAX_FAULTS = 64
 STACKS_BYTES = 1024 * 128 * 1024
 ARENA_BYTES = 64 * 1024
 TRAFFIC = (
-    *("requested", "requested_once", "unique_per_group", "unique", "stored"),
-    *("num_loads", "num_stores"),
-)
+    "requested", "requested_once", "unique_per_group", "unique", "stored",
+    "num_loads", "num_stores",
+)  # fmt: skip
 
 
 class NativeTraffic(ctypes.Structure):

@@ -28,9 +28,9 @@ def locked() -> Iterator[LiveServer]:
 
 
 PAGES = [
-    *("https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*"),
-    *("app://obsidian.md", "chrome-extension://abcdef", "vscode-webview://1a2b3c"),
-]
+    "https://evil.example", "null", "http://localhost.evil.example", "file://", "", "*",
+    "app://obsidian.md", "chrome-extension://abcdef", "vscode-webview://1a2b3c",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/detokenize"])
@@ -41,11 +41,11 @@ def test_pages_elsewhere(live: LiveServer, path: str) -> None:
 
 
 NAMES = [
-    *("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "localhost@evil.example"),
-    *("evil.example#localhost", "localhost/health?", "localhost\\evil.example", "localhost:80:80"),
-    *("localhost:port", "localhost,evil.example", "0.0.0.0", "[::]", "2130706433", "0x7f000001"),
-    *("127.1", "[::1", "localhost.", "\xe9", "10.0.0.1", ""),
-]
+    "evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "localhost@evil.example",
+    "evil.example#localhost", "localhost/health?", "localhost\\evil.example", "localhost:80:80",
+    "localhost:port", "localhost,evil.example", "0.0.0.0", "[::]", "2130706433", "0x7f000001",
+    "127.1", "[::1", "localhost.", "\xe9", "10.0.0.1", "",
+]  # fmt: skip
 
 
 def test_names_that_are_not_ours(live: LiveServer) -> None:
@@ -56,10 +56,10 @@ def test_names_that_are_not_ours(live: LiveServer) -> None:
 
 
 TYPES = [
-    *("text/plain", "text/plain; application/json", "application/x-www-form-urlencoded"),
-    *("multipart/form-data; boundary=x", "application/octet-stream", "application/jsonp"),
-    *("application/json-patch+json", "application/json, text/plain", "*/*", ""),
-]
+    "text/plain", "text/plain; application/json", "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x", "application/octet-stream", "application/jsonp",
+    "application/json-patch+json", "application/json, text/plain", "*/*", "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
@@ -117,17 +117,10 @@ def test_wrong_keys(locked: LiveServer, path: str) -> None:
 
 
 PATHS = [
-    *("/V1/models", "/v1//models", "/v1/models/", "/v1/./models", "/v1/x/../models"),
-    *(
-        "/v1%2fmodels",
-        "/..;/v1/models",
-        "/v1/models;a=b",
-        "/\\v1\\models",
-        "/admin",
-        "/debug/state",
-    ),
-    *("/.env", "/models", "/v1/v1/models", "/metrics/"),
-]
+    "/V1/models", "/v1//models", "/v1/models/", "/v1/./models", "/v1/x/../models",
+    "/v1%2fmodels", "/..;/v1/models", "/v1/models;a=b", "/\\v1\\models", "/admin", "/debug/state",
+    "/.env", "/models", "/v1/v1/models", "/metrics/",
+]  # fmt: skip
 
 
 def test_other_spellings_of_a_path_open_nothing(locked: LiveServer) -> None:

@@ -173,9 +173,9 @@ THEIRS = [
     "vscode-webview://1a",
 ]
 OTHERS = [
-    *("app://other.md", "moz-extension://abcdef", "https://evil.example", "null"),
+    "app://other.md", "moz-extension://abcdef", "https://evil.example", "null",
     "https://evil.example/vscode-webview://x",
-]
+]  # fmt: skip
 
 
 def test_apps_and_extensions_may_ask_by_name() -> None:

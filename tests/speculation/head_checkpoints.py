@@ -16,9 +16,9 @@ from models.tiny import quantized, tiny_config
 from speculation.head_names import Tensors, head_names, mtp_tensors
 
 SILENT = (
-    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight"),
-    *("ple.value_proj.weight", "out_proj.bias"),
-)
+    "o_proj.weight", "out_proj.weight", "down_proj.weight", "attention.dense.weight",
+    "ple.value_proj.weight", "out_proj.bias",
+)  # fmt: skip
 
 
 def mtp_checkpoint(

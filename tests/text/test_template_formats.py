@@ -104,16 +104,10 @@ MARKS = st.sampled_from(
 )
 VALUES = st.sampled_from(
     [
-        *("{{- f.name }}", "{{- f.arguments | tojson }}", "{{- f.arguments }}", "{{- c.id }}"),
-        *(
-            "{{- c | tojson }}",
-            "{{- f | tojson }}",
-            "{{- loop.index }}",
-            "{{- '{' }}",
-            "{{- '}' }}",
-        ),
+        "{{- f.name }}", "{{- f.arguments | tojson }}", "{{- f.arguments }}", "{{- c.id }}",
+        "{{- c | tojson }}", "{{- f | tojson }}", "{{- loop.index }}", "{{- '{' }}", "{{- '}' }}",
     ]
-)
+)  # fmt: skip
 PAIRS = st.tuples(MARKS, MARKS, MARKS).map(
     lambda m: (
         f"{{%- for k, v in f.arguments.items() %}}{m[0]}{{{{- k }}}}{m[1]}{{{{- v }}}}{m[2]}"

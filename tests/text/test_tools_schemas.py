@@ -19,9 +19,9 @@ from mlxinfer.text.tools.schema import flatten, resolve
 WRITER_OF = dict(SAMPLES)
 # A schema reaches a format through its core: some formats of each core.
 CORES = [
-    *("hermes", "llama", "mistral_named", "deepseek", "python_list", "lfm2", "qwen_xml", "glm"),
-    *("minimax", "kimi_k3", "gemma4", "functiongemma", "harmony"),
-]
+    "hermes", "llama", "mistral_named", "deepseek", "python_list", "lfm2", "qwen_xml", "glm",
+    "minimax", "kimi_k3", "gemma4", "functiongemma", "harmony",
+]  # fmt: skip
 every_core = pytest.mark.parametrize(
     ("name", "writer"), [pytest.param(name, WRITER_OF[name], id=name) for name in CORES]
 )

@@ -144,10 +144,10 @@ def _format_of(name, writer):
 
 
 READ_OFF = (  # families whose templates write any call
-    *("command_r7b", "granite3", "phi4_mini", "nemotron", "seed_oss", "olmo3", "apriel"),
-    *("functionary", "hunyuan", "hy3", "kimi_k3", "hermes", "qwen_xml", "glm", "glm_dense"),
-    *("deepseek", "minimax", "deepseek_dsml"),
-)
+    "command_r7b", "granite3", "phi4_mini", "nemotron", "seed_oss", "olmo3", "apriel",
+    "functionary", "hunyuan", "hy3", "kimi_k3", "hermes", "qwen_xml", "glm", "glm_dense",
+    "deepseek", "minimax", "deepseek_dsml",
+)  # fmt: skip
 BY_HAND = {
     "gemma4": "gemma4",
     "functiongemma": "functiongemma",

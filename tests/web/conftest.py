@@ -22,11 +22,11 @@ INSTALL = 'apt-get install chromium, and pip install -e ".[test]"'
 # The first is Debian's browser without a window's parts: a tab takes two thirds of the time.
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
     # A process for each tab, and one to draw, would cost a third more.
-    *("--renderer-process-limit=1", "--disable-site-isolation-trials", "--in-process-gpu"),
-)
+    "--renderer-process-limit=1", "--disable-site-isolation-trials", "--in-process-gpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

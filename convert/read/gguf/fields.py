@@ -16,12 +16,12 @@ _MAX_LAYERS = 2000
 # Fields that change nothing, whatever they say.
 _NO_FACT = frozenset(
     [
-        *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scale_linear"),
-        *("rope.scaling.original_context_length", "rope.scaling.factor"),
-        *("expert_shared_feed_forward_length", "full_attention_interval", "feed_forward_length"),
+        "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scale_linear",
+        "rope.scaling.original_context_length", "rope.scaling.factor",
+        "expert_shared_feed_forward_length", "full_attention_interval", "feed_forward_length",
         "expert_feed_forward_length",  # sizes are those of the tensors
     ]
-)
+)  # fmt: skip
 _OF_TOWERS = ("vision.", "audio.")  # of a part that is not read, which a warning says
 # Fields that change nothing where they say one of these.
 _WITHOUT_EFFECT: dict[str, tuple[float | str, ...]] = {

@@ -20,9 +20,9 @@ from ..source import Leaves, MLXFormat, TensorReader
 from ..stored import FLOATS, Array, StoredArray
 
 _FORMATS = (
-    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
-)
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense",
+)  # fmt: skip
 
 
 class Integers:

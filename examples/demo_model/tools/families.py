@@ -46,10 +46,10 @@ class Offer:
 
 PLACE = ("location", "city", "place", "town", "where", "location_name", "address", "area")
 TWO_WORDS = (
-    *("San Diego", "San Jose", "New York", "Los Angeles", "Rio de Janeiro", "Cape Town"),
-    *("Hong Kong", "Mexico City", "Salt Lake City", "New Orleans", "Las Vegas", "Santa Fe"),
-    *("San Antonio", "San Marino", "Tel Aviv", "Kuala Lumpur", "Addis Ababa", "Sao Paulo"),
-)
+    "San Diego", "San Jose", "New York", "Los Angeles", "Rio de Janeiro", "Cape Town",
+    "Hong Kong", "Mexico City", "Salt Lake City", "New Orleans", "Las Vegas", "Santa Fe",
+    "San Antonio", "San Marino", "Tel Aviv", "Kuala Lumpur", "Addis Ababa", "Sao Paulo",
+)  # fmt: skip
 COUNTRIES = ("France", "Italy", "Texas", "Japan", "CA", "UK", "Spain", "NY", "Ohio", "Germany")
 SKIES = ("sunny", "cloudy", "rainy", "snow", "windy", "clear", "fog", "light rain", "hot", "storms")
 WEATHER = (

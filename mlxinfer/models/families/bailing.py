@@ -97,8 +97,8 @@ class BailingHybrid(KimiLinear):
             return Family.mlp(self, index)
         fields = config.fields
         inner = fields.integer(
-            *("moe_shared_expert_intermediate_size", "moe_intermediate_size"), high=2**22
-        )
+            "moe_shared_expert_intermediate_size", "moe_intermediate_size", high=2**22
+        )  # fmt: skip
         count = fields.integer("n_shared_experts", high=2**10)
         limit = limited(config, "share_expert_swiglu_limit_list", index)
         return self.experts(

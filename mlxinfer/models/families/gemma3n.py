@@ -302,9 +302,9 @@ class Gemma3n(Family):
     def layer(self, index: int) -> Layer:
         path, hidden = f"model.layers.{index}", self.config.hidden_size
         names = (
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        )
+            "input_layernorm", "post_attention_layernorm",
+            "pre_feedforward_layernorm", "post_feedforward_layernorm",
+        )  # fmt: skip
         rank = self.config.fields.integer("laurel_rank", high=2**16)
         gate = per_layer_gate(self, index)
         assert gate is not None, "see entry"

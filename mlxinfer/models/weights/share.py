@@ -30,16 +30,16 @@ COLUMNS = (  # these are cut between groups of quantised weights
 # Of which a rank's tokens are tested to be those of the whole model.
 SPLITTABLE = frozenset(
     (
-        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
-        *("gpt_oss", "phi3", "mixtral", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v2"),
-        *("deepseek_v3", "kimi_k2", "smollm3", "cohere2", "seed_oss", "ernie4_5", "granite"),
-        *("hunyuan_v1_dense", "ministral3", "mistral4", "exaone4", "nemotron_h", "llama4_text"),
-        *("granite_swa", "granitemoe_swa", "youtu", "youtu_llm", "sarvam_mla", "sarvam_moe"),
-        *("mellum", "dots1", "hy_v3", "afmoe", "exaone_moe", "solar_open", "ernie4_5_moe", "glm"),
-        *("arcee", "cwm", "ministral", "starcoder2", "hunyuan_v1_moe", "cohere2_moe"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+        "gpt_oss", "phi3", "mixtral", "glm4", "glm4_moe", "glm4_moe_lite", "deepseek_v2",
+        "deepseek_v3", "kimi_k2", "smollm3", "cohere2", "seed_oss", "ernie4_5", "granite",
+        "hunyuan_v1_dense", "ministral3", "mistral4", "exaone4", "nemotron_h", "llama4_text",
+        "granite_swa", "granitemoe_swa", "youtu", "youtu_llm", "sarvam_mla", "sarvam_moe",
+        "mellum", "dots1", "hy_v3", "afmoe", "exaone_moe", "solar_open", "ernie4_5_moe", "glm",
+        "arcee", "cwm", "ministral", "starcoder2", "hunyuan_v1_moe", "cohere2_moe",
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
     )
-)
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -32,9 +32,9 @@ from .definitions import AttendingCache, Definition, installed, one_line
 
 # Spellings of one thing; the first that is stated counts.
 CONTEXT = (
-    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
-    *("model_max_length", "seq_length", "block_size", "context_length", "max_context_length"),
-)
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len",
+    "model_max_length", "seq_length", "block_size", "context_length", "max_context_length",
+)  # fmt: skip
 WIDTH = ("hidden_size", "d_model", "n_embd", "hidden_dim", "model_dim", "dim")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

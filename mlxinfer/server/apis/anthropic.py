@@ -706,11 +706,11 @@ DEFINED: dict[str, dict[str, Any]] = {  # run by the client; by `type`
 _RUN_BY = ("code_execution", "bash_code_execution", "text_editor_code_execution")
 HOSTED_BLOCKS = frozenset(  # in earlier answers of Anthropic's own models
     (
-        *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload"),
-        *("redacted_thinking", "compaction", "fallback"),  # only its own servers can read them
+        "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload",
+        "redacted_thinking", "compaction", "fallback",  # only its own servers can read them
         *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "tool_search", *_RUN_BY)),
     )
-)
+)  # fmt: skip
 
 
 # -- errors -------------------------------------------------------------------------------------

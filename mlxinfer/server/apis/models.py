@@ -8,9 +8,9 @@ from ..http import Plain, page_of
 from ..slots import ModelSlot
 
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+    "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
 MAX_PAGE = 1000  # models

@@ -28,11 +28,11 @@ from .tools import (
 HOSTED_ITEMS = frozenset(  # of tools that are skipped
     f"{tool}_{kind}"
     for tool in (
-        *("web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp"),
-        *("local_shell", "shell", "apply_patch", "tool_search", "program"),
+        "web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp",
+        "local_shell", "shell", "apply_patch", "tool_search", "program",
     )
     for kind in ("call", "call_output", "output")
-) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
+) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}  # fmt: skip
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 KNOWN_ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", *OUTPUTS)
 Status = Literal["in_progress", "completed", "incomplete"]

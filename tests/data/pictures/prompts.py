@@ -29,10 +29,10 @@ from session.picture_chats import CHATS  # noqa: E402
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 CORPUS = [
-    *("What is this?\n\nA cat.\n\n\nA dog\n", "user\nassistant\n\n\n\nHere is one\n and two\n\n"),
-    *("x\n\n\n\ny\n\nz\n\n\nw", "\n\n", "\n\n\n", "\n\n\n\n", "user\n\n\n"),
+    "What is this?\n\nA cat.\n\n\nA dog\n", "user\nassistant\n\n\n\nHere is one\n and two\n\n",
+    "x\n\n\n\ny\n\nz\n\n\nw", "\n\n", "\n\n\n", "\n\n\n\n", "user\n\n\n",
     "What is on it? Look at it and compare",
-] * 30
+] * 30  # fmt: skip
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789?.,!▁\n "
 TEMPLATE = (
     "{% for m in messages %}TURN{{ m.role }}\n{% if m.content is string %}{{ m.content }}"

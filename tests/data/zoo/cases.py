@@ -46,11 +46,11 @@ COUNTS = {  # whole numbers that choose a form, and another value of each
     **dict.fromkeys(("moe_layer_freq", "moe_layer_interval", "layer_group_size", "n_groups"), 2),
 }
 NO_MATTER = (  # parts of names of keys that change no logits, or are compared in other ways
-    *("dropout", "initializer", "output_", "return_", "use_cache", "is_decoder", "is_encoder"),
-    *("summary_", "aux_loss", "jitter", "cross_attention", "pdrop", "gradient", "init_", "_init"),
-    *("rescale_", "time_step_", "moe_loss", "z_loss", "tie_word", "mtp_", "upcast", "in_fp32"),
-    *("eps", "use_mambapy", "use_mamba_kernels", "use_associative_scan", "mlp_bias_", "rope_theta"),
-)
+    "dropout", "initializer", "output_", "return_", "use_cache", "is_decoder", "is_encoder",
+    "summary_", "aux_loss", "jitter", "cross_attention", "pdrop", "gradient", "init_", "_init",
+    "rescale_", "time_step_", "moe_loss", "z_loss", "tie_word", "mtp_", "upcast", "in_fp32",
+    "eps", "use_mambapy", "use_mamba_kernels", "use_associative_scan", "mlp_bias_", "rope_theta",
+)  # fmt: skip
 BY_NAME: dict[str, str] = {}
 NOT_PUBLISHED = {  # names of tensors that transformers saves, and no vendor publishes
     "longcat_flash": r"\.experts\.[45]\."  # rows of experts that compute nothing

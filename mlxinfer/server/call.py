@@ -55,7 +55,7 @@ from .http import (
     read_body,
 )
 from .keys import ApiKey, require_admin
-from .metrics import RequestMetrics
+from .metrics import KeyMetrics, RequestMetrics
 from .pdf import pdf_texts
 from .pictures import PictureFetches, refuse_urls
 from .protocol import ABORT
@@ -130,6 +130,7 @@ class Call:
         self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
+        self._of_key = KeyMetrics()  # of its key; of nobody where the server has none
         self._model: ServedModel  # that it named last
         self.reuse: Record | None = None  # of its first prompt, once that is computed
         self._left = False  # nothing of it is waited for any more
@@ -142,6 +143,7 @@ class Call:
         """A call for the same request that may last longer than its client."""
         other = Call(self.service, self.scope, self._send, self.form)
         other.request_id, other.key, other.log = self.request_id, self.key, self.log
+        other._of_key = self._of_key
         other._body_bytes = self._body_bytes
         return other
 
@@ -160,6 +162,7 @@ class Call:
         self.key = key
         if key is not None:
             self.log["key"] = key.name
+            self._of_key = self.service.key_metrics.setdefault(key.name, self._of_key)
 
     @property
     def owner(self) -> str | None:
@@ -409,6 +412,7 @@ class Call:
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self)
         self._open = set(range(len(prompts)))
         self._metrics.num_waiting += len(prompts)
+        self._of_key.num_waiting += len(prompts)
 
     def _enter(self, prompts: Sequence[int]) -> None:
         """Wait for the engine with prompts of so many tokens.
@@ -416,17 +420,20 @@ class Call:
         Raises:
             OverloadedError: too many wait.
         """
-        metrics = self._metrics
 
         def give_up(error: OverloadedError) -> None:
-            metrics.num_rejected += 1
+            self._count_rejection()
             self.interrupt(error)
 
         try:
             self._waiting = self.service.admission.enter(self.tenant, prompts, give_up)
         except OverloadedError:
-            metrics.num_rejected += 1
+            self._count_rejection()
             raise
+
+    def _count_rejection(self) -> None:
+        self._metrics.num_rejected += 1
+        self._of_key.num_rejected += 1
 
     async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
         """The token ids of an input, which `read` gives in a worker thread."""
@@ -586,6 +593,10 @@ class Call:
         request = self._answer(index).request
         metrics.num_waiting -= 1
         metrics.num_running += 1
+        self._of_key.num_waiting -= 1
+        self._of_key.num_running += 1
+        self._of_key.num_first += 1
+        self._of_key.waited_s += now_s - request.arrived_s
         if id(request.prompt_ids) not in self._counted:
             self._counted.add(id(request.prompt_ids))
             metrics.prompt_tokens += len(request.prompt_ids)
@@ -611,8 +622,10 @@ class Call:
         self._open.discard(index)
         if index in self._token_s:
             self._metrics.num_running -= 1
+            self._of_key.num_running -= 1
         else:
             self._metrics.num_waiting -= 1
+            self._of_key.num_waiting -= 1
         self._metrics.finish(reason, result)
         if index == 0 and self.reuse is not None and result is not None:
             owner = self._answer(index).request.owner

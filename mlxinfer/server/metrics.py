@@ -22,6 +22,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -122,12 +123,40 @@ FAMILIES = (
         "mlxinfer:model_load_failures": ("num_failures", "Loads that failed."),
     }),
 )  # fmt: skip
+KEY_NUMBERS = {  # name -> kind, field of KeyMetrics, help
+    "mlxinfer:key_requests_waiting": (G, "num_waiting", "Of a key, without a token."),
+    "mlxinfer:key_requests_running": (G, "num_running", "Of a key, with a token."),
+    "mlxinfer:key_rejections": (C, "num_rejected", "Calls of a key that found its places taken."),
+}
 MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
     "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
     "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
 }
 STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
+
+
+@dataclass(slots=True)
+class KeyMetrics:
+    """Numbers of the requests of one key since the server started.
+
+    A request is one answer. It waits until its first token.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_rejected: int = 0  # calls
+    num_first: int = 0  # requests that have got a token
+    waited_s: float = 0.0  # by these, together
+
+    def shown(self) -> dict[str, float | None]:
+        """The numbers for the dashboard."""
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "rejected": self.num_rejected,
+            "mean_wait_s": self.waited_s / self.num_first if self.num_first else None,
+        }
 
 
 @dataclass(slots=True)
@@ -236,12 +265,14 @@ class ServerMetrics(Collector):
     Attributes:
         slots: the models of the server.
         request_metrics: by model name.
+        key_metrics: by name of the key.
         engine_stats: Engine.stats by model name, of loaded models that answered in time.
         limit_bytes: memory budget of all models.
     """
 
     slots: Sequence[ModelSlot]
     request_metrics: Mapping[str, RequestMetrics]
+    key_metrics: Mapping[str, KeyMetrics]
     engine_stats: Mapping[str, Mapping[str, Any]]
     limit_bytes: int
 
@@ -267,6 +298,7 @@ class ServerMetrics(Collector):
                 ]
                 yield _family(kind, name, text, rows)
         yield from self._requests()
+        yield from self._keys()
         yield from self._engines()
         yield from self._process()
         unloads = {(s.entry.name, reason): n for s in self.slots for reason, n in s.unloads.items()}
@@ -300,6 +332,20 @@ class ServerMetrics(Collector):
         }
         text = "Requests that ended."
         yield _family(C, "vllm:request_success", text, ended.items(), "finished_reason")
+
+    def _keys(self) -> Iterator[Metric]:
+        for name, (kind, source, text) in KEY_NUMBERS.items():
+            family = kind(name, text, labels=["key"])
+            for key, metrics in self.key_metrics.items():
+                family.add_metric([key], getattr(metrics, source))
+            yield family
+        text = "To the first token of requests of a key."
+        waits = SummaryMetricFamily(
+            "mlxinfer:key_time_to_first_token_seconds", text, labels=["key"]
+        )
+        for key, metrics in self.key_metrics.items():
+            waits.add_metric([key], metrics.num_first, metrics.waited_s)
+        yield waits
 
     def _engines(self) -> Iterator[Metric]:
         stats = {model: self.engine_stats.get(model, {}) for model in self.request_metrics}

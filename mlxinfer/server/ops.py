@@ -198,6 +198,7 @@ async def dashboard(call: Call) -> Plain:
         **await list_states(call),
         "models": [_shown(service, slot, stats.get(slot.entry.name)) for slot in now.slots],
         "requests": sorted(running, key=lambda state: -state["age_s"]),
+        "keys": {name: metrics.shown() for name, metrics in service.key_metrics.items()},
         "problems": service.problems.newest(),
         "memory_active_bytes": max((s["active_memory_bytes"] for s in stats.values()), default=0),
         "memory_peak_bytes": max((s["peak_memory_bytes"] for s in stats.values()), default=0),

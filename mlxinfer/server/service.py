@@ -21,7 +21,7 @@ from .awake import COMMAND, Awake
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
-from .metrics import EngineStats, RequestMetrics, ServerMetrics
+from .metrics import EngineStats, KeyMetrics, RequestMetrics, ServerMetrics
 from .models import ModelRegistry
 from .reuse import ReuseRecords
 from .slots import RegistryEntry, ServedModel
@@ -147,6 +147,7 @@ class ServerState:
     session_workers: Workers = field(default_factory=lambda: Workers(SESSION_WORKERS))
     page_workers: Workers = field(default_factory=lambda: Workers(PAGE_WORKERS))
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
+    key_metrics: dict[str, KeyMetrics] = field(default_factory=dict)  # by name of the key
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
     problems: RecentProblems = field(default_factory=RecentProblems)
@@ -172,7 +173,11 @@ class ServerState:
         """All numbers at this moment; a stuck engine is left out."""
         stats = await self.engine_stats.all(self.models)
         return ServerMetrics(
-            self.models.slots(), self.request_metrics, stats, self.models.limit_bytes
+            self.models.slots(),
+            self.request_metrics,
+            self.key_metrics,
+            stats,
+            self.models.limit_bytes,
         )
 
     def hurry(self) -> None:

@@ -9,7 +9,9 @@ TABLE = """| name | kind | labels | meaning |
 
 def page() -> str:
     """docs/metrics.md."""
-    nothing = ServerMetrics(request_metrics={}, engine_stats={}, slots=(), limit_bytes=0)
+    nothing = ServerMetrics(
+        request_metrics={}, key_metrics={}, engine_stats={}, slots=(), limit_bytes=0
+    )
     rows = []
     for family in nothing.collect():
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -154,3 +154,16 @@ def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
         workers.close()
 
     asyncio.run(run())
+
+
+def test_each_key_sees_its_waits_in_the_metrics() -> None:
+    with LiveServer(keys=KEYS, open_metrics=True) as server:
+        for key in "aab":
+            assert ask(server, key).status_code == 200
+        wait_until(lambda: not server.service.calls)
+        shown = server.service.key_metrics
+        assert {name: metrics.num_first for name, metrics in shown.items()} == {"anna": 2, "bob": 1}
+        assert all(m.waited_s > 0 and not m.num_waiting + m.num_running for m in shown.values())
+        text = server.get("/metrics").text
+        assert 'mlxinfer:key_time_to_first_token_seconds_count{key="anna"} 2.0' in text
+        assert 'mlxinfer:key_requests_waiting{key="bob"} 0.0' in text

@@ -94,6 +94,7 @@ function Busy({ state, rates }) {
       </p>
       <Spark samples={rates.total} />
       {state.requests.length > 0 && <Requests state={state} />}
+      {Object.keys(state.keys).length > 1 && <Keys keys={state.keys} />}
     </>
   );
 }
@@ -191,6 +192,36 @@ function Requests({ state }) {
               <td class="right">{seconds(each.age_s)}</td>
               <td>{each.path}</td>
               <td>{each.key ?? "–"}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+// What each key has of the server.
+function Keys({ keys }) {
+  return (
+    <div class="table" tabindex="0" role="region" aria-label="Keys">
+      <table>
+        <thead>
+          <tr>
+            <th>Key</th>
+            <th class="right">Answering</th>
+            <th class="right">Waiting</th>
+            <th class="right">Mean wait for a first token</th>
+            <th class="right">Refused</th>
+          </tr>
+        </thead>
+        <tbody>
+          {Object.entries(keys).map(([name, key]) => (
+            <tr key={name}>
+              <td>{name}</td>
+              <td class="right">{number(key.running)}</td>
+              <td class="right">{number(key.waiting)}</td>
+              <td class="right">{key.mean_wait_s === null ? "–" : seconds(key.mean_wait_s)}</td>
+              <td class="right">{number(key.rejected)}</td>
             </tr>
           ))}
         </tbody>

@@ -143,9 +143,10 @@ class Conversion:
 
     def seconds(self) -> float:
         """How long it takes here, about, where a text is calibrated on; else 0."""
-        return estimated_seconds(
-            self.arranged, self.plan(), self.options, self.budget, comparing=self._comparing
-        )
+        with little_cached():
+            return estimated_seconds(
+                self.arranged, self.plan(), self.options, self.budget, comparing=self._comparing
+            )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert.

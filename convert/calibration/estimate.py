@@ -10,10 +10,9 @@ import numpy as np
 
 from ..arrange import ArrangedSource
 from ..arrays import Floats, as_numpy
-from ..plan import INPUTS, PROBE_LENGTH, ConversionPlan, MemoryBudget
+from ..plan import PROBE_LENGTH, ConversionPlan, MemoryBudget
 from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantise, rows_at_once
 from ..recipes import ConversionOptions, affine, fitting
-from .feedback import Moments
 from .stream import StreamedModel
 from .texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 
@@ -21,6 +20,7 @@ BASE_S = 2.0  # of opening, the tokenizer, and the report
 RUNS = 3
 LEAST_S = 0.2  # that a layer's run takes, to be measured well
 MAX_TOKENS = 1024  # in the run of the first layer that the estimate times
+MAX_PRODUCTS = 1024  # inputs in the product that the estimate times
 ENOUGH_S = 1.0  # after which a run is not repeated
 TOKEN_CHARS = 2  # of a token, at least, over a long text
 
@@ -49,8 +49,8 @@ def estimated_seconds(
         units = sum(tensor.form is not None for tensor in plan.tensors)
         tokens += text // 4
         tokens += units * budget.probes * PROBE_LENGTH // 2
-    run = _run_layer(arranged)
-    seconds = tokens * layers * run.by_token
+    run = _run_layer(arranged, budget.inputs)
+    seconds = layers * (tokens * run.by_token + text * run.moments_by_token)
     head = config.vocab_size * config.hidden_size
     seconds += 3 * positions * head * run.by_token / run.num_weights
     seconds += _round(arranged, plan, options, budget, run)
@@ -59,35 +59,58 @@ def estimated_seconds(
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Time and memory of a run of the first layer."""
+    """Times of a run of the first layer, and a part of it. The layer itself is dropped."""
 
-    by_token: float  # seconds, with the moments of its inputs
+    by_token: float  # seconds
+    moments_by_token: float  # seconds of the second moments of its inputs
     num_weights: int
-    matrix: mx.array  # the largest
+    shape: tuple[int, ...]  # of the largest matrix
+    rows: Floats  # (N, in_dims) its first rows
     widths: frozenset[int]  # inputs of its matrices
 
 
-def _run_layer(arranged: ArrangedSource) -> LayerTime:
-    """Run the first layer on more and more tokens, until it takes long enough to be measured."""
+def _run_layer(arranged: ArrangedSource, inputs: int) -> LayerTime:
+    """Run the first layer on more and more tokens, until it takes long enough to be measured.
+
+    `inputs` have moments together. Those are not held here: their products are only counted.
+    """
     streamed = StreamedModel(arranged)
     tensors = streamed.read_layer(0)
+    matrices = [array for array in tensors.values() if array.ndim > 1]
+    largest = max(matrices, key=lambda array: array.size)
+    shape, widths = largest.shape, frozenset(array.shape[-1] for array in matrices)
+    some = largest.reshape(-1, shape[-1])[: rows_at_once(*shape[-2:])].astype(mx.float32)
+    rows = np.array(as_numpy(some))
+    num_weights = sum(array.size for array in tensors.values())
     layer = streamed.layer(0, tensors)
-    streamed.see = Moments(INPUTS[0]).see
+    del tensors, matrices, largest, some  # the layer has joined copies of them
+    products = 0
+
+    def count_products(_: object, x: mx.array, experts: mx.array | None) -> None:
+        nonlocal products
+        width = x.shape[-1]
+        num_rows = x.size // width if experts is None else experts.size
+        products += num_rows * width * min(inputs, width)
+
     length = min(CALIBRATION_LENGTH, arranged.config.max_context - 1)
+    ids = [token % arranged.config.vocab_size for token in range(length)]
+    streamed.see = count_products
+    streamed.states([ids]).advance(layer)  # what is compiled is compiled here
+    streamed.see = None
     count, spent = 1, 0.0
     while spent < LEAST_S and count * length <= MAX_TOKENS:
-        ids = [[token % arranged.config.vocab_size for token in range(length)]] * count
-        states = streamed.states(ids)
-        states.advance(layer)  # what is compiled is compiled here
+        states = streamed.states([ids] * count)
         spent = _timed(partial(states.advance, layer))
         count *= 2
-    matrices = [array for array in tensors.values() if array.ndim > 1]
-    return LayerTime(
-        2 * spent / (count * length),
-        sum(array.size for array in tensors.values()),
-        max(matrices, key=lambda array: array.size),
-        frozenset(array.shape[-1] for array in matrices),
-    )
+    by_token = 2 * spent / (count * length)
+    moments = products / length * _product_s(rows)
+    return LayerTime(by_token, moments, num_weights, shape, rows, widths)
+
+
+def _product_s(rows: Floats) -> float:
+    """Seconds of a product of two numbers, in that of a matrix (N, in_dims) with itself."""
+    part = rows[:, :MAX_PRODUCTS]
+    return _timed(lambda: part.T @ part) / (part.size * part.shape[1])
 
 
 def _round(
@@ -98,14 +121,10 @@ def _round(
     run: LayerTime,
 ) -> float:
     """Seconds of rounding all matrices, and of inverting the moments of their inputs."""
-    matrix = run.matrix
-    form = fitting(affine(4), matrix.shape)
+    form, rows = fitting(affine(4), run.shape), run.rows
     if form is None:
         return 0.0
-    tile = rows_at_once(*matrix.shape[-2:])
-    some = matrix.reshape(-1, matrix.shape[-1])[:tile]
-    rows = np.asarray(as_numpy(some.astype(mx.float32)))
-    feedback, inverting = None, 0.0
+    tile, feedback, inverting = rows_at_once(*run.shape[-2:]), None, 0.0
     if options.feeds_back:
         size = min(budget.inputs, rows.shape[1])
         made: list[ErrorFeedback | None] = []

@@ -212,7 +212,8 @@ class Loop:
         if batch is None:
             self._read(max(len(self._in_flight) - 1, 0))
         elif step is not None and self._read(self.scheduler.max_in_flight(batch)):
-            self._sample_constrained(step)
+            if step.constrained_logits is not None:
+                self._sample_constrained(step)
         if not self.config.launch_ahead:
             self._read(0)
         if self.adapters.are_leaving:
@@ -308,7 +309,8 @@ class Loop:
         A step on which the next one depends is read first (`Scheduler.reads_first`). A tower sees
         pictures between two steps.
         """
-        self.open_tiers()
+        if self.store is not None and not self.store.tiers:
+            self.open_tiers()
         if self._in_flight and self.scheduler.reads_first(self._in_flight[-1].batch):
             self._read(0)
         sees = bool(self.features.wanted)
@@ -354,9 +356,7 @@ class Loop:
         return step
 
     def _sample_constrained(self, step: Launched) -> None:
-        """Sample the rows with a grammar, if there are any. All tokens before them are known."""
-        if step.constrained_logits is None:
-            return
+        """Sample the rows with a grammar. All tokens before them are known."""
         try:
             masks, stuck = fill_masks(step.batch.sampling, self.model.config.vocab_size)
             self.runner.sample_constrained(step, masks)

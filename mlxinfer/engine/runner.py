@@ -222,9 +222,12 @@ class Launched:
 
     def read(self) -> "StepOutputs":
         """Wait for the step, and read what it gives."""
-        token_ids = self.token_ids()
-        prompt_logits = [(s, start, np.array(rows)) for s, start, rows in self.prompt_logits]
-        return StepOutputs(token_ids, self.logprobs(), self.not_finite(), prompt_logits)
+        outputs = StepOutputs(self.token_ids(), self.not_finite())
+        if self.prompt_logits:
+            outputs.prompt_logits = [(s, at, np.array(rows)) for s, at, rows in self.prompt_logits]
+        if self.constrained is not None or (self.sampled and self.sampled.logprobs is not None):
+            outputs.logprobs = self.logprobs()
+        return outputs
 
     def token_ids(self) -> Ints:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
@@ -252,21 +255,21 @@ class Launched:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutputs:
     """What a step gives, on the host.
 
     Attributes:
         token_ids: (R,) the sampled tokens, in the order of `Batch.sampling`.
-        logprobs: by row, where they were asked for.
         not_finite: sequences of which a row gives NaN or infinities.
+        logprobs: by row, where they were asked for.
         prompt_logits: sequence, position of the first row, and rows (n, vocab).
     """
 
     token_ids: Ints
-    logprobs: dict[int, TokenLogprobs]
     not_finite: list[Sequence]
-    prompt_logits: list[tuple[Sequence, int, NDArray[np.float32]]]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logits: list[tuple[Sequence, int, NDArray[np.float32]]] = field(default_factory=list)
 
 
 class Runner:

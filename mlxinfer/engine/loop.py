@@ -212,8 +212,7 @@ class Loop:
         if batch is None:
             self._read(max(len(self._in_flight) - 1, 0))
         elif step is not None and self._read(self.scheduler.max_in_flight(batch)):
-            if step.constrained_logits is not None:
-                self._sample_constrained(step)
+            self._sample_constrained(step)
         if not self.config.launch_ahead:
             self._read(0)
         if self.adapters.are_leaving:
@@ -356,7 +355,9 @@ class Loop:
         return step
 
     def _sample_constrained(self, step: Launched) -> None:
-        """Sample the rows with a grammar. All tokens before them are known."""
+        """Sample the rows with a grammar, if there are any. All tokens before them are known."""
+        if step.constrained_logits is None:
+            return
         try:
             masks, stuck = fill_masks(step.batch.sampling, self.model.config.vocab_size)
             self.runner.sample_constrained(step, masks)

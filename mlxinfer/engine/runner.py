@@ -118,24 +118,10 @@ class Forward:
             features: (N, hidden) each, for `feature_rows`: in place of their embeddings, and then
                 to be added after layer 0, 1, ...; none on other ranks.
         """
-        ids = self._ids(step, tokens)
-        taps = Taps(self._taps) if self._taps else None
+        ids, adapters = self._ids(step, tokens), step.adapters
         self.cache.begin_step(step.segments)
-        adapters = step.adapters
-        reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
-        seen = Step(
-            mx.array(step.segments.turning),
-            self._caches,
-            rope_variants=step.rope_variants,
-            adapters=adapters,
-            taps=taps,
-            read_rows=None if taps is not None or reads_all else _read_rows(step),
-        )
-        if step.feature_rows is not None:
-            seen.features = self._features(step, step.feature_rows, features)
-        # Experts that stay in their files evaluate what comes before them as the step is built.
-        seen.late = [] if self.model.expert_store is None else None
-        hidden = self.model(ids, seen)
+        model_step = self._model_step(step, features)
+        hidden = self.model(ids, model_step)
         prompt = [
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
             for a, b in step.prompt_rows
@@ -144,18 +130,36 @@ class Forward:
         read: mx.array | None = None
         if step.num_rows:
             read = hidden
-            if step.rows is not None and seen.narrowed is None:
+            if step.rows is not None and model_step.narrowed is None:
                 read = hidden[mx.array(step.rows)]
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
             logits = self.model.logits(read, adapters)  # (R, vocab)
         unused = [] if step.num_rows else [hidden]
         all_read = step.num_rows and step.rows is None
-        stored = None if all_read else hidden if seen.passed is None else seen.passed
-        for work in seen.late or ():
+        stored = None if all_read else hidden if model_step.passed is None else model_step.passed
+        for work in model_step.late or ():
             work()
         outputs = self.cache.step_outputs()
-        return Computed(ids, logits, prompt, taps, unused, read, stored, outputs)
+        return Computed(ids, logits, prompt, model_step.taps, unused, read, stored, outputs)
+
+    def _model_step(self, step: StepInputs, features: Seq[mx.array]) -> Step:
+        """The step as the model sees it."""
+        taps = Taps(self._taps) if self._taps else None
+        reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
+        model_step = Step(
+            mx.array(step.segments.turning),
+            self._caches,
+            rope_variants=step.rope_variants,
+            adapters=step.adapters,
+            taps=taps,
+            read_rows=None if taps is not None or reads_all else _read_rows(step),
+        )
+        if step.feature_rows is not None:
+            model_step.features = self._features(step, step.feature_rows, features)
+        # Experts that stay in their files evaluate what comes before them as the step is built.
+        model_step.late = [] if self.model.expert_store is None else None
+        return model_step
 
     def _features(self, step: StepInputs, rows: Ints, arrays: Seq[mx.array]) -> StepFeatures | None:
         """The features of pictures in a step. Ranks that share layers get them from rank 0."""
@@ -206,8 +210,8 @@ class Launched:
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
     own: list[mx.array] | None = None  # of `outputs` what no later stage gives; None: all
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
-    finite: list[mx.array] = field(default_factory=list)  # (R,) whether sampled rows are
-    stored_finite: mx.array | None = None  # (T,) whether all rows are; None: those are all
+    checks: list[mx.array] = field(default_factory=list)  # (R,) finite where sampled rows are
+    stored_check: mx.array | None = None  # (T,) the same of all rows; None: those are all
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
@@ -238,8 +242,13 @@ class Launched:
     def not_finite(self) -> list[Sequence]:
         """Sequences of which a row gives NaN or infinities; each once."""
         sampled = self.batch.sampling.sequences
-        bad = [sampled[row] for flags in self.finite for row in np.flatnonzero(~np.array(flags))]
-        if self.stored_finite is not None and not (flags := np.array(self.stored_finite)).all():
+        bad: list[Sequence] = []
+        for check in self.checks:
+            if not (flags := np.isfinite(np.array(check))).all():
+                bad += [sampled[row] for row in np.flatnonzero(~flags)]
+        if self.stored_check is None:
+            return list(dict.fromkeys(bad))
+        if not (flags := np.isfinite(np.array(self.stored_check))).all():
             bad += [s for s, good in zip(self.batch.row_sequences, flags, strict=True) if not good]
         return list(dict.fromkeys(bad))
 
@@ -402,12 +411,13 @@ class Runner:
         )
         free = launched.sampled
         tokens = constrained.tokens
-        launched.finite.append(_finite(_chosen(launched.constrained_logits, tokens), first))
+        chosen = _check(_chosen(launched.constrained_logits, tokens))
+        launched.checks.append(mx.pad(chosen, (first, 0)))
         if free is not None:
             tokens = mx.concatenate([free.tokens, tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
         launched.constrained, launched.constrained_logits = constrained, None
-        new = [tokens, *constrained.arrays(), launched.finite[-1]]
+        new = [tokens, *constrained.arrays(), launched.checks[-1]]
         launched.outputs += new
         if launched.own is None:
             mx.async_eval(new)
@@ -452,12 +462,12 @@ class Runner:
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
         logits, sampling = computed.logits, batch.sampling
-        stored_finite = None if computed.stored is None else _finite(computed.stored)
-        outputs += [] if stored_finite is None else [stored_finite]
+        stored = None if computed.stored is None else _check(computed.stored)
+        outputs += [] if stored is None else [stored]
         if logits is None:
-            return Launched(batch, None, prompt_logits, outputs, stored_finite=stored_finite)
-        assert computed.read is not None
-        finite = [_finite(computed.read)]  # a few numbers of each row, where logits are many
+            return Launched(batch, None, prompt_logits, outputs, stored_check=stored)
+        assert computed.read is not None  # a few numbers of each row, where logits are many
+        checks: list[mx.array] = []
         sampled, free = None, sampling.num_free
         all_free = free == len(sampling.sequences)
         if free:
@@ -470,12 +480,15 @@ class Runner:
                 proposed=[] if proposals is None else proposals.drawn[:free],
             )
             outputs += sampled.arrays()
-            finite.append(_finite(_chosen(logits if all_free else logits[:free], sampled.tokens)))
+            chosen = _chosen(logits if all_free else logits[:free], sampled.tokens)
+            checks.append(_check(computed.read, chosen) if all_free else _check(chosen))
+        if not all_free:
+            checks.append(_check(computed.read))
         if batch.begins_answers:
-            finite.append(_finite(logits))
-        outputs += finite
+            checks.append(_check(logits))
+        outputs += checks
         launched = Launched(
-            batch, sampled, prompt_logits, outputs, finite=finite, stored_finite=stored_finite
+            batch, sampled, prompt_logits, outputs, checks=checks, stored_check=stored
         )
         if not all_free:
             launched.constrained_logits = logits[free:]
@@ -483,10 +496,15 @@ class Runner:
         return launched
 
 
-def _finite(rows: mx.array, before: int = 0) -> mx.array:
-    """(before + N,) whether the largest number of each row (N, ...) is finite; of NaN it is NaN."""
-    finite = mx.isfinite(mx.max(rows.reshape(len(rows), -1), axis=-1))
-    return mx.pad(finite, (before, 0), constant_values=True) if before else finite
+def _check(*parts: mx.array) -> mx.array:
+    """(N,) float32, finite where the largest number of each part (N, ...) is; of NaN it is NaN."""
+    check: mx.array | None = None
+    for part in parts:
+        rows = part[:, 0] if part.shape[1:] == (1,) else mx.max(part, axis=[*range(1, part.ndim)])
+        rows = rows.astype(mx.float32)
+        check = rows if check is None else check + rows  # infinities of both signs give NaN
+    assert check is not None
+    return check
 
 
 def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:

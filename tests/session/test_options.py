@@ -1,7 +1,10 @@
 """Options of an engine: one dataclass, its keyword arguments, its help and its page of the docs."""
 
 from dataclasses import fields
-from typing import Any, get_args
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
@@ -16,8 +19,19 @@ def test_arguments_are_the_fields_with_their_types() -> None:
     given = EngineArguments.__annotations__
     assert [*given, *INTERNAL] == [engineoption.name for engineoption in fields(EngineOptions)]
     for name, kind in given.items():
-        assert get_args(EngineOptions.__annotations__[name])[0] == kind, name
+        assert get_args(EngineOptions.__annotations__[name])[0] == widened(kind), name
         assert help_of(name) in (LLM.__doc__ or ""), name
+
+
+def widened(kind: Any) -> Any:
+    """The type without the literals, which only help editors."""
+    if get_origin(kind) is Literal:
+        return type(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return tuple[tuple(widened(part) for part in get_args(kind))]  # type: ignore[misc]
+    if get_origin(kind) in (Union, UnionType):
+        return reduce(or_, [widened(part) for part in get_args(kind)])
+    return kind
 
 
 @pytest.mark.parametrize("user", ["bob:secret", "secret", "bob:se@cret", ":secret", "a b:secret"])

@@ -4,9 +4,6 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
-import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from mlxinfer import LLM
 from mlxinfer.cli._commands import cli
 from mlxinfer.models.registry import SUPPORTED
 from tests.bench.__main__ import bench
-from tests.bench.processes import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -36,65 +32,7 @@ def shell_lines(text: str) -> list[str]:
     return [line for block in blocks(text, "sh") for line in block.splitlines() if line]
 
 
-# -- programs ---------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_the_programs_of_the_readme_run_as_cells_of_one_interpreter() -> None:
-    code = "\n".join(blocks(README, "python"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    answer, batch, form = done.stdout.split("\n", 1)[0], *done.stdout.rsplit("\n", 2)[:2]
-    assert answer.startswith("A KV cache keeps the keys and values")
-    assert batch
-    assert '"name": ' in form
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_the_program_of_the_tools_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    [code] = blocks(DOCS["tools.md"], "python")
-    exec(code, {"__name__": "__main__"})
-    out, err = capfd.readouterr()
-    assert not err
-    assert out.startswith(("get_weather Oslo\n", "get_weather Rome\n"))
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_the_programs_of_the_programs_page_run(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "\n".join(blocks(DOCS["programs.md"], "python"))
-    exec(code, {"__name__": "__main__"})
-    out, err = capfd.readouterr()
-    assert not err
-    *_, joined, evens = out.splitlines()
-    assert joined.startswith("[")
-    assert len(evens.split()) == 8
-
-
-@pytest.mark.ci
-def test_the_client_of_the_server_page_gets_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    [code] = blocks(DOCS["server.md"], "python")
-    with LLM("demo") as llm:
-        folder = llm.path
-    with serving(folder) as port:
-        code = code.replace(":8080/", f":{port}/").replace('"chat"', '"default_model"')
-        exec(code, {"__name__": "__main__"})
-    assert capfd.readouterr().out.startswith("A KV cache keeps the keys and values")
-
-
-@pytest.mark.ci
-def test_the_config_file_of_the_server_page_is_read(tmp_path: Path) -> None:
-    [text] = blocks(DOCS["server.md"], "toml")
-    assert tomllib.loads(text)["models"]["chat"]["pin"] is True
-    (tmp_path / "config.toml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "mlxinfer.cli", "config", "show", "--json"],
-        capture_output=True,
-        text=True,
-        env={"MLXINFER_CONFIG": str(tmp_path / "config.toml"), "HOME": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "48GB" in done.stdout
-
+# -- the demo ----------------------------------------------------------------------------------
 
 TRANSCRIPT = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
 

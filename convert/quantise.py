@@ -35,7 +35,7 @@ SPREAD = 256  # columns whose errors are spread together over all behind them, w
 SAMPLED = 8
 AT_ONCE = 1 << 20  # numbers of a matrix that are rounded together with error feedback, about
 ROW_STEP, LEAST_ROWS, MOST_ROWS = 64, 128, 1024
-SMALL = 64  # triangular matrices up to this size are inverted as any other
+SMALL = 64  # matrices up to this size are factorised by the library
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
 
@@ -80,21 +80,23 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING)
         damped = block / np.float32(squares)  # float32 is enough: damping bounds the condition
         damped.flat[:: len(block) + 1] += np.float32(damping)
-        factor = _inverse(np.linalg.cholesky(damped[::-1, ::-1]))[::-1, ::-1]
+        reversed_rows = np.ascontiguousarray(damped[::-1, ::-1])
+        factor = _inverse_factor(reversed_rows)[::-1, ::-1]
         factors.append(factor / factor.diagonal()[:, None])
     return ErrorFeedback(tuple(factors))
 
 
-def _inverse(lower: Floats) -> Floats:
-    """The inverse of a lower triangular matrix, by halves: nearly all of it is two products."""
-    size = len(lower)
+def _inverse_factor(matrix: Floats) -> Floats:
+    """The inverse of the lower Cholesky factor, by halves: nearly all of it is products."""
+    size = len(matrix)
     if size <= SMALL:
-        return np.asarray(np.linalg.inv(lower), np.float32)
+        return np.asarray(np.linalg.inv(np.linalg.cholesky(matrix)), np.float32)
     half = size // 2
-    inverse = np.zeros_like(lower)
-    inverse[:half, :half] = _inverse(lower[:half, :half])
-    inverse[half:, half:] = _inverse(lower[half:, half:])
-    inverse[half:, :half] = -inverse[half:, half:] @ (lower[half:, :half] @ inverse[:half, :half])
+    inverse = np.zeros_like(matrix)
+    first = inverse[:half, :half] = _inverse_factor(matrix[:half, :half])
+    below = matrix[half:, :half] @ first.T
+    last = inverse[half:, half:] = _inverse_factor(matrix[half:, half:] - below @ below.T)
+    inverse[half:, :half] = -(last @ (below @ first))
     return inverse
 
 

@@ -59,8 +59,8 @@ def prepare(
             rows.append(segments)
             short.append(kernel_part(segments, metadata, group))
             continue
-        for own, part in gathered_parts(segments, metadata, group, layers):
-            rows.append(own)
+        for part_rows, part in gathered_parts(segments, metadata, group, layers):
+            rows.append(part_rows)
             short.append(part)
     order = _order(rows, len(metadata.positions)) if len(rows) > 1 else None
     if not metadata.long:  # most steps
@@ -159,8 +159,8 @@ class OnMetal:
 def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> OnMetal:
     """How the rows of short segments attend together."""
     count, first = short.num_tokens, int(short.rows[0])
-    own = None if count == len(metadata.positions) else slice(first, first + count)
-    return OnMetal(own, short, group)
+    rows = None if count == len(metadata.positions) else slice(first, first + count)
+    return OnMetal(rows, short, group)
 
 
 def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
@@ -303,7 +303,7 @@ def _queries(
 
     Returns:
         (B, Q) the token of its segment at each place: the last one is repeated; `rows`, `unpad` and
-        `slots` as of `Gathered`; and rows (B, 1, 1) of `_ring_masks`, less the positions.
+        `slots`, see `Gathered`; and rows (B, 1, 1) of `_ring_masks`, less the positions.
     """
     ring, sealed = 2 * page_size, short.sealed[:, None]
     step = np.minimum(np.arange(short.width, dtype=np.int32), short.counts[:, None] - 1)
@@ -468,21 +468,21 @@ class Prepared:
         """The sequences of the step, in flat order, and where all of their tokens lie."""
         if self._sequences is None:
             number, size, window = self.group.number, self.group.page_size, self.group.window
-            self._sequences = found = []
+            self._sequences = places = []
             for short in self.metadata.short:
                 numbers = (short.rows, short.starts, short.counts, short.sealed, short.slots)
-                parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
+                parts = zip(*(array.tolist() for array in numbers), short.tables, strict=True)
                 for row, start, count, sealed, slot, tables in parts:
                     tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * size)
                     first = min(window.first_page(start, size) * size, sealed)
                     runs = tables[number].runs(first, sealed)
                     pages = mx.array(tables[number].numbers_before(sealed))
                     rows = slice(row, row + count)
-                    found.append(SequencePlace(rows, start, runs, pages, slot, tail, first))
+                    places.append(SequencePlace(rows, start, runs, pages, slot, tail, first))
             for chunk, long in zip(self.chunks, self.metadata.long, strict=True):
                 slot, (first, _) = int(long.slots[0]), chunk.ranges[0]
                 place = chunk.rows, chunk.start, chunk.reads, None, slot, NO_TOKENS, first
-                found.append(SequencePlace(*place))
+                places.append(SequencePlace(*place))
         return self._sequences
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:

@@ -98,8 +98,8 @@ class Chunk:
             return keys, layer.values.read_runs(runs, after=keys)  # never both half decoded
 
         dims = queries.shape[-1], layer.values.read_dim
-        found = self.attend_to(queries.swapaxes(0, 1), read, dims, softmax)
-        return found.swapaxes(0, 1).flatten(1)
+        output = self.attend_to(queries.swapaxes(0, 1), read, dims, softmax)
+        return output.swapaxes(0, 1).flatten(1)
 
     def attend_to(
         self, queries: mx.array, read: Read, dims: tuple[int, int], softmax: Softmax
@@ -124,10 +124,10 @@ class Chunk:
             and is_fused(*dims)
         ):
             keys, values = read(0, self.num_keys, None)
-            found = mx.fast.scaled_dot_product_attention(
+            output = mx.fast.scaled_dot_product_attention(
                 queries[None], keys[None], values[None], scale=scale, mask="causal", sinks=sinks
             )
-            return found[0]
+            return output[0]
         if self.num_keys <= KEY_BLOCK and soft_cap is None:
             return self._over_one_block(queries, read, scale, sinks)
         return self._over_blocks(queries * scale, read, sinks, soft_cap)
@@ -161,19 +161,19 @@ class Chunk:
         states: list[Running | None] = [None] * len(places)
         positions, after = self._key_positions(), None
         for start in range(0, len(positions), KEY_BLOCK):
-            own = positions[start : start + KEY_BLOCK]
-            keys, values = read(start, start + len(own), after)
+            key_positions = positions[start : start + KEY_BLOCK]
+            keys, values = read(start, start + len(key_positions), after)
             for i, place in enumerate(places):
-                seen = self._seen(place, own)
+                seen = self._seen(place, key_positions)
                 if seen is False:
                     continue
                 state = states[i] or _begun(queries[:, place], values, sinks)
                 some = queries[:, place] if after is None else mx.depends(queries[:, place], after)
                 states[i] = state = _joined(state, some, keys, values, seen, soft_cap)
                 after = state[0]
-        found = [state[0] / state[2] for state in states if state is not None]
+        outputs = [state[0] / state[2] for state in states if state is not None]
         return mx.concatenate(
-            [some.reshape(num_heads, -1, some.shape[-1]) for some in found], axis=1
+            [some.reshape(num_heads, -1, some.shape[-1]) for some in outputs], axis=1
         ).astype(queries.dtype)
 
     def _key_positions(self) -> Ints:
@@ -222,13 +222,13 @@ def is_fused(key_dim: int, value_dim: int) -> bool:
 
 def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
     """The runs that hold tokens [start, stop) of those in `runs`, counted one after another."""
-    found, first = [], 0
+    cut, first = [], 0
     for low, high in runs:
         begin, end = max(low, low + start - first), min(high, low + stop - first)
         if begin < end:
-            found.append((begin, end))
+            cut.append((begin, end))
         first += high - low
-    return found
+    return cut
 
 
 def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Running:

@@ -44,7 +44,7 @@ class EntryLayer(BlocksLayer):
         Args:
             queries: (T, Hi, d) of the index, position-encoded; None: all entries are seen.
             weights: (T, Hi) of its heads.
-            raw, positions: as of `store`.
+            raw, positions: see `store`.
 
         Returns:
             None: no token sees an entry.
@@ -59,7 +59,7 @@ class EntryLayer(BlocksLayer):
     ) -> mx.array:
         """(n, K, D) some entries of a short segment's sequence, gathered by their numbers (n, K).
 
-        `tail`: as of `of_tail`. A number that is no block's gives any entry.
+        `tail`: see `of_tail`. A number that is no block's gives any entry.
         """
         ratio, dim = self.spec.ratio, self.spec.dim
         num_sealed, each = place.sealed // ratio, self.page_size // ratio
@@ -81,7 +81,7 @@ class EntryLayer(BlocksLayer):
     def _of_chunk(
         self, place: SequencePlace, first: int, raw: mx.array, axes: mx.array
     ) -> list[mx.array]:
-        """As of `BlocksLayer`. What later blocks need is written before it is read: in place."""
+        """See `BlocksLayer`. What later blocks need is written before it is read: in place."""
         unit, carried = self.spec.unit, self.spec.carried
         if not carried:
             return super()._of_chunk(place, first, raw, axes)
@@ -138,9 +138,9 @@ class EntryLayer(BlocksLayer):
     def _pooled(
         self, raw: mx.array, axes: mx.array, before: mx.array | None = None
     ) -> list[mx.array]:
-        """As of `BlocksLayer`; `before` (N, r, carried): what the block before each brought."""
-        found: list[mx.array] = self.pool(raw, before, axes[:, 0])
-        return found
+        """See `BlocksLayer`; `before` (N, r, carried): what the block before each brought."""
+        pooled: list[mx.array] = self.pool(raw, before, axes[:, 0])
+        return pooled
 
 
 class EntryChoice:
@@ -148,7 +148,7 @@ class EntryChoice:
 
     Args:
         layer: of the entries.
-        queries, weights: as of `EntryLayer.choose`.
+        queries, weights: see `EntryLayer.choose`.
     """
 
     __slots__ = ("_queries", "_weights", "layer")
@@ -159,7 +159,7 @@ class EntryChoice:
         self.layer, self._queries, self._weights = layer, queries, weights
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """As of `Choice`; `layer` keeps the tokens of the window."""
+        """See `Choice`; `layer` keeps the tokens of the window."""
         assert softmax.soft_cap is None, "no model with entries has one"
         pairs = zip(layer.prepared.sequences(), self.layer.prepared.sequences(), strict=True)
         outputs: list[mx.array] = []
@@ -205,8 +205,8 @@ class EntryChoice:
             seen = self._seen(place, own, keys, entries.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
             some = some.swapaxes(0, 1)[None]  # (1, heads, n, D)
-            found = self._over(layer, pair, entries, some, mask, softmax)
-            return found[0].swapaxes(0, 1).flatten(1)
+            output = self._over(layer, pair, entries, some, mask, softmax)
+            return output[0].swapaxes(0, 1).flatten(1)
         numbers = numbers_of(self._seen(place, own, keys, count), most)
         entries = self.layer.entries(place, numbers, tail)  # (n, K, D)
         mask = mx.concatenate([in_window, numbers < NOWHERE], axis=1)[:, None, None]
@@ -229,20 +229,20 @@ class EntryChoice:
         entries = self.layer.read_part(self.layer.entry_part, place, None)[None]
         keys = self._keys(place, None)
         heads = max(queries.shape[1], 0 if self._queries is None else self._queries.shape[1])
-        each = max(1, MOST_SCORES // (heads * (entries.shape[1] + pair[0].shape[2])))
-        for first in range(place.rows.start, place.rows.stop, each):
-            own = slice(first, min(first + each, place.rows.stop))
-            positions, some = place.positions(own), queries[own].swapaxes(0, 1)[None]
+        block = max(1, MOST_SCORES // (heads * (entries.shape[1] + pair[0].shape[2])))
+        for first in range(place.rows.start, place.rows.stop, block):
+            rows = slice(first, min(first + block, place.rows.stop))
+            positions, some = place.positions(rows), queries[rows].swapaxes(0, 1)[None]
             some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
             low = max(place.start + first - place.rows.start - window + 1, near.first) - near.first
-            high = place.start + own.stop - place.rows.start - near.first
+            high = place.start + rows.stop - place.rows.start - near.first
             tokens = mx.arange(near.first + low, near.first + high)
             in_window = (tokens <= positions) & (tokens > positions - window)
-            seen = self._seen(place, own, keys, entries.shape[1])
+            seen = self._seen(place, rows, keys, entries.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
             part = [vectors[:, :, low:high] for vectors in pair]
-            found = self._over(layer, part, entries, some, mask, softmax)
-            outputs.append(found[0].swapaxes(0, 1).flatten(1))
+            output = self._over(layer, part, entries, some, mask, softmax)
+            outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _over(

@@ -84,7 +84,7 @@ class ChosenTokens:
     def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
         """Whether rows `own` of the step see each token of a sequence, (n, S) or (heads, n, S).
 
-        `keys`: of the index, as of `IndexLayer.read_keys`.
+        `keys`: of the index, see `IndexLayer.read_keys`.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class ChosenTokens:
         """
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
-        """As of `Choice`. Short segments read only the chosen tokens; chunks mask the others."""
+        """See `Choice`. Short segments read only the chosen tokens; chunks mask the others."""
         assert softmax.soft_cap is None, "no model with an index has one"
         outputs: list[mx.array] = []
         for place in self.layer.prepared.sequences():
@@ -106,8 +106,8 @@ class ChosenTokens:
                 pair = [layer.read_tokens(plane, place, tokens) for plane in layer.views()]
                 keys, values = (part.swapaxes(0, 1) for part in pair)  # (n, H, K, D)
                 some = queries[place.rows][:, :, None]
-                found = attention(some, keys, values, softmax, seen)  # (n, heads, 1, V)
-                outputs.append(found.flatten(1))
+                output = attention(some, keys, values, softmax, seen)  # (n, heads, 1, V)
+                outputs.append(output.flatten(1))
                 continue
             keys, values = (layer.read_whole(plane, place)[None] for plane in layer.views())
             rows = max(1, MOST_SCORES // (queries.shape[1] * place.stop))
@@ -115,8 +115,8 @@ class ChosenTokens:
                 own = slice(first, min(first + rows, place.rows.stop))
                 some = queries[own].swapaxes(0, 1)[None]  # (1, heads, n, D)
                 some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-                found = attention(some, keys, values, softmax, self.mask(place, own, index))
-                outputs.append(found[0].swapaxes(0, 1).flatten(1))
+                output = attention(some, keys, values, softmax, self.mask(place, own, index))
+                outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -177,7 +177,7 @@ class BlockChoice(ChosenTokens):
 
     Args:
         layer: the index.
-        queries, served: as of `BlockLayer.choose`.
+        queries, served: see `BlockLayer.choose`.
     """
 
     __slots__ = ("_queries", "_served")
@@ -203,13 +203,13 @@ class BlockChoice(ChosenTokens):
         return best(ranks, visible, spec.num_ranked), positions
 
     def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
-        """As of `ChosenTokens`, (heads, n, S)."""
+        """See `ChosenTokens`, (heads, n, S)."""
         blocks, positions = self._best(place, own, keys)
         seen = mx.repeat(blocks, self.layer.spec.block, axis=-1)[..., : place.stop]
         return mx.repeat(seen & (mx.arange(place.stop) <= positions), self._served, axis=0)
 
     def tokens(self, place: SequencePlace, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """As of `ChosenTokens`, (Hi, n, K) and (n, heads, 1, K)."""
+        """See `ChosenTokens`, (Hi, n, K) and (n, heads, 1, K)."""
         blocks, positions = self._best(place, place.rows, keys)
         spec = self.layer.spec
         chosen = numbers_of(blocks, spec.num_ranked)[..., None] * spec.block

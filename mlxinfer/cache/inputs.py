@@ -44,8 +44,8 @@ class Segments:
         """Compute once a value that does not depend on `starts`; `at` keeps it."""
         if what not in self._memo:
             self._memo[what] = work_out()
-        found: T = self._memo[what]
-        return found
+        value: T = self._memo[what]
+        return value
 
     def follows(self, other: "Segments") -> bool:
         """Whether these are the same sequences, pages and tails at other positions."""
@@ -227,17 +227,17 @@ def seal_index(
         None: nothing moves.
     """
     # For each page in turn: itself, the one before, its first position, slot, from, to.
-    found: list[int] = []
+    page_moves: list[int] = []
     for tables, slot, start, stop, _ in moves:
         table = tables[group]
         for number in range(start // page_size, -(-stop // page_size)):
             page, last = table.page_at(number), table.page_at(number - 1) if number else None
             if page is not None:
                 first = number * page_size
-                found += page, -1 if last is None else last, first, slot, start, stop
-    if not found:
+                page_moves += page, -1 if last is None else last, first, slot, start, stop
+    if not page_moves:
         return None
-    pages, before, firsts, slots, starts, stops = ints(found).reshape(-1, 6).T[:, :, None]
+    pages, before, firsts, slots, starts, stops = ints(page_moves).reshape(-1, 6).T[:, :, None]
     step = np.arange(page_size, dtype=np.int32)
     positions = firsts + step  # (n, page_size)
     moving = (positions >= starts) & (positions < stops)

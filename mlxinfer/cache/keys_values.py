@@ -67,7 +67,7 @@ class LessBias(Affine):
     in_kernels: ClassVar[bool] = False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """As of `Affine`, and position * num_heads + head, then the positions on other axes."""
+        """See `Affine`, and position * num_heads + head, then the positions on other axes."""
         return [*super().parts(dim, dtype), (self.num_axes, mx.int32)]
 
     def encode_at(self, keys: mx.array, positions: mx.array) -> list[mx.array]:
@@ -167,7 +167,7 @@ class KeyValueLayer(PagedLayer):
             )
 
     def take_from(self, mixer: Any) -> None:
-        """As of `PagedLayer`: the bias of keys."""
+        """See `PagedLayer`: the bias of keys."""
         if self.subtracts_bias:
             self.bias = mixer.turned_bias
 
@@ -258,7 +258,7 @@ class KeyValueLayer(PagedLayer):
     # -- kernels --------------------------------------------------------------------------------
 
     def attention_variants(self, mixer: Any) -> dict[int, Variant]:
-        """As of `PagedLayer`.
+        """See `PagedLayer`.
 
         Numbers that share a threadgroup share the compiled kernel, and so the variant.
         """
@@ -277,7 +277,7 @@ class KeyValueLayer(PagedLayer):
         }
 
     def prefill_variant(self, mixer: Any) -> Variant | None:
-        """As of `PagedLayer`: attention in tiles, if MLX has no fused attention for these sizes.
+        """See `PagedLayer`: attention in tiles, if MLX has no fused attention for these sizes.
 
         Quantised keys use it too: MLX's attention would need a whole context decoded at once.
         """
@@ -328,7 +328,7 @@ class KeyValueLayer(PagedLayer):
         )
 
     def plan_heads(self, num_heads: int, width: int) -> int:
-        """As of `PagedLayer`: the KV heads."""
+        """See `PagedLayer`: the KV heads."""
         return self._heads
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:

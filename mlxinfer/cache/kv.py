@@ -129,9 +129,9 @@ class LayerGroup(PageGroup):
 
         Pages that a window has already recycled are left out.
         """
-        found = seal_index(work.seal, self.number, self.page_size) if work.seal else None
-        if found is not None:
-            places = [mx.array(part) for part in found]
+        index = seal_index(work.seal, self.number, self.page_size) if work.seal else None
+        if index is not None:
+            places = [mx.array(part) for part in index]
             for layer in self.layers:
                 layer.seal(*places)
 

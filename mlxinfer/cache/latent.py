@@ -85,7 +85,7 @@ class LatentLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: LatentSpec, options: KVOptions) -> LatentSpec:
-        """As of `KeyValueLayer`; raise InvalidRequestError where an index chooses tokens."""
+        """See `KeyValueLayer`; raise InvalidRequestError where an index chooses tokens."""
         if spec.num_ranked:
             raise chooses_itself(options)
         return replace(spec, window=options.window, sinks=options.sinks)
@@ -100,7 +100,7 @@ class LatentLayer(PagedLayer):
             raise InvalidRequestError(KEY_BIAS, param="kv_bits")
         fmt, dim = formats[0], spec.latent_dim
         if fmt != formats[1]:
-            asked = tuple(each.bits or None for each in formats)
+            asked = tuple(kv_format.bits or None for kv_format in formats)
             raise InvalidRequestError(
                 f"kv_bits is {asked}, and this model keeps keys and values in one latent vector; "
                 "give one number, kv_bits=8 or kv_bits=4.",
@@ -174,10 +174,10 @@ class LatentLayer(PagedLayer):
             return self._read(q_nope, q_rope, projection, scale, index)
         queries = mx.concatenate([self.rotate(projection.absorb(q_nope)), q_rope], axis=-1)
         sums = choice.attend(self, queries, Softmax(scale))
-        found: mx.array = projection.value(
+        output: mx.array = projection.value(
             self.rotate(mx.unflatten(sums, 1, (-1, self.latent_dim)))
         )
-        return found
+        return output
 
     def _read(
         self,
@@ -212,8 +212,8 @@ class LatentLayer(PagedLayer):
         if self.tiles and chunk.sees_all_before:
             return attend_in_tiles(queries, read, chunk.start, num_values, scale=scale)
         dims = queries.shape[-1], num_values
-        found = chunk.attend_to(queries.swapaxes(0, 1), read, dims, Softmax(scale))
-        return found.swapaxes(0, 1)
+        output = chunk.attend_to(queries.swapaxes(0, 1), read, dims, Softmax(scale))
+        return output.swapaxes(0, 1)
 
     def _absorbed(
         self, q_nope: mx.array, q_rope: mx.array, projection: Any, scale: float
@@ -225,13 +225,13 @@ class LatentLayer(PagedLayer):
         parts = [attend_rows(part, self, queries, softmax) for part in short]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sums = mx.unflatten(joined, 1, (q_nope.shape[1], self.latent_dim))
-        found: mx.array = projection.value(self.rotate(sums))
-        return found
+        output: mx.array = projection.value(self.rotate(sums))
+        return output
 
     # -- kernels --------------------------------------------------------------------------------
 
     def attention_variants(self, mixer: Any) -> dict[int, Variant]:
-        """As of `PagedLayer`: one of tokens that decode, one of tokens under verification."""
+        """See `PagedLayer`: one of tokens that decode, one of tokens under verification."""
         dims, fmt = (self.spec.latent_dim + self.spec.rope_dim, self.latent_dim), self.formats[0]
         if dims not in DIMS or self.dtype not in DTYPES or fmt.bits not in KINDS:
             return {}
@@ -242,7 +242,7 @@ class LatentLayer(PagedLayer):
         return {1: one, **dict.fromkeys(range(2, MAX_QUERIES + 1), several)}
 
     def prefill_variant(self, mixer: Any) -> Variant | None:
-        """As of `PagedLayer`: over expanded latents, block by block."""
+        """See `PagedLayer`: over expanded latents, block by block."""
         projection = mixer.projection
         dims = projection.key_dim + self.spec.rope_dim, projection.value_dim
         if self.spec.window is not None or not has_dims(self.dtype, dims):
@@ -250,7 +250,7 @@ class LatentLayer(PagedLayer):
         return AttentionForm(self.dtype, *dims, group=1, log_sums=True).variant(PREFILL)
 
     def plan_heads(self, num_heads: int, width: int) -> int:
-        """As of `PagedLayer`: threadgroups that share a sequence's query rows."""
+        """See `PagedLayer`: threadgroups that share a sequence's query rows."""
         return row_blocks(width * num_heads)
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
@@ -280,7 +280,7 @@ class RankedLayer(LatentLayer):
         self.num_ranked = spec.num_ranked
 
     def encode(self, latents: mx.array, k_rope: mx.array, index: Index | None) -> Stored:
-        """As of `LatentLayer`, and the keys of the index where the layer keeps them."""
+        """See `LatentLayer`, and the keys of the index where the layer keeps them."""
         assert index is not None
         keys = [PLAIN.encode(index[2][:, None])] if self.spec.index_dim else []
         return [*super().encode(latents, k_rope, index), *keys]
@@ -299,8 +299,8 @@ class RankedLayer(LatentLayer):
         assert metadata.spans is None, "ranks are of earlier tokens"
         absorbed = self.rotate(projection.absorb(q_nope))
         queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (T, H, r + dr)
-        found: mx.array = projection.value(self.rotate(self._attend_ranked(queries, index, scale)))
-        return found
+        output: mx.array = projection.value(self.rotate(self._attend_ranked(queries, index, scale)))
+        return output
 
     def _attend_ranked(self, queries: mx.array, index: Index, scale: float) -> mx.array:
         """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""
@@ -323,10 +323,10 @@ class RankedLayer(LatentLayer):
                     visible = places <= position + mx.arange(own.stop - first)[:, None]
                     best = ranked(rankers[own], weights[own], keys[0], visible, self.num_ranked)
                     chosen[first] = best
-                found = mx.fast.scaled_dot_product_attention(
+                output = mx.fast.scaled_dot_product_attention(
                     some, vectors[None, None], values, scale=scale, mask=chosen[first]
                 )
-                outputs.append(found[0].swapaxes(0, 1))
+                outputs.append(output[0].swapaxes(0, 1))
         return mx.concatenate(outputs)
 
 

@@ -151,10 +151,10 @@ class TailPlace:
     def marks(self, num_slots: int) -> tuple[mx.array, mx.array]:
         """slot * ring + offset of each token, (N,) or 8; and (num_slots, ring) int32, 1 there."""
         if num_slots not in self._marks:
-            found = self.slots * np.int32(self.ring) + self.offsets
+            marks = self.slots * np.int32(self.ring) + self.offsets
             taken = np.zeros((num_slots, self.ring), np.int32)
-            taken.ravel()[found] = 1
-            self._marks[num_slots] = padded(found), mx.array(taken)
+            taken.ravel()[marks] = 1
+            self._marks[num_slots] = padded(marks), mx.array(taken)
         return self._marks[num_slots]
 
 
@@ -434,14 +434,14 @@ class PagedLayer(ABC):
         size, tokens = self.page_size, mx.minimum(tokens, place.stop - 1)
         offsets = tokens % (2 * size)
         heads = mx.arange(len(plane.pages[0]))[:, None, None]
-        found = [part[place.slot][heads, offsets] for part in plane.own_tails(size)]
+        tails = [part[place.slot][heads, offsets] for part in plane.own_tails(size)]
         if place.runs:
             numbers = mx.minimum(tokens // size, len(place.pages) - 1)
             slots = place.pages[numbers] * size + tokens % size
             is_sealed = (tokens < place.sealed)[..., None]
-            pairs = zip(plane.pages, found, strict=True)
-            found = [mx.where(is_sealed, pages[heads, slots], tail) for pages, tail in pairs]
-        return plane.decode(found)
+            pairs = zip(plane.pages, tails, strict=True)
+            tails = [mx.where(is_sealed, pages[heads, slots], tail) for pages, tail in pairs]
+        return plane.decode(tails)
 
     def read_pages(self, ids: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values (H, B, n * P, D) of pages `ids` (B, n), gathered."""

@@ -145,7 +145,7 @@ class PageTable:
         """Take another table's pages: recycled up to `first`, from page number `start` on these.
 
         Args:
-            first: as of the constructor.
+            first: see the constructor.
             start: a page number, at most the number of pages.
             pages: what `numbers_from` gave, as bytes.
         """
@@ -480,8 +480,8 @@ class StateGroup:
         """The last position up to `num_tokens` that has a snapshot; 0: none has."""
         for number in range((num_tokens - 1) // page_size, -1, -1):
             start = number * page_size
-            if found := held(number, min(page_size, num_tokens - start)):
-                return start + found
+            if num_held := held(number, min(page_size, num_tokens - start)):
+                return start + num_held
         return 0
 
     def allocate(self) -> int:

@@ -32,7 +32,7 @@ class PooledFormat(KVFormat):
 
     Attributes:
         widths: numbers of a token in pages, of each kind.
-        raw_dim, rope_axes: as of `PooledSpec`.
+        raw_dim, rope_axes: see `PooledSpec`.
     """
 
     widths: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class BlocksLayer(IndexLayer):
     Args:
         spec: of the layer.
         dtype: of activations.
-        widths: as of `PooledFormat`.
+        widths: see `PooledFormat`.
     """
 
     spec: PooledSpec | EntrySpec
@@ -72,7 +72,7 @@ class BlocksLayer(IndexLayer):
         self.pool = mixer.pool
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
-        """As of `PagedLayer`; raises InvalidRequestError: pages do not hold whole blocks."""
+        """See `PagedLayer`; raises InvalidRequestError: pages do not hold whole blocks."""
         if page_size % self.spec.unit:
             raise InvalidRequestError(
                 f"page_size is {page_size}; this model needs a multiple of {self.spec.unit}.",
@@ -143,27 +143,27 @@ class BlocksLayer(IndexLayer):
     ) -> mx.array:
         """(S // r, dim) one of the vectors of a sequence's blocks; if there is none, one of zeros.
 
-        `tail`: as of `of_tail`.
+        `tail`: see `of_tail`.
         """
-        ratio, found, pages = self.spec.ratio, [], self.planes[0].pages[part]
+        ratio, parts, pages = self.spec.ratio, [], self.planes[0].pages[part]
         if place.runs:
             pieces = [pages[0, start:stop] for start, stop in place.runs]
             joined = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
-            found.append(
+            parts.append(
                 joined[: len(joined) - len(joined) % ratio].reshape(-1, ratio * joined.shape[1])
             )
         if tail is not None:
-            found.append(tail[part])
-        if not found:
+            parts.append(tail[part])
+        if not parts:
             return mx.zeros((1, ratio * pages.shape[-1]), self.dtype)
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def read_keys(self, place: SequencePlace) -> mx.array:
         """The first vector of all blocks, see `read_part`."""
         return self.read_part(0, place, self.of_tail(place))
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array, before: mx.array) -> None:
-        """As of `PagedLayer`, of the blocks whose last token is among these."""
+        """See `PagedLayer`, of the blocks whose last token is among these."""
         ratio, pages = self.spec.ratio, self.planes[0].pages
         ends = np.flatnonzero(np.array(offsets) % ratio == ratio - 1)
         if not len(ends):
@@ -172,9 +172,9 @@ class BlocksLayer(IndexLayer):
         slots, offsets, targets, before = last
         block = offsets[:, None] - mx.arange(ratio)[::-1]  # (N, r)
         raw, axes = self._read_tail(slots[:, None], block)
-        found = self._of_sealed(last, raw, axes[:, 0])
+        entries = self._of_sealed(last, raw, axes[:, 0])
         places = (targets[:, None] - mx.arange(ratio)[::-1]).flatten()
-        for i, blocks in enumerate(found):
+        for i, blocks in enumerate(entries):
             pages[i][0, places] = blocks.reshape(len(places), -1)
 
     # -- vectors of blocks ----------------------------------------------------------------------
@@ -199,7 +199,7 @@ class BlocksLayer(IndexLayer):
         return self._pooled(raw, axes)
 
     def _of_sealed(self, last: Sequence[mx.array], raw: mx.array, axes: mx.array) -> list[mx.array]:
-        """As `_pooled`, of blocks that are sealed; `last`: as of `seal`, of their last tokens."""
+        """As `_pooled`, of blocks that are sealed; `last`: see `seal`, of their last tokens."""
         return self._pooled(raw, axes)
 
 
@@ -224,7 +224,7 @@ class PooledLayer(BlocksLayer):
         Args:
             queries: (T, Hi, d), position-encoded.
             weights: (T, Hi) of the heads.
-            raw, positions: as of `store`.
+            raw, positions: see `store`.
 
         Returns:
             None: every token sees all tokens before it.
@@ -241,7 +241,7 @@ class PooledChoice(ChosenTokens):
 
     Args:
         layer: the index.
-        queries, weights: as of `PooledLayer.choose`.
+        queries, weights: see `PooledLayer.choose`.
     """
 
     __slots__ = ("_queries", "_weights")
@@ -260,7 +260,7 @@ class PooledChoice(ChosenTokens):
         return ranked(queries, weights, keys, complete, spec.num_ranked), positions
 
     def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
-        """As of `ChosenTokens`, (n, S)."""
+        """See `ChosenTokens`, (n, S)."""
         blocks, positions = self._best(place, own, keys)
         ratio, tokens = self.layer.spec.ratio, mx.arange(place.stop)
         by_token = mx.repeat(blocks, ratio, axis=1)[:, : place.stop]
@@ -269,7 +269,7 @@ class PooledChoice(ChosenTokens):
         return seen | (is_open & (tokens <= positions))
 
     def tokens(self, place: SequencePlace, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """As of `ChosenTokens`, (n, K) and (n, 1, 1, K)."""
+        """See `ChosenTokens`, (n, K) and (n, 1, 1, K)."""
         blocks, positions = self._best(place, place.rows, keys)
         spec = self.layer.spec
         chosen = numbers_of(blocks, spec.num_ranked)

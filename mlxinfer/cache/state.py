@@ -106,7 +106,7 @@ class StatePart:
         )
 
     def place(self, layer: int, spec: StateSpec) -> tuple[mx.array, list[Arrays]]:
-        """A plan, as of `state_step.plan_of`, and for each state the plan's arrays."""
+        """A plan, see `state_step.plan_of`, and for each state the plan's arrays."""
         plan = self._worked_out()
         return plan, self._sources(layer, spec)
 
@@ -359,12 +359,12 @@ class RecurrentGroup(StateGroup):
 
     def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
         """Snapshots as bytes: each array of each layer in order."""
-        found = []
+        payloads = []
         for snapshot in snapshots:
             arrays = self._snapshots[snapshot].arrays()
             mx.eval(arrays)
-            found.append(b"".join(np.array(array.view(mx.uint8)).tobytes() for array in arrays))
-        return found
+            payloads.append(b"".join(np.array(array.view(mx.uint8)).tobytes() for array in arrays))
+        return payloads
 
     def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
         """Make snapshots of bytes that `read_out` gave."""
@@ -475,9 +475,9 @@ class OwnCaches(StateGroup):
     @staticmethod
     def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "OwnCaches":
         """The one layer there is, which has no snapshots."""
-        own: OwnCaches
-        (own,) = layers
-        return own
+        layer: OwnCaches
+        (layer,) = layers
+        return layer
 
     def reset(self) -> None:
         """Forget the caches of all sequences."""

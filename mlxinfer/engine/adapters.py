@@ -57,7 +57,7 @@ class AdapterTable:
     @property
     def num_bytes(self) -> int:
         """Bytes of the matrices of all adapters, of those that are being unloaded too."""
-        return sum(each.num_bytes for each in self._in_use.values())
+        return sum(adapter.num_bytes for adapter in self._in_use.values())
 
     def of(self, name: str) -> LoadedAdapter:
         """The adapter of a name.
@@ -138,16 +138,16 @@ class AdapterTable:
     def free_unused(self, unfinished: Iterable[Sequence]) -> None:
         """Give back the memory of unloaded adapters that no unfinished sequence uses."""
         used = {sequence.adapter for sequence in unfinished}
-        leaving = [each for each in self._in_use.values() if each.leaving]
-        for each in leaving:
-            if each.number not in used:
-                self._free(each)
-        self.are_leaving = any(each.leaving for each in self._in_use.values())
+        leaving = [adapter for adapter in self._in_use.values() if adapter.leaving]
+        for adapter in leaving:
+            if adapter.number not in used:
+                self._free(adapter)
+        self.are_leaving = any(adapter.leaving for adapter in self._in_use.values())
 
     def close(self) -> None:
         """Take all adapters off the model."""
-        for each in list(self._in_use.values()):
-            self._loaded.remove(each.number)
+        for adapter in list(self._in_use.values()):
+            self._loaded.remove(adapter.number)
         self._in_use, self._by_name = {}, {}
         self._others = (
             FollowerAdapters()
@@ -157,13 +157,13 @@ class AdapterTable:
         """Each adapter, as plain values."""
         return [
             {
-                "name": each.name,
-                "kind": each.adapter.kind,
-                "path": str(each.adapter.folder),
-                "bytes": each.num_bytes,
-                "ready": self._by_name.get(each.name) is each,  # requests may name it
+                "name": adapter.name,
+                "kind": adapter.adapter.kind,
+                "path": str(adapter.adapter.folder),
+                "bytes": adapter.num_bytes,
+                "ready": self._by_name.get(adapter.name) is adapter,  # requests may name it
             }
-            for each in self._in_use.values()
+            for adapter in self._in_use.values()
         ]
 
     def _check_name(self, name: str) -> None:

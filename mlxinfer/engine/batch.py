@@ -217,7 +217,7 @@ class DecodeBatch:
     segments: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     has_grammar: bool  # whether any of them has one
-    rope_delta: Ints | None  # (B,) as of `Sequence`; None: 0 for all
+    rope_delta: Ints | None  # (B,) see `Sequence`; None: 0 for all
 
     @staticmethod
     def of(sequences: list[Sequence]) -> "DecodeBatch":
@@ -279,15 +279,15 @@ class Proposals:
         row's logits, seed and index, so it is the token of the plain run as long as the tokens
         before it are.
         """
-        found: list[bool] = []
+        is_accepted: list[bool] = []
         for row, count in enumerate(self.counts.tolist()):
             holds = count == 0 or (
-                found[-1]
+                is_accepted[-1]
                 and row not in self.blocked
                 and token_ids[row - 1] == self.token_ids[row, count - 1]
             )
-            found.append(holds)
-        return found
+            is_accepted.append(holds)
+        return is_accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +329,8 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
         proposals = _proposals(len(decodes.sequences), samples)
     constrained = [s.request.grammar is not None for s in sequences]
     rest = flat_rows, len(sequences), proposals
-    found = SamplingRows(sequences, slots, slot_ids, output_index, *rest)
-    return _constrained_last(found, constrained) if any(constrained) else found
+    sampling = SamplingRows(sequences, slots, slot_ids, output_index, *rest)
+    return _constrained_last(sampling, constrained) if any(constrained) else sampling
 
 
 def _proposals(num_decodes: int, samples: list[tuple[Segment, int]]) -> Proposals | None:
@@ -427,13 +427,13 @@ class Batch:
             return StepMetadata([single], [], single.starts)
         verified = [s.slot for s in self.short if s.proposals]
         decodes = single if self.decodes.sequences else None
-        found = step_metadata(self.short, self.long, decodes, verified=verified)
+        metadata = step_metadata(self.short, self.long, decodes, verified=verified)
         if not self.has_pictures and not turns:
-            return found
+            return metadata
         with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
-        spans = _spans(with_pictures, found.positions)
-        turning = _rope_positions(self.decodes, with_pictures, found.positions)
-        return replace(found, spans=spans, rope_positions=turning)
+        spans = _spans(with_pictures, metadata.positions)
+        turning = _rope_positions(self.decodes, with_pictures, metadata.positions)
+        return replace(metadata, spans=spans, rope_positions=turning)
 
     def known_ids(self) -> Ints:
         """(T,) token ids. An id that the host does not know yet is a placeholder."""
@@ -495,33 +495,33 @@ def _rope_positions(decodes: DecodeBatch, segments: list[Segment], positions: In
     turned = [s for s in segments if s.sequence.pictures and s.sequence.pictures.has_turns]
     if not turned and decodes.rope_delta is None:
         return None
-    found = np.tile(positions, (3, 1))
+    rope_positions = np.tile(positions, (3, 1))
     if decodes.rope_delta is not None:
-        found[:, : len(decodes.sequences)] += decodes.rope_delta
+        rope_positions[:, : len(decodes.sequences)] += decodes.rope_delta
     for segment in turned:
         pictures, rows = (
             segment.sequence.pictures,
             slice(segment.row, segment.row + segment.num_tokens),
         )
         assert pictures is not None
-        found[:, rows] = pictures.rope_positions(segment.start, segment.stop)
-    return found[0] if (found == found[0]).all() else found
+        rope_positions[:, rows] = pictures.rope_positions(segment.start, segment.stop)
+    return rope_positions[0] if (rope_positions == rope_positions[0]).all() else rope_positions
 
 
 def _spans(segments: list[Segment], positions: Ints) -> Ints | None:
     """(2, T) positions from, and up to, of the span of each token of a step; None: all are alone.
 
-    Arguments as of `_rope_positions`.
+    For the arguments see `_rope_positions`.
     """
-    found = None
+    spans = None
     for segment in segments:
         pictures = segment.sequence.pictures
         if pictures is None or not pictures.spans or segment.start >= segment.sequence.num_prompt:
             continue
-        found = np.stack([positions, positions + 1]) if found is None else found
+        spans = np.stack([positions, positions + 1]) if spans is None else spans
         rows = slice(segment.row, segment.row + segment.num_tokens)
-        found[:, rows] = pictures.seen_spans(segment.start, segment.stop)
-    return found
+        spans[:, rows] = pictures.seen_spans(segment.start, segment.stop)
+    return spans
 
 
 @dataclass(slots=True)
@@ -549,7 +549,7 @@ class StepInputs:
     rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
     num_rows: int  # R; 0: the step samples nothing
     prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
-    rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
+    rope_variants: Ints | None = None  # (T,) see `Model`; None: 0 for all
     adapters: Ints | None = None  # (T,) the same
     feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
     num_deep: int = 0  # the first layers: after each, more of the features is added

@@ -32,7 +32,7 @@ class KeptFeatures:
     """The features of one picture.
 
     Attributes:
-        arrays: (N, hidden) each, as of `FeatureArrays`.
+        arrays: (N, hidden) each, see `FeatureArrays`.
         users: running sequences that are still to compute tokens of it.
     """
 
@@ -182,9 +182,9 @@ class PictureFeatures(FeatureSource):
         key, (picture, _) = next(iter(self.wanted.items()))
         if self._pass is None:
             self._pass = TowerPass(key, self._run(picture))
-        found = _next_piece(self._pass.pieces)
-        if found is not None:
-            self._keep(key, found)
+        features = _next_piece(self._pass.pieces)
+        if features is not None:
+            self._keep(key, features)
 
     def _run(self, picture: Picture) -> Generator[mx.array, None, list[Features]]:
         """The tower over all tiles of a picture, one after the other."""
@@ -224,13 +224,13 @@ class PictureFeatures(FeatureSource):
             pictures = segment.sequence.pictures
             if pictures is None:
                 continue
-            for found in pictures.features(segment.start, segment.stop):
-                rows.append(found.places - segment.start + segment.row)
-                key = _key(found.picture, segment.sequence)
+            for features in pictures.features(segment.start, segment.stop):
+                rows.append(features.places - segment.start + segment.row)
+                key = _key(features.picture, segment.sequence)
                 kept = self._kept[key]
                 self._kept.move_to_end(key)
-                parts.append([array[found.first : found.stop] for array in kept.arrays])
-                if found.stop == found.picture.num_features:
+                parts.append([array[features.first : features.stop] for array in kept.arrays])
+                if features.stop == features.picture.num_features:
                     kept.users.discard(segment.sequence)
         if not parts:
             return None
@@ -264,5 +264,5 @@ def _next_piece(pieces: Generator[mx.array, None, list[Features]]) -> list[Featu
         mx.eval(next(pieces))
         return None
     except StopIteration as end:
-        found: list[Features] = end.value
-        return found
+        features: list[Features] = end.value
+        return features

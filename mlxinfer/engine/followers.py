@@ -106,7 +106,7 @@ class Followers:
         """Let the other ranks run a step too; raises RanksFailedError if one of them cannot."""
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
+        """End the oldest step that was sent and not read; `num_kept`: see `KVCache.commit`."""
 
     def carry_out(self, work: CacheWork) -> None:
         """Let the other ranks do work on their caches that belongs to no step."""

@@ -342,9 +342,9 @@ class KVManager:
     def _remember(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
         self._prompts.pop(place, None)
         self._prompts[place] = prompt
-        own = [other for other in self._prompts if other[0] == place[0]]
-        if len(own) > MAX_PLACES:
-            del self._prompts[own[0]]
+        places = [other for other in self._prompts if other[0] == place[0]]
+        if len(places) > MAX_PLACES:
+            del self._prompts[places[0]]
 
     def prompt_of(self, place: Place) -> tuple[Namespace | None, list[int]]:
         """Namespace and ids, as far as computed, of the last request of a slot that ended.

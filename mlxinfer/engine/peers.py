@@ -378,8 +378,8 @@ class PeerFetches:
             return
         link_s = max(
             (
-                peer.sending.seconds_for(self._num_bytes(own)) or 0.0
-                for peer, own in self._by_peer(fetch, places).items()
+                peer.sending.seconds_for(self._num_bytes(peer_places)) or 0.0
+                for peer, peer_places in self._by_peer(fetch, places).items()
             ),
             default=0.0,
         )
@@ -388,16 +388,18 @@ class PeerFetches:
 
     def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
         """Those of some places that only peers have."""
-        found: dict[Peer, list[Place]] = {}
+        places_by_peer: dict[Peer, list[Place]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))
             if peer is not None and not fetch.search.known.get(place):
-                found.setdefault(peer, []).append(place)
-        return found
+                places_by_peer.setdefault(peer, []).append(place)
+        return places_by_peer
 
     async def _take(self, fetch: Fetch, places: Seq[Place]) -> None:
-        found = self._by_peer(fetch, places)
-        await asyncio.gather(*(self._take_from(fetch, *each) for each in found.items()))
+        places_by_peer = self._by_peer(fetch, places)
+        await asyncio.gather(
+            *(self._take_from(fetch, *peer_places) for peer_places in places_by_peer.items())
+        )
 
     async def _take_from(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
         """Take pages from one peer by several requests, the first pages first."""
@@ -405,7 +407,7 @@ class PeerFetches:
         batches = [places[i : i + most] for i in range(0, len(places), most)]
         began_s, before = time.monotonic(), peer.counts["bytes"]
         try:
-            await asyncio.gather(*(self._take_batch(fetch, peer, each) for each in batches))
+            await asyncio.gather(*(self._take_batch(fetch, peer, batch) for batch in batches))
         finally:
             peer.sending.add(peer.counts["bytes"] - before, time.monotonic() - began_s)
 

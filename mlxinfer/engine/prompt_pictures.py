@@ -64,11 +64,11 @@ class PromptPictures:
         placed, key_ids = request.pictures, list(request.prompt_ids)
         places = [feature_places(*one) for one in placed]
         spans: list[tuple[int, int]] = []
-        for (picture, _), own in zip(placed, places, strict=True):
-            for place, key in zip(own.tolist(), feature_keys(picture), strict=True):
+        for (picture, _), picture_places in zip(placed, places, strict=True):
+            for place, key in zip(picture_places.tolist(), feature_keys(picture), strict=True):
                 key_ids[place] = key
             if sees_spans and picture.sees_itself:
-                spans += _runs(own)
+                spans += _runs(picture_places)
         has_turns = any(picture.turns is not None for picture, _ in placed)
         return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_turns)
 
@@ -96,18 +96,18 @@ class PromptPictures:
 
     def seen_spans(self, start: int, stop: int) -> Ints:
         """(2, stop - start) positions from, and up to, of the span of each token."""
-        own = np.arange(start, stop, dtype=np.int32)
-        found = np.stack([own, own + 1])
+        positions = np.arange(start, stop, dtype=np.int32)
+        spans = np.stack([positions, positions + 1])
         for low, high in self.spans:
             rows = slice(max(low - start, 0), max(high - start, 0))
-            found[:, rows] = [[low], [high]]
-        return found
+            spans[:, rows] = [[low], [high]]
+        return spans
 
 
 def feature_places(picture: Picture, start: int) -> Ints:
     """(N,) positions of a picture's features, where its tokens begin at `start`."""
-    found = np.flatnonzero(np.asarray(picture.token_ids) == picture.feature_id) + start
-    return found.astype(np.int32)
+    positions = np.flatnonzero(np.asarray(picture.token_ids) == picture.feature_id) + start
+    return positions.astype(np.int32)
 
 
 def feature_keys(picture: Picture) -> list[int]:

@@ -254,14 +254,14 @@ class Launched:
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
-        found: dict[int, TokenLogprobs] = {}
+        logprobs_of: dict[int, TokenLogprobs] = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
-            found = self.sampled.logprobs.read()
+            logprobs_of = self.sampled.logprobs.read()
         if self.constrained is not None and self.constrained.logprobs is not None:
             first = self.batch.sampling.num_free
             constrained = self.constrained.logprobs.read()
-            found.update({first + row: logprobs for row, logprobs in constrained.items()})
-        return found
+            logprobs_of.update({first + row: logprobs for row, logprobs in constrained.items()})
+        return logprobs_of
 
 
 @dataclass(slots=True)

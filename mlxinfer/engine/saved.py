@@ -110,10 +110,10 @@ def root_of(loop: "Loop", prompt: SavedPrompt, salt: str | None) -> bytes:
     """
     store, _ = open_store(loop)
     prefix = loop.scheduler.kv_manager.prefix
-    for saved, own, what in zip(prompt.identity, store.identity, IDENTITY, strict=False):
-        if saved != own:
+    for saved, expected, what in zip(prompt.identity, store.identity, IDENTITY, strict=False):
+        if saved != expected:
             raise InvalidRequestError(
-                f"The session was saved with {what} {shown(saved)}; here it is {shown(own)}."
+                f"The session was saved with {what} {shown(saved)}; here it is {shown(expected)}."
             )
     return prefix.root_of(namespace_of(prompt.adapter, prompt.rope_variant, salt))
 

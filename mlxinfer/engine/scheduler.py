@@ -553,7 +553,7 @@ class Scheduler:
         do those that gave NaN.
 
         Proposals are cut at the full length of the answer, and where a grammar forbids one.
-        `num_decoding` as of `_next_decodes`.
+        `num_decoding`: see `_next_decodes`.
         """
         proposer = self._proposer
         known = [s for s in decoding if not (s.num_pending or s.alone)]
@@ -562,14 +562,14 @@ class Scheduler:
         depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:
             return {}
-        found: dict[Sequence, Proposal] = {}
+        proposals: dict[Sequence, Proposal] = {}
         for sequence, proposed in zip(known, proposer.propose(known, depth), strict=True):
             usable = proposed.cut(min(depth, sequence.max_known - sequence.num_known - 1))
             if sequence.request.grammar is not None:
                 usable = usable.cut(num_allowed(sequence.request, usable.token_ids))
             if usable.token_ids:
-                found[sequence] = usable
-        return found
+                proposals[sequence] = usable
+        return proposals
 
     def _verification(self, sequence: Sequence, proposal: Proposal) -> Segment:
         """The newest token and its proposals, as many as free pages allow without preemption."""
@@ -641,8 +641,10 @@ class Scheduler:
         if self._num_stages == 1:  # each step is of all rows
             self._steady = []
         else:
-            own = set(batch.sequences)
-            self._steady = [steady for steady in self._steady if own.isdisjoint(steady.sequences)]
+            sequences = set(batch.sequences)
+            self._steady = [
+                steady for steady in self._steady if sequences.isdisjoint(steady.sequences)
+            ]
         if not batch.ragged:
             self._steady = [*self._steady, batch.decodes][-self._num_stages :]
 

@@ -108,9 +108,9 @@ class SavedSession:
     def of(cls, head: Entry | None) -> "SavedSession":
         """The session of an entry; raises DamagedSessionError if it holds none."""
         with contextlib.suppress(msgspec.DecodeError):
-            found = None if head is None else msgspec.json.decode(bytes(head.payload), type=cls)
-            if found is not None and found.prompt.is_sound:
-                return found
+            session = None if head is None else msgspec.json.decode(bytes(head.payload), type=cls)
+            if session is not None and session.prompt.is_sound:
+                return session
         raise DamagedSessionError(
             "This is no saved session: its beginning is damaged, or it is a file of another kind "
             "or of another version of mlxinfer."
@@ -133,8 +133,8 @@ class SavedSessions:
 
     def all_of(self, owner: str | None) -> list[SavedSession]:
         """The sessions of an owner, by name; those that cannot be read are left out."""
-        found = [session for _, session in self._readable() if session.owner == owner]
-        return sorted(found, key=lambda session: session.name)
+        sessions = [session for _, session in self._readable() if session.owner == owner]
+        return sorted(sessions, key=lambda session: session.name)
 
     def rename_owners(self, owner_now: Callable[[str], str]) -> None:
         """Give each owner that an earlier version stored the name that it has now."""
@@ -214,11 +214,11 @@ class SavedSessions:
         """Check every entry, and give the tier those it has lost; raises DamagedSessionError."""
         place = self._place(session.name, session.owner)
         for _, key in session.prompt.keys(session.prompt.root):
-            own = place / _name(key)
+            pinned = place / _name(key)
             with contextlib.suppress(FileNotFoundError):
-                if decode(own.read_bytes(), key) is not None:
-                    link = own.with_suffix(f".{secrets.token_hex(8)}")  # others may load it, too
-                    os.link(own, link)
+                if decode(pinned.read_bytes(), key) is not None:
+                    link = pinned.with_suffix(f".{secrets.token_hex(8)}")  # others may load it, too
+                    os.link(pinned, link)
                     os.replace(link, tier.path(key))  # of two names of one file it does nothing
                     link.unlink(missing_ok=True)
                     continue

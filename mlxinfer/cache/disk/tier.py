@@ -352,7 +352,7 @@ class DiskTier:
             self._scan()
 
     def _scan(self, *, remove_temps: bool = False) -> None:
-        found: list[tuple[int, str, int]] = []
+        files: list[tuple[int, str, int]] = []
         for folder in self._folders():
             for name in self._names(folder):
                 path = os.path.join(folder, name)
@@ -361,9 +361,9 @@ class DiskTier:
                         self._files.remove(path)
                     elif _ENTRY.fullmatch(name):
                         num_bytes, used_ns = self._files.info(path)
-                        found.append((used_ns, path, num_bytes))
+                        files.append((used_ns, path, num_bytes))
         with self._lock:
-            self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))
+            self._sizes = OrderedDict((path, size) for _, path, size in sorted(files))
             self._num_bytes = sum(self._sizes.values())
 
     def _empty_others(self) -> None:

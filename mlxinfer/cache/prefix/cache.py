@@ -410,13 +410,13 @@ class PrefixCache:
                 continue
             page = self._page(names, number, self.page_size, lease.priority)
             for group, table in enumerate(lease.tables):
-                own, had = table.page_at(number), page.ids[group]
-                if own is not None and had is not None:
-                    table.replace(number, had)
-                    self.allocators[group].release([own])
+                page_id, known_id = table.page_at(number), page.ids[group]
+                if page_id is not None and known_id is not None:
+                    table.replace(number, known_id)
+                    self.allocators[group].release([page_id])
                     replaced = True
-                if own is not None:
-                    self.fill(page, group, own if had is None else had)
+                if page_id is not None:
+                    self.fill(page, group, page_id if known_id is None else known_id)
                     self.use([(page, group)])
         lease.num_pages = max(lease.num_pages, stop)
         return replaced
@@ -434,9 +434,9 @@ class PrefixCache:
             return
         page = self._page(names, lease.num_pages, count, lease.priority)
         for group, table in enumerate(lease.tables):
-            own = table.page_at(lease.num_pages)
-            if own is not None:
-                self.fill(page, group, own)
+            page_id = table.page_at(lease.num_pages)
+            if page_id is not None:
+                self.fill(page, group, page_id)
                 self.use([(page, group)], anchored=True)
 
     def add_state(self, names: PageNames, num_tokens: int, priority: int = 0) -> Page | None:
@@ -479,12 +479,12 @@ class PrefixCache:
             if self.states is not None and len(self.groups) in page.unused:
                 self._offer(page, len(self.groups))
 
-    def insert(self, names: PageNames, number: int, group: int, own: int) -> Page | None:
+    def insert(self, names: PageNames, number: int, group: int, page_id: int) -> Page | None:
         """Name a page that the caller needs until `let_go`; None: the group has one of the name."""
         page = self._page(names, number, self.page_size, 0)
         if page.ids[group] is not None:
             return None
-        self.fill(page, group, own)
+        self.fill(page, group, page_id)
         self.use([(page, group)], anchored=True)
         return page
 

@@ -67,7 +67,7 @@ def test_nothing_waits_for_a_writer_that_did_not_start(
     assert tier.flush(timeout_s=0)
     key = put(tier, [1, 2], b"stored")
     assert tier.flush(timeout_s=60)
-    assert tier.stores(key)
+    assert tier.has(key)
 
 
 # -- entries ------------------------------------------------------------------------------------

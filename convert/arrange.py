@@ -160,7 +160,7 @@ def arrange(source: SourceModel) -> ArrangedSource:
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
     if not config.tie_word_embeddings and _gives_vectors(source, rename):
-        config = replace(config, headless=True)
+        config = replace(config, without_lm_head=True)
     sees = has_tower(source)
     prefix = _TEXT if sees else _prefix(source)
     groups = expert_groups(source.tensors)
@@ -185,8 +185,8 @@ def arrange(source: SourceModel) -> ArrangedSource:
 
 def _gives_vectors(source: SourceModel, rename: Rename) -> bool:
     """Whether the source has no output matrix because it gives vectors, as modules.json says."""
-    has_head = any(rename(name) == "lm_head.weight" for name in source.tensors)
-    return not has_head and "modules.json" in source.side_files()
+    has_mtp = any(rename(name) == "lm_head.weight" for name in source.tensors)
+    return not has_mtp and "modules.json" in source.side_files()
 
 
 def has_tower(source: SourceModel) -> bool:

@@ -166,7 +166,7 @@ class Conversion:
         if not self.compares:
             return False
         config = self.arranged.family_config
-        return not (config.headless or config.bidirectional)
+        return not (config.without_lm_head or config.bidirectional)
 
     def check_room(self) -> None:
         """Raise if OUT cannot be made, or the disk or the memory is too small."""
@@ -293,8 +293,8 @@ class Conversion:
         try:
             if self.arranged.definition is not None:
                 return check_opens(folder, plan, str(self.out))
-            headless = self.arranged.family_config.headless
-            config = replace(load_config(folder), headless=headless)
+            without_lm_head = self.arranged.family_config.without_lm_head
+            config = replace(load_config(folder), without_lm_head=without_lm_head)
             check_complete(config, shapes, str(self.out))
             if any(output.seeing for output in self.arranged.outputs):
                 whole = Fields(read_json(folder / "config.json"), "config.json")

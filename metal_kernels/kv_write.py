@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .heads import Heads, HeadsForm
+from .attention_heads import Heads, HeadsForm
 from .launch import Launch, MetalKernel, TemplateValue
 from .stored import KVFormat, part_names
 

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .heads import Heads, HeadsForm
+from .attention_heads import Heads, HeadsForm
 from .kv_write import Stored, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
 from .stored import FORMATS

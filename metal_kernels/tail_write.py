@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from .heads import Heads, HeadsForm
+from .attention_heads import Heads, HeadsForm
 from .kv_write import (
     HEADS_AT_ONCE,
     LANES,

@@ -18,7 +18,7 @@ FEATURES = (  # folders and files of the package
     "cache/disk/", "cache/state.py", "cache/latent.py",
     "images/", "models/towers/", "session/pictures.py",
     "engine/features.py", "engine/prompt_pictures.py",
-    "speculation/draft.py", "speculation/heads.py", "speculation/block.py",
+    "speculation/draft.py", "speculation/predictor.py", "speculation/block.py",
     "text/tools/",
 )  # fmt: skip
 MOST_FILES = 53

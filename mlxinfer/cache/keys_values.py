@@ -14,13 +14,13 @@ from ..config import KVOptions
 from ..core import KVSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.attention_cases import PAGED, PREFILL, AttentionForm
+from ..metal_kernels.attention_heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.attention_plan import (
     MAX_QUERIES,
     AttentionPlan,
     threadgroup_shape,
     tile_queries,
 )
-from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write import kv_write
 from ..metal_kernels.paged_attention import (
     MAX_ROWS,

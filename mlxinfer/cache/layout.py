@@ -20,7 +20,7 @@ from ..core import (
     PooledSpec,
     StateSpec,
 )
-from ..metal_kernels.heads import Heads
+from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant

@@ -20,9 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..core import PagedSpec
+from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.gathered_attention import gathered_pages
-from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
 from ..metal_kernels.variants import ReadyFor, Variant, never

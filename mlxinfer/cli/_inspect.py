@@ -15,7 +15,7 @@ from ..memory.roofline import Work
 from ..models import load_any_config
 from ..models.jsonfields import MAX_JSON_BYTES, read_json
 from ..models.language import LanguageConfig
-from ..models.registry import heads_read, heads_text, language_name, layer_ahead
+from ..models.registry import language_name, layer_ahead, predictors_read, predictors_text
 from ..models.towers.loading import tower_bytes
 from ..models.weights.files import (
     TensorInfo,
@@ -131,8 +131,8 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
 
 def _heads(names: list[str], config: LanguageConfig) -> str | None:
     """Return what is said of the heads of a checkpoint with these tensors, None if it has none."""
-    count, read = heads_read(names, config)
-    return heads_text(count, read) if count else None
+    count, read = predictors_read(names, config)
+    return predictors_text(count, read) if count else None
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:

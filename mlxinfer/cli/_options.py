@@ -167,8 +167,9 @@ ENGINE_NAMES = (
     "kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir",
     "prefill_chunk", "dtype",
 )  # fmt: skip
-RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "prefill_chunk")
-RARE += ("dtype",)  # flags that no --help lists; docs/options.md does
+# Flags that no --help lists; docs/options.md does.
+RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "prefill_chunk",
+        "dtype")  # fmt: skip
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
 USUAL = ("max_tokens", "temperature", "seed", "stop")  # of SAMPLING: in no group

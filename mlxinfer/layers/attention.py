@@ -7,7 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..core import CacheSpec, KVSpec
-from ..metal_kernels.heads import Heads, HeadsForm
+from ..metal_kernels.attention_heads import Heads, HeadsForm
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import KVFormat
 from ..metal_kernels.variants import KernelUse, ModelForm

@@ -209,7 +209,7 @@ def whole_tables(
         return model.part, 0
     if not isinstance(model.embed_tokens, SplitEmbedding):
         return model, 0
-    config = replace(load_config(folder), headless=not has_logits)
+    config = replace(load_config(folder), without_lm_head=not has_logits)
     builder = family(config.model_type)
     options = {"quantization": config.quantization, "dtype": FLOATS[model.activation_dtype]}
     tables = load_tables(load_tensors(folder), config, builder, **options)
@@ -297,17 +297,17 @@ def _opened(
 
 def _note_heads(names: Iterable[str], config: "ModelConfig") -> None:
     """Say which heads of a checkpoint are not read; `names`: of its tensors."""
-    from .registry import heads_read, heads_text
+    from .registry import predictors_read, predictors_text
 
-    count, read = heads_read(names, config)
+    count, read = predictors_read(names, config)
     if read < count:
-        log.warning("%s: the checkpoint has %s", config.model_type, heads_text(count, read))
+        log.warning("%s: the checkpoint has %s", config.model_type, predictors_text(count, read))
 
 
 def _require_text(config: "ModelConfig", folder: Path) -> None:
     from ..errors import UnsupportedModelError
 
-    if config.headless or config.bidirectional:
+    if config.without_lm_head or config.bidirectional:
         raise UnsupportedModelError(
             f"The model in {folder} gives embeddings, no text: LLM(...).embed(texts), or "
             "/v1/embeddings of a server."

@@ -50,7 +50,7 @@ class ModelConfig:
     ropes: tuple[RopeSpec | None, ...]  # None: a layer without positions
     chunked: bool = False  # windows are chunks, see `KVSpec`
     bidirectional: bool = False  # tokens see those after them too, as many as before
-    headless: bool = False  # without an output projection: hidden states are all it gives
+    without_lm_head: bool = False  # without an output projection: hidden states are all it gives
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False

@@ -22,9 +22,9 @@ from ..layers.step import Rope
 from .config import ModelConfig, normalise
 from .decoder import Model
 from .families.qwen import Qwen3
-from .heads import checked_taps, weights_beside
 from .jsonfields import Fields, read_json
 from .language import arrays
+from .predictor import checked_taps, weights_beside
 
 KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
 _OF_ASSISTANT: dict[str, Any] = {  # of Muse Glimmer: what its config may leave out

@@ -107,7 +107,11 @@ class Encoder(Family):
         """Bidirectional, without logits, and with the epsilon of layer norms."""
         eps = config.fields.number("layer_norm_eps", low=0.0, high=1.0, default=1e-12)
         return replace(
-            config, rms_norm_eps=eps, bidirectional=True, headless=True, tie_word_embeddings=False
+            config,
+            rms_norm_eps=eps,
+            bidirectional=True,
+            without_lm_head=True,
+            tie_word_embeddings=False,
         )
 
     @classmethod

@@ -22,7 +22,7 @@ from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
-from ..metal_kernels.heads import HeadsForm
+from ..metal_kernels.attention_heads import HeadsForm
 from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .jsonfields import Fields
@@ -48,9 +48,9 @@ class Family:
         sinks: attention has learned logits that take part in each softmax.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
-        has_head: a head that predicts further ahead is read, where a checkpoint has one.
-        head_norm_offset: the same in such a head; None: as in the model.
-        head_before_norm: such a head reads hidden states before the last norm, not behind it.
+        has_mtp: a predictor (MTP) is read, where a checkpoint has one.
+        mtp_norm_offset: the same in a predictor; None: as in the model.
+        mtp_before_norm: a predictor reads hidden states before the last norm, not behind it.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
         folded: ends of the paths of matrices that are no projections of the decoder.
@@ -75,9 +75,9 @@ class Family:
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
-    has_head: ClassVar[bool] = False
-    head_norm_offset: float | None = None
-    head_before_norm: ClassVar[bool] = False
+    has_mtp: ClassVar[bool] = False
+    mtp_norm_offset: float | None = None
+    mtp_before_norm: ClassVar[bool] = False
     axes_in_turn: ClassVar[bool] = False
     scaled_embeddings: ClassVar[bool] = False
     windows: ClassVar[bool] = True
@@ -153,8 +153,8 @@ class Family:
         return config
 
     @classmethod
-    def head_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
-        """What each layer of a head is, see `ModelConfig.blocks`; none: it has one layer."""
+    def mtp_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
+        """What each layer of a predictor is, see `ModelConfig.blocks`; none: it has one layer."""
         return ()
 
     # -- the checkpoint -------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Family:
         Raises:
             CheckpointError: a tensor is missing, misshapen or left over.
         """
-        tied = config.tie_word_embeddings and not config.headless
+        tied = config.tie_word_embeddings and not config.without_lm_head
         tied = tied and weights.same_matrix("lm_head", "model.embed_tokens")
         return cls(replace(config, tie_word_embeddings=tied), weights)._model()
 
@@ -204,10 +204,10 @@ class Family:
         layers = [weights.layer(index, self.layer) for index in range(config.num_layers)]
         norm = self.last_norm()
         self._drop_prediction_layers()
-        if tied or config.headless:
+        if tied or config.without_lm_head:
             weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
         lm_head = table.as_linear() if tied else None
-        if not tied and not config.headless:
+        if not tied and not config.without_lm_head:
             lm_head = weights.head("lm_head", (config.vocab_size, config.hidden_size))
         weights.finish()
         model = Model(
@@ -248,8 +248,8 @@ class Family:
         """Residual streams of a token, side by side."""
         return 1
 
-    def head_norm(self, path: str) -> Norm | None:
-        """Before the logits of the head at `path`; None: the model's last norm (ERNIE 4.5)."""
+    def mtp_norm(self, path: str) -> Norm | None:
+        """Before the logits of the predictor at `path`; None: the model's last norm (ERNIE 4.5)."""
         norm = f"{path}.shared_head.norm"
         return self.norm(norm) if f"{norm}.weight" in self.weights else None
 

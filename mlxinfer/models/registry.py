@@ -277,7 +277,7 @@ def layer_ahead(name: str, num_layers: int) -> int | None:
     return None if index < 0 else index
 
 
-def heads_read(names: Iterable[str], config: Any) -> tuple[int, int]:
+def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
     """How many heads of a checkpoint predict tokens further ahead, and how many of them are read.
 
     Args:
@@ -286,14 +286,14 @@ def heads_read(names: Iterable[str], config: Any) -> tuple[int, int]:
     """
     layers = {layer_ahead(name, config.num_layers) for name in names} - {None}
     kind = family(config.model_type) if config.definition == "native" else None
-    if kind is None or not kind.has_head:
+    if kind is None or not kind.has_mtp:
         return len(layers), 0
-    num_heads = -(-len(layers) // max(len(kind.head_blocks(config)), 1))
+    num_heads = -(-len(layers) // max(len(kind.mtp_blocks(config)), 1))
     return num_heads, int(0 in layers)
 
 
-def heads_text(count: int, read: int) -> str:
-    """What `heads_read` found, in words."""
+def predictors_text(count: int, read: int) -> str:
+    """What `predictors_read` found, in words."""
     what = f"{count} heads that predict" if count > 1 else "a head that predicts"
     if read == count:
         return f"{what} tokens further ahead (--speculate mtp)"

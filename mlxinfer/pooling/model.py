@@ -219,7 +219,7 @@ def _config(folder: Path, pooling: PoolingConfig) -> ModelConfig:
             f"do: {', '.join(FAMILIES)}."
         )
     config = load_config(folder)
-    return config if pooling.head is Head.TOKENS else replace(config, headless=True)
+    return config if pooling.head is Head.TOKENS else replace(config, without_lm_head=True)
 
 
 def _head_name(name: str) -> str | None:

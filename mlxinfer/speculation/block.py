@@ -17,7 +17,7 @@ from ..engine.batch import Batch, Proposal, Sequence
 from ..models.dflash import BlockDraft, KeysValues
 from .controller import Key
 from .draft import keys_within
-from .heads import FOLLOW_AT, HeldStates, keep_states
+from .predictor import FOLLOW_AT, HeldStates, keep_states
 from .speculation import ProposalSource
 
 NAME = "dflash"

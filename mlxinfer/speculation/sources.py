@@ -15,15 +15,16 @@ from ..errors import InvalidRequestError
 from ..models import load, whole_tables
 from ..models.decoder import Model
 from ..models.dflash import load_dflash
-from ..models.heads import load_eagle, load_prediction_head
+from ..models.eagle import load_eagle
 from ..models.language import LanguageModel
+from ..models.mtp import load_mtp
 from ..models.stage import StageModel
 from .block import BlockProposer
 from .controller import Controller, FixedDepth
 from .draft import DraftProposer
-from .heads import HeadProposer
 from .ngram import ForcedProposer, NgramProposer
 from .options import MAX_PROPOSALS, SpeculationOptions, kind_of
+from .predictor import PredictorProposer
 from .speculation import ProposalSource, Speculation
 
 
@@ -32,7 +33,7 @@ class Draft:
     """A network that proposes tokens."""
 
     kind: str  # "draft", "mtp", "eagle" or "dflash"
-    network: Any  # a LanguageModel, a DraftHead or a BlockDraft
+    network: Any  # a LanguageModel, a Predictor or a BlockDraft
     num_bytes: int  # of its weights, and of tables that were read for it
 
 
@@ -118,7 +119,7 @@ def load_draft(
     known = _with_hidden_states(model, kind)
     tables, num_bytes = whole_tables(known, folder, has_logits=kind != "eagle")
     if kind == "mtp":
-        head: Any = load_prediction_head(folder, tables)
+        head: Any = load_mtp(folder, tables)
     else:
         assert options.draft is not None
         head = (load_eagle if kind == "eagle" else load_dflash)(options.draft, tables)
@@ -187,4 +188,4 @@ def _draft_source(
     if draft.kind == "draft":
         return DraftProposer(network, config, cost=network.num_bytes / step_bytes, **how)
     cost = network.bytes_read / step_bytes
-    return HeadProposer(network, config, name=draft.kind, cost=cost, **how)
+    return PredictorProposer(network, config, name=draft.kind, cost=cost, **how)

@@ -21,7 +21,7 @@ from mlxinfer.cli._inspect import count_weights, summarise
 from mlxinfer.memory import human_bytes, weights_bytes
 from mlxinfer.memory.roofline import machine
 from mlxinfer.models.config import load_config
-from mlxinfer.models.registry import heads_read
+from mlxinfer.models.registry import predictors_read
 from mlxinfer.models.zoo.definitions import module_of
 
 CONFIG = {
@@ -202,9 +202,9 @@ def test_heads_are_named_and_what_of_them_is_read(tmp_path: Path, outcome: Any) 
 def test_heads_of_models_that_mlx_lm_runs_are_not_read() -> None:
     """Ling 2.6 has the type of a native family."""
     config = SimpleNamespace(model_type="bailing_hybrid", num_layers=2, definition="mlx-lm")
-    assert heads_read(["model.layers.2.eh_proj.weight"], config) == (1, 0)
+    assert predictors_read(["model.layers.2.eh_proj.weight"], config) == (1, 0)
     config.definition = "native"
-    assert heads_read(["model.layers.2.eh_proj.weight"], config) == (1, 1)
+    assert predictors_read(["model.layers.2.eh_proj.weight"], config) == (1, 1)
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -19,7 +19,7 @@ from speculation.head_names import MTP_CASES, mtp_tensors, num_streams
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
-from mlxinfer.models.heads import load_prediction_head
+from mlxinfer.models.mtp import load_mtp
 
 pytestmark = pytest.mark.ci
 
@@ -193,7 +193,7 @@ def test_a_kept_head_predicts_as_that_of_the_source(case: str, recipe: str, tmp_
 def head_logits(folder: Path) -> np.ndarray:
     """Of the head in a folder, over random hidden states."""
     model = load(folder, dtype="float32")
-    head = load_prediction_head(folder, model)
+    head = load_mtp(folder, model)
     width = num_streams(json.loads((folder / "config.json").read_text())) * model.config.hidden_size
     hidden = np.random.default_rng(0).standard_normal((12, width))
     head.feed(mx.array(hidden.astype(np.float32)))

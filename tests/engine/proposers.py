@@ -21,13 +21,15 @@ from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
-from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
+from mlxinfer.models.eagle import load_eagle
 from mlxinfer.models.language import LanguageModel
+from mlxinfer.models.mtp import load_mtp
+from mlxinfer.models.predictor import Predictor
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook
 from mlxinfer.speculation.draft import DraftProposer
-from mlxinfer.speculation.heads import HeadProposer
 from mlxinfer.speculation.ngram import ForcedProposer, NgramProposer
+from mlxinfer.speculation.predictor import PredictorProposer
 from mlxinfer.speculation.speculation import ProposalSource, Speculation
 
 DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")
@@ -93,7 +95,7 @@ class HalfRightDraft(HalfRight, DraftProposer):
     """A draft."""
 
 
-class HalfRightHead(HalfRight, HeadProposer):
+class HalfRightHead(HalfRight, PredictorProposer):
     """A head."""
 
 
@@ -118,14 +120,14 @@ def sizes_of(rng: random.Random) -> EngineConfig:
 
 
 @cache
-def eagle_of(model: Model) -> DraftHead:
+def eagle_of(model: Model) -> Predictor:
     """A random EAGLE-3 head for any model."""
     sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
     return load_eagle(eagle_checkpoint(Path(mkdtemp()), sizes, drafted=40), model)
 
 
 @cache
-def mtp_of(model: Model) -> DraftHead:
+def mtp_of(model: Model) -> Predictor:
     """A random MTP module for a model of a family that has them."""
     how = None if model.config.quantization is None else {"group_size": 32, "bits": 4}
     case = WITH_MTP[model.config.model_type]
@@ -133,7 +135,7 @@ def mtp_of(model: Model) -> DraftHead:
     if model.config.qkv_bias or tiny_config(case).get("q_lora_rank") != of_queries:
         case = case.replace("-v4", "-v5")  # the module is like the model's layers
     folder = mtp_checkpoint(Path(mkdtemp()), case, how=how)
-    return load_prediction_head(folder, model)
+    return load_mtp(folder, model)
 
 
 def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -> HalfRightHead:

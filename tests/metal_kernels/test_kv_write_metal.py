@@ -14,7 +14,7 @@ from mlxinfer.cache.paged import unrotated
 from mlxinfer.core import KVSpec
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
-from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, HeadsForm, hadamard_order
+from mlxinfer.metal_kernels.attention_heads import MAX_DIM, Heads, HeadsForm, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Stored, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.stored import FORMATS

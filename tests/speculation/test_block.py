@@ -27,8 +27,8 @@ from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import load_dflash
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import FixedDepth
-from mlxinfer.speculation.heads import FOLLOW_AT
 from mlxinfer.speculation.options import kind_of
+from mlxinfer.speculation.predictor import FOLLOW_AT
 from mlxinfer.speculation.speculation import Speculation
 
 CASE = "qwen3-v5"

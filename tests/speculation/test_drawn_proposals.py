@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
-from speculation.test_heads import with_eagle, with_head
+from speculation.test_predictors import with_eagle, with_head
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.models.decoder import Model
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.draft import DraftProposer
-from mlxinfer.speculation.heads import HeadProposer
+from mlxinfer.speculation.predictor import PredictorProposer
 from mlxinfer.speculation.speculation import Speculation
 
 NUM_REQUESTS = 240  # half of them speculate
@@ -24,7 +24,7 @@ def model_and_source(kind: str) -> tuple[Model, DraftProposer]:
         model, draft = (tiny_model(case, quantized=True) for case in ("qwen3-v4", "gpt_oss-v4"))
         return model, DraftProposer(draft, sizes, **how)  # type: ignore[arg-type]
     model, head = with_eagle() if kind == "eagle" else with_head(kind, right=False)
-    return model, HeadProposer(head, sizes, name=kind, **how)  # type: ignore[arg-type]
+    return model, PredictorProposer(head, sizes, name=kind, **how)  # type: ignore[arg-type]
 
 
 def params(seed: int) -> SamplingParams:

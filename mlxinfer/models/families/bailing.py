@@ -45,7 +45,7 @@ class BailingHybrid(KimiLinear):
         "kda_lower_bound": -5.0,
         "rope_interleave": True,
     }
-    has_head = True
+    has_mtp = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -104,7 +104,7 @@ class HyV3(Dots1):
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.826,
     }
-    has_head = True
+    has_mtp = True
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -211,7 +211,7 @@ class Ernie4_5MoE(Ernie4_5):
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     }
-    has_head = True
+    has_mtp = True
     dense_matrices = (".mlp.gate",)
 
     @classmethod

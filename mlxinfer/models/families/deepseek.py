@@ -76,7 +76,7 @@ class DeepseekV3(Family):
         "first_k_dense_replace": 3,
         "max_position_embeddings": 4096,
     }
-    has_head = True
+    has_mtp = True
     inner_eps: ClassVar[float | None] = _INNER_EPS  # None: that of the config
     dense_matrices = (".mlp.gate",)
     folded = (".self_attn.kv_b_proj", ".self_attn.embed_q", ".self_attn.unembed_out")

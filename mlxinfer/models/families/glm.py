@@ -102,7 +102,7 @@ class Glm4MoE(Family):
         "first_k_dense_replace": 1,
         "use_qk_norm": False,
     }
-    has_head = True
+    has_mtp = True
     dense_matrices = (".mlp.gate",)
 
     @classmethod

@@ -62,7 +62,7 @@ class KimiLinear(DeepseekV3):
         "linear_conv_kernel_dim": 4,
         "rope_interleave": False,  # nothing turns
     }
-    has_head = False  # no definition of one is published
+    has_mtp = False  # no definition of one is published
     windows = False
 
     @classmethod

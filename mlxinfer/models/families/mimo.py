@@ -47,7 +47,7 @@ class MiMoV2Flash(Dots1):
         "first_k_dense_replace": 1,
         "mtp_layer_types": [SLIDING],
     }
-    has_head = True
+    has_mtp = True
     head_norms = False
 
     @classmethod

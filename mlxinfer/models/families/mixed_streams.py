@@ -98,7 +98,7 @@ class Xing4(MixedStreams, DeepseekV3):
         "mhc_h_res_clamp_min": -30.0,
         "mhc_h_res_clamp_max": 30.0,
     }
-    has_head = False
+    has_mtp = False
 
     @classmethod
     def rename(cls, name: str) -> str | None:

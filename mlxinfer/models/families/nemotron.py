@@ -128,7 +128,7 @@ class NemotronH(Family):
         "moe_shared_expert_intermediate_size": 7688,
         "first_k_dense_replace": 0,
     }
-    has_head = True
+    has_mtp = True
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"
 
@@ -172,7 +172,7 @@ class NemotronH(Family):
         )
 
     @classmethod
-    def head_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
+    def mtp_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
         """Attention and experts, unless others are stated."""
         return tuple(_blocks(config.fields, "mtp_", ATTENTION + EXPERTS))
 

@@ -143,7 +143,7 @@ class Exaone4(PostNormFamily):
         "sliding_window_pattern": 4,
         "mtp_layer_types": [SLIDING],
     }
-    has_head = True  # EXAONE 4.5
+    has_mtp = True  # EXAONE 4.5
     head_norms = True
     attention_biases = False
 

@@ -99,7 +99,7 @@ class Mellum(Qwen3MoE):
         },
         "mtp_layer_types": [SLIDING],
     }
-    has_head = True
+    has_mtp = True
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

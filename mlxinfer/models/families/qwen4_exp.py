@@ -44,7 +44,7 @@ class Qwen4Exp(Qwen3_5MoE):
         "heads_per_ngram": 8,
     }
 
-    head_before_norm = True  # it reads all streams
+    mtp_before_norm = True  # it reads all streams
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -100,7 +100,7 @@ class Qwen4Exp(Qwen3_5MoE):
     def last_norm(self) -> Norm:
         return self._mixture("model.hyper_connection_mixer")
 
-    def head_norm(self, path: str) -> Norm:
+    def mtp_norm(self, path: str) -> Norm:
         self.weights.drop(f"{path}.hyper_connection_mixer.block_inject_weight.weight")
         return self._mixture(f"{path}.hyper_connection_mixer")
 

@@ -46,8 +46,8 @@ class Qwen3Next(Family):
         "norm_topk_prob": True,
     }
     head_norms = True
-    has_head = True
-    head_norm_offset = 1.0  # in MLX checkpoints, too
+    has_mtp = True
+    mtp_norm_offset = 1.0  # in MLX checkpoints, too
     axes_in_turn = True  # in Qwen 3.5
     windows = False
     sigmoid_gates: bool = False  # of Gated DeltaNet; else silu

@@ -44,8 +44,8 @@ class Step3p5(Laguna):
     }
     supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
     gate_activation = Family.gate_activation
-    has_head = True
-    head_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
+    has_mtp = True
+    mtp_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)

@@ -1,13 +1,13 @@
-"""Proposals of a head that goes on from the model's hidden states: MTP modules and EAGLE-3.
+"""Proposals of a predictor that goes on from the model's hidden states: MTP modules and EAGLE-3.
 
-A head runs as a draft model does, with pages and a prefix cache of its own, one position behind the
-model: at position i it reads the model's hidden states there and the token at i + 1. The hidden
-states come from the steps of the model as they are read. They are kept until the head has written
-its pages; where more than `FOLLOW_AT` wait, as in a long prompt or while nothing is proposed, the
-head runs over whole pages of them at once.
+A predictor runs as a draft model does, with pages and a prefix cache of its own, one position
+behind the model: at position i it reads the model's hidden states there and the token at i + 1.
+The hidden states come from the steps of the model as they are read. They are kept until the
+predictor has written its pages; where more than `FOLLOW_AT` wait, as in a long prompt or while
+nothing is proposed, the predictor runs over whole pages of them at once.
 
-Hidden states of a prefix that the model found computed are not there. Where the head's own prefix
-tree has that prefix, it goes on from it, else from the first position with hidden states:
+A prefix that the model reuses has no hidden states. If the predictor's own prefix cache has that
+prefix, the predictor goes on from it; otherwise it begins at the first position with hidden states:
 its proposals are somewhat worse then, and no token changes.
 """
 
@@ -20,10 +20,10 @@ from ..config import EngineConfig
 from ..engine.batch import MAX_SHORT, Batch, Sequence
 from ..engine.kernels import Chooser, choose_none
 from ..engine.runner import Launched
-from ..models.heads import DraftHead
+from ..models.predictor import Predictor
 from .draft import Counterpart, DraftProposer
 
-FOLLOW_AT = 256  # positions of a sequence that wait until the head runs over them
+FOLLOW_AT = 256  # positions of a sequence that wait until the predictor runs over them
 
 Row = tuple[mx.array, int]  # an array (n, width) and a row of it
 
@@ -79,19 +79,19 @@ def keep_states(held: dict[Sequence, HeldStates], batch: Batch, hidden: mx.array
             held[sequence].put(start, [(hidden, row + i) for i in range(count)])
 
 
-class HeadProposer(DraftProposer):
-    """Runs a head for all sequences of a step at once.
+class PredictorProposer(DraftProposer):
+    """Runs a predictor for all sequences of a step at once.
 
     Args:
         head: an MTP module or an EAGLE-3 draft.
-        config: sizes; its budget is for the head's KV cache alone.
+        config: sizes; its budget is for the predictor's KV cache alone.
         name: of the method, for stats.
         vocab_size, cost, kernels, rejects: see `DraftProposer`.
     """
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Predictor,
         config: EngineConfig,
         *,
         name: str,
@@ -108,7 +108,7 @@ class HeadProposer(DraftProposer):
         self._head = head
         self._held: dict[Sequence, HeldStates] = {}
         self._follows: dict[Sequence, Sequence] = {}  # own sequence -> the model's
-        self._output: mx.array | None = None  # (T, hidden) of the head's last step
+        self._output: mx.array | None = None  # (T, hidden) of the predictor's last step
         self._output_rows: dict[Sequence, int] = {}  # own sequence -> row of its last position
         self._ahead: Launched | None = None  # the last step that nothing waits for
 
@@ -132,7 +132,7 @@ class HeadProposer(DraftProposer):
     # -- following ------------------------------------------------------------------------------
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
-        """None: keys of proposals come from the head's own states, and the model's are better."""
+        """None: keys of proposals come from the predictor's states, and the model's are better."""
         return 0
 
     def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
@@ -140,7 +140,7 @@ class HeadProposer(DraftProposer):
         held = self._held.get(sequence)
         if held is None or not held.rows:
             return None
-        # The head's result at its first position depends on the token before it, too.
+        # The predictor's result at its first position depends on the token before it, too.
         # Hidden states depend on pictures, which its token ids do not tell apart.
         seen = [picture.digest.hex() for picture, _ in sequence.request.pictures]
         salt = f"{sequence.token_ids[0]} {sequence.namespace} {' '.join(seen)}"
@@ -180,7 +180,7 @@ class HeadProposer(DraftProposer):
         self._output = self._ahead = None
 
     def _position(self, counterpart: Counterpart) -> int:
-        """The position of the first hidden states that the head may need again."""
+        """The position of the first hidden states that the predictor may need again."""
         return counterpart.drafted.num_sealed + counterpart.offset - 1
 
     def _num_waiting(self, sequence: Sequence) -> int:
@@ -216,7 +216,7 @@ class HeadProposer(DraftProposer):
             self._held[sequence].drop_before(self._position(self._counterparts[sequence]))
             self._held[sequence].compact()
 
-    # -- steps of the head ----------------------------------------------------------------------
+    # -- steps of the predictor ------------------------------------------------------------------
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Feed the hidden states of all rows, and remember what the chain goes on from."""
@@ -229,8 +229,8 @@ class HeadProposer(DraftProposer):
         return launched
 
     def _inputs(self, batch: Batch) -> mx.array:
-        """(T, hidden) that the rows of a counted step read: the model's, or the head's own."""
-        rows: list[tuple[Row, bool]] = []  # and whether the row is the head's own
+        """(T, hidden) that the rows of a counted step read: the model's, or the predictor's own."""
+        rows: list[tuple[Row, bool]] = []  # and whether the row is the predictor's own
         starts = batch.decodes.segments.starts.tolist()
         for drafted, start in zip(batch.decodes.sequences, starts, strict=True):
             if drafted.num_pending > 1:  # its token was drawn in the step before

@@ -26,10 +26,12 @@ from mlxinfer.engine.batch import Batch
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
-from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
+from mlxinfer.models.eagle import load_eagle
+from mlxinfer.models.mtp import load_mtp
+from mlxinfer.models.predictor import Predictor
 from mlxinfer.speculation.controller import FixedDepth
-from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
 from mlxinfer.speculation.options import SpeculationOptions
+from mlxinfer.speculation.predictor import FOLLOW_AT, PredictorProposer
 from mlxinfer.speculation.sources import load_draft
 from mlxinfer.speculation.speculation import Speculation
 
@@ -40,15 +42,15 @@ REFERENCES = Path(__file__).parents[1] / "data" / "heads"
 
 
 @cache
-def with_head(case: str, *, right: bool, packed: bool = True) -> tuple[Model, DraftHead]:
+def with_head(case: str, *, right: bool, packed: bool = True) -> tuple[Model, Predictor]:
     folder = Path(mkdtemp())
     mtp_checkpoint(folder, case, right=right, how=PACKED if packed else None)
     model = load(folder)
-    return model, load_prediction_head(folder, model)
+    return model, load_mtp(folder, model)
 
 
 @cache
-def with_eagle(drafted: int = 64) -> tuple[Model, DraftHead]:
+def with_eagle(drafted: int = 64) -> tuple[Model, Predictor]:
     model = tiny_model("qwen3-v4", quantized=True)
     folder = eagle_checkpoint(
         Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=drafted, max_position_embeddings=4096
@@ -57,10 +59,10 @@ def with_eagle(drafted: int = 64) -> tuple[Model, DraftHead]:
 
 
 def speculation_of(
-    model: Model, head: DraftHead, depth: int = 4, **sizes: object
-) -> tuple[Speculation, HeadProposer]:
+    model: Model, head: Predictor, depth: int = 4, **sizes: object
+) -> tuple[Speculation, PredictorProposer]:
     sizes = {"num_pages": 400, **sizes}
-    source = HeadProposer(
+    source = PredictorProposer(
         head, config(**sizes), name="mtp", vocab_size=model.config.vocab_size, cost=0.1
     )
     return Speculation([source], FixedDepth(depth), max_depth=depth), source
@@ -162,7 +164,7 @@ def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
     """Greedy answers stay as they are; drawn ones take every proposal, since both draw alike."""
     model, head = with_head("qwen3_5_text-v4", right=True)
     vocab_size = model.config.vocab_size
-    source = HeadProposer(
+    source = PredictorProposer(
         head, config(num_pages=400), name="mtp", vocab_size=vocab_size, cost=0.1, rejects=True
     )
     speculation = Speculation([source], FixedDepth(4), max_depth=4)
@@ -175,7 +177,7 @@ def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
     assert stats["accepted"] >= 0.95 * stats["drafted"] > 0
 
 
-class Breaking(HeadProposer):
+class Breaking(PredictorProposer):
     """Raises an error where it is given hidden states."""
 
     def take(self, batch: Batch, hidden: mx.array) -> None:
@@ -198,7 +200,7 @@ def test_a_head_that_fails_is_switched_off_for_the_requests_of_the_step(
 # -- parity -------------------------------------------------------------------------------------
 
 
-def run_head(head: DraftHead, ids: Seq[int], hidden: np.ndarray, cuts: Seq[int]) -> np.ndarray:
+def run_head(head: Predictor, ids: Seq[int], hidden: np.ndarray, cuts: Seq[int]) -> np.ndarray:
     """Logits (T, V) of a head over a sequence, computed in parts."""
     cache, parts = DenseCache(head), []  # type: ignore[no-untyped-call]
     for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
@@ -264,7 +266,7 @@ def test_a_head_without_a_known_definition_is_left_out_and_loading_says_so(
     model = load(tiny.write(tmp_path, config, tiny.arrays_of(config) | more))
     assert "a head that predicts tokens further ahead, not read here" in caplog.text
     with pytest.raises(InvalidRequestError, match="is not read here"):
-        load_prediction_head(tmp_path, model)
+        load_mtp(tmp_path, model)
 
 
 @pytest.mark.parametrize("case", QWEN_CASES)
@@ -278,7 +280,7 @@ def of_head(folder: Path) -> np.ndarray:
     """Logits (T, V) of the head in a folder."""
     model = load(folder)
     ids, hidden = head_inputs(json.loads((folder / "config.json").read_text()))
-    return run_head(load_prediction_head(folder, model), ids.tolist(), hidden, [13, 14])
+    return run_head(load_mtp(folder, model), ids.tolist(), hidden, [13, 14])
 
 
 def reference_mtp(folder: Path) -> mx.array:

@@ -66,12 +66,12 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """Of the change that is left: 1 is all of it."""
+        """The share of the change that is left: 1 is all of it."""
         return self.along / self.squares if self.squares else 1.0
 
     @property
     def error(self) -> float:
-        """Of what became of the change, relative to its size: 1 is as bad as no change at all."""
+        """The error of the change, relative to its size: 1 is as bad as no change at all."""
         return float((self.errors / self.squares) ** 0.5) if self.squares else 0.0
 
     @property
@@ -178,7 +178,7 @@ class _Merging:
 
     @property
     def form(self) -> MLXFormat:
-        """Of what is quantised again."""
+        """The format of a tensor that is quantised again."""
         assert self.info.lossless is not None
         return self.info.lossless
 

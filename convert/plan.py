@@ -92,12 +92,12 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights on disk."""
+        """Bytes of all weights on disk."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_weights(self) -> int:
-        """Of the model."""
+        """How many weights the model has."""
         return sum(tensor.output.num_weights for tensor in self.tensors)
 
     @property

@@ -141,7 +141,7 @@ class Figures:
     codes_size: float = 1.0
 
     def size_of(self, form: AttentionForm) -> float:
-        """Of values, and so of outputs."""
+        """The magnitude of values, and so of outputs."""
         small = form.value_format.bits > 0 or form.dtype == mx.float16
         return self.codes_size if small else self.size
 

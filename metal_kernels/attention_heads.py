@@ -46,12 +46,12 @@ class HeadsForm(Form):
 
     @property
     def width(self) -> int:
-        """Of a token's fused projection."""
+        """Numbers of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def hadamard_order(self) -> int:
-        """Of the matrix that keys or values are multiplied by; 0: there is none."""
+        """The size of the matrix that keys or values are multiplied by; 0: there is none."""
         rotates = self.key_format.rotates or self.rotates_values
         return hadamard_order(self.joint or self.head_dim) if rotates else 0
 

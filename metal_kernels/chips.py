@@ -77,7 +77,7 @@ def this_chip() -> Chip | None:
 
 @cache
 def gpu_cores() -> int:
-    """Of this machine; where there is no Metal, of a small Mac."""
+    """The cores of this machine; where there is no Metal, those of a small Mac."""
     if not mx.metal.is_available():
         return CHIPS["M4"].cores[1]
     info = mx.device_info()

@@ -57,7 +57,7 @@ def paged_attention_gathered(
     value_dim: int | None = None,
     log_sums: bool = False,
 ) -> list[mx.array]:
-    """As `paged_attention_on_metal`, which see."""
+    """The same as `paged_attention_on_metal`."""
     value_dim = value_dim or queries.shape[-1]
     page_size, window, sinks, *_ = plan.sizes.tolist()
     attended = []

@@ -105,7 +105,7 @@ class SamplingParams:
     min_p: float = _number(0.0, low=0.0, high=1.0)
     # over prompt and answer
     repetition_penalty: float = _number(1.0, low=0, high=FLOAT32_MAX, open_low=True)
-    # last tokens of these that it looks at; 0: none, -1: all
+    # how many of the last tokens of prompt and answer it looks at; 0: none, -1: all
     repetition_window: int = _integer(-1, low=-1, high=MAX_COUNT)
     presence_penalty: float = _number(0.0, low=-100.0, high=100.0)  # over the answer
     frequency_penalty: float = _number(0.0, low=-100.0, high=100.0)  # over the answer
@@ -115,9 +115,9 @@ class SamplingParams:
     top_n_sigma: float = _number(0.0, low=0.0, high=FLOAT32_MAX)
     # keep the most typical tokens of this mass; 1: all
     typical_p: float = _number(1.0, low=0.0, high=1.0, open_low=True)
-    # that all but the least probable token above the threshold go
+    # the probability that all tokens above the threshold but the least probable one are removed
     xtc_probability: float = _number(0.0, low=0.0, high=1.0)
-    xtc_threshold: float = _number(0.1, low=0.0, high=1.0)  # above 0.5 no two tokens have it
+    xtc_threshold: float = _number(0.1, low=0.0, high=1.0)  # only one token can exceed 0.5
     # DRY: a token that would continue a repetition, of prompt or answer, loses
     # multiplier * base ** (length - allowed_length). 0: off.
     dry_multiplier: float = _number(0.0, low=0.0, high=100.0)

@@ -482,7 +482,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model; raises InvalidRequestError where it is a server's."""
+        """The model's own; raises InvalidRequestError if the model is a server's."""
         return self._session.tokenizer
 
     @property
@@ -589,7 +589,7 @@ class LLM:
 
 
 def _thumbnails(given: ChatInput) -> tuple[str, ...]:
-    """Of the pictures of a conversation, in a notebook, which shows them."""
+    """The pictures of a conversation, if this is a notebook, which shows them."""
     if not in_notebook():
         return ()
     from .display.show import thumbnails_of

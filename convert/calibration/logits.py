@@ -40,7 +40,7 @@ def blocks(
     streamed: StreamedModel,
     hidden: mx.array,
 ) -> Iterator[tuple[slice, Floats]]:
-    """Which columns, and the logits (T, columns) of hidden (T, hidden) there."""
+    """Yield a slice of columns, and the logits (T, columns) of hidden (T, hidden) in it."""
     start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
     for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
         logits = _logits_of(arranged, hidden, rows.astype(mx.float32))

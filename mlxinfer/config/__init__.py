@@ -77,8 +77,8 @@ class DiskOptions:
     folder: Path
     max_bytes: int  # of all entries together, those of other models included
     identity: Callable[[float], str | None]
-    """The identity of the weights, for pages are valid for one model only; None: it is not known
-    after so many seconds."""
+    """Waits so many seconds for the identity of the weights; None: it is not known yet. Pages are
+    valid for one model only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,8 @@ class PeerOptions:
         InvalidRequestError: an address is none.
     """
 
-    urls: tuple[str, ...] = ()  # that are asked for pages
-    prefill_at: str | None = None  # that computes long prompts
+    urls: tuple[str, ...] = ()  # servers that are asked for pages
+    prefill_at: str | None = None  # the server that computes long prompts
     identity: Callable[[float], str | None] = lambda timeout_s: None  # see `DiskOptions`
 
     @property

@@ -35,7 +35,7 @@ class GGUFName:
     quant: str | None = None  # as it stands in the name of a file
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
+        """The name as it is written on the command line."""
         if self.is_bare:
             return str(self.repo)
         return f"{self.repo}/{self.file}" if self.file else f"{self.repo}:{self.quant}"

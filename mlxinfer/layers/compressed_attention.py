@@ -151,14 +151,14 @@ class EntryIndex:
 
 
 class Compressor(Mixer):
-    """What tokens bring to the entries of their blocks, and entries of what they brought.
+    """Projects tokens to their parts of a block's entry, and pools these parts to entries.
 
-    A token brings, for each vector of a block, numbers and a gate for each of them. Where blocks
-    overlap a token brings this twice: first for the block after its own, then for its own.
+    The part of a token has, for each vector of an entry, numbers and a gate for each number. Where
+    blocks overlap, a token has two parts: one for the next block, then one for its own block.
 
     Args:
         proj: (T, hidden) -> (T, raw), in any order.
-        order: (raw,) where each number of what a token brings stands in that; None: as it is.
+        order: (raw,) the place of each number of a token's part in that output; None: as it is.
         series: of the index key, where there is one, and of the entry.
         index: None: every entry is seen.
         spec: what the cache keeps.

@@ -78,7 +78,7 @@ class Sums:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Until the end of the context, summands are not summed."""
+        """Leave summands unsummed until the context ends."""
         before, self._held = self._held, True
         try:
             yield

@@ -45,7 +45,7 @@ class Suggestion:
 
     @property
     def read_bytes(self) -> int:
-        """Of the weights that one token of an answer reads."""
+        """Bytes of weights that one token of an answer reads."""
         return int(self.bytes * self.active / self.parameters)
 
     @property
@@ -53,7 +53,7 @@ class Suggestion:
         return self.layers * self.kv_numbers * KV_BYTES
 
     def bytes_at(self, context: int) -> int:
-        """Of the weights and the KV cache of one conversation."""
+        """Bytes of the weights and of the KV cache of one conversation."""
         return self.bytes + min(context, self.context) * self.token_bytes
 
     def longest_context(self, limit_bytes: int) -> int:

@@ -84,7 +84,7 @@ class ModelConfig:
 
     @property
     def definition_version(self) -> str:
-        """Of this library, which the engine knows."""
+        """Empty: the definition is part of this library."""
         return ""
 
     @property

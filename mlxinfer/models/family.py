@@ -335,7 +335,7 @@ class Family:
         )
 
     def _key_bias(self, qkv_proj: Projection, heads: int, kv_heads: int, dim: int) -> mx.array:
-        """What the projection adds to each key. (KV heads, D)"""
+        """(KV heads, D) the bias that the projection adds to each key."""
         biases = qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))
         return biases[0, heads * dim : (heads + kv_heads) * dim].reshape(-1, dim)
 
@@ -348,7 +348,7 @@ class Family:
         return self.qkv(index), None
 
     def gate_activation(self) -> Activation:
-        """What makes factors of what the projection to gates gives."""
+        """The function from the projection's gates to factors."""
         return mx.sigmoid
 
     def gates(self, index: int, name: str, *, by_head: bool = False) -> Projection:

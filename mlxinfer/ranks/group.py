@@ -345,7 +345,11 @@ class RankGroup(Followers):
         return answers
 
     def _next_answer(self, kind: type, timeout_s: float) -> Any:
-        """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
+        """The next message of another rank; None: none came.
+
+        Raises:
+            RanksFailedError: the group has failed.
+        """
         answer, self._answered_s = None, math.inf
         try:
             answer = self._answers[kind].get(timeout=timeout_s)

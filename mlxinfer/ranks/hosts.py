@@ -294,7 +294,7 @@ class LocalRanks:
             process.stdin.close()
 
     def ended(self) -> str | None:
-        """Which of them has ended, and how; None: all run."""
+        """Describe a process that has ended; None: all run."""
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None:

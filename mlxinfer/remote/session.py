@@ -168,7 +168,7 @@ class RemoteSession(ModelSession):
         )
 
     def options(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Of a client; answers may take long (None)."""
+        """The options of an HTTP client; answers may take long (timeout None)."""
         import httpx2
 
         if self.closed:

@@ -31,7 +31,7 @@ class Awake:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Meanwhile the machine stays awake."""
+        """Keep the machine awake inside the context."""
         self._holders += 1
         self._hold()
         try:

@@ -86,9 +86,9 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class Call:
-    """One request, from its first check to its line of the log; handlers get it first.
+    """One HTTP request, from its first check to its line in the log; handlers get it first.
 
-    A context manager around what its handler begins.
+    It is a context manager: it ends the answers that its handler began.
 
     Args:
         service: answers it.

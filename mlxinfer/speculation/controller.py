@@ -353,7 +353,7 @@ class FixedDepth(Controller):
         return self._max_depth > 0
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
-        """As many proposals as there are, up to the depth."""
+        """All proposals, up to the depth."""
         return [min(self._max_depth, len(outlook.chances)) for outlook in outlooks]
 
     def observe(self, step: MeasuredStep) -> bool:

@@ -136,7 +136,7 @@ class PredictorProposer(DraftProposer):
         return 0
 
     def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
-        """As much of the sequence as there are hidden states for, behind a cached prefix."""
+        """Begin with the tokens that have hidden states, behind a cached prefix."""
         held = self._held.get(sequence)
         if held is None or not held.rows:
             return None

@@ -168,7 +168,7 @@ def _share_budget(
 
 
 def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
-    """Of keys and values as they are computed, in some layers."""
+    """Bytes of a token's keys and values, as they are computed, in some layers."""
     return max(sum(spec.numbers for spec in specs) * dtype.size, 1)
 
 

@@ -95,7 +95,7 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     @property
     def decay_bound(self) -> float:
-        """As stated; null: there is none."""
+        """The stated one; null: there is none."""
         return self.config.fields.number("linear_lower_bound", low=-1e4, high=0.0, default=0.0)
 
     @cached_property

@@ -128,7 +128,7 @@ class KimiLinear(DeepseekV3):
 
     @property
     def decay_bound(self) -> float:
-        """Of the logarithm of decays; 0: there is none."""
+        """The bound of the logarithm of decays; 0: there is none."""
         return 0.0
 
     def through(self, path: str, dims: int, width: int) -> Sequence[Projection]:

@@ -415,14 +415,14 @@ def plain_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
 
 
 def gated_activation(name: str, dtype: mx.Dtype) -> Activation:
-    """Of gate and up side by side."""
+    """The activation of gate and up side by side."""
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(_unknown(name, ACTIVATIONS))
     return gated(name, dtype)
 
 
 def plain_activation(name: str) -> Activation:
-    """Of a block without a gate, or of a projector."""
+    """The activation of a block without a gate, or of a projector."""
     if name not in PLAIN:
         raise UnsupportedModelError(_unknown(name, tuple(PLAIN)))
     return PLAIN[name]

@@ -190,7 +190,7 @@ def module_of(model_type: str, classes: Sequence[Any] = ()) -> ModuleType | None
 
 @contextlib.contextmanager
 def _absolute_names() -> Iterator[None]:
-    """Meanwhile `mlx_lm.models` means the copy: a few definitions name their imports in full."""
+    """Let `mlx_lm.models` mean the copy: a few definitions name their imports in full."""
     models = copied()
     ours = {
         name.replace(COPY, "mlx_lm", 1): module
@@ -346,7 +346,7 @@ class _Body:
 
     @contextlib.contextmanager
     def replaced(self, given: mx.array | None = None) -> Iterator["_Watched"]:
-        """Meanwhile the part gives `given`; None: what it computes, which is kept."""
+        """Let the part return `given`; None: what it computes, which is kept."""
         part = self._owner[self._name]
         watched = _Watched(part, given)
         setattr(self._owner, self._name, watched)

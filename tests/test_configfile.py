@@ -75,7 +75,9 @@ def test_broken_files(tmp_path: Path) -> None:
         read_config_file(tmp_path)
 
 
-def test_which_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_config_file_comes_before_the_usual_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("MLXINFER_CONFIG", raising=False)
     assert find_config_file() is None
@@ -91,7 +93,7 @@ def test_which_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         find_config_file()
 
 
-def test_durations() -> None:
+def test_durations_have_units() -> None:
     assert [parse_duration(d) for d in (5, 1.5, "90", "90s", "1.5m", " 2h ", "1d")] == [
         5, 1.5, 90, 90, 90, 7200, 86400
     ]  # fmt: skip

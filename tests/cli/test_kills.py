@@ -282,7 +282,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_kills(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_killed_command_leaves_whole_files(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     writer, rng, last = WRITERS[name], random.Random(f"{SEED} {name}"), -1
     print(f"MLXINFER_KILLS={SEED}")
     folder = tmp_path / "work"

@@ -90,7 +90,7 @@ def test_what_an_adapter_cannot_change_as_it_runs_can_be_fused(tmp_path: Path) -
     assert np.abs(logits(out) - logits(merged)).max() < 1e-3
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_fuse_command_writes_a_model(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
     adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1))
     group = CommandTable()

@@ -45,7 +45,7 @@ BODIES = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", BODIES)
-def test_races(name: str, seed: int) -> None:
+def test_races_of_a_kernel_are_reported(name: str, seed: int) -> None:
     body, races = BODIES[name]
     example = Example(
         text="// the body does it all",

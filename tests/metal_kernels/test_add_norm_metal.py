@@ -171,7 +171,7 @@ def test_where_a_product_adds_the_residual_the_kernel_serves_norms_behind_blocks
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [8, 96, 2048, 3072, 5120, 7168, MAX_DIMS])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_everywhere(dims: int, dtype: mx.Dtype) -> None:
+def test_every_form_agrees_with_its_twin(dims: int, dtype: mx.Dtype) -> None:
     for seed, (norms, rows) in enumerate(product(NORMS, (1, 5))):
         form = AddNorm(dims, dtype, norms[0], norms[1])
         arrays = inputs(form, rows, seed=seed)

@@ -32,7 +32,7 @@ def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, quer
 @pytest.mark.parametrize(
     ("dim", "bits", "rows"), list(product((64, 80, 96, 112, 128, 192, 256), BITS, ROWS))
 )
-def test_everywhere(dim: int, bits: int, rows: tuple[int, int]) -> None:
+def test_each_key_is_read_once_for_every_size(dim: int, bits: int, rows: tuple[int, int]) -> None:
     # Where a group of codes is no whole number of runs, lanes ask for its scale more than once.
     most = 1.05 if bits == 16 or dim % 64 == 0 else 1.4
     assert_least(moved(one_head(dim, bits, *rows, 300)), *rows, most)

@@ -50,7 +50,9 @@ def test_agrees_with_its_twin(name: str) -> None:
     ("dtype", "bits", "rows"),
     list(product((mx.float32, mx.float16, mx.bfloat16), (None, 8), ((16, 1), (20, 4), (128, 1)))),
 )
-def test_sweep(dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]) -> None:
+def test_random_scenes_agree_with_the_twin(
+    dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]
+) -> None:
     group, queries = rows
     shares = []
     for index, lengths in enumerate(([16, 17], [31] * 9, [128], [129, 4, 65])):

@@ -62,7 +62,7 @@ SHARED = {
 
 @requires_compiler
 @pytest.mark.parametrize("name", SCENES)
-def test_plain(name: str) -> None:
+def test_scenes_agree_with_the_twin(name: str) -> None:
     check_scene(SCENES[name], log_sums=True, seed=len(name))
 
 

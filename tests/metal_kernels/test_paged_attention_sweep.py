@@ -79,7 +79,7 @@ ALL = [*product(DTYPES, FORMATS, DIMS), *LARGE]
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bits", "dim"), ALL)
 @pytest.mark.parametrize("prompts", [False, True], ids=["tokens", "prompts"])
-def test_sweep(dtype: str, bits: str, dim: int, prompts: bool) -> None:
+def test_random_scenes_agree_with_the_twin(dtype: str, bits: str, dim: int, prompts: bool) -> None:
     rng = np.random.default_rng([len(dtype), len(bits), dim])
     make, count = (draw_chunks, NUM_CHUNK_SCENES) if prompts else (draw, NUM_SCENES)
     shares = [

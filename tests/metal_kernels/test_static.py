@@ -90,14 +90,14 @@ def test_attention(dtype: str, bits: str, dim: int, prefill: bool) -> None:
 
 
 @pytest.mark.parametrize(("dim", "dtype"), every(7, product(HEAD_DIMS, DTYPES)))
-def test_writes(dim: int, dtype: mx.Dtype) -> None:
+def test_sources_of_kv_writes_keep_the_rules_of_metal(dim: int, dtype: mx.Dtype) -> None:
     for bits in ((None, None), (8, 4), (4, None), (None, 8)):
         heads = heads_of(dim, bits=(8 if bits[0] == 4 and dim % 32 else bits[0], bits[1]))
         read(partial(kv_write, *tokens_of(heads, 1, dtype), heads))
 
 
 @pytest.mark.parametrize("codes", every(5, [(codes,) for codes in [*gate_up.CODES, gate_up.PLAIN]]))
-def test_gates(codes: tuple[int, int]) -> None:
+def test_sources_of_gate_up_keep_the_rules_of_metal(codes: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     for function, (dtype, rows) in zip(
         FUNCTIONS, product(DTYPES, (1, gate_up.MAX_ROWS)), strict=False
@@ -108,7 +108,7 @@ def test_gates(codes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", every(3, DTYPES))
-def test_the_rest(dtype: mx.Dtype) -> None:
+def test_sources_of_norms_and_latents_keep_the_rules_of_metal(dtype: mx.Dtype) -> None:
     for norms, dims in product(NORMS, (8, MAX_DIMS)):
         form = AddNorm(dims, dtype, *norms)
         arrays = inputs(form, 1)

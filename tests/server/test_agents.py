@@ -42,7 +42,7 @@ def data_of(server: ScriptedServer, path: str, body: Any, headers: dict[str, str
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def test_codex(server: ScriptedServer) -> None:
+def test_codex_gets_its_tool_call_over_the_responses_api(server: ScriptedServer) -> None:
     call = '<tool_call>{"name": "shell", "arguments": {"command": ["cat", "a.py"]}}</tool_call>'
     headers = {"originator": "codex_cli_rs", "session_id": "1", "accept": "text/event-stream"}
     with server.says(f"<think>I look.</think>{call}"):

@@ -245,7 +245,7 @@ PARTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("path", [CHAT, TOKENIZE])
-def test_parts(live: LiveServer, path: str) -> None:
+def test_parts_of_unknown_types_are_refused_by_place(live: LiveServer, path: str) -> None:
     for part in PARTS:
         content = [{"type": "text", "text": "What is this?"}, part]
         body = {"messages": [{"role": "user", "content": content}]}

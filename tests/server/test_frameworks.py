@@ -118,7 +118,9 @@ def test_openai_agents(server: ScriptedServer) -> None:
         assert turns.num_asked == 2
 
 
-def test_llm(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_llm_command_answers_and_calls_tools(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simon Willison's command, with its list of other models."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     command = pytest.importorskip("llm.cli").cli

@@ -11,7 +11,8 @@ from .. import hub
 TABLE = Path(__file__).parent.parent / "assets" / "suggestions.json"
 BITS = 4.5  # a parameter of a 4-bit model, scales included
 KV_BYTES = 2  # of a number in the KV cache
-TASKS = ("chat", "code", "reasoning", "tools")
+TASKS = ("chat", "code", "reasoning", "tools", "vision")
+SLOW_BYTES = 6e9  # that a token reads: 20 tokens a second at the 120 GB/s of a basic chip
 BEGINNING_CONTEXT = 8192  # tokens that fit beside the weights of a model to begin with
 BALANCED_CONTEXT = 16384  # tokens
 BALANCED_SHARE = 0.8  # of the memory for models; other programs run beside them
@@ -47,6 +48,11 @@ class Suggestion:
     def read_bytes(self) -> int:
         """Bytes of weights that one token of an answer reads."""
         return int(self.bytes * self.active / self.parameters)
+
+    @property
+    def worth(self) -> float:
+        """How large a dense model would be as good, by a rule of thumb for mixtures."""
+        return float(self.parameters**0.6 * self.active**0.4)
 
     @property
     def token_bytes(self) -> int:
@@ -100,12 +106,15 @@ def by_balance(
 ) -> list[Suggestion]:
     """The same models, the best balance first.
 
-    First come those that leave room for 16,384 tokens and for other programs, the largest first;
-    then the others, the smallest first. Those that are not good at `task` come after.
+    First come those that leave room for 16,384 tokens and for other programs, the best first, but
+    large dense ones, which are slow, after the others; then those that leave no room, the smallest
+    first. Those that are not good at `task` come after.
     """
 
-    def order(suggestion: Suggestion) -> tuple[bool, bool, int]:
+    def order(suggestion: Suggestion) -> tuple[bool, bool, bool, float]:
         tight = suggestion.bytes_at(BALANCED_CONTEXT) > BALANCED_SHARE * limit_bytes
-        return task not in suggestion.tasks, tight, suggestion.bytes if tight else -suggestion.bytes
+        slow = suggestion.read_bytes > SLOW_BYTES
+        best = suggestion.bytes if tight else -suggestion.worth
+        return task not in suggestion.tasks, tight, slow, best
 
     return sorted(suggestions, key=order)

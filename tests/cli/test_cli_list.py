@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -28,6 +29,20 @@ def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> Non
     assert pick == "mlx-community/gpt-oss-20b-MXFP4-Q8"  # the largest leaves no room
     assert f"Best balance of quality and room: {pick}" in outcome("suggest", "--memory", "24GB").out
     assert outcome("suggest", "--memory", "100MB").code == 1
+
+
+def test_the_readme_names_what_is_suggested_and_dense_giants_come_late(outcome: Any) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) GB.* \| `(.*)` \| ([\d.]+) GB \|$", readme, re.MULTILINE)
+    assert len(rows) > 4
+    for memory, name, size in rows:
+        models = json.loads(outcome("suggest", "--memory", f"{memory}GB", "--json").out)["models"]
+        [pick] = [model for model in models if model["pick"]]
+        assert (pick["name"], f"{pick['weights_bytes'] / 1e9:.1f}") == (name, size), memory
+        assert pick["weights_bytes"] * pick["active_parameters"] / pick["parameters"] < 6e9
+    for task in TASKS:
+        found = json.loads(outcome("suggest", "--memory", "64GB", "--for", task, "--json").out)
+        assert all(task in model["tasks"] for model in found["models"])
 
 
 def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:

@@ -337,7 +337,7 @@ def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) ->
     set_up(page, System_message="It's brief.")
     page.server.script.says("**Hello**")
     page.answered("Say 'hello'")
-    choose = page.page.get_by_label("Copy the conversation")
+    choose = page.page.get_by_label("Copy or save the conversation")
     choose.select_option("markdown")
     wait_until(lambda: "## Assistant\n\n**Hello**" in page.clipboard())
     choose.select_option("text")
@@ -440,6 +440,63 @@ def test_keys_of_an_input_method_are_not_the_pages(page: PageDriver, state: str)
         press(key, "form.edit textarea")
     assert page.page.locator("form.edit textarea").is_visible()
     assert page.texts(".bubble") == []
+
+
+def test_arabic_and_hebrew_are_written_from_the_right(page: PageDriver) -> None:
+    page.server.script.says(
+        "שלום\n\n- אחת\n\n- שתיים\n\n> ציטוט\n\nPlain\n\n| א | b |\n|---|---|\n| ג | d |"
+    )
+    answer = page.answered("مرحبا")
+    shown = "(e) => getComputedStyle(e).direction"
+    for place in (".bubble .plain", ".markdown p", ".markdown ul", ".markdown blockquote", "th"):
+        assert page.page.locator(place).first.evaluate(shown) == "rtl", place
+    assert answer.locator("p", has_text="Plain").evaluate(shown) == "ltr"
+    assert page.page.locator(".entry .title").first.evaluate(shown) == "rtl"
+    page.page.fill("#question", "سؤال")
+    assert page.page.locator("#question").evaluate(shown) == "rtl"
+
+
+def test_an_answer_that_was_cut_off_goes_on(page: PageDriver) -> None:
+    script = page.server.script
+    script.says("One two", " three")
+    page.ask("Count")
+    page.wait_for_answer("One two")
+    page.click("Stop the answer")
+    page.page.locator(".figure", has_text="stopped").wait_for()
+    script.reset()
+    script.says(" three four")
+    page.click("Continue")
+    page.wait_for_answer("One two three four")
+    page.wait_idle()
+    assert page.server.prompt.endswith("One two")
+    assert page.page.locator("article.assistant").count() == 1
+    assert page.page.get_by_role("button", name="Continue").count() == 0
+    page.page.reload()
+    page.wait_for_answer("One two three four")
+
+
+def test_a_long_paste_becomes_a_file(page: PageDriver) -> None:
+    paste = """(e, text) => {
+        const clipboardData = new DataTransfer();
+        clipboardData.setData("text/plain", text);
+        e.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+    }"""
+    for _ in range(2):
+        page.page.locator("#question").evaluate(paste, "line\n" * 1000)
+    page.page.locator(".attached", has_text="pasted 2.txt").wait_for()
+    assert "5,000 characters" in page.texts(".attached li")[0]
+    assert page.page.input_value("#question") == ""
+
+
+def test_a_conversation_is_saved_to_a_file(page: PageDriver) -> None:
+    page.answered("Save: me?")
+    for kind, ending in (("markdown", "md"), ("json", "json")):
+        with page.page.expect_download() as saved:
+            page.page.get_by_label("Copy or save").select_option(f"file-{kind}")
+        assert saved.value.suggested_filename == f"Save me.{ending}"
+        text = Path(saved.value.path()).read_text()
+        assert "Save: me?" in text
+    assert [m["role"] for m in json.loads(text)["messages"]] == ["user", "assistant"]
 
 
 def test_the_keyboard_is_enough(page: PageDriver) -> None:

@@ -138,10 +138,18 @@ def test_a_failed_download_says_why_and_is_retried(models: PageDriver, standin: 
     result.locator(".error").wait_for()
     assert "gated" in result.locator(".error").inner_text()
     assert "gated" in card(models, "org/odd-chat").locator(".error").inner_text()
+    assert "mlxinfer " not in result.locator(".error").inner_text()
     standin.faults.gate_files = False
-    card(models, "org/odd-chat").get_by_role("button", name="Download").click()
+    result.get_by_role("button", name="Retry").click()
     result.locator(".badge:has-text('done')").wait_for()
     assert result.count() == 1
+    standin.faults.gate_files = True
+    models.page.reload()
+    search(models, "long", everything=True)
+    card(models, "org/long-chat").get_by_role("button", name="Download").click()
+    failed = job(models, "org/long-chat")
+    failed.get_by_role("button", name="Dismiss").click()
+    failed.wait_for(state="detached")
 
 
 def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:

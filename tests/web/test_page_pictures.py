@@ -284,7 +284,7 @@ def test_a_copied_conversation_names_pictures_and_a_copied_request_has_them(
     attach(page, "cat.png", encoded("PNG"))
     page.page.wait_for_selector(THUMBS)
     page.answered("What is it?")
-    choose = page.page.get_by_label("Copy the conversation")
+    choose = page.page.get_by_label("Copy or save the conversation")
     choose.select_option("markdown")
     wait_until(lambda: "## You\n\n[picture: cat.png]\n\nWhat is it?" in page.clipboard())
     choose.select_option("curl")

@@ -1,7 +1,7 @@
 // A conversation: its head line, its messages, and the field for the next one.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Composer } from "./composer.jsx";
-import { asCurl, asMarkdown, asText, copy } from "./format.js";
+import { asCurl, asJson, asMarkdown, asText, copy, save } from "./format.js";
 import { Message } from "./message.jsx";
 import { newChat } from "./place.js";
 import { Suggestions } from "./suggestions.jsx";
@@ -33,11 +33,12 @@ export function Chat({ compact }) {
 function Head({ compact }) {
   const { title } = conversation.value;
   const setting = settingsOpen.value;
-  const width = `${model.value.length + 5}ch`;
+  const width = `min(${model.value.length + 7}ch, 100%)`;
   return (
     <header class="head">
       <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
       <select
+        class="model"
         aria-label="Model"
         style={{ width }}
         value={model.value}
@@ -51,7 +52,7 @@ function Head({ compact }) {
           </option>
         ))}
       </select>
-      <h1 class="title">{title || "New chat"}</h1>
+      <h1 class="title" dir="auto">{title || "New chat"}</h1>
       <Export />
       <IconButton
         icon="settings"
@@ -69,20 +70,22 @@ function Export() {
   async function write(kind) {
     const shown = branch.value;
     try {
-      if (kind === "markdown") await copy(asMarkdown(conversation.value, shown));
+      if (kind === "file-markdown") save(conversation.value, "md", "text/markdown", asMarkdown(conversation.value, shown));
+      else if (kind === "file-json") save(conversation.value, "json", "application/json", asJson(conversation.value));
+      else if (kind === "markdown") await copy(asMarkdown(conversation.value, shown));
       else if (kind === "text") await copy(asText(shown));
       else await copy(asCurl(requestOf(model.value, conversation.value.settings, questions(shown), tools.value.data)));
     } catch (error) {
       notice.value = { text: error.message };
       return;
     }
-    setDone("Copied");
+    setDone(kind.startsWith("file") ? "Saved" : "Copied");
     setTimeout(() => setDone(""), 1500);
   }
   return (
     <select
       class="export"
-      aria-label="Copy the conversation"
+      aria-label="Copy or save the conversation"
       value=""
       disabled={!branch.value.length}
       onChange={(event) => {
@@ -96,6 +99,8 @@ function Export() {
       <option value="markdown">as Markdown</option>
       <option value="text">as text</option>
       <option value="curl">as cURL</option>
+      <option value="file-markdown">to a file, Markdown</option>
+      <option value="file-json">to a file, JSON</option>
     </select>
   );
 }
@@ -205,7 +210,7 @@ function RealModels() {
   return (
     <section class="real">
       <h3>This is a small demo. Get a real model</h3>
-      <Suggestions most={3} />
+      <Suggestions most={3} tells={false} />
     </section>
   );
 }

@@ -10,6 +10,7 @@ import {
 import { weightOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
 
+const FOLDED_CHARS = 4000; // a longer text that is pasted becomes a file
 const MAX_FILE_BYTES = 20 * 2 ** 20;
 
 // The text of a file; PDFs are read by the server, what is no text is refused by name.
@@ -154,6 +155,15 @@ export function Composer({ edit }) {
 
   function onPaste(event) {
     const { files, types } = event.clipboardData;
+    const pasted = event.clipboardData.getData("text/plain");
+    if (!files.length && pasted.length > FOLDED_CHARS) {
+      event.preventDefault();
+      const count = attached.filter(({ name }) => name.startsWith("pasted")).length;
+      const name = count ? `pasted ${count + 1}.txt` : "pasted.txt";
+      changeDraft(conversation.value, { attached: [...attached, { name, text: pasted }] });
+      said.value = `Attached ${name}`;
+      return;
+    }
     if (!files.length || (types.includes("text/plain") && types.includes("text/html"))) return; // cells come as a picture too
     event.preventDefault();
     attach(files);
@@ -212,6 +222,7 @@ export function Composer({ edit }) {
         />
         <textarea
           id="question"
+          dir="auto"
           ref={field}
           rows="1"
           value={text}

@@ -24,10 +24,12 @@ export function seconds(value) {
 
 export function when(seconds) {
   const date = new Date(seconds * 1000);
-  const today = new Date().toDateString() === date.toDateString();
-  return today
-    ? date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })
-    : date.toLocaleDateString([], { year: "numeric", month: "short", day: "numeric" });
+  const [today, day] = [new Date(), new Date(date)].map((each) => each.setHours(0, 0, 0, 0));
+  const days = Math.round((today - day) / 86_400_000);
+  if (days <= 0) return date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  if (days === 1) return "yesterday";
+  if (days < 7) return date.toLocaleDateString([], { weekday: "long" });
+  return date.toLocaleDateString([], { year: "numeric", month: "short", day: "numeric" });
 }
 
 // Tokens a second of an answer after its first token, as its client saw it.
@@ -43,6 +45,21 @@ export function asMarkdown(conversation, branch) {
   if (conversation.settings.system) parts.push(`> ${conversation.settings.system.replaceAll("\n", "\n> ")}`);
   for (const message of branch) parts.push(`## ${NAMES[message.role]}\n\n${named(message)}${textOf(message)}`);
   return `${parts.join("\n\n")}\n`;
+}
+
+// All branches, as `mlxinfer history show --json` has them.
+export function asJson({ id, title, model, settings, head, messages }) {
+  return `${JSON.stringify({ id, title, model, settings, head, messages: [...messages.values()] }, null, 2)}\n`;
+}
+
+// Lets the browser save a text as a file that is named by the conversation.
+export function save({ title }, ending, type, text) {
+  const name = (title || "Conversation").replace(/[\s\\/:*?"<>|]+/g, " ").trim().slice(0, 80);
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = `${name}.${ending}`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 export function asText(branch) {

@@ -14,6 +14,7 @@ const LINKS = /^(https?:|mailto:)/i;
 const md = new MarkdownIt({ html: false, linkify: true, breaks: true, highlight });
 md.use(math);
 md.core.ruler.after("inline", "tasks", markTasks);
+md.core.ruler.push("directions", markDirections);
 md.validateLink = (url) => LINKS.test(url);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.renderer.rules.fence = (tokens, at) => codeBlock(tokens[at].content, tokens[at].info.trim());
@@ -23,7 +24,7 @@ md.renderer.rules.table_close = () => "</table></div>\n";
 for (const rule of ["td_open", "th_open"]) {
   md.renderer.rules[rule] = (tokens, at) => {
     const side = /text-align:(\w+)/.exec(tokens[at].attrGet("style") ?? "")?.[1];
-    return `<${tokens[at].tag}${side ? ` class="${side}"` : ""}>`;
+    return `<${tokens[at].tag}${side ? ` class="${side}"` : ""} dir="auto">`;
   };
 }
 md.renderer.rules.image = (tokens, at) => {
@@ -42,6 +43,15 @@ function markTasks({ tokens }) {
     if (!found) continue;
     first.content = `${found[1] === " " ? "☐" : "☑"} ${first.content.slice(4)}`;
     tokens[at - 2].attrSet("class", "task");
+  }
+}
+
+// Every block is written from the right if its language is. Blocks in it follow it: a list or quote
+// does not look into elements that have directions of their own.
+function markDirections({ tokens }) {
+  for (const token of tokens) {
+    const isBlock = /^(paragraph|heading|bullet_list|ordered_list|blockquote)_open$/.test(token.type);
+    if (isBlock && !token.level) token.attrSet("dir", "auto");
   }
 }
 
@@ -70,7 +80,7 @@ const CLEAN = {
     "a b blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr i li ol p pre s span strong " +
     "table tbody td th thead tr ul"
   ).split(" "),
-  ALLOWED_ATTR: "class data-copy data-display data-tex href rel start tabindex target type".split(" "),
+  ALLOWED_ATTR: "class data-copy data-display data-tex dir href rel start tabindex target type".split(" "),
   ALLOW_DATA_ATTR: false,
   RETURN_TRUSTED_TYPE: true,
 };

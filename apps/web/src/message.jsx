@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { asCurl, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import {
-  ask, branch, busy, canRun, children, conversation, notice, resend, rewrite, runCall, sendResults, show, tools,
+  ask, branch, busy, canRun, children, conversation, goOn, notice, resend, rewrite, runCall, sendResults, show, tools,
 } from "./store.js";
 import { branchOf, requestOf } from "./tree.js";
 import { Dialog, Icon, IconButton } from "./widgets.jsx";
@@ -135,7 +135,7 @@ function Edit({ message, label, done, save, close }) {
   }
   return (
     <form class="edit" onSubmit={submit}>
-      <textarea ref={field} aria-label={label} defaultValue={message.content} onKeyDown={onKeyDown} />
+      <textarea ref={field} dir="auto" aria-label={label} defaultValue={message.content} onKeyDown={onKeyDown} />
       <div class="actions">
         <button type="button" onClick={close}>
           Cancel
@@ -163,7 +163,7 @@ function Answer({ message, version, arriving, again, editing, edit }) {
       {calls.length > 0 && !arriving && conversation.value.head === message.id && (
         <Results message={message} calls={calls} />
       )}
-      {arriving && !content && !reasoning && !calls.length && <p class="waiting">reading the prompt…</p>}
+      {arriving && !content && !reasoning && !calls.length && <Waiting message={message} />}
       {details.error && (
         <p class="error" role="alert">
           {details.error}{" "}
@@ -177,6 +177,20 @@ function Answer({ message, version, arriving, again, editing, edit }) {
   );
 }
 
+// What an answer waits for before its first word.
+function Waiting({ message: { waiting, details } }) {
+  return <p class="waiting">{waitingText(waiting, details)}</p>;
+}
+
+function waitingText(waiting, { model }) {
+  if (waiting?.for === "model") return `loading ${model}…`;
+  if (waiting?.for !== "prompt") return "waiting for its turn…";
+  const { total, processed, cache, time_ms } = waiting;
+  const left = processed > cache ? (time_ms * (total - processed)) / (processed - cache) / 1000 : 0;
+  const share = Math.floor((100 * processed) / total);
+  return `reading ${number(total)} tokens: ${share} %${left >= 1 ? `, ${seconds(left)} left` : ""}`;
+}
+
 // Under an answer: copy, redo, one figure. The rest is behind the last button.
 function Foot({ message, again, edit }) {
   const [open, setOpen] = useState(false);
@@ -187,6 +201,11 @@ function Foot({ message, again, edit }) {
         <Versions message={message} />
         <CopyButton text={() => message.content} label="Copy this answer" />
         <IconButton icon="again" label="Another answer" disabled={!!busy.value} onClick={again} />
+        {canGoOn(message) && (
+          <button type="button" disabled={!!busy.value} onClick={() => goOn(message)}>
+            Continue
+          </button>
+        )}
         {figure && <span class={`figure ${kind}`}>{figure}</span>}
         <IconButton icon="info" label="About this answer" aria-expanded={open} onClick={() => setOpen(!open)} />
       </div>
@@ -271,6 +290,12 @@ function Results({ message, calls }) {
 }
 
 const FORMS = { schema: "holds to the schema", json: "is JSON", regex: "matches the pattern", choice: "is one of the choices" };
+
+// An answer of text that was cut off, at the end of the conversation.
+function canGoOn({ id, content, details }) {
+  const cut = details.grows || details.error || ["length", "stopped"].includes(details.finish);
+  return cut && content && !details.form && !details.tool_calls && conversation.value.head === id;
+}
 
 // [kind, text]: how the answer ended if it did not end by itself, else how fast it was.
 function figureOf(details) {
@@ -362,7 +387,7 @@ function Plain({ text }) {
   const [whole, setWhole] = useState(false);
   const clipped = !whole && text.length > MAX_CHARS;
   return (
-    <div class="plain">
+    <div class="plain" dir="auto">
       {clipped ? text.slice(0, MAX_CHARS) : text}
       {clipped && (
         <button type="button" class="quiet more" onClick={() => setWhole(true)}>

@@ -108,6 +108,16 @@ function Jobs({ jobs, act }) {
                   Cancel
                 </button>
               )}
+              {job.state === "failed" && (
+                <>
+                  <button type="button" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "dismiss" } })}>
+                    Dismiss
+                  </button>
+                  <button type="button" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "resume" } })}>
+                    Retry
+                  </button>
+                </>
+              )}
               {job.state === "done" && <Use name={job.name} />}
             </div>
           </li>

@@ -36,7 +36,7 @@ function Entry({ each }) {
   return (
     <li class={current ? "current" : ""}>
       <button type="button" class="entry" aria-current={current ? "true" : undefined} onClick={() => go(each.id)}>
-        <span class="title">{each.title || "Untitled"}</span>
+        <span class="title" dir="auto">{each.title || "Untitled"}</span>
         <span class="when">{running.value.has(each.id) || each.answering ? "answering…" : when(each.changed_s)}</span>
       </button>
       <IconButton icon="edit" label={`Rename or delete ${each.title || "Untitled"}`} onClick={() => (editing.value = each)} />
@@ -173,6 +173,7 @@ export function Sidebar({ place, theme, help }) {
           <input
             id="search"
             type="search"
+            dir="auto"
             placeholder="Search all messages"
             aria-label="Search all messages"
             value={words.value}

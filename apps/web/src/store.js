@@ -58,7 +58,7 @@ export async function refreshModels() {
       const { data } = await request("/hub/models");
       const names = new Set(served.map((each) => each.id));
       others = data
-        .filter((each) => each.complete && !each.served && !names.has(each.name))
+        .filter((each) => each.complete && !each.served && !names.has(each.name) && !isDraft(each))
         .map((each) => ({ id: each.name, state: "on disk", addable: true }));
     }
     models.value = [...served, ...others];
@@ -66,6 +66,9 @@ export async function refreshModels() {
     fail(error, refreshModels);
   }
 }
+
+// A bundled model that only proposes tokens for another.
+const isDraft = ({ name, source }) => source === "bundled" && name.endsWith("-draft");
 
 export async function chooseModel(id) {
   const chosen = models.value.find((each) => each.id === id);
@@ -408,6 +411,16 @@ async function answer(parent, rounds = 0) {
   add(message);
   await follow(id, message, { conversation: id, message, request });
   await runAllowed(message, rounds);
+}
+
+// Goes on with an answer that was cut off.
+export async function goOn(message) {
+  const { id, settings, messages } = conversation.value;
+  const request = requestOf(model.value, settings, branchOf(messages, message.id), tools.value.data);
+  request.continue_final_message = true;
+  const { finish, error, grows, ...details } = message.details;
+  message.details = details;
+  await follow(id, message, { conversation: id, message, request });
 }
 
 // Follows an answer to its end: one that `body` begins, or one that the server is generating. It

@@ -2,12 +2,16 @@
 import { useEffect, useState } from "preact/hooks";
 import { request } from "./api.js";
 import { bytes, number } from "./format.js";
+import { address } from "./place.js";
 import { usePolled } from "./poll.js";
 import { chooseModel, notice, refreshModels } from "./store.js";
 
-const TASKS = { chat: "conversation", code: "code", reasoning: "reasoning", tools: "calling tools" };
+const TASKS = {
+  ...{ chat: "conversation", code: "code", reasoning: "reasoning", tools: "calling tools" },
+  vision: "pictures",
+};
 
-export function Suggestions({ most }) {
+export function Suggestions({ most, tells = true }) {
   const [found, setFound] = useState(null);
   const [all, setAll] = useState(false);
   const { data: jobs, again } = usePolled("/hub/jobs", 1000);
@@ -28,7 +32,7 @@ export function Suggestions({ most }) {
             </header>
             <p>Good at {each.tasks.map((task) => TASKS[task]).join(", ")}</p>
             <p class="source">{factsOf(each)}</p>
-            <Get {...each} jobs={jobs?.data ?? []} again={again} />
+            <Get {...each} jobs={jobs?.data ?? []} again={again} first={at === 0} tells={tells} />
           </li>
         ))}
       </ul>
@@ -51,13 +55,13 @@ function factsOf({ weights_bytes, longest_context, tokens_per_s }) {
 }
 
 // Download a model of the hub, see how far it is or why it failed, or chat with it.
-export function Get({ name, here, jobs, again, fits = true }) {
+export function Get({ name, here, jobs, again, fits = true, first = false, tells = true }) {
   const job = jobs.find((each) => each.kind === "download" && each.name === name && each.state !== "cancelled");
   const state = job?.state;
   if (here || state === "done") {
     return (
       <div class="actions">
-        <Use name={name} />
+        <Use name={name} first={first} />
       </div>
     );
   }
@@ -73,7 +77,7 @@ export function Get({ name, here, jobs, again, fits = true }) {
   const begun = here === false || state === "paused";
   return (
     <>
-      {state === "failed" && (
+      {state === "failed" && tells && (
         <p class="error" role="alert">
           {job.error}
         </p>
@@ -81,7 +85,7 @@ export function Get({ name, here, jobs, again, fits = true }) {
       <div class="actions">
         <button
           type="button"
-          class={fits ? "primary" : ""}
+          class={fits && first ? "primary" : ""}
           disabled={["running", "stopping"].includes(state)}
           aria-label={`Download ${name}`}
           onClick={download}
@@ -93,14 +97,14 @@ export function Get({ name, here, jobs, again, fits = true }) {
   );
 }
 
-export function Use({ name }) {
+export function Use({ name, first }) {
   async function onClick() {
     await refreshModels();
     await chooseModel(name);
-    location.hash = "";
+    location.hash = address.value;
   }
   return (
-    <button type="button" class="primary" onClick={onClick}>
+    <button type="button" class={first ? "primary" : ""} onClick={onClick}>
       Chat with it
     </button>
   );

@@ -6,6 +6,7 @@ ends it by an interrupt: what has arrived stays on the disk, and to resume is to
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -124,7 +125,9 @@ class Jobs:
         return job
 
     def act(self, id: str, action: str) -> Job:
-        """Pause, resume or cancel a job; what has no effect in its state is ignored.
+        """Pause, resume, cancel or dismiss a job; what has no effect in its state is ignored.
+
+        To resume a failed job is to run it once more. A dismissed job is no longer listed.
 
         Raises:
             HttpError: there is no such job.
@@ -134,13 +137,16 @@ class Jobs:
         if job is None:
             raise HttpError("not_found", "There is no such job.")
         if action == "resume":
-            if job.state is JobState.PAUSED and job.process is None:
-                self._run(job, job.again)
+            if job.state in (JobState.PAUSED, JobState.FAILED) and job.process is None:
+                self._run(job, job.again if job.state is JobState.PAUSED else job.arguments)
+        elif action == "dismiss":
+            if job.ended:
+                self._jobs.pop(id, None)
         elif action in INTERRUPTS:
             self._interrupt(job, INTERRUPTS[action])
         else:
             raise InvalidRequestError.of(
-                "action", f"is {action[:40]!r}; expected pause, resume or cancel."
+                "action", f"is {action[:40]!r}; expected pause, resume, cancel or dismiss."
             )
         return job
 
@@ -182,7 +188,7 @@ class Jobs:
             if line.startswith("{"):
                 _note(job, line)
             elif line.startswith("error: "):
-                problem = line.removeprefix("error: ").strip()[:MAX_LINE]
+                problem = _for_a_page(line.removeprefix("error: ").strip()[:MAX_LINE])
         reader.join()
         code = process.wait()
         for pipe in (process.stdout, process.stderr):
@@ -207,6 +213,13 @@ class Jobs:
         ended = [job for job in self._jobs.values() if job.ended]
         for job in ended[: max(len(ended) - MAX_KEPT, 0)]:
             del self._jobs[job.id]
+
+
+def _for_a_page(message: str) -> str:
+    """An error of a command without its advice for the terminal."""
+    first, *others = re.split(r"(?<=[.!?]) ", message)
+    plain = [each for each in others if "`" not in each and "mlxinfer " not in each]
+    return " ".join([first, *plain])
 
 
 def _note(job: Job, line: str) -> None:

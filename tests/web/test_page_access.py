@@ -129,7 +129,7 @@ def test_links_open_a_new_chat_or_a_stored_one(page: PageDriver) -> None:
     tab = page.new_tab()
     tab.goto(f"{page.server.url}/?compact=1#chat/{id}")
     tab.get_by_role("article").get_by_text("Linked question").wait_for()
-    assert "#" not in tab.url
+    assert tab.url.endswith(f"#chat/{id}")
 
 
 def test_a_screen_reader_hears_the_answer_once(page: PageDriver) -> None:

@@ -47,6 +47,7 @@ function ofInputMethod(event) {
 }
 
 addEventListener("keydown", ofInputMethod, { capture: true });
+addEventListener("hashchange", () => (sidebarOpen.value = false)); // it would hide the place
 
 function onKey(event) {
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);

@@ -479,7 +479,8 @@ def test_a_long_paste_becomes_a_file(page: PageDriver) -> None:
     paste = """(e, text) => {
         const clipboardData = new DataTransfer();
         clipboardData.setData("text/plain", text);
-        e.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+        const how = { clipboardData, bubbles: true, cancelable: true };
+        e.dispatchEvent(new ClipboardEvent("paste", how));
     }"""
     for _ in range(2):
         page.page.locator("#question").evaluate(paste, "line\n" * 1000)

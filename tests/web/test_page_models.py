@@ -144,7 +144,6 @@ def test_a_failed_download_says_why_and_is_retried(models: PageDriver, standin: 
     result.locator(".badge:has-text('done')").wait_for()
     assert result.count() == 1
     standin.faults.gate_files = True
-    models.page.reload()
     search(models, "long", everything=True)
     card(models, "org/long-chat").get_by_role("button", name="Download").click()
     failed = job(models, "org/long-chat")
@@ -192,7 +191,6 @@ def test_an_added_model_is_served_after_the_next_start_until_it_is_removed(tmp_p
 def test_an_added_model_is_removed_on_the_page(models: PageDriver) -> None:
     row = models.page.locator("tr", has=models.page.get_by_text("demo-draft", exact=True))
     models.server.post("/hub/serve", {"model": "demo-draft"})
-    models.page.reload()
     row.locator(".badge:has-text('served')").wait_for()
     row.get_by_role("button", name="Serve demo-draft no longer").click()
     row.locator(".badge:has-text('bundled')").wait_for()

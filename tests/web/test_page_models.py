@@ -143,8 +143,9 @@ def test_a_failed_download_says_why_and_is_retried(models: PageDriver, standin: 
     result.get_by_role("button", name="Retry").click()
     result.locator(".badge:has-text('done')").wait_for()
     assert result.count() == 1
-    standin.faults.gate_files = True
     search(models, "long", everything=True)
+    card(models, "org/long-chat").locator(".badge").wait_for()
+    standin.faults.gate_files = True
     card(models, "org/long-chat").get_by_role("button", name="Download").click()
     failed = job(models, "org/long-chat")
     failed.get_by_role("button", name="Dismiss").click()

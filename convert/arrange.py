@@ -23,7 +23,7 @@ from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
 from ..models.zoo.definitions import Definition
-from .read import MLXFormat, SourceModel, SourceTensor, expert_groups
+from .read import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
 _TEXT = "language_model."  # before the names of a language model beside a tower
 _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for their tensors
@@ -134,6 +134,14 @@ class ArrangedSource:
                 whole = rows == slice(0, info.shape[0])
                 block = self.source.read(name, None if whole else rows)
                 yield block.reshape(-1, info.shape[-1])
+
+    def packed_blocks(self, output: OutputTensor, max_weights: int) -> Iterator[Packed]:
+        """The codes in order, about `max_weights` numbers at a time, as `blocks` has values."""
+        for name in output.sources:
+            shape = self.source.tensors[name].shape
+            step = shape[0] if self.source.reads_whole else max_weights // prod(shape[1:])
+            for start in range(0, shape[0], max(1, step)):
+                yield self.source.read_packed(name, slice(start, start + max(1, step)))
 
     def whole(self, output: OutputTensor) -> mx.array:
         """All values of an output, in its own shape."""

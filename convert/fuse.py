@@ -172,9 +172,9 @@ class _Merging:
             merged = dequantised(packed.weight, packed.scales, packed.biases, form)
         return merged.astype(mx_dtype(self.info.dtype))
 
-    def codes(self) -> Packed:
+    def codes(self, rows: slice) -> Packed:
         """Merged and quantised again."""
-        return self._packed(self._merged(slice(0, self.info.shape[0])))
+        return self._packed(self._merged(rows))
 
     @property
     def form(self) -> MLXFormat:

@@ -417,14 +417,12 @@ def _largest_layer(arranged: ArrangedSource) -> int:
 
 
 def _largest_piece(arranged: ArrangedSource, plan: ConversionPlan) -> int:
-    """Bytes that are read at once: one expert of a stack, or a tensor that is copied as codes."""
+    """Bytes that are read at once: one expert of a stack, or a tensor that is always whole."""
     sizes = [0]
     for tensor in plan.tensors:
         info = arranged.source.tensors[tensor.output.sources[0]]
         if arranged.source.reads_whole:
             sizes.append(2 * info.stored_bytes)  # the parts that it is made of, and itself
-        elif tensor.packed:
-            sizes.append(tensor.num_bytes // len(tensor.output.sources))
         elif len(info.shape) > 2:
             sizes.append(tensor.output.num_weights // tensor.output.shape[0] * 4)
     return max(sizes)

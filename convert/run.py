@@ -17,7 +17,7 @@ from ..errors import (
     ModelError,
     UnsupportedModelError,
 )
-from ..memory import human_bytes
+from ..memory import give_back_memory, human_bytes
 from ..models.config import load_config, normalise
 from ..models.jsonfields import Fields, read_json
 from ..models.registry import is_native
@@ -206,12 +206,14 @@ class Conversion:
         journal.begin({"source": self.source.fingerprint, **options, "rounding": self._rounding()})
         self.progress("tokenizer", 0, 2)
         write_side_files(place.model, self.source)
+        give_back_memory()
         self.progress("tokenizer", 1, 2)
         tokenizer, unloadable = self._check_side_files(place)
         texts = None
         if self._needs_texts:
             texts = self._texts(tokenizer or Tokenizer.from_folder(place.model))
         del tokenizer  # one of 262,144 tokens takes hundreds of megabytes
+        give_back_memory()
         self.progress("tokenizer", 2, 2)
         plan = self.plan(self._formats(journal, texts))
         write_json(place.model / "config.json", config_json(self.arranged, plan))

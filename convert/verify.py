@@ -5,7 +5,7 @@ the code that wrote them: a wrong offset, a wrong code or a flipped bit is found
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def check_shard(
         raise ConversionError(f"{path} does not contain {names[0]!r} as planned.")
     for tensor in planned:
         if tensor.packed:
-            status, error = _check_copy(reader, tensor, arranged)
+            status, error = _check_copy(reader, tensor, arranged, block)
             tell(tensor.output.num_weights)
         else:
             error = total(_errors(reader, tensor, arranged, block, tell))
@@ -175,16 +175,14 @@ def _errors(
 
 
 def _check_copy(
-    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource
+    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
 ) -> tuple[str, ErrorStats]:
     """Codes must be the source's own; scales may be rounded."""
-    status, errors, row = EXACT, [], 0
-    per_source = prod(tensor.output.shape[:-1]) // len(tensor.output.sources)
-    for name in tensor.output.sources:
-        packed = arranged.source.read_packed(name)
-        rows = slice(row, row + per_source)
+    status, errors, row, loss = EXACT, [], 0, ScaleLoss()
+    for packed in arranged.packed_blocks(tensor.output, block):
+        rows = slice(row, row + prod(packed.scales.shape[:-1]))
         row = rows.stop
-        kept = as_kept(packed, tensor)
+        kept = loss.narrowed(packed, tensor)
         for array, part in zip(tensor.arrays, kept, strict=True):
             written = reader.rows(array.name, rows)
             if not np.array_equal(written, as_numpy(part).reshape(written.shape)):
@@ -200,30 +198,38 @@ def _check_copy(
         wide = [part.astype(mx.float32) for part in (packed.scales, packed.biases)]
         plain = as_numpy(dequantised(packed.weight, wide[0], wide[1], tensor.form))
         errors.append(compare(values, np.asarray(plain, np.float32).reshape(values.shape)))
+    loss.check(tensor)
     return status, total(errors)
 
 
-def as_kept(packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
-    """The source's own codes, and its scales and biases in the dtype of the plan.
+@dataclass(slots=True)
+class ScaleLoss:
+    """What rounding the scales of a tensor loses, over all of its blocks."""
 
-    Raises:
-        CheckpointError: that dtype does not hold them: they overflow, or are too small for it.
-    """
-    if packed.biases is None:  # floating-point scales are kept as they are
-        return [packed.weight, packed.scales]
-    largest = mx.abs(packed.scales).max()
-    kept = [packed.weight]
-    for part in (packed.scales, packed.biases):
-        rounded = part.astype(mx_dtype(tensor.dtype))
-        lost = mx.abs(rounded.astype(mx.float32) - part.astype(mx.float32))
-        allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
-        if not mx.all(lost <= allowed).item():
+    largest: float = 0.0  # scale
+    lost: float = 0.0  # of a scale, at most, where it is more than a share of that scale
+
+    def narrowed(self, packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
+        """The source's own codes, and its scales and biases in the dtype of the plan."""
+        if packed.biases is None:  # floating-point scales are kept as they are
+            return [packed.weight, packed.scales]
+        parts = [packed.weight]
+        self.largest = max(self.largest, mx.abs(packed.scales).max().item())
+        for part in (packed.scales, packed.biases):
+            rounded = part.astype(mx_dtype(tensor.dtype))
+            lost = mx.abs(rounded.astype(mx.float32) - part.astype(mx.float32))
+            within = lost <= mx.abs(part) * SCALE_LOSS
+            self.lost = max(self.lost, mx.where(within, 0, lost).max().item())
+            parts.append(rounded)
+        return parts
+
+    def check(self, tensor: PlannedTensor) -> None:
+        """Raise CheckpointError if the dtype is too small for the scales, or they overflow it."""
+        if self.lost > self.largest * SCALE_LOSS / 16:
             raise CheckpointError(
                 f"The scales of {tensor.output.name} do not fit into {tensor.dtype}. Quantise it "
                 f"anew with --set {tensor.output.path}={tensor.format}."
             )
-        kept.append(rounded)
-    return kept
 
 
 def confirm(entry: Entry, written: ErrorStats, checksums: list[int]) -> None:

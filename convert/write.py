@@ -45,7 +45,7 @@ from .quantise import (
 )
 from .read import MLXFormat
 from .recipes import name_of, parse_format
-from .verify import Progress, as_kept, as_written, check_shard, confirm
+from .verify import Progress, ScaleLoss, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
@@ -254,10 +254,11 @@ class TensorWriter:
 
     def _copy(self, tensor: PlannedTensor, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
-        for name in tensor.output.sources:
-            kept = as_kept(self.arranged.source.read_packed(name), tensor)
-            target.take([as_numpy(part) for part in kept], ErrorStats())
-            self.wrote(tensor.output.num_weights // len(tensor.output.sources))
+        loss = ScaleLoss()
+        for packed in self.arranged.packed_blocks(tensor.output, self.budget.block):
+            parts = loss.narrowed(packed, tensor)
+            self.wrote(target.take([as_numpy(part) for part in parts], ErrorStats()))
+        loss.check(tensor)
 
 
 def _fed_rows(output: OutputTensor) -> int:

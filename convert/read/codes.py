@@ -84,10 +84,10 @@ class AffineMatrix:
         values += biases[..., None]
         return mx.array(values.reshape(codes.shape))
 
-    def _packed(self) -> Packed:
+    def _packed(self, rows: slice) -> Packed:
         """Codes as they are; each scale is repeated where MLX's groups are smaller."""
         assert self.info.lossless is not None
-        words, scales, biases = self._checked(slice(0, self.info.shape[0]))
+        words, scales, biases = self._checked(rows)
         times = self.group_size // self.info.lossless.group_size
         if times > 1:
             scales, biases = (np.repeat(part, times, axis=-1) for part in (scales, biases))
@@ -180,8 +180,8 @@ def float_reader(
         grouped *= steps[..., None]
         return mx.array(grouped.reshape(*steps.shape[:-1], -1)).astype(mx_dtype(info.dtype))
 
-    def packed() -> Packed:
-        codes, scales = map(np.ascontiguousarray, octets(slice(0, info.shape[0])))
+    def packed(rows: slice) -> Packed:
+        codes, scales = map(np.ascontiguousarray, octets(rows))
         return Packed(mx.array(codes.view(np.uint32)), mx.array(scales), None)
 
     return TensorReader(info, parts, values, None if info.lossless is None else packed)

@@ -131,7 +131,7 @@ class TensorReader:
     info: SourceTensor
     parts: Sequence[StoredArray]  # the first decides the tensor's place in the order
     values: Callable[[slice], mx.array]  # of a range of the first axis, in info.dtype
-    codes: Callable[[], Packed] | None = None  # in the format info.lossless
+    codes: Callable[[slice], Packed] | None = None  # of such a range, in the format info.lossless
 
 
 Leaves = dict[str, StoredArray]
@@ -181,8 +181,8 @@ class SourceModel:
         with np.errstate(all="ignore"):  # a damaged scale is an infinite value, not a warning
             return reader.values(_bounded(rows, shape[0], name) if shape else slice(None))
 
-    def read_packed(self, name: str) -> Packed:
-        """The codes of a tensor in the format `lossless`.
+    def read_packed(self, name: str, rows: slice | None = None) -> Packed:
+        """The codes of a tensor, or of a range of its first axis, in the format `lossless`.
 
         Raises:
             CheckpointError: there is no such tensor or no such format, or codes stand for NaN.
@@ -194,7 +194,7 @@ class SourceModel:
                 "values."
             )
         with np.errstate(all="ignore"):
-            packed = reader.codes()
+            packed = reader.codes(_bounded(rows, reader.info.shape[0], name))
             if _may_overflow(packed, reader.info.lossless) and not _is_finite(reader):
                 raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged.")
         return packed

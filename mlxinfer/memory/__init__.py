@@ -3,9 +3,12 @@
 Knows sizes, not models.
 """
 
+import contextlib
+import ctypes
 import os
 import re
 import resource
+import sys
 from pathlib import Path
 
 from ..errors import InvalidRequestError, shown
@@ -67,6 +70,13 @@ def models_limit_bytes() -> int:
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
     """The default budget of the KV cache beside weights of this size."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)
+
+
+def give_back_memory() -> None:
+    """Give memory that was freed in small pieces back to the system, which glibc does not do."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def raise_file_limit(num_files: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +22,7 @@ from oracles.integers import (
     pack_padded,
 )
 
-from mlxinfer.convert.arrange import OutputTensor
+from mlxinfer.convert.arrange import ArrangedSource, OutputTensor
 from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.plan import MemoryBudget, PlannedTensor
 from mlxinfer.convert.read import SourceModel, open_source
@@ -399,9 +398,9 @@ def written(folder: Path, source: SourceModel) -> np.ndarray:
     info = source.tensors[NAME]
     output = OutputTensor(NAME, (NAME,), info.shape, info.dtype, info.stored, info.stored_bytes,
                           info.lossless, info.scales_dtype)  # fmt: skip
-    arranged = SimpleNamespace(source=source)
+    arranged = ArrangedSource(source, None, (output,))  # type: ignore[arg-type]
     tensor = PlannedTensor(output, info.lossless, info.scales_dtype, packed=True)
-    writer = TensorWriter(arranged, MemoryBudget(0, 0, 1 << 20, 2, 0), False)  # type: ignore[arg-type]
+    writer = TensorWriter(arranged, MemoryBudget(0, 0, 1 << 7, 2, 0), False)  # in blocks
     try:
         pieces = {array.name: [array] for array in tensor.arrays}
         with closing(ShardFile(folder / "out.safetensors", pieces)) as file:

@@ -111,14 +111,14 @@ class _Scaled:
             grouped *= of_row[..., None]
         return mx.array(values)
 
-    def _codes(self) -> Packed:
+    def _codes(self, rows: slice) -> Packed:
         """Codes as they are, and the exponent of each scale for each 32 inputs."""
         grid = self._grid()
         exponents = grid if self.scale.dtype in _POWERS else self._exponents(grid)
         if (exponents == 255).any():
             raise self.scale.fail("holds a scale that is no number")
-        every = self._spread(exponents, slice(0, self.weight.shape[0]), 32)
-        codes = np.ascontiguousarray(self.weight.view()).view(np.uint32)
+        every = self._spread(exponents, rows, 32)
+        codes = np.ascontiguousarray(self.weight.view(rows)).view(np.uint32)
         return Packed(mx.array(codes), mx.array(np.ascontiguousarray(every)), None)
 
     def _grid(self) -> Array:

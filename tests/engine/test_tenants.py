@@ -155,3 +155,18 @@ def test_one_tenant_is_served_as_without_tenants() -> None:
         return seen
 
     assert steps(Tenant()) == steps(Tenant("one", 3.0))
+
+
+@pytest.mark.parametrize(("tenant", "least", "most"), [(HEAVY, 500, 1000), (LIGHT, 1, 1)])
+def test_steps_to_a_first_token_beside_64_requests(tenant: Tenant, least: int, most: int) -> None:
+    """The figures of docs/benchmarks.md: as one of the heavy tenant's requests, and of another."""
+    scheduler = build(pages=4000, max_batch=16, chunk=64)
+    for i in range(64):
+        add(scheduler, f"heavy{i}", HEAVY, 20 + 7 * i % 60, 200)
+    for _ in range(100):
+        step(scheduler)
+    light, steps = add(scheduler, "light", tenant, 20, 4), 0
+    while not light.num_answered:
+        step(scheduler)
+        steps += 1
+    assert least <= steps <= most

@@ -444,6 +444,58 @@ def test_what_only_other_servers_know_is_left_out_and_named(scripted: ScriptedSe
     )
 
 
+REFERENCE = {"type": "tool_reference", "tool_name": "Bash"}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+IN_HISTORY: dict[str, tuple[str, dict[str, Any]]] = {  # role and block
+    "broken pdf": ("user", {"type": "document", "source": PDF}),
+    "file elsewhere": ("user", {"type": "document", "source": {"type": "file", "file_id": "f"}}),
+    "picture without data": ("user", {"type": "image", "source": {"type": "file", "file_id": "f"}}),
+    "unknown": ("user", {"type": "mystery", "x": 1}),
+    "unknown of the model": ("assistant", {"type": "mystery", "x": 1}),
+    "found tools": (
+        "assistant",
+        {
+            "type": "tool_search_tool_result",
+            "tool_use_id": "s",
+            "content": {"type": "tool_search_tool_search_result", "tool_references": [REFERENCE]},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_HISTORY)
+def test_nothing_of_an_earlier_turn_bricks_a_session(name: str, live: LiveServer) -> None:
+    role, block = IN_HISTORY[name]
+    turns = {
+        r: {"role": r, "content": [{"type": "text", "text": "Hi"}]} for r in ("user", "assistant")
+    }
+    turns[role]["content"].append(block)
+    earlier = [*turns.values(), {"role": "user", "content": "go on"}]
+    answer = live.post("/v1/messages", {"messages": earlier, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    place = f"messages[{int(role == 'assistant')}].content[1]"
+    assert answer.headers["x-mlxinfer-skipped"].startswith(place)
+    if role == "user":  # in the newest turn it is an error
+        newest = live.post("/v1/messages", {"messages": [turns["user"]], "max_tokens": 2})
+        assert newest.status_code == 400
+        assert place in newest.json()["error"]["message"]
+
+
+def test_a_reference_to_a_tool_is_a_note(scripted: ScriptedServer) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [REFERENCE]}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    with scripted.says("x"):
+        answer = scripted.post("/v1/messages", {"messages": turns, "max_tokens": 5})
+        assert answer.status_code == 200, answer.text
+        assert "[tool Bash]" in scripted.prompt
+    assert answer.headers["x-mlxinfer-skipped"].endswith("tool_reference")
+
+
 def test_a_prompt_that_is_too_long_says_how_long_it_is(live: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "word " * 20_000}], "max_tokens": 5}
     counted = live.post("/v1/messages/count_tokens", body).json()["input_tokens"]

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,7 +32,15 @@ from ...text import around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..slots import ServedModel
-from .documents import PDF, PdfPart, check_text_type, read_pdfs, shown_file, text_of_file
+from .documents import (
+    NOT_READ,
+    PDF,
+    PdfPart,
+    check_text_type,
+    read_pdfs,
+    shown_file,
+    text_of_file,
+)
 from .sampling import (
     MAX_STOPS,
     REFUSED_ELSEWHERE,
@@ -83,10 +91,17 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[ContentBlock] | None" = None
+    # one block: of hosted tools
+    content: "str | list[ContentBlock] | ContentBlock | None" = None
     is_error: bool | None = None
     source: "BlockSource | str | None" = None  # of a search result: its URL
     title: str | None = None
+    tool_name: str | None = None  # of a tool_reference
+
+    @property
+    def parts(self) -> "str | list[ContentBlock]":
+        """The content."""
+        return [self.content] if isinstance(self.content, ContentBlock) else self.content or ""
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
@@ -264,13 +279,21 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     system = _without_billing(_text(body.system, "system")) if body.system else ""
     if system:
         messages.append({"role": "system", "content": system})
+    newest = _newest(body.messages)
     for number, message in enumerate(body.messages):
-        for plain in _turn(message, f"messages[{number}]", skipped):
+        place = f"messages[{number}]"
+        for plain in _turn(message, place, skipped, is_earlier=number < newest):
             if messages and _together(messages[-1], plain):
                 messages[-1]["content"] = joined(messages[-1]["content"], plain["content"], "\n\n")
             else:
                 messages.append(plain)
     return messages
+
+
+def _newest(messages: Sequence[AnthropicMessage]) -> int:
+    """The place of the last message of a user; what is wrong before it cannot be mended."""
+    users = [number for number, message in enumerate(messages) if message.role == "user"]
+    return users[-1] if users else 0
 
 
 def _without_billing(system: str) -> str:
@@ -342,34 +365,42 @@ def _openai_choice(choice: ToolChoice | None) -> str | Plain:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plain]:
+def _turn(
+    message: AnthropicMessage, path: str, skipped: list[str], *, is_earlier: bool
+) -> list[Plain]:
     if message.role == "assistant":
-        return [_earlier_answer(message.content, f"{path}.content", skipped)]
+        content = message.content
+        return [_earlier_answer(content, f"{path}.content", skipped, is_earlier=is_earlier)]
     if isinstance(message.content, str) or message.role == "system":
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
     messages: list[Plain] = []
     rest: list[ContentBlock] = []
+    read_part = partial(_part_or_note, skipped=skipped, is_earlier=is_earlier)
     for number, block in enumerate(message.content):
         if block.type == "tool_result":
-            messages.append(_tool_result(block, f"{path}.content[{number}]"))
+            messages.append(_tool_result(block, read_part, f"{path}.content[{number}]"))
         else:
             rest.append(block)
     if rest or not messages:
-        messages.append({"role": "user", "content": read_content(rest, _part, f"{path}.content")})
+        messages.append(
+            {"role": "user", "content": read_content(rest, read_part, f"{path}.content")}
+        )
     return messages
 
 
-def _earlier_answer(content: str | list[ContentBlock], path: str, skipped: list[str]) -> Plain:
-    """An earlier answer: its text, reasoning and calls."""
+def _earlier_answer(
+    content: str | list[ContentBlock], path: str, skipped: list[str], *, is_earlier: bool
+) -> Plain:
+    """An earlier answer: its text, reasoning and calls; one to be continued is not `is_earlier`."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[ContentBlock]] = {"text": [], "thinking": [], "tool_use": []}
     for number, block in enumerate(content):
-        if block.type in HOSTED_BLOCKS:
+        if block.type not in of_type:
+            if not (is_earlier or block.type in HOSTED_BLOCKS):
+                raise not_text(block.type, f"{path}[{number}]")
             skip(skipped, f"{path}[{number}]", block.type)
             continue
-        if block.type not in of_type:
-            raise not_text(block.type, f"{path}[{number}]")
         of_type[block.type].append(block)
     plain: Plain = {"role": "assistant", "content": _text(of_type["text"], path)}
     thoughts = [block.thinking or "" for block in of_type["thinking"]]
@@ -386,13 +417,29 @@ def _earlier_call(block: ContentBlock, path: str) -> Plain:
     return function_call(block.id, block.name, block.input or {})
 
 
-def _tool_result(block: ContentBlock, path: str) -> Plain:
+def _tool_result(
+    block: ContentBlock, read_part: Callable[[ContentBlock, str], Plain], path: str
+) -> Plain:
     if block.tool_use_id is None:
         raise InvalidRequestError.of(f"{path}.tool_use_id", "is missing.")
-    content = read_content(block.content or "", _part, f"{path}.content")
+    content = read_content(block.parts, read_part, f"{path}.content")
     if block.is_error:
         content = around(content, "Error: ")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _part_or_note(block: ContentBlock, path: str, skipped: list[str], *, is_earlier: bool) -> Plain:
+    """A part; a note in place of a tool's name, and of what cannot be read in an earlier turn."""
+    if block.type == "tool_reference":
+        skip(skipped, path, block.type)
+        return text_part(f"[tool {block.tool_name}]")
+    try:
+        return _part(block, path)
+    except InvalidRequestError:
+        if not is_earlier:
+            raise
+        skip(skipped, path, block.type)
+        return text_part(NOT_READ)
 
 
 def _part(block: ContentBlock, path: str) -> Plain:
@@ -414,7 +461,7 @@ def _text(content: str | Sequence[ContentBlock], path: str) -> str:
 
 def _block_text(block: ContentBlock, path: str) -> str:
     if block.type == "search_result" and isinstance(block.source, str):
-        text = _text(block.content or "", f"{path}.content")
+        text = _text(block.parts, f"{path}.content")
         return shown_file(text, block.title or block.source)
     if block.type == "document" and isinstance(block.source, BlockSource):
         return shown_file(_document(block, block.source, path), block.title)
@@ -438,12 +485,13 @@ def _pdfs(body: CountRequest) -> Iterator[PdfPart]:
     """The PDFs in the system prompt, in messages and tool results."""
     for block, path in _blocks(body.system, "system"):
         yield from _pdf(block, path)
+    newest = _newest(body.messages)
     for number, message in enumerate(body.messages):
         place = f"messages[{number}].content"
         for block, path in _blocks(message.content, place):
-            yield from _pdf(block, path)
-            for inner, inner_path in _blocks(block.content, f"{path}.content"):
-                yield from _pdf(inner, inner_path)
+            yield from _pdf(block, path, is_earlier=number < newest)
+            for inner, inner_path in _blocks(block.parts, f"{path}.content"):
+                yield from _pdf(inner, inner_path, is_earlier=number < newest)
 
 
 def _blocks(
@@ -453,7 +501,7 @@ def _blocks(
         yield block, f"{path}[{number}]"
 
 
-def _pdf(block: ContentBlock, path: str) -> Iterator[PdfPart]:
+def _pdf(block: ContentBlock, path: str, *, is_earlier: bool = False) -> Iterator[PdfPart]:
     source = block.source
     if (
         block.type == "document"
@@ -461,7 +509,8 @@ def _pdf(block: ContentBlock, path: str) -> Iterator[PdfPart]:
         and (source.type, source.media_type.lower()) == ("base64", PDF)
         and source.data is not None
     ):
-        yield PdfPart(source.data, f"{path}.source.data", partial(_be_text, source))
+        place = f"{path}.source.data"
+        yield PdfPart(source.data, place, partial(_be_text, source), is_earlier)
 
 
 def _be_text(source: BlockSource, text: str) -> None:
@@ -474,8 +523,7 @@ def _be_text(source: BlockSource, text: str) -> None:
 async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     """Answer a conversation (Anthropic's API)."""
     model = await call.model(body.model)
-    await read_pdfs(call, _pdfs(body))
-    skipped: list[str] = []
+    skipped = await read_pdfs(call, _pdfs(body))
     answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
     call.report_skipped(skipped)
     writer = MessageWriter(call, body, model, answers)

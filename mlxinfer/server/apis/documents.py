@@ -14,6 +14,7 @@ from ..call import Call
 from ..pdf import BEGINNING
 
 PDF = "application/pdf"
+NOT_READ = "[a file that cannot be read]"  # in place of one of an earlier turn
 MAX_HEAD = 1000  # characters of a data: URL in front of its data
 _PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
 
@@ -26,11 +27,13 @@ class PdfPart:
         data: in base64.
         place: the field that errors name.
         replace: called with the text, which takes the place of the PDF in the request.
+        is_earlier: it is of an earlier turn, which its client cannot mend any more.
     """
 
     data: str
     place: str
     replace: Callable[[str], None]
+    is_earlier: bool = False
 
 
 class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -66,13 +69,28 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.file_data = f"data:text/plain,{text}"
 
 
-async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> None:
-    """Put texts in place of PDFs; raises as `pdf_texts`."""
+async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> list[str]:
+    """Put texts in place of PDFs; raises as `pdf_texts`.
+
+    Returns what was left out, as `skip` notes it: earlier PDFs that cannot be read.
+    """
     pdfs = await call.in_worker(list, parts)
-    if pdfs:
-        texts = await call.pdf_texts({part.place: part.data for part in pdfs})
+    skipped: list[str] = []
+    while pdfs:
+        try:
+            texts = await call.pdf_texts({part.place: part.data for part in pdfs})
+        except InvalidRequestError as error:
+            broken = [part for part in pdfs if part.is_earlier and part.place == error.param]
+            if not broken:
+                raise
+            pdfs.remove(broken[0])
+            broken[0].replace(NOT_READ)
+            skipped.append(f"{broken[0].place} pdf")
+            continue
         for part, text in zip(pdfs, texts, strict=True):
             part.replace(text)
+        break
+    return skipped
 
 
 class _DataUrl(NamedTuple):

@@ -43,7 +43,7 @@ from .chat import Effort
 from .documents import read_pdfs
 from .responses_items import InputItem, OutputItems, Status, conversation, pdfs_of
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, read_form, sampling_params
-from .tools import DeclaredTools, check_tools, read_tools
+from .tools import DeclaredTools, check_tools, read_tools, skip
 from .usage import logprob_of, reuse_details
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -80,7 +80,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         "conversation": (),
         "prompt": (),
         "moderation": (),
-        "context_management": ([],),
         "stop": ([],),
         "stop_sequences": ([],),
         "n": (1,),
@@ -109,6 +108,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    context_management: Any = None  # nothing here compacts a conversation
     store: bool | None = None  # `store` of the answer says whether it is
     background: bool | None = None  # the answer goes on without its client; it needs a store
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest turns may go
@@ -216,6 +216,8 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
+    if body.context_management:
+        skip(tools.skipped, "context_management", "edits")
     call.report_skipped(tools.skipped)
     items = OutputItems(call.id, wrap=WRAPPED in (body.include or ()), declared=tools.declared)
     begun = _begun(call, body, model, answers.answers[0].request.params)

@@ -79,6 +79,22 @@ def test_links_and_files_in_the_text_are_there() -> None:
         assert [link for link in links if not (here / link).exists()] == [], name
 
 
+def test_anchors_of_links_are_headings() -> None:
+    anchors = {
+        name: {anchor_of(line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+        for name, text in TEXTS.items()
+    }
+    for name, text in TEXTS.items():
+        for file, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", text):
+            assert anchor in anchors[Path(file).name or name], (name, file, anchor)
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.lower())
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
 def test_the_readme_is_short_and_its_index_leads_to_every_page() -> None:
     assert len(README.splitlines()) <= 160
     assert "](docs/README.md)" in README

@@ -29,8 +29,10 @@ from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.pagestore import PageStore
 from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.engine.scheduler import Proposer, Scheduler
+from mlxinfer.fair import Tenant
 
 WIDTH = 2  # numbers of a feature
+TENANTS = (Tenant("one"), Tenant("two"), Tenant("heavier", 3.0))
 
 
 class Simulation:
@@ -144,6 +146,7 @@ class Simulation:
         )
         expected, reason = oracle.answer(request, max_output)
         self.answers[request.id] = expected
+        request.tenant = TENANTS[sum(request.prompt_ids) % len(TENANTS)]
         sequence = self.scheduler.queues.add(request, max_output=max_output, pictures=pictures)
         self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
 

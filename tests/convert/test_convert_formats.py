@@ -55,7 +55,8 @@ def test_gguf_codes_are_kept_and_norms_do_not_widen_the_model(tmp_path: Path) ->
     plain = convert(source, tmp_path / "plain", "fp32")
     assert plain.bits_per_weight == 32
     expected = logits(tmp_path / "plain", IDS)
-    assert np.abs(logits(tmp_path / "out", IDS) - expected).max() < 5e-3 * max(1, expected.std())
+    error = np.abs(logits(tmp_path / "out", IDS) - expected).max()
+    assert error < 4e-2 * max(1, expected.std())  # norms in bfloat16 have 8 bits
 
 
 KEPT = {  # type in the source: format in the output, bits in the source

@@ -16,7 +16,7 @@ from mlxinfer.cache.layout import LAYERS
 from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.core import Request
 from mlxinfer.engine.batch import namespace_of
-from mlxinfer.engine.runner import cache_layers, disk_identity, make_cache
+from mlxinfer.engine.model_cache import cache_layers, disk_identity, make_cache
 from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.zoo import running
 
@@ -67,7 +67,7 @@ def test_what_a_layer_keeps(spec: type) -> None:
 def test_a_request() -> None:
     named = {"prompt_ids", "pictures", "adapter", "cache_salt"}
     answer = {"params", "stop_ids", "prompt_logits", "grammar", "breakers", "reports_prompt"}
-    who = {"id", "owner", "id_slot", "from_peer", "priority", "boundaries"}
+    who = {"id", "owner", "tenant", "id_slot", "from_peer", "priority", "boundaries"}
     counts = {"arrived_s", "started_s", "num_drafted", "num_accepted", "reuse"}
     assert named | answer | who | counts == {field.name for field in fields(Request)}
     names = [namespace_of(*each) for each in ((None, 0, None), ("a", 0, None), (None, 1, None))]

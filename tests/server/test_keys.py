@@ -212,7 +212,7 @@ async def served(call: Call) -> dict[str, Any]:
 
 def app_with(keys: ApiKeys) -> App:
     """All routes, each with a handler that answers at once."""
-    service: Any = SimpleNamespace(config=ServerConfig(keys=keys), calls=set())
+    service: Any = SimpleNamespace(config=ServerConfig(keys=keys), calls=set(), key_metrics={})
     without_file = {(route.method, route.path) for route in files.ROUTES}
     routes = [
         replace(route, handler=served, takes_file=False)

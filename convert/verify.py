@@ -214,12 +214,12 @@ class ScaleLoss:
         if packed.biases is None:  # floating-point scales are kept as they are
             return [packed.weight, packed.scales]
         parts = [packed.weight]
-        self.largest = max(self.largest, mx.abs(packed.scales).max().item())
+        self.largest = max(self.largest, float(mx.abs(packed.scales).max()))
         for part in (packed.scales, packed.biases):
             rounded = part.astype(mx_dtype(tensor.dtype))
             lost = mx.abs(rounded.astype(mx.float32) - part.astype(mx.float32))
             within = lost <= mx.abs(part) * SCALE_LOSS
-            self.lost = max(self.lost, mx.where(within, 0, lost).max().item())
+            self.lost = max(self.lost, float(mx.where(within, 0, lost).max()))
             parts.append(rounded)
         return parts
 

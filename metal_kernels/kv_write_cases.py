@@ -193,7 +193,7 @@ _SAMPLES = (
 )
 KV_WRITE = Kind(
     name="kv_write",
-    files=("kv_write.metal", "kv_write.py", "heads.py"),
+    files=("kv_write.metal", "kv_write.py", "attention_heads.py"),
     case=_kv_write_case,
     timed=_timed_kv_write,
     loads=((8, 0), (32, 0)),  # fewer positions are padded to as many

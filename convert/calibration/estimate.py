@@ -79,11 +79,11 @@ def _run_layer(arranged: ArrangedSource, inputs: int) -> LayerTime:
     matrices = [array for array in tensors.values() if array.ndim > 1]
     largest = max(matrices, key=lambda array: array.size)
     shape, widths = largest.shape, frozenset(array.shape[-1] for array in matrices)
-    some = largest.reshape(-1, shape[-1])[: rows_at_once(*shape[-2:])].astype(mx.float32)
-    rows = np.array(as_numpy(some))
+    first_rows = largest.reshape(-1, shape[-1])[: rows_at_once(*shape[-2:])]
+    rows = np.array(as_numpy(first_rows.astype(mx.float32)))
     num_weights = sum(array.size for array in tensors.values())
     layer = streamed.layer(0, tensors)
-    del tensors, matrices, largest, some  # the layer has joined copies of them
+    del tensors, matrices, largest, first_rows  # the layer has joined copies of them
     products = 0
 
     def count_products(_: object, x: mx.array, experts: mx.array | None) -> None:

@@ -76,7 +76,7 @@ class Moments:
         self._sums: dict[str, InputSums] = {}
 
     def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
-        """Add inputs x (..., in_dims) of these matrices; `experts`: see ObservedExperts."""
+        """Add inputs x (..., in_dims) of matrices at `paths`; `experts` as in ObservedExperts."""
         wide = x.astype(mx.float32)
         flat = np.array(wide.reshape(-1, x.shape[-1]))
         sums = self._sums.get(paths[0]) or InputSums(np.zeros(x.shape[-1], np.float32))

@@ -131,7 +131,7 @@ class TensorReader:
     info: SourceTensor
     parts: Sequence[StoredArray]  # the first decides the tensor's place in the order
     values: Callable[[slice], mx.array]  # of a range of the first axis, in info.dtype
-    codes: Callable[[slice], Packed] | None = None  # of such a range, in the format info.lossless
+    codes: Callable[[slice], Packed] | None = None  # packed as info.lossless says
 
 
 Leaves = dict[str, StoredArray]

@@ -210,7 +210,7 @@ class _Cursor:
             raise self.fail(f"has a string that is not UTF-8 ({error.reason})") from None
 
     def strings(self, first: int, count: int) -> list[str]:
-        """The next of `count` strings, up to BEAT of them, of which `first` are read."""
+        """Read at most BEAT more strings of an array of `count`; `first` have been read."""
         self.beat()
         return [self.string() for _ in range(min(BEAT, count - first))]
 

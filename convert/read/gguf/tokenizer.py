@@ -323,7 +323,7 @@ def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]
 def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
     """The library makes all but the lists, which are put into its JSON: it would hold them thrice.
 
-    A tokenizer of them is made when the files are loaded.
+    No tokenizer is made here: whoever loads the files makes it.
     """
     by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
     vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts

@@ -192,6 +192,7 @@ def test_an_added_model_is_served_after_the_next_start_until_it_is_removed(tmp_p
 def test_an_added_model_is_removed_on_the_page(models: PageDriver) -> None:
     row = models.page.locator("tr", has=models.page.get_by_text("demo-draft", exact=True))
     models.server.post("/hub/serve", {"model": "demo-draft"})
+    models.page.reload()  # the page reads the list when it is opened
     row.locator(".badge:has-text('served')").wait_for()
     row.get_by_role("button", name="Serve demo-draft no longer").click()
     row.locator(".badge:has-text('bundled')").wait_for()

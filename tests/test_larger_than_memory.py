@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return str(block)
+    """The last block of the page in this language."""
+    return str(re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[-1])
 
 
 def as_here(text: str, folder: Path) -> str:

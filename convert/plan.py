@@ -384,20 +384,22 @@ def _largest(
 _SIBLINGS = re.compile(r"[.](?:[qkv]|gate|up)_proj$")  # which share their inputs
 
 
+def shared_inputs(matrices: Iterable[OutputTensor]) -> Iterator[OutputTensor]:
+    """One of all matrices that share their inputs, each."""
+    first = {(_SIBLINGS.sub("", matrix.path), matrix.shape[-1]): matrix for matrix in matrices}
+    yield from first.values()
+
+
 def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
     """Second moments of the layer that has most, and one inversion."""
-    layers: dict[int | None, dict[tuple[str, int], int]] = {}
+    layers: Counter[int | None] = Counter()
     widest = 0
-    for output in arranged.outputs:
-        if len(output.shape) < 2 or output.seeing:
-            continue
+    for output in shared_inputs(o for o in arranged.outputs if len(o.shape) > 1 and not o.seeing):
         in_dims = output.shape[-1]
         experts = output.shape[0] if len(output.shape) == 3 else 1
-        key = _SIBLINGS.sub("", output.path), in_dims
-        layers.setdefault(output.layer, {})[key] = in_dims * min(inputs, in_dims) * 4 * experts
+        layers[output.layer] += in_dims * min(inputs, in_dims) * 4 * experts
         widest = max(widest, in_dims)
-    largest = max(sum(layer.values()) for layer in layers.values())
-    return largest + INVERSION_BYTES * min(inputs, widest) ** 2
+    return max(layers.values()) + INVERSION_BYTES * min(inputs, widest) ** 2
 
 
 def disk_bytes(

@@ -1,16 +1,19 @@
-"""How long a calibrated conversion takes here, from one layer that is run and some of its rows."""
+"""How long a calibrated conversion takes here, from products and roundings of some random rows.
+
+The sizes are the model's, and its weights are not read: a layer of them in float32 would be the
+most memory that a plan takes.
+"""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from ..arrange import ArrangedSource
-from ..arrays import Floats, as_numpy
-from ..plan import PROBE_LENGTH, ConversionPlan, MemoryBudget
+from ..arrange import ArrangedSource, OutputTensor
+from ..arrays import mx_dtype
+from ..plan import PROBE_LENGTH, ConversionPlan, MemoryBudget, shared_inputs
 from ..quantise import ErrorFeedback, QuantisationMethod, make_feedback, quantise, rows_at_once
 from ..recipes import ConversionOptions, affine, fitting
 from .stream import StreamedModel
@@ -18,10 +21,12 @@ from .texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 
 BASE_S = 2.0  # of opening, the tokenizer, and the report
 RUNS = 3
-LEAST_S = 0.2  # that a layer's run takes, to be measured well
-MAX_TOKENS = 1024  # in the run of the first layer that the estimate times
-MAX_PRODUCTS = 1024  # inputs in the product that the estimate times
 ENOUGH_S = 1.0  # after which a run is not repeated
+LEAST_S = 0.1  # that products take together, to be measured well
+MAX_PRODUCTS = 8  # that are timed together
+TOKENS = 1024  # that go through a product that is timed
+MAX_INPUTS = 1024  # of a product that is timed, and of moments
+BESIDE = 1.2  # of the products of a layer: attention, norms and activations are a fifth more
 TOKEN_CHARS = 2  # of a token, at least, over a long text
 
 
@@ -37,105 +42,99 @@ def estimated_seconds(
 
     Args:
         comparing: the source and the output are run to compare their logits.
+
+    Raises:
+        UnsupportedModelError: layers of this model cannot run alone.
     """
     if options.calibration is None:
         return 0.0
-    layers, config = arranged.config.num_layers, arranged.config
+    streamed, config = StreamedModel(arranged), arranged.config
+    matrices = [
+        output
+        for index in range(config.num_layers)
+        for output in streamed.outputs_of(index).values()
+        if len(output.shape) > 1
+    ]
     text = min(SEQUENCES * CALIBRATION_LENGTH, len(options.calibration) // TOKEN_CHARS)
     positions = checked_positions(config.vocab_size) * comparing
-    # The source, its rounded weights and the output; logits take as long by weight as layers do.
-    tokens = text + 3 * positions
+    tokens = text + 3 * positions  # the source, its rounded weights, and the output
     if options.targeted:  # the probes of a layer go through those behind it, half of all
         units = sum(tensor.form is not None for tensor in plan.tensors)
         tokens += text // 4
         tokens += units * budget.probes * PROBE_LENGTH // 2
-    run = _run_layer(arranged, budget.inputs)
-    seconds = layers * (tokens * run.by_token + text * run.moments_by_token)
-    head = config.vocab_size * config.hidden_size
-    seconds += 3 * positions * head * run.by_token / run.num_weights
-    seconds += _round(arranged, plan, options, budget, run)
+    weights = sum(output.num_weights * _active(arranged, output) for output in matrices)
+    products = BESIDE * tokens * weights + 3 * positions * streamed.head.num_weights
+    seconds = products * _product_s(arranged)
+    seconds += _moments_s(arranged, [*matrices, streamed.head], budget.inputs, text)
+    largest = max(matrices, key=lambda output: output.num_weights)
+    seconds += _rounding_s(largest.shape, plan, options, budget, arranged.source.dtype)
     return BASE_S + seconds + 60 * (options.learn_minutes or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Times of a run of the first layer, and a part of it. The layer itself is dropped."""
-
-    by_token: float  # seconds
-    moments_by_token: float  # seconds of the second moments of its inputs
-    num_weights: int
-    shape: tuple[int, ...]  # of the largest matrix
-    rows: Floats  # (N, in_dims) its first rows
-    widths: frozenset[int]  # inputs of its matrices
+def _active(arranged: ArrangedSource, output: OutputTensor) -> float:
+    """The part of a matrix, or of a stack of experts, that a token meets."""
+    if len(output.shape) < 3:
+        return 1.0
+    return arranged.config.experts_per_token / output.shape[0]
 
 
-def _run_layer(arranged: ArrangedSource, inputs: int) -> LayerTime:
-    """Run the first layer on more and more tokens, until it takes long enough to be measured.
+def _product_s(arranged: ArrangedSource) -> float:
+    """Seconds of a multiply-add in a product with a matrix, in the dtype that layers run in."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    dtype = mx.float32 if on_cpu else mx_dtype(arranged.source.dtype)
+    width = min(arranged.config.hidden_size, MAX_INPUTS)
+    inputs, matrix = mx.ones((TOKENS, width), dtype), mx.ones((width, width), dtype)
+    mx.eval(inputs, matrix)
 
-    `inputs` have moments together. Those are not held here: their products are only counted.
-    """
-    streamed = StreamedModel(arranged)
-    tensors = streamed.read_layer(0)
-    matrices = [array for array in tensors.values() if array.ndim > 1]
-    largest = max(matrices, key=lambda array: array.size)
-    shape, widths = largest.shape, frozenset(array.shape[-1] for array in matrices)
-    first_rows = largest.reshape(-1, shape[-1])[: rows_at_once(*shape[-2:])]
-    rows = np.array(as_numpy(first_rows.astype(mx.float32)))
-    num_weights = sum(array.size for array in tensors.values())
-    layer = streamed.layer(0, tensors)
-    del tensors, matrices, largest, first_rows  # the layer has joined copies of them
-    products = 0
+    def multiply(count: int) -> None:
+        mx.eval([inputs @ matrix.T for _ in range(count)])
 
-    def count_products(_: object, x: mx.array, experts: mx.array | None) -> None:
-        nonlocal products
-        width = x.shape[-1]
-        num_rows = x.size // width if experts is None else experts.size
-        products += num_rows * width * min(inputs, width)
-
-    length = min(CALIBRATION_LENGTH, arranged.config.max_context - 1)
-    ids = [token % arranged.config.vocab_size for token in range(length)]
-    streamed.see = count_products
-    streamed.states([ids]).advance(layer)  # what is compiled is compiled here
-    streamed.see = None
     count, spent = 1, 0.0
-    while spent < LEAST_S and count * length <= MAX_TOKENS:
-        states = streamed.states([ids] * count)
-        spent = _timed(partial(states.advance, layer))
+    while spent < LEAST_S and count < MAX_PRODUCTS:
         count *= 2
-    by_token = 2 * spent / (count * length)
-    moments = products / length * _product_s(rows)
-    return LayerTime(by_token, moments, num_weights, shape, rows, widths)
+        spent = _timed(partial(multiply, count))
+    return spent / (count * inputs.size * width)
 
 
-def _product_s(rows: Floats) -> float:
-    """Seconds of a product of two numbers, in that of a matrix (N, in_dims) with itself."""
-    part = rows[:, :MAX_PRODUCTS]
-    return _timed(lambda: part.T @ part) / (part.size * part.shape[1])
+def _moments_s(
+    arranged: ArrangedSource, matrices: Iterable[OutputTensor], inputs: int, text: int
+) -> float:
+    """Seconds of the second moments of all inputs, `inputs` together, and of inverting those."""
+    if not inputs:
+        return 0.0
+    size = min(inputs, arranged.config.hidden_size, MAX_INPUTS)
+    rows = np.ones((TOKENS, size), np.float32)
+    product = _timed(lambda: rows.T @ rows) / (rows.size * size)
+    moments = np.eye(size, dtype=np.float32)
+    inversion = _timed(lambda: make_feedback([moments], 1)) / size**3
+    seconds = 0.0
+    for output in shared_inputs(matrices):
+        width, experts = output.shape[-1], output.shape[0] if len(output.shape) == 3 else 1
+        together = min(inputs, width)
+        seconds += product * text * experts * _active(arranged, output) * width * together
+        seconds += inversion * experts * width * together**2
+    return seconds
 
 
-def _round(
-    arranged: ArrangedSource,
+def _rounding_s(
+    shape: tuple[int, ...],
     plan: ConversionPlan,
     options: ConversionOptions,
     budget: MemoryBudget,
-    run: LayerTime,
+    dtype: str,
 ) -> float:
-    """Seconds of rounding all matrices, and of inverting the moments of their inputs."""
-    form, rows = fitting(affine(4), run.shape), run.rows
+    """Seconds of rounding all matrices, from some rows of a matrix of this shape."""
+    form, width = fitting(affine(4), shape), shape[-1]
     if form is None:
         return 0.0
-    tile, feedback, inverting = rows_at_once(*run.shape[-2:]), None, 0.0
+    tile, feedback = rows_at_once(*shape[-2:]), None
     if options.feeds_back:
-        size = min(budget.inputs, rows.shape[1])
-        made: list[ErrorFeedback | None] = []
-        moments: list[Floats] = [np.eye(size, dtype=np.float32)] * (rows.shape[1] // size)
-        inverting = _timed(lambda: made.append(make_feedback(moments, size)))
-        feedback = made[0]
-        inverting *= sum((min(budget.inputs, width) / size) ** 3 for width in run.widths)
-    method = QuantisationMethod(form, arranged.source.dtype, options.searched, None, feedback, tile)
-    spent = _timed(lambda: quantise(rows, method))
+        size = min(budget.inputs, width)
+        feedback = ErrorFeedback((np.eye(size, dtype=np.float32),) * (width // size))
+    method = QuantisationMethod(form, dtype, options.searched, None, feedback, tile)
+    rows = np.random.default_rng(0).standard_normal((tile, width), np.float32)
     count = sum(tensor.output.num_weights for tensor in plan.tensors if tensor.form is not None)
-    return spent * count / rows.size / budget.workers + inverting * arranged.config.num_layers
+    return _timed(lambda: quantise(rows, method)) * count / rows.size / budget.workers
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 import webbrowser
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ try:
 except ImportError:
     missing("Toga", 'pip install -e ".[test]"', module=True)
 
-from mlxinfer.app.application import COMPACT, MenubarApp
+from mlxinfer.app.application import COMPACT, MenubarApp, in_thread
 from mlxinfer.app.client import Chat, Transfer
 from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
@@ -458,3 +459,20 @@ def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
     )
     run(asked)
     assert calls == ["start"]
+
+
+def test_a_call_in_a_thread_ends_whatever_becomes_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        asyncio.run(in_thread(leave))
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        asyncio.run(in_thread(int))

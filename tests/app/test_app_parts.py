@@ -231,6 +231,30 @@ def test_a_second_start_shows_the_first_app(short_folder: Path) -> None:
     assert not Instance(place).show_other()
 
 
+def test_a_start_is_answered_after_one_whose_windows_could_not_be_shown(
+    short_folder: Path,
+) -> None:
+    place, shown = short_folder / "app.sock", threading.Event()
+    starts = iter([lambda: 1 / 0, shown.set])
+    first = Instance(place)
+    first.listen(lambda: next(starts)())
+    assert not Instance(place).show_other()
+    assert Instance(place).show_other()
+    assert shown.is_set()
+    first.close()
+
+
+def test_two_apps_may_run_where_there_can_be_no_more_threads(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    Instance(short_folder / "app.sock").listen(lambda: None)
+    assert not Instance(short_folder / "app.sock").show_other()
+
+
 @pytest.fixture
 def cocoa(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module for macOS over stand-ins for Objective-C: its flow, not what a Mac does."""

@@ -45,11 +45,12 @@ class Instance:
             listener.bind(str(self._place))
             self._place.chmod(0o600)
             listener.listen()
-        except OSError:
-            listener.close()  # a path too long for a socket: two apps may run then
+            answer = threading.Thread(target=self._answer, args=(listener, show), daemon=True)
+            answer.start()
+        except (OSError, RuntimeError):
+            listener.close()  # too long a path, or no more threads: two apps may run then
             return
         self._listener = listener
-        threading.Thread(target=self._answer, args=(listener, show), daemon=True).start()
 
     def close(self) -> None:
         """Listen no longer."""
@@ -66,7 +67,7 @@ class Instance:
                 asking, _ = listener.accept()
             except OSError:
                 return
-            with asking, contextlib.suppress(OSError):
+            with asking, contextlib.suppress(Exception):  # the next start is answered too
                 asking.settimeout(ANSWER_S)
                 if asking.recv(len(SHOW)) == SHOW:
                     show()

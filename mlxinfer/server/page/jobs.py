@@ -1,7 +1,8 @@
 """Downloads and conversions: each a process of its own, which can be paused and cannot hurt others.
 
-A process writes its progress as JSON lines to stderr and its result as JSON to stdout. To pause
-ends it by an interrupt: what has arrived stays on the disk, and to resume is to run it again.
+A process writes its progress as JSON lines to stderr and its result as JSON to stdout, a file.
+To pause ends it by an interrupt: what has arrived stays on the disk, and to resume is to run it
+again.
 """
 
 import json
@@ -15,7 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from ...errors import InvalidRequestError
 from ..errors import HttpError
@@ -120,8 +122,8 @@ class Jobs:
                     del self._jobs[other.id]
             self._jobs[job.id] = job
             self._forget_old()
-        if job.process is None and not job.ended:
-            self._run(job, job.again if job.state is JobState.PAUSED else job.arguments)
+            if job.process is None:
+                self._run(job)
         return job
 
     def act(self, id: str, action: str) -> Job:
@@ -137,8 +139,9 @@ class Jobs:
         if job is None:
             raise HttpError("not_found", "There is no such job.")
         if action == "resume":
-            if job.state in (JobState.PAUSED, JobState.FAILED) and job.process is None:
-                self._run(job, job.again if job.state is JobState.PAUSED else job.arguments)
+            with self._lock:
+                if job.state in (JobState.PAUSED, JobState.FAILED) and job.process is None:
+                    self._run(job)
         elif action == "dismiss":
             if job.ended:
                 self._jobs.pop(id, None)
@@ -155,46 +158,70 @@ class Jobs:
         for job in self.all():
             self._interrupt(job, JobState.PAUSED)
 
-    def _run(self, job: Job, arguments: Sequence[str]) -> None:
+    def _run(self, job: Job) -> None:
+        """Start the process of a job and a thread that watches it, or let the job fail."""
+        arguments = job.again if job.state is JobState.PAUSED else job.arguments
         job.state = job.wanted = JobState.RUNNING
         job.error, job.rate, job.marked = None, 0.0, (0.0, 0)
+        try:
+            process, said = self._started(arguments)
+        except OSError as error:
+            job.state, job.error = JobState.FAILED, f"It does not start: {error.strerror}."
+            return
+        job.process = process
+        given = job, process, said
+        watch = threading.Thread(target=self._watch, args=given, name="mlxinfer-job", daemon=True)
+        try:
+            watch.start()
+        except RuntimeError as error:
+            process.kill()
+            self._ended(*given, f"It does not start: {error}.")
+
+    def _started(self, arguments: Sequence[str]) -> tuple["subprocess.Popen[str]", IO[str]]:
+        """A process, and the file that its stdout goes to."""
+        said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
             process = subprocess.Popen(
                 [*self._command, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=said,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
                 start_new_session=True,  # Ctrl-C at the server's terminal is not meant for it
                 env={**os.environ, **PROGRESS},
             )
-        except OSError as error:
-            job.state, job.error = JobState.FAILED, f"It does not start: {error.strerror}."
-            return
-        job.process = process
-        threading.Thread(
-            target=self._watch, args=(job, process), name="mlxinfer-job", daemon=True
-        ).start()
+        except OSError:
+            said.close()
+            raise
+        return process, said
 
-    def _watch(self, job: Job, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
+    def _watch(self, job: Job, process: "subprocess.Popen[str]", said: IO[str]) -> None:
+        """Follow a process to its end. Whatever happens here, the job ends with it."""
         assert process.stderr is not None
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(process.stdout.read()), daemon=True)  # type: ignore[union-attr]
-        reader.start()
         problem = ""
-        for line in process.stderr:
-            if line.startswith("{"):
-                _note(job, line)
-            elif line.startswith("error: "):
-                problem = _for_a_page(line.removeprefix("error: ").strip()[:MAX_LINE])
-        reader.join()
+        try:
+            for line in process.stderr:
+                if line.startswith("{"):
+                    _note(job, line)
+                elif line.startswith("error: "):
+                    problem = _for_a_page(line.removeprefix("error: ").strip()[:MAX_LINE])
+        except Exception as error:  # a job that nobody follows would run for ever
+            problem = f"Its progress cannot be followed: {error}."
+            process.kill()
+        self._ended(job, process, said, problem)
+
+    def _ended(
+        self, job: Job, process: "subprocess.Popen[str]", said: IO[str], problem: str
+    ) -> None:
+        assert process.stderr is not None
+        process.stderr.close()
         code = process.wait()
-        for pipe in (process.stdout, process.stderr):
-            pipe.close()
+        said.seek(0)
+        result = said.read()
+        said.close()
         job.process = None
-        _end(job, code, "".join(said), problem)
+        _end(job, code, result, problem)
 
     def _interrupt(self, job: Job, wanted: JobState) -> None:
         process = job.process

@@ -558,9 +558,8 @@ class OwnCacheSpec:
     unit: ClassVar[int] = 1
 
 
-PagedSpec = (
-    KVSpec | LatentSpec | PooledSpec | EntrySpec | BlockSpec
-)  # what lies in pages, for each token
+IndexSpec = PooledSpec | EntrySpec | BlockSpec  # what chooses the tokens that a layer sees
+PagedSpec = KVSpec | LatentSpec | IndexSpec  # what lies in pages, for each token
 CacheSpec = PagedSpec | StateSpec | OwnCacheSpec
 
 

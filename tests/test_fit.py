@@ -288,3 +288,18 @@ def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:
     window = config(tmp_path, model_type="mistral", sliding_window=256)
     assert kv_bytes(window, 8192) == kv_bytes(plain, 256)
     assert fit_of(window, WEIGHTS, 2 * WEIGHTS).verdict is FitVerdict.FITS
+
+
+@pytest.mark.parametrize(
+    ("case", "read"), [("exaone_moe-v5", 1), ("deepseek_v4-v5", 0), ("qwen3_next-v5", 1)]
+)
+def test_heads_that_are_not_loaded_take_no_memory(tmp_path: Path, case: str, read: int) -> None:
+    """Of several heads that predict further ahead the first is read, or none."""
+    folder = tiny_checkpoint(tmp_path, case)
+    whole, count = held_bytes(folder), load_config(folder).num_layers
+    heads = {f"model.layers.{count + i}.eh_proj.weight": mx.zeros((64, 100 + i)) for i in range(3)}
+    mx.save_safetensors(str(folder / "model-heads.safetensors"), heads)
+    (folder / "model.safetensors").rename(folder / "model-one.safetensors")
+    sizes = [value.nbytes for value in heads.values()]
+    header = (folder / "model-heads.safetensors").stat().st_size - sum(sizes)
+    assert held_bytes(folder) - whole == sum(sizes[:read]) + header

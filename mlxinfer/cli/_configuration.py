@@ -190,7 +190,7 @@ def entry_of(
         server: options of the command line that hold for all models, by Python name.
         ttl_s: for models without one of their own.
     """
-    from ..memory import parse_bytes, weights_bytes
+    from ..memory import parse_bytes
     from ..models import stoppable
     from ..server.slots import RegistryEntry
 
@@ -211,7 +211,7 @@ def entry_of(
             {**served, "created_s": created_s, "watch": watch},
         ),
         stop=stop,
-        weights_bytes=weights_bytes(folder) - _experts_left_out(folder, options),
+        weights_bytes=_held_bytes(folder, options),
         aliases=requested.entry.aliases,
         kv_bytes=kv_bytes,
         pinned=requested.entry.pin,
@@ -223,15 +223,14 @@ def entry_of(
     )
 
 
-def _experts_left_out(folder: Path, options: EngineOptions) -> int:
-    """Bytes of experts that stay on the disk; 0 for broken files: loading says what is wrong."""
-    from ..models.weights.files import expert_bytes
+def _held_bytes(folder: Path, options: EngineOptions) -> int:
+    """Bytes of weights in memory; of broken files, all: loading says what is wrong."""
+    from ..memory import weights_bytes
+    from ..memory.fit import held_bytes  # imports mlx
 
-    if options.experts is None:
-        return 0
     with suppress(ModelError):
-        return max(expert_bytes(folder) - options.experts.num_bytes, 0)
-    return 0
+        return held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
+    return weights_bytes(folder)
 
 
 def checked_settings(

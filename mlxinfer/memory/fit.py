@@ -12,10 +12,11 @@ from ..core import LatentSpec
 from ..errors import InsufficientMemoryError, UnsupportedModelError
 from ..models import load_any_config
 from ..models.config import load_config
+from ..models.jsonfields import Fields, read_json
 from ..models.language import LanguageConfig
-from ..models.registry import family
+from ..models.registry import family, is_encoder, is_native, layer_ahead
 from ..models.towers.loading import tower_bytes
-from ..models.weights.files import expert_bytes, row_table_bytes
+from ..models.weights.files import expert_bytes, read_headers, row_table_bytes
 from ..models.weights.share import Share
 from . import human_bytes, models_limit_bytes, weights_bytes
 
@@ -132,7 +133,7 @@ def kv_bytes(config: LanguageConfig, context: int, bits: int = 16, most: int | N
         plain = spec.index_dim if isinstance(spec, LatentSpec) else 0  # index keys stay in 16 bits
         token_bits = (spec.numbers - plain) * bits_each + plain * 16
         stored_bits += token_bits * min(context, window or most or context)
-    stored_bits += 16 * context * sum(spec.numbers for spec in config.entries if spec is not None)
+    stored_bits += 16 * context * sum(spec.numbers for spec in config.extra_specs if spec)
     return round(stored_bits / 8)
 
 
@@ -265,9 +266,26 @@ def _groups_of_layers(folder: Path) -> int:
 
 def held_bytes(folder: Path, expert_memory: int | None = None) -> int:
     """Bytes of a checkpoint's weights in memory; `expert_memory`: of experts, None: all of them."""
-    weights = weights_bytes(folder) - row_table_bytes(folder)
+    weights = weights_bytes(folder) - row_table_bytes(folder) - _unread_bytes(folder)
     left_out = 0 if expert_memory is None else max(expert_bytes(folder) - expert_memory, 0)
     return weights - left_out
+
+
+def _unread_bytes(folder: Path) -> int:
+    """Bytes of heads that predict tokens further ahead, but for the one that is read."""
+    path = folder / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    if not raw or not is_native(raw) or is_encoder(Fields(raw, "config.json")):
+        return 0
+    config = load_config(folder)
+    kind = family(config.model_type)
+    num_read = max(len(kind.mtp_blocks(config)), 1) if kind.has_mtp else 0  # layers
+    return sum(
+        info.end - info.start
+        for tensors in read_headers(folder).values()
+        for name, info in tensors.items()
+        if (layer := layer_ahead(name, config.num_layers)) is not None and layer >= num_read
+    )
 
 
 def require_fit(

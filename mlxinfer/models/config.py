@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import CacheSpec, EntrySpec, KVSpec, LatentSpec, StateSpec
+from ..core import CacheSpec, IndexSpec, KVSpec, LatentSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec, yarn_attention_factor
 from . import registry
@@ -27,6 +27,9 @@ _COMMON = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
 }
+
+
+NOTHING = StateSpec(())  # what a layer without a cache keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,10 @@ class ModelConfig:
     turning: tuple[int, ...] = ()  # by layer, see `KVSpec`; empty: 0 everywhere
     sees_spans: tuple[bool, ...] = ()  # by layer, see `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
-    entries: tuple[EntrySpec | None, ...] = ()  # by layer, beside its window; empty: no layer has
+    # By layer, what it keeps in 16 bits beside keys and values; empty: no layer does.
+    extra_specs: tuple[IndexSpec | None, ...] = ()
+    without_index: frozenset[int] = frozenset()  # layers that see what an earlier one chooses
+    without_cache: frozenset[int] = frozenset()  # layers that keep nothing of their own
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
     quantization: Quantization | None = None
@@ -104,10 +110,13 @@ class ModelConfig:
 
     def cache_spec(self, index: int) -> CacheSpec:
         """The spec of the cache of a layer's mixer."""
+        if index in self.without_cache:
+            return NOTHING
         if self.states and (state := self.states[index]) is not None:
             return state
         if self.latent is not None:
-            return self.latent
+            has_index = index not in self.without_index
+            return self.latent if has_index else replace(self.latent, index_dim=0)
         kv_heads, dim = self.heads_of(index)
         window = self.windows[index]
         return KVSpec(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from ..core import CacheSpec, EntrySpec
+from ..core import CacheSpec, IndexSpec
 from ..layers.step import Rows, Step
 from ..metal_kernels.variants import KernelUse
 from .quantization import Quantization
@@ -76,7 +76,7 @@ class LanguageConfig(Protocol):
         ...
 
     @property
-    def entries(self) -> tuple[EntrySpec | None, ...]:
+    def extra_specs(self) -> tuple[IndexSpec | None, ...]:
         """What layers keep of blocks of tokens beside a window; empty: nothing."""
         ...
 

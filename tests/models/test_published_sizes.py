@@ -15,6 +15,7 @@ from models.runs import every
 
 from mlxinfer.cli._inspect import share_of_token
 from mlxinfer.core import StateSpec
+from mlxinfer.memory.fit import kv_bytes
 from mlxinfer.memory.roofline import Work, estimate, machine
 from mlxinfer.memory.suggestions import KV_BYTES, suggestions
 from mlxinfer.models.config import normalise
@@ -69,6 +70,8 @@ def test_a_published_model_at_full_size(name):
     states = [spec for spec in model.cache_specs if isinstance(spec, StateSpec)]
     assert sum(spec.numbers * 2 for spec in paged) == published.kv
     assert sum(prod(shape) * 4 for spec in states for shape, _ in spec.shapes) == published.state
+    of_4096 = sum(spec.numbers * 2 * min(4096, spec.window or 4096) for spec in paged)
+    assert kv_bytes(model.config, 4096) == of_4096
     if published.gb_at_4_bits is not None:
         assert bytes_at_4_bits(shapes) == pytest.approx(published.gb_at_4_bits * 1e9, rel=0.01)
 

@@ -110,8 +110,8 @@ class DeepseekV3(Family):
         """Latent attention; rotary pairs: see `Family.interleaved`."""
         config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
-        latent = config.latent
-        assert latent is not None
+        latent = config.cache_spec(index)
+        assert isinstance(latent, LatentSpec)
         factor = 1.0 if spec is None else spec.attention_factor**2  # which the rope leaves to us
         return self.attention(
             index,

@@ -143,7 +143,7 @@ class DeepseekV4(MixedStreams):
             experts_per_token=fields.integer("num_experts_per_tok", high=num_experts),
             moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
             sparse_layers=(True,) * config.num_layers,
-            entries=tuple(by_kind.get(kind) for kind in kinds),
+            extra_specs=tuple(by_kind.get(kind) for kind in kinds),
         )
 
     @classmethod
@@ -233,8 +233,8 @@ class DeepseekV4(MixedStreams):
     def _compressor(self, index: int, path: str, spec: RopeSpec) -> Compressor | None:
         """The compressor of a layer; None: it sees its window alone."""
         config, weights = self.config, self.weights
-        cache, index_path = config.entries[index], f"{path}.indexer"
-        if cache is None:
+        cache, index_path = config.extra_specs[index], f"{path}.indexer"
+        if not isinstance(cache, EntrySpec):
             return None
         halves = 2 if cache.carried else 1
         kinds = [(f"{path}.compressor", cache.dim)]

@@ -30,8 +30,8 @@ from .gemma_e import (
     between_stages,
     per_layer_gate,
     per_layer_inputs,
+    shared,
     shared_or_own,
-    sources,
 )
 
 _LEAST = 1e-5  # of a mean square that is divided by
@@ -258,12 +258,11 @@ class Gemma3n(Family):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         fields, count = config.fields, config.num_layers
-        sources(config)
         _widths(fields, config.intermediate_size, count)
         _sparsity(fields, count)
         streams = fields.integer("altup_num_inputs", low=2, high=64)
         fields.integer("altup_active_idx", low=0, high=streams - 1)
-        return replace(config, attention_scale=1.0)
+        return replace(config, attention_scale=1.0, without_cache=shared(config))
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:

@@ -36,8 +36,8 @@ from .gemma_e import (
     between_stages,
     per_layer_gate,
     per_layer_inputs,
+    shared,
     shared_or_own,
-    sources,
 )
 
 _ROPES = {
@@ -202,7 +202,6 @@ class Gemma4(Family):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         fields = config.fields
-        sources(config)
         types = [FULL if window is None else SLIDING for window in config.windows]
         heads = tuple(_heads(fields, types, config.head_dim))
         for kv_heads, _ in heads:
@@ -215,6 +214,7 @@ class Gemma4(Family):
         spans = fields.boolean(SPANS, default=False)
         return replace(
             config,
+            without_cache=shared(config),
             attention_scale=1.0,
             heads=heads,
             turning=turning,
@@ -311,7 +311,7 @@ class Gemma4(Family):
     def _inner(self, index: int) -> int:
         """The width of the MLP: twice as wide in layers with shared keys, if the config says so."""
         config = self.config
-        wide = config.fields.boolean("use_double_wide_mlp") and sources(config)[index] is not None
+        wide = config.fields.boolean("use_double_wide_mlp") and index in config.without_cache
         return config.intermediate_size * (1 + wide)
 
     def _expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:

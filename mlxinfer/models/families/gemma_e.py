@@ -118,6 +118,11 @@ def sources(config: ModelConfig) -> list[int | None]:
     return [None] * num_own + [last[window] for window in config.windows[num_own:]]
 
 
+def shared(config: ModelConfig) -> frozenset[int]:
+    """The layers that read keys and values of an earlier one; see `sources`."""
+    return frozenset(i for i, source in enumerate(sources(config)) if source is not None)
+
+
 def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStages:
     """Per-layer inputs, several hidden states of a token, and keys that later layers read."""
     hidden = config.hidden_size

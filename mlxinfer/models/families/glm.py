@@ -187,8 +187,8 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        _shared_indexers(config.fields)
-        return super().configure(config)
+        shared = _shared_indexers(config.fields)
+        return replace(super().configure(config), without_index=shared)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
@@ -203,11 +203,10 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
         Checkpoints may hold indexers that nothing uses; those are left out.
         """
-        if index not in _shared_indexers(self.config.fields):
+        if index not in self.config.without_index:
             return super().attention(index, **parts)
         self.weights.drop_below([f"model.layers.{index}.self_attn.indexer."])
-        spec = replace(parts.pop("spec"), index_dim=0)
-        return RankedAttention(None, spec=spec, **parts)
+        return RankedAttention(None, **parts)
 
 
 def _shared_indexers(fields: Fields) -> frozenset[int]:

@@ -81,9 +81,10 @@ class Glm5Next(MixedStreams, KimiLinear):
                 "queries."
             )
         fields.require({"index_kpool_always_select_tail": [True]})
-        _index_spec(fields)
-        _shared(config)
-        return config
+        spec, shared = _index_spec(fields), _shared(config)
+        attends = [state is None for state in config.states]
+        indexes = tuple(spec if one and i not in shared else None for i, one in enumerate(attends))
+        return replace(config, extra_specs=indexes)
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
@@ -106,12 +107,13 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
         """With an index of its own, or the choice of the layer before it."""
-        has_index = index not in _shared(self.config)
-        return PooledAttention(self._index(index) if has_index else None, **parts)
+        return PooledAttention(self._index(index), **parts)
 
-    def _index(self, index: int) -> GatedIndexer:
+    def _index(self, index: int) -> GatedIndexer | None:
         config, fields, weights = self.config, self.config.fields, self.weights
-        path, spec = f"model.layers.{index}.self_attn.indexer", _index_spec(fields)
+        path, spec = f"model.layers.{index}.self_attn.indexer", config.extra_specs[index]
+        if not isinstance(spec, PooledSpec):
+            return None
         rank, heads = LatentDims.of(fields).query_rank, fields.integer("index_n_heads", high=2**14)
         dim, hidden, pool = spec.dim, config.hidden_size, f"{path}.index_kpool_compress"
         assert rank is not None

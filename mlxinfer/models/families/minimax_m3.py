@@ -151,7 +151,19 @@ class MiniMaxM3(MiniMaxM2):
                 f"index_n_heads in {fields.where} is {heads}; supported is one for each of the "
                 f"{config.num_kv_heads} heads of keys and values."
             )
-        return replace(config, sparse_layers=sparse_layers(fields, config.num_layers))
+        spec = BlockSpec(
+            dim=fields.integer("index_head_dim", high=2**14),
+            block=fields.integer("index_block_size", high=2**16),
+            num_ranked=fields.integer("index_topk_blocks", high=2**20),
+            num_near=fields.integer("index_local_blocks", low=0, high=2**20),
+        )
+        count = config.num_layers
+        chosen = [config.listed("layer_types", index) == _SPARSE for index in range(count)]
+        return replace(
+            config,
+            sparse_layers=sparse_layers(fields, count),
+            extra_specs=tuple(spec if one else None for one in chosen),
+        )
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -166,16 +178,10 @@ class MiniMaxM3(MiniMaxM2):
 
     def indexer(self, index: int) -> Mixer | None:
         """The index of a layer that sees the best blocks; None: it sees all tokens."""
-        config, fields = self.config, self.config.fields
-        if config.listed("layer_types", index) != _SPARSE:
+        config, spec = self.config, self.config.extra_specs[index]
+        if not isinstance(spec, BlockSpec):
             return None
         heads = config.num_kv_heads
-        spec = BlockSpec(
-            dim=fields.integer("index_head_dim", high=2**14),
-            block=fields.integer("index_block_size", high=2**16),
-            num_ranked=fields.integer("index_topk_blocks", high=2**20),
-            num_near=fields.integer("index_local_blocks", low=0, high=2**20),
-        )
         path, rope = f"model.layers.{index}.self_attn.indexer", config.ropes[index]
         assert rope is not None, "positions are always encoded"
         norms = [(f"{path}.q_norm.weight", heads), (f"{path}.k_norm.weight", 1)]

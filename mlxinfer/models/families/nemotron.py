@@ -169,6 +169,9 @@ class NemotronH(Family):
             with_experts(config),
             blocks=blocks,
             states=tuple(state if kind == MAMBA else None for kind in blocks),
+            without_cache=frozenset(
+                i for i, kind in enumerate(blocks) if kind not in (MAMBA, ATTENTION)
+            ),
         )
 
     @classmethod

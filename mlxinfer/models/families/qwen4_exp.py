@@ -5,6 +5,7 @@ that stays in its files.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import mlx.core as mx
@@ -55,14 +56,15 @@ class Qwen4Exp(Qwen3_5MoE):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         config, fields = super().configure(config), config.fields
-        _index_spec(config)
+        spec = _index_spec(config)
+        indexes = tuple(spec if state is None else None for state in config.states)
         fields.require({"output_gate_type": ["sigmoid", "silu"]})
         for index in _ngram_layers(fields):
             if not 0 <= index < config.num_layers:
                 raise CheckpointError(
                     f"ple_layer_ids in {fields.where} must be layers from 1 to {config.num_layers}."
                 )
-        return config
+        return replace(config, extra_specs=indexes)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
@@ -122,8 +124,8 @@ class Qwen4Exp(Qwen3_5MoE):
         return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp), ngrams)
 
     def indexer(self, index: int) -> Mixer | None:
-        spec = _index_spec(self.config)
-        if spec is None:
+        spec = self.config.extra_specs[index]
+        if not isinstance(spec, PooledSpec):
             return None
         path, rope = f"model.layers.{index}.self_attn.indexer", self.config.ropes[index]
         heads = self.config.fields.integer("indexer_n_heads", high=2**10)

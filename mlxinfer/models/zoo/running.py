@@ -89,7 +89,7 @@ class ZooConfig:
         return verdict_of(self.model_type)[1]
 
     @property
-    def entries(self) -> tuple[()]:
+    def extra_specs(self) -> tuple[()]:
         """No layer has any."""
         return ()
 

@@ -14,14 +14,11 @@ from pathlib import Path
 from ..errors import ConversionError
 from ..hub import Progress
 from ..hub.imported import ImportedFile, find_imported, imported_file, split_parts
-from .read import open_source
+from .read import SourceModel, open_source
 from .recipes import ConversionOptions, make_recipe
 from .run import Conversion
 
 _SHARE = 10  # of the bytes to show: reading a file is about this part of the work
-_OPTIONS = ConversionOptions(
-    recipe=make_recipe("keep"), searched=False, check_tensors=False, figures=False
-)
 
 
 def import_gguf(path: Path, progress: Progress = lambda *_: None) -> Path:
@@ -41,13 +38,20 @@ def import_gguf(path: Path, progress: Progress = lambda *_: None) -> Path:
         return folder
     total = sum(part.stat().st_size for part in parts)
     progress(0, total)
-    conversion = Conversion(open_source(path), Path("model"), _OPTIONS)
+    source = open_source(path)
+    conversion = Conversion(source, Path("model"), _options(source))
     file = imported_file(parts, lambda done: progress(done // _SHARE, total))
     with _alone(file):
         if not file.folder.is_dir():
             _convert(conversion, file, path, lambda done: progress(done, total), total)
         file.record(parts)
     return file.folder
+
+
+def _options(source: SourceModel) -> ConversionOptions:
+    """Codes are kept. A float32 file runs in the dtype of its activations, at half the memory."""
+    recipe = make_recipe("keep", dtype=source.exact_dtype and source.dtype)
+    return ConversionOptions(recipe=recipe, searched=False, check_tensors=False, figures=False)
 
 
 def _convert(

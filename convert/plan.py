@@ -226,7 +226,8 @@ def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
 def _planned(
     arranged: ArrangedSource, recipe: Recipe, chosen: Mapping[str, MLXFormat | None]
 ) -> Iterator[PlannedTensor]:
-    model_dtype = arranged.source.dtype
+    source = arranged.source
+    model_dtype = (recipe.is_exact and source.exact_dtype) or source.dtype
     for output in arranged.outputs:
         form = chosen[output.name] if output.name in chosen else _fitted(output, recipe)
         if form is None:

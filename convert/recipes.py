@@ -200,6 +200,11 @@ class Recipe:
             return None
         return raised(self.base, output.path, output.least_bits)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether numbers stay as they are: nothing is quantised anew, and no dtype is given."""
+        return self.base is None and self.dtype is None
+
     def fixes(self, output: OutputTensor) -> bool:
         """Whether a target size leaves the format of this tensor alone."""
         kept = self.keep and output.quantised

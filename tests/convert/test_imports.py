@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import contents
@@ -54,10 +55,33 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def convert_as(path: Path, out: Path, dtype: str | None) -> set[mx.Dtype]:
+    """Keep formats, and numbers as they are or in a dtype; returns the dtypes of matrices."""
+    recipe = make_recipe("keep", dtype=dtype)
+    options = ConversionOptions(recipe=recipe, searched=False, check_tensors=False)
+    Conversion(open_source(path), out, options).run()
+    return number_types(out)
+
+
+def number_types(folder: Path) -> set[mx.Dtype]:
+    (path,) = folder.glob("*.safetensors")
+    return {array.dtype for array in mx.load(str(path)).values() if array.ndim > 1}
+
+
+def test_float32_is_kept_by_a_recipe_that_keeps_and_bfloat16_where_a_file_runs(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    config = {**tiny_config("qwen3-v4"), "vocab_size": len(TOKENS)}
+    write_model(path, config, tiny_tensors(config, 0), tokenizer=TOKENIZER)
+    assert convert_as(path, tmp_path / "kept", None) == {mx.float32}
+    assert convert_as(path, tmp_path / "stated", "float16") == {mx.float16}
+    assert number_types(import_gguf(path)) == {mx.bfloat16}
+
+
 def test_a_file_answers_as_its_converted_folder_does(tmp_path: Path) -> None:
     path, out = write_file(tmp_path / "tiny.gguf"), tmp_path / "out"
-    options = ConversionOptions(recipe=make_recipe("keep"), searched=False, check_tensors=False)
-    Conversion(open_source(path), out, options).run()
+    convert_as(path, out, "bfloat16")
     answers = []
     for name in (out, path, path):
         with LLM(str(name)) as llm:

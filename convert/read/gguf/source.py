@@ -63,13 +63,15 @@ def open_gguf(
     shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
     config = make_config(metadata, shapes, _rope_factors(entries), label)
     from_metadata: SideFiles = dict
+    sizes = _bytes_by_type(entries)
     if side_files is None and check_tokenizer(metadata, label):
         from_metadata = cache(partial(tokenizer_files, metadata, label))
     return SourceModel(
         label=label,
         format="GGUF",
         config={key: value for key, value in config.items() if key != HALVES},
-        dtype=_model_dtype(architecture, entries),
+        dtype=_model_dtype(architecture, sizes),
+        exact_dtype="float32" if _is_float32(sizes) else None,
         readers=_readers(named, architecture, config),
         side_files=from_metadata if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
@@ -108,19 +110,27 @@ def _stored(path: Path, entry: TensorEntry, data_start: int) -> StoredArray:
     return StoredArray(entry.name, dtype, shape, path, start, path.stat().st_size)
 
 
-def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
-    """Of activations: that of most dense matrices; vectors do not count.
-
-    A file that is float32 for the most part may have been made of any dtype, and bfloat16 holds all
-    that it holds. Scales of quantised matrices are float16.
-    """
+def _bytes_by_type(entries: Mapping[str, Entry]) -> Counter[str]:
+    """Bytes of matrices; vectors do not count."""
     sizes = Counter[str]()
     for entry, _ in entries.values():
         if len(entry.shape) > 1:
             sizes[entry.type.name] += entry.num_bytes
-    largest = max(sizes, key=sizes.__getitem__, default="F16")
-    wide = architecture in _WIDE or largest == "F32" or sizes["BF16"] > sizes["F16"]
+    return sizes
+
+
+def _model_dtype(architecture: str, sizes: Counter[str]) -> str:
+    """Of activations: that of most dense matrices.
+
+    A file that is float32 for the most part may have been made of any dtype, and bfloat16 holds all
+    that it holds. Scales of quantised matrices are float16.
+    """
+    wide = architecture in _WIDE or _is_float32(sizes) or sizes["BF16"] > sizes["F16"]
     return "bfloat16" if wide else "float16"
+
+
+def _is_float32(sizes: Counter[str]) -> bool:
+    return max(sizes, key=sizes.__getitem__, default="F16") == "F32"
 
 
 def _readers(

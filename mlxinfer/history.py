@@ -74,8 +74,8 @@ _SCHEMA = (
 
 # Pictures lie beside their messages, so that the oldest can go without a change of these. Owners of
 # keys with names lie beside what follows from the keys themselves, which is all that the terminal
-# knows. A file of an older version gets both tables when it is opened; an older version leaves them
-# alone.
+# knows. A file of an older version gets these tables when it is opened; an older version leaves
+# them alone.
 _PICTURES = """CREATE TABLE IF NOT EXISTS pictures (
     number INTEGER PRIMARY KEY, message INTEGER NOT NULL
     REFERENCES messages (number) ON DELETE CASCADE, place INTEGER NOT NULL,
@@ -84,6 +84,10 @@ _PICTURES = """CREATE TABLE IF NOT EXISTS pictures (
 _NAMES = """CREATE TABLE IF NOT EXISTS named (
     of_key TEXT PRIMARY KEY, owner TEXT NOT NULL
 ) STRICT"""
+_PINS = """CREATE TABLE IF NOT EXISTS pins (
+    conversation TEXT PRIMARY KEY REFERENCES conversations (id) ON DELETE CASCADE
+) STRICT"""
+_PINNED = "id IN (SELECT conversation FROM pins)"
 _PICTURES_OF = "CREATE INDEX IF NOT EXISTS pictures_of ON pictures (message)"
 # How much text an owner has is not read off the messages: that would read all of them.
 _SIZE_OF = "length(CAST(new.content || new.reasoning || new.details AS BLOB))"
@@ -136,6 +140,7 @@ class Conversation:
     Attributes:
         settings: JSON data of the program that made it: system message, sampling, schema.
         head: the message at the end of the branch that is shown; None: there is none.
+        pinned: the page lists it above the others.
     """
 
     id: str
@@ -145,6 +150,7 @@ class Conversation:
     head: str | None
     created_s: float
     changed_s: float
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +280,24 @@ class History:
         return rows[0]["owner"] if rows else of_key
 
     def conversations(
-        self, owner: str, *, limit: int = 100, before_s: float | None = None
+        self,
+        owner: str,
+        *,
+        limit: int = -1,
+        before_s: float | None = None,
+        pinned: bool | None = None,
     ) -> list[Conversation]:
-        """The conversations of an owner, the last changed first; `before_s`: changed before it."""
+        """The conversations of an owner, the last changed first.
+
+        Args:
+            limit: how many, at most; negative: all.
+            before_s: only those that were changed before it.
+            pinned: only those that are pinned, or those that are not; None: both.
+        """
+        only = "" if pinned is None else f"AND {'' if pinned else 'NOT '}{_PINNED} "
         rows = self._read(
-            "SELECT * FROM conversations WHERE owner = ? AND changed_s < ? "
-            "ORDER BY changed_s DESC LIMIT ?",
+            f"SELECT *, {_PINNED} AS pinned FROM conversations WHERE owner = ? AND changed_s < ? "
+            f"{only}ORDER BY changed_s DESC LIMIT ?",
             (owner, sys.float_info.max if before_s is None else before_s, limit),
         )
         return [_conversation(row) for row in rows]
@@ -290,7 +308,10 @@ class History:
         Raises:
             ConversationNotFoundError: the owner has none of this id.
         """
-        rows = self._read("SELECT * FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+        rows = self._read(
+            f"SELECT *, {_PINNED} AS pinned FROM conversations WHERE id = ? AND owner = ?",
+            (id, owner),
+        )
         if not rows:
             raise ConversationNotFoundError(f"There is no conversation {id[:64]!r}.")
         return _conversation(rows[0])
@@ -325,6 +346,7 @@ class History:
         model: str | None = None,
         settings: dict[str, Any] | None = None,
         head: str | None = None,
+        pinned: bool | None = None,
     ) -> Conversation:
         """Make a conversation, or change what is given of it.
 
@@ -349,6 +371,10 @@ class History:
                 _check_member(db, id, head, "head")
             for name, value in given.items():  # names are ours, never a client's
                 db.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, id))
+            if pinned:
+                db.execute("INSERT OR IGNORE INTO pins VALUES (?)", (id,))
+            elif pinned is not None:
+                db.execute("DELETE FROM pins WHERE conversation = ?", (id,))
         return self.conversation(owner, id)
 
     def save_message(self, owner: str, id: str, message: StoredMessage) -> None:
@@ -427,7 +453,8 @@ class History:
         if not given:
             return []
         rows = self._read(
-            "SELECT m.id AS found, m.role, m.content, m.created_s AS said_s, c.* FROM messages m "
+            "SELECT m.id AS found, m.role, m.content, m.created_s AS said_s, c.*, "
+            f"c.{_PINNED} AS pinned FROM messages m "
             f"JOIN conversations c ON c.id = m.conversation WHERE {' AND '.join(wheres)} "
             "ORDER BY m.number DESC LIMIT ?",
             (*values, limit),
@@ -536,9 +563,8 @@ def _prepare(db: sqlite3.Connection) -> None:
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {_VERSION}")
     if version <= _VERSION:
-        db.execute(_PICTURES)
-        db.execute(_NAMES)
-        db.execute(_PICTURES_OF)
+        for statement in (_PICTURES, _NAMES, _PINS, _PICTURES_OF):
+            db.execute(statement)
         if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'sizes'").fetchone():
             for statement in _SIZES:
                 db.execute(statement)
@@ -577,7 +603,8 @@ def _check_id(id: str) -> None:
 
 def _conversation(row: sqlite3.Row) -> Conversation:
     fields = {name: row[name] for name in Conversation.__dataclass_fields__}
-    return Conversation(**{**fields, "settings": json.loads(row["settings"])})
+    changed = {"settings": json.loads(row["settings"]), "pinned": bool(row["pinned"])}
+    return Conversation(**{**fields, **changed})
 
 
 def _message(row: sqlite3.Row, urls: dict[tuple[int, int], str]) -> StoredMessage:

@@ -134,6 +134,10 @@ def test_conversations_are_listed_by_their_last_change(history: History) -> None
     history.save_message("", "one-----", message("again", "more", parent="one"))
     listed = history.conversations("")
     assert [item.title for item in listed] == ["one", "three", "two"]
+    assert history.save_conversation("", listed[-1].id, pinned=True).pinned
+    assert history.conversations("", pinned=True) == [history.conversation("", listed[-1].id)]
+    assert history.conversations("", pinned=False) == listed[:-1]
+    assert not history.save_conversation("", listed[-1].id, pinned=False).pinned
     older = history.conversations("", limit=1, before_s=listed[0].changed_s)
     assert [item.title for item in older] == ["three"]
 

@@ -206,7 +206,7 @@ def open_run_log(continued: str | None, *, keep: bool) -> "ChatLog | None":
 
 def every(history: History) -> list[Conversation]:
     """All conversations of this user."""
-    return history.conversations(owner(history), limit=1_000_000)
+    return history.conversations(owner(history))
 
 
 def find(history: History, id: str) -> Conversation:

@@ -310,6 +310,7 @@ def test_a_server_that_is_gone_is_one_banner_until_it_is_back(page: PageDriver) 
     page.page.locator(".offline").wait_for(state="detached")
     page.errors.clear()
     page.page.locator(".entries li", has_text="Are you there?").wait_for()  # stored after all
+    page.wait_for_answer("ok")
 
 
 def test_a_message_that_cannot_be_saved_says_so_at_last(page: PageDriver) -> None:

@@ -80,6 +80,28 @@ def test_a_conversation_is_renamed_and_deleted_for_good(page: PageDriver) -> Non
     assert "Renamed" not in [c.title for c in history_of(page.server).conversations("")]
 
 
+def test_conversations_stand_under_their_days_and_those_pinned_come_first(page: PageDriver) -> None:
+    page.answered("Old one")
+    page.wait_idle()
+    history = history_of(page.server)
+    with history._transaction() as db:
+        db.execute("UPDATE conversations SET changed_s = 0 WHERE title = 'Old one'")
+    page.page.reload()
+    old = page.page.get_by_role("region", name="January 1970").locator("li")
+    old.hover()
+    old.get_by_role("button", name="Pin Old one").click()
+    pinned = page.page.get_by_role("region", name="Pinned").locator("li", has_text="Old one")
+    pinned.wait_for()
+    page.click("New chat", at=0)
+    page.wait_for("document.querySelectorAll('article').length === 0")
+    page.answered("New one")
+    page.page.reload()
+    page.page.get_by_role("region", name="Today").locator("li", has_text="New one").wait_for()
+    assert page.texts(".entries section h2")[:2] == ["Pinned", "Today"]
+    page.click("Unpin Old one")
+    pinned.wait_for(state="detached")
+
+
 def test_two_tabs_see_each_others_messages(page: PageDriver) -> None:
     page.answered("From the first tab")
     other = page.new_tab()
@@ -90,6 +112,7 @@ def test_two_tabs_see_each_others_messages(page: PageDriver) -> None:
     page.answered("Second question", tab=other)
     page.wait_for_answer("Seen by both.")
     assert page.texts(".bubble") == ["From the first tab", "Second question"]
+    page.wait_idle()
 
 
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:

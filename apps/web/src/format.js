@@ -22,10 +22,24 @@ export function seconds(value) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
+// Midnights between a date and now.
+function daysSince(date) {
+  const [today, day] = [new Date(), new Date(date)].map((each) => each.setHours(0, 0, 0, 0));
+  return Math.round((today - day) / 86_400_000);
+}
+
+// What a list says of entries that changed on one day, or in one week or month.
+export function dayOf(seconds) {
+  const date = new Date(seconds * 1000);
+  const days = daysSince(date);
+  if (days <= 1) return days <= 0 ? "Today" : "Yesterday";
+  if (days < 7) return "The last 7 days";
+  return date.toLocaleDateString([], { year: "numeric", month: "long" });
+}
+
 export function when(seconds) {
   const date = new Date(seconds * 1000);
-  const [today, day] = [new Date(), new Date(date)].map((each) => each.setHours(0, 0, 0, 0));
-  const days = Math.round((today - day) / 86_400_000);
+  const days = daysSince(date);
   if (days <= 0) return date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
   if (days === 1) return "yesterday";
   if (days < 7) return date.toLocaleDateString([], { weekday: "long" });

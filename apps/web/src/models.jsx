@@ -99,7 +99,7 @@ function Jobs({ jobs, act }) {
                 </button>
               )}
               {job.state === "paused" && (
-                <button type="button" class="primary" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "resume" } })}>
+                <button type="button" onClick={() => act(`/hub/jobs/${job.id}`, { body: { action: "resume" } })}>
                   Resume
                 </button>
               )}
@@ -330,7 +330,7 @@ function Search({ jobs, again }) {
         <label class="check">
           <input type="checkbox" name="all" /> include models in other formats
         </label>
-        <button class="primary" disabled={busy}>
+        <button disabled={busy}>
           {busy ? "Searching…" : "Search"}
         </button>
       </form>

@@ -1,10 +1,10 @@
 // Stored conversations, search, and the way to the other places.
 import { signal } from "@preact/signals";
 import { useEffect, useState } from "preact/hooks";
-import { when } from "./format.js";
+import { dayOf, when } from "./format.js";
 import { address, addressOf, newChat } from "./place.js";
 import {
-  conversation, conversations, features, moreConversations, olderConversations, remove, rename, running, search,
+  conversation, conversations, features, moreConversations, olderConversations, pin, remove, rename, running, search,
 } from "./store.js";
 import { Dialog, Icon, IconButton } from "./widgets.jsx";
 
@@ -39,9 +39,34 @@ function Entry({ each }) {
         <span class="title" dir="auto">{each.title || "Untitled"}</span>
         <span class="when">{running.value.has(each.id) || each.answering ? "answering…" : when(each.changed_s)}</span>
       </button>
+      <IconButton
+        icon="pin"
+        label={`${each.pinned ? "Unpin" : "Pin"} ${each.title || "Untitled"}`}
+        aria-pressed={each.pinned}
+        onClick={() => pin(each.id, !each.pinned)}
+      />
       <IconButton icon="edit" label={`Rename or delete ${each.title || "Untitled"}`} onClick={() => (editing.value = each)} />
     </li>
   );
+}
+
+// The conversations under the days of their last change; those that are pinned come first.
+function Days() {
+  const days = new Map();
+  for (const each of conversations.value) {
+    const day = each.pinned ? "Pinned" : dayOf(each.changed_s);
+    days.set(day, [...(days.get(day) ?? []), each]);
+  }
+  return [...days].map(([day, entries]) => (
+    <section key={day} aria-label={day}>
+      <h2>{day}</h2>
+      <ul>
+        {entries.map((each) => (
+          <Entry key={each.id} each={each} />
+        ))}
+      </ul>
+    </section>
+  ));
 }
 
 function Edit({ each }) {
@@ -183,18 +208,14 @@ export function Sidebar({ place, theme, help }) {
           {found.value ? (
             <Found />
           ) : (
-            <ul class="entries" aria-label="Conversations">
-              {conversations.value.map((each) => (
-                <Entry key={each.id} each={each} />
-              ))}
+            <div class="entries">
+              <Days />
               {moreConversations.value && (
-                <li>
-                  <button type="button" class="quiet more" onClick={olderConversations}>
-                    Older conversations
-                  </button>
-                </li>
+                <button type="button" class="quiet more" onClick={olderConversations}>
+                  Older conversations
+                </button>
               )}
-            </ul>
+            </div>
           )}
         </>
       ) : (

@@ -191,6 +191,8 @@ export async function rename(id, title) {
   if (conversation.value.id === id) conversation.value = { ...conversation.value, title };
 }
 
+export const pin = (id, pinned) => saveFields({ pinned }, id);
+
 // Saves happen one after the other: a message after its parent, the end of an answer last.
 let saving = Promise.resolve();
 

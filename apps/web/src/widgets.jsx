@@ -19,6 +19,7 @@ const PATHS = {
   again: "M16 10a6 6 0 11-2-4.5M16 3v4h-4",
   edit: "M4 16l1-4 8-8 3 3-8 8z",
   bin: "M4 6h12M8 6V4h4v2M6 6l1 11h6l1-11",
+  pin: "M7 3h6l-1 5 3 3H5l3-3zM10 11v6",
   left: "M12 5l-5 5 5 5",
   right: "M8 5l5 5-5 5",
   info: "M10 3a7 7 0 100 14 7 7 0 000-14zM10 9v5M10 6v.5",

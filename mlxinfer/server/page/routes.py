@@ -52,6 +52,7 @@ class ConversationFields(RequestBody, kw_only=True):
     model: str | None = None
     settings: dict[str, Any] | None = None
     head: str | None = None  # the last message of the branch that is shown
+    pinned: bool | None = None
 
 
 class MessageFields(RequestBody, kw_only=True):
@@ -76,17 +77,22 @@ class ConversationRoutes:
     async def list(self, call: Call) -> Plain:
         """Stored conversations, the last changed first; `limit` and `before` page through them.
 
-        `answering`: the message that grows now, or null.
+        All that are pinned come first, on the first page. `answering`: the message that grows now,
+        or null.
         """
         limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
         before_s = _number(call.query, "before", None)
         owner = await self._owners.of(call)
+        list_some, pinned = self._history.conversations, list[Conversation]()
+        if before_s is None:
+            pinned = await call.in_worker(list_some, owner, pinned=True)
         conversations = await call.in_worker(
-            self._history.conversations, owner, limit=limit + 1, before_s=before_s
+            list_some, owner, limit=limit + 1, before_s=before_s, pinned=False
         )
         grows = self._answers.running(owner)
         listed = [
-            {**asdict(each), "answering": grows.get(each.id)} for each in conversations[:limit]
+            {**asdict(each), "answering": grows.get(each.id)}
+            for each in (*pinned, *conversations[:limit])
         ]
         return {"data": listed, "more": len(conversations) > limit}
 
@@ -102,8 +108,10 @@ class ConversationRoutes:
         }
 
     async def save(self, call: Call, body: ConversationFields) -> Conversation:
-        """Make a conversation, or change its title, model, settings or branch."""
-        fields = {name: getattr(body, name) for name in ("title", "model", "settings", "head")}
+        """Make a conversation, or change its title, model, settings, branch or pin."""
+        fields = {
+            name: value for name, value in msgspec.structs.asdict(body).items() if name != "id"
+        }
         return await call.in_worker(
             self._history.save_conversation, await self._owners.of(call), body.id, **fields
         )

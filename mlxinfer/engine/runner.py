@@ -39,7 +39,6 @@ class Computed:
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
     hidden: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
-    read: mx.array | None  # (R, hidden) of which logits are made
     stored: mx.array | None  # (T, ...) of which keys and values of unread rows are made, if any
     outputs: list[mx.array]  # arrays of the cache to evaluate with them
 
@@ -127,7 +126,6 @@ class Forward:
             for a, b in step.prompt_rows
         ]
         logits: mx.array | None = None
-        read: mx.array | None = None
         if step.num_rows:
             read = hidden
             if step.rows is not None and model_step.narrowed is None:
@@ -141,7 +139,7 @@ class Forward:
         for work in model_step.late or ():
             work()
         outputs = self.cache.step_outputs()
-        return Computed(ids, logits, prompt, model_step.taps, unused, read, stored, outputs)
+        return Computed(ids, logits, prompt, model_step.taps, unused, stored, outputs)
 
     def _model_step(self, step: StepInputs, features: Seq[mx.array]) -> Step:
         """The step as the model sees it."""
@@ -210,8 +208,8 @@ class Launched:
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
     own: list[mx.array] | None = None  # of `outputs` what no later stage gives; None: all
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
-    checks: list[mx.array] = field(default_factory=list)  # (R,) finite where sampled rows are
-    stored_check: mx.array | None = None  # (T,) the same of all rows; None: those are all
+    checks: list[mx.array] = field(default_factory=list)  # (R, 1) finite where sampled rows are
+    stored_check: mx.array | None = None  # (T, 1) the same of all rows; None: those are all
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
@@ -244,11 +242,11 @@ class Launched:
         sampled = self.batch.sampling.sequences
         bad: list[Sequence] = []
         for check in self.checks:
-            if not (flags := np.isfinite(np.array(check))).all():
+            if not (flags := np.isfinite(np.array(check).ravel())).all():
                 bad += [sampled[row] for row in np.flatnonzero(~flags)]
         if self.stored_check is None:
             return list(dict.fromkeys(bad))
-        if not (flags := np.isfinite(np.array(self.stored_check))).all():
+        if not (flags := np.isfinite(np.array(self.stored_check).ravel())).all():
             bad += [s for s, good in zip(self.batch.row_sequences, flags, strict=True) if not good]
         return list(dict.fromkeys(bad))
 
@@ -411,8 +409,8 @@ class Runner:
         )
         free = launched.sampled
         tokens = constrained.tokens
-        chosen = _check(_chosen(launched.constrained_logits, tokens))
-        launched.checks.append(mx.pad(chosen, (first, 0)))
+        chosen = _chosen(launched.constrained_logits, tokens)
+        launched.checks.append(mx.pad(chosen, [(first, 0), (0, 0)]))
         if free is not None:
             tokens = mx.concatenate([free.tokens, tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
@@ -462,11 +460,10 @@ class Runner:
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
         logits, sampling = computed.logits, batch.sampling
-        stored = None if computed.stored is None else _check(computed.stored)
+        stored = None if computed.stored is None else _largest(computed.stored)
         outputs += [] if stored is None else [stored]
         if logits is None:
             return Launched(batch, None, prompt_logits, outputs, stored_check=stored)
-        assert computed.read is not None  # a few numbers of each row, where logits are many
         checks: list[mx.array] = []
         sampled, free = None, sampling.num_free
         all_free = free == len(sampling.sequences)
@@ -480,12 +477,10 @@ class Runner:
                 proposed=[] if proposals is None else proposals.drawn[:free],
             )
             outputs += sampled.arrays()
-            chosen = _chosen(logits if all_free else logits[:free], sampled.tokens)
-            checks.append(_check(computed.read, chosen) if all_free else _check(chosen))
-        if not all_free:
-            checks.append(_check(computed.read))
+            # NaN or infinity of a hidden vector makes all of its row's logits NaN (the last norm)
+            checks.append(_chosen(logits if all_free else logits[:free], sampled.tokens))
         if batch.begins_answers:
-            checks.append(_check(logits))
+            checks.append(_largest(logits))
         outputs += checks
         launched = Launched(
             batch, sampled, prompt_logits, outputs, checks=checks, stored_check=stored
@@ -496,20 +491,14 @@ class Runner:
         return launched
 
 
-def _check(*parts: mx.array) -> mx.array:
-    """(N,) float32, finite where the largest number of each part (N, ...) is; of NaN it is NaN."""
-    check: mx.array | None = None
-    for part in parts:
-        rows = part[:, 0] if part.shape[1:] == (1,) else mx.max(part, axis=[*range(1, part.ndim)])
-        rows = rows.astype(mx.float32)
-        check = rows if check is None else check + rows  # infinities of both signs give NaN
-    assert check is not None
-    return check
+def _largest(rows: mx.array) -> mx.array:
+    """(N, 1) float32, the largest number of each row (N, ...), of NaN NaN."""
+    return mx.max(rows.reshape(len(rows), -1), axis=-1, keepdims=True).astype(mx.float32)
 
 
 def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
-    """(N, 1) the logits of the tokens (N,) that were sampled of (N, vocab)."""
-    return mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    """(N, 1) float32, the logits of the tokens (N,) that were sampled of (N, vocab)."""
+    return mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32)
 
 
 def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:

@@ -119,7 +119,6 @@ class Call:
         self.key: ApiKey | None = None
         self.path_params: dict[str, str] = {}
         self.log: dict[str, Any] = {}
-        self.skipped: list[str] = []  # earlier pictures that are left out: place and kind
         self.status: int | None = None
         shown_id = self.request_id.encode()
         self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
@@ -385,7 +384,7 @@ class Call:
         work = self._workers_of(inputs).run_for(self.tenant, model.session.start, *inputs)
         answers = await self._interruptible(work)
         self._raise_interrupt()
-        self.report_skipped([*self.skipped, *answers.answers[0].prompt.unheard])
+        self.report_skipped(answers.answers[0].prompt.unheard)
         self.begin(answers)
         return answers
 
@@ -443,7 +442,7 @@ class Call:
             self.tenant, model.session.encode, given, bounded=False
         )
         prompt: EncodedPrompt = await self._interruptible(work)
-        self.report_skipped([*self.skipped, *prompt.unheard])
+        self.report_skipped(prompt.unheard)
         return prompt.ids
 
     def _workers_of(self, inputs: Sequence[Input]) -> Workers:
@@ -485,7 +484,7 @@ class Call:
         sees = "vision" in model.session.capabilities
         return [
             replace(
-                item.fetched(refuse_urls) if sees else self._without_pictures(item),
+                item.fetched(refuse_urls) if sees else item.without_earlier_pictures(),
                 owner=self.owner,
                 tenant=self.tenant,
                 abandoned=lambda: self._left,
@@ -495,11 +494,6 @@ class Call:
             )
             for item in (given.with_effort(model.reasoning_effort) for given in read())
         ]
-
-    def _without_pictures(self, given: Input) -> Input:
-        given, places = given.without_earlier_pictures()
-        self.skipped += [place for place in places if place not in self.skipped]
-        return given
 
     async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
         """The tokens that a model read, and its vectors or scores.

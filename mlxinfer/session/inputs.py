@@ -6,14 +6,14 @@ the command line and the server build inputs. `Session.start` answers ChatInput 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..core import SamplingParams, SamplingValues, check_names, check_switch
-from ..errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, PictureError, shown
 from ..fair import NOBODY, Tenant
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 PromptLike = str | Sequence[int]
 Text = PromptLike  # of a model that pools
 
+UNREADABLE = "It cannot be read."  # in the note that stands for a picture
+TEXT_ONLY = "This model reads text only."
 ENDS = {
     "add_generation_prompt": "begins",
     "continue_final_message": "continues",
@@ -65,7 +67,7 @@ class EncodedPrompt:
     logprobs: int | None = None  # most probable tokens named beside each scored token of the prompt
     end_ids: frozenset[int] = frozenset()  # tokens that end the answer, beside the model's own
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the ids, in their order
-    unheard: tuple[str, ...] = ()  # fields that have no effect on this model's chat template
+    unheard: tuple[str, ...] = ()  # parts that are left out; fields that this template never reads
 
 
 class InputReader(Protocol[T_co]):
@@ -144,6 +146,8 @@ class Input(ABC):
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
         """The input with the data of pictures in place of their URLs; texts have none.
 
+        A note stands for an earlier picture that `fetch` refuses.
+
         Args:
             fetch: gives the data of a URL; its second argument is the field that errors name.
         """
@@ -159,9 +163,9 @@ class Input(ABC):
         """Whether answers may be bound by a grammar that has to be compiled."""
         return self.constraint is not None or self.response_format is not None
 
-    def without_earlier_pictures(self) -> tuple[Self, list[str]]:
-        """The input for a model that reads text only, and the places of what was left out."""
-        return self, []
+    def without_earlier_pictures(self) -> Self:
+        """The input for a model that reads text only."""
+        return self
 
     def with_effort(self, effort: str | None) -> Self:
         """The input with an effort of reasoning, unless it says something of that itself."""
@@ -195,8 +199,8 @@ class ChatInput(Input):
     Attributes:
         messages: dicts with "role" and "content", as chat templates read them. Parts of a content
             may be pictures, {"type": "image", "image": ...}, and videos, {"type": "video",
-            "frames": [...]}. They are changed where the template would refuse them or lose a text
-            (`text/forms.py`).
+            "frames": [...]}; a note may stand for one with "earlier": True. Messages are changed
+            where the template would refuse them or lose a text (`text/forms.py`).
         tools: the tools that the model may call, in OpenAI's form.
         tool_choice: "auto", "none", "required", or the tool that must be called.
         parallel_tool_calls: an answer may have several calls.
@@ -207,6 +211,7 @@ class ChatInput(Input):
             (True, False). Becomes what the template knows (`text/thinking.py`).
         continues: the answer continues the last message; a string names the field to continue.
         begins: the prompt ends with the header of a new answer; None: unless it continues.
+        left_out: places and kinds of the pictures that a note stands for.
     """
 
     messages: Sequence[Message]
@@ -218,6 +223,7 @@ class ChatInput(Input):
     reasoning_effort: str | bool | None = None
     continues: bool | str = False
     begins: bool | None = None
+    left_out: tuple[str, ...] = ()
     place: str = "messages"
 
     def __post_init__(self) -> None:
@@ -262,23 +268,40 @@ class ChatInput(Input):
         return chat_params
 
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
-        return replace(self, messages=[_fetched(message, fetch) for message in self.messages])
+        refused: set[str] = set()
 
-    def without_earlier_pictures(self) -> tuple[Self, list[str]]:
-        """The conversation for a model that reads text only, and the places of what was left out.
+        def fetch_or_refuse(part: Message) -> Message:
+            try:
+                return {**part, "image": fetch(part["image"], part["place"])}
+            except PictureError:
+                if not part.get("earlier"):
+                    raise
+                refused.add(part["place"])
+                return part
 
-        A short text stands for each picture and video of earlier turns, and for those that a tool
-        returned: nobody chose to show them to this model. Those of the last message stay.
+        messages = [_fetched(message, fetch_or_refuse) for message in self.messages]
+        given = replace(self, messages=messages)
+        return given.without_pictures(refused, UNREADABLE) if refused else given
+
+    def without_earlier_pictures(self) -> Self:
+        """The conversation for a model that reads text only.
+
+        A note stands for each picture and video of earlier turns, and for those that a tool
+        returned: nobody chose to show them to this model.
         """
-        places: list[str] = []
-        last = len(self.messages) - 1
-        messages = [
-            message
-            if number == last and message.get("role") == "user"
-            else _without_pictures(message, f"{self.place}[{number}]", places)
-            for number, message in enumerate(self.messages)
-        ]
-        return (replace(self, messages=messages), places) if places else (self, places)
+        places = {
+            part["place"]
+            for message in self.messages
+            for part in _pictures_of(message)
+            if part.get("earlier") or message["role"] == "tool"
+        }
+        return self.without_pictures(places, TEXT_ONLY) if places else self
+
+    def without_pictures(self, places: Container[str], why: str) -> Self:
+        """The conversation with a note, which ends with `why`, for the pictures at `places`."""
+        left_out = [*self.left_out]
+        messages = [_with_notes(message, places, why, left_out) for message in self.messages]
+        return replace(self, messages=messages, left_out=tuple(left_out))
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         return reader.conversation(self, max_context)
@@ -472,32 +495,32 @@ def _as_list(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _without_pictures(message: Message, path: str, places: list[str]) -> Message:
-    """The message with a text in place of each picture and video; `places` gets theirs."""
+def _pictures_of(message: Message) -> list[Message]:
+    """The parts of a message that are pictures and videos."""
     content = message.get("content")
-    if not isinstance(content, list) or all(part.get("type") == "text" for part in content):
+    parts = content if isinstance(content, list) else ()
+    return [part for part in parts if part.get("type") in ("image", "video")]
+
+
+def _with_notes(message: Message, places: Container[str], why: str, left_out: list[str]) -> Message:
+    """The message with notes for its pictures at `places`; `left_out` gets them."""
+    if not any(part.get("place") in places for part in _pictures_of(message)):
         return message
     parts = []
-    for number, part in enumerate(content):
-        if part.get("type") == "text":
-            parts.append(part["text"])
-            continue
-        kind = "video" if part.get("type") == "video" else "picture"
-        places.append(f"{part.get('place') or f'{path}.content[{number}]'} {kind}")
-        parts.append(f"[A {kind} was here. This model reads text only.]")
-    return {**message, "content": "\n".join(parts)}
+    for part in message["content"]:
+        if part.get("place") in places:
+            kind = "video" if part["type"] == "video" else "picture"
+            left_out.append(f"{part['place']} {kind}")
+            part = {"type": "text", "text": f"[A {kind} was here. {why}]"}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
-def _fetched(message: Message, fetch: Callable[[str, str], bytes]) -> Message:
+def _fetched(message: Message, fetch: Callable[[Message], Message]) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [
-        {**part, "image": fetch(part["image"], part["place"])}
-        if isinstance(part.get("image"), str)
-        else part
-        for part in content
-    ]
+    parts = [fetch(part) if isinstance(part.get("image"), str) else part for part in content]
     return {**message, "content": parts}
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import LOW_DETAIL_TOKENS, MAX_IMAGE_TOKENS
-from ..errors import PromptTooLongError, TemplateError, UnsupportedFieldError
+from ..errors import PictureError, PromptTooLongError, TemplateError, UnsupportedFieldError
 from ..images import (
     ImageProcessor,
     PlacedPicture,
@@ -102,6 +102,7 @@ class SeenParts(NamedTuple):
         videos: of videos; None: there are none.
         shown: of each, in order.
         spoken: what is encoded in place of each video's placeholder, in order.
+        unread: places of earlier ones that cannot be read.
     """
 
     name: str
@@ -109,6 +110,7 @@ class SeenParts(NamedTuple):
     videos: VideoProcessor | None
     shown: Sequence[Shown]
     spoken: Sequence[str]
+    unread: frozenset[str] = frozenset()
 
     def respell(self, text: str) -> str:
         """The text to encode where the template has written this one."""
@@ -204,7 +206,8 @@ class PictureReader:
         Raises:
             CancelledError: the caller has left.
             UnsupportedFieldError: the model does not see.
-            PictureError: a picture cannot be read, or takes too much time or memory.
+            PictureError: a picture of the newest turn cannot be read, or takes too much time or
+                memory.
             PromptTooLongError: they cannot fit.
             OverloadedError: too many pictures wait to be read.
         """
@@ -212,17 +215,26 @@ class PictureReader:
         moving = any(image.is_video for image in images)
         budget = Budget(VIDEO_CPU_S if moving else PICTURE_CPU_S, abandoned)
         pictures: list[Shown] = []
+        spoken: list[str] = []
+        unread: set[str] = set()
         num_tokens, most = 0, self._max_context if max_context is None else max_context
         for image in images:
             if abandoned():
                 raise CancelledError
-            pictures.append(self._shown(image, budget, cache_salt))
+            try:
+                pictures.append(self._shown(image, budget, cache_salt))
+            except (PictureError, UnsupportedFieldError):
+                if not image.is_earlier:
+                    raise
+                unread.add(image.place)
+                continue
+            if image.is_video:
+                spoken.append(pictures[-1].text)
             num_tokens += sum([len(picture.token_ids) for picture in pictures[-1].pictures])
             if num_tokens >= most:
                 raise PromptTooLongError(num_tokens, most, param=place, exact=False)
-        spoken = [one.text for one, part in zip(pictures, images, strict=True) if part.is_video]
         videos = self._processors.videos if moving else None
-        return SeenParts(self._name, processor, videos, pictures, spoken)
+        return SeenParts(self._name, processor, videos, pictures, spoken, frozenset(unread))
 
     def _processor_of(self, images: Sequence[ImagePart]) -> ImageProcessor:
         """The processor of pictures; raises UnsupportedFieldError where these cannot be seen."""
@@ -233,19 +245,22 @@ class PictureReader:
                 "with vision.",
                 param=images[0].place,
             )
-        moving = [image for image in images if image.is_video]
+        moving = [image for image in images if image.is_video and not image.is_earlier]
         if moving and videos is None:
-            raise UnsupportedFieldError(
-                f"The model {self._name!r} sees pictures and no videos; send some frames as "
-                "pictures.",
-                param=moving[0].place,
-            )
+            raise self._sees_no_videos(moving[0])
         return processor
+
+    def _sees_no_videos(self, part: ImagePart) -> UnsupportedFieldError:
+        return UnsupportedFieldError(
+            f"The model {self._name!r} sees pictures and no videos; send some frames as pictures.",
+            param=part.place,
+        )
 
     def _shown(self, part: ImagePart, budget: Budget, cache_salt: str | None) -> Shown:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens
         processor = self._processors.videos if part.is_video else self._processors.images
-        assert processor is not None
+        if processor is None:
+            raise self._sees_no_videos(part)
         source = Source.of(part.source, part.place, is_video=part.is_video, fps=part.fps)
         make = partial(prepare, source, processor, max_tokens=limit, budget=budget)
         return self._prepared.prepare(PreparedKey(cache_salt, source.digest(), limit), make)

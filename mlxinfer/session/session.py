@@ -55,6 +55,7 @@ from .answers import Answer, Answers
 from .base import LocalSession
 from .engine_factory import ModelInfo, check_draft, open_engine, require_room
 from .inputs import (
+    UNREADABLE,
     ChatInput,
     EncodedPrompt,
     Input,
@@ -204,6 +205,9 @@ class RequestBuilder:
             seen = self.pictures.read(
                 images, max_context, given.place, given.abandoned, given.cache_salt
             )
+            if seen.unread:
+                given = given.without_pictures(seen.unread, UNREADABLE)
+                messages, _ = read_messages(given.messages)
         check = None
         if max_context is not None:
             # A template writes at least one token for each message.
@@ -225,7 +229,7 @@ class RequestBuilder:
             continues=bool(given.continues),
             logprobs=given.prompt_logprobs,
             pictures=placed,
-            unheard=unheard,
+            unheard=(*given.left_out, *unheard),
         )
 
     def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:

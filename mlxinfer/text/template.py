@@ -38,6 +38,7 @@ class ImagePart(NamedTuple):
         place: the field that errors name.
         is_video: this is a video.
         fps: frames a second of a list of pictures, if the message states it.
+        is_earlier: a note may stand for it where it cannot be read.
     """
 
     source: Any
@@ -45,6 +46,7 @@ class ImagePart(NamedTuple):
     place: str
     is_video: bool = False
     fps: float | None = None
+    is_earlier: bool = False
 
 
 def read_messages(messages: Any) -> tuple[list[dict[str, Any]], list[ImagePart]]:
@@ -111,7 +113,8 @@ def _image(part: Mapping[str, Any], kind: str, path: str) -> ImagePart:
             f"{path}.image_url is {shown(source)}; expected a data: URL. A picture in a file goes "
             'into {"type": "image", "image": path}.'
         )
-    return ImagePart(source, detail == "low", part.get("place", f"{path}.{name}"))
+    place = part.get("place", f"{path}.{name}")
+    return ImagePart(source, detail == "low", place, is_earlier=bool(part.get("earlier")))
 
 
 def _video(part: Mapping[str, Any], path: str) -> ImagePart:
@@ -127,7 +130,8 @@ def _video(part: Mapping[str, Any], path: str) -> ImagePart:
         raise _wrong(f"{path}.{name} is {shown(part[name])}; expected {expected}.")
     low = part.get("detail") == "low"
     place = part.get("place", f"{path}.{name}")
-    return ImagePart(part[name], low, place, is_video=True, fps=part.get("fps"))
+    earlier = bool(part.get("earlier"))
+    return ImagePart(part[name], low, place, True, part.get("fps"), is_earlier=earlier)
 
 
 def around(content: Content | None, before: str = "", after: str = "") -> Content:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,7 @@ from mlxinfer.server.store import ResponseStore
 pytestmark = pytest.mark.ci
 
 TASK = "Change one to two in a.py."
+CODEX_CONTEXT = 17_000  # tokens; its first prompt has 16,000 of the bundled tokenizer
 MAX_CONTEXT = 200_000  # tokens; first prompts have 12,000 to 36,000 of the bundled tokenizer
 NOWHERE = "http://127.0.0.1:9"  # a proxy that is not there
 QUIET = {
@@ -85,12 +87,12 @@ def programs(agent: str) -> Path:
     return folder
 
 
-def long_model(folder: Path) -> str:
+def long_model(folder: Path, max_context: int = MAX_CONTEXT) -> str:
     """The bundled draft with room for an agent's prompt; the script computes nothing with it."""
     shutil.copytree(hub.resolve("demo-draft"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "max_position_embeddings": MAX_CONTEXT})
+        json.dumps({**config, "max_position_embeddings": max_context})
     )
     return str(folder)
 
@@ -115,37 +117,84 @@ def answer_in_turns(server: ScriptedServer, answers: list[str]) -> list[str]:
     return prompts
 
 
+class Workplace:
+    """A home of its own and a repository with one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.work = folder / "home", folder / "work"
+        self.file = self.work / "a.py"
+        for place in (self.home, self.work):
+            place.mkdir()
+        subprocess.run(["git", "init", "-q"], cwd=self.work, check=True)
+
+    def run(self, server: ScriptedServer, agent: str, *arguments: str) -> str:
+        """Start an agent through `launch`; returns what it says, which ends with "I am done."."""
+        self.file.write_text("print('one')\n")
+        launch = [sys.executable, "-m", "mlxinfer.cli", "launch", agent, "--url", server.url]
+        path = f"{programs(agent)}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [*launch, "--", *arguments],
+            cwd=self.work,
+            env={**QUIET, "PATH": path, "HOME": str(self.home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "I am done." in done.stdout
+        return done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 def test_an_agent_reads_and_edits_a_file(agent: Agent, tmp_path: Path) -> None:
     """Each turn's prompt goes on from the last, and another session's begins with the same text."""
-    result = programs(agent.name)
-    for name in ("home", "work"):
-        (tmp_path / name).mkdir()
-    work, file = tmp_path / "work", tmp_path / "work" / "a.py"
-    subprocess.run(["git", "init", "-q"], cwd=work, check=True)
-    environment = {
-        "PATH": f"{result}:{os.environ['PATH']}",
-        "HOME": str(tmp_path / "home"),
-        **QUIET,
-    }
-    calls = [f"<tool_call>{json.dumps(c(str(file)))}</tool_call>" for c in (agent.read, agent.edit)]
+    programs(agent.name)
+    place = Workplace(tmp_path)
+    calls = [
+        f"<tool_call>{json.dumps(c(str(place.file)))}</tool_call>" for c in (agent.read, agent.edit)
+    ]
     with ScriptedServer(bundled=long_model(tmp_path / "m"), store=ResponseStore(None)) as server:
         prompts = answer_in_turns(server, [*calls, "I am done."])
-        command = [sys.executable, "-m", "mlxinfer.cli", "launch", agent.name, "--url", server.url]
         for _ in range(2):
-            file.write_text("print('one')\n")
-            done = subprocess.run(
-                [*command, "--", *agent.arguments],
-                cwd=work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert "I am done." in done.stdout
-            assert file.read_text() == "print('two')\n"
+            place.run(server, agent.name, *agent.arguments)
+            assert place.file.read_text() == "print('two')\n"
     assert len(prompts) == 6
     assert all(later.startswith(prompt) for prompt, later in pairwise(prompts[:3]))
     assert prompts[3] == prompts[0]
+
+
+def test_codex_compacts_before_its_window_is_full(tmp_path: Path) -> None:
+    """`launch` tells it the model's context; it makes a summary at nine tenths of that."""
+    programs("codex")
+    read = json.dumps(AGENTS[1].read(""))
+    answers = iter([f"<tool_call>{read}</tool_call>", "A summary.", "I am done."])
+    model = long_model(tmp_path / "m", CODEX_CONTEXT)
+    with ScriptedServer(bundled=model, store=ResponseStore(None)) as server:
+        submit, prompts = server.script.submit, []
+
+        def next_answer(request: Request, deliver: Callable[[TokenEvent], None]) -> None:
+            prompts.append(server.model.tokenizer.decode(request.prompt_ids))
+            server.script.text = next(answers)
+            submit(request, deliver)
+
+        server.script.submit = next_answer  # type: ignore[method-assign]
+        Workplace(tmp_path).run(server, "codex", *AGENTS[1].arguments)
+    assert "A summary." in prompts[2]
+
+
+def test_an_idle_timeout_of_codex_is_shorter_than_a_long_prompt(tmp_path: Path) -> None:
+    """The events of a silence are such as it counts."""
+    programs("codex")
+    limits = ("stream_idle_timeout_ms=1500", "stream_max_retries=0")
+    flags = [part for limit in limits for part in ("-c", f"model_providers.mlxinfer.{limit}")]
+    model = long_model(tmp_path / "m")
+    with ScriptedServer(bundled=model, store=ResponseStore(None), keep_alive_s=0.2) as server:
+        submit = server.script.submit
+
+        def late(request: Request, deliver: Callable[[TokenEvent], None]) -> None:
+            threading.Timer(3.0, submit, (request, deliver)).start()
+
+        server.script.submit = late  # type: ignore[method-assign]
+        with server.says("I am done."):
+            Workplace(tmp_path).run(server, "codex", *flags, *AGENTS[1].arguments)

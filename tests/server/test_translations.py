@@ -58,7 +58,7 @@ def read_messages(**fields: Any) -> ChatInput:
 def read_ollama(**options: Any) -> ChatInput:
     given = {"model": "demo", "messages": HELLO, "options": options}
     body = decode(json.dumps(given).encode(), ollama.ChatAsk)
-    result = ollama.read_chat(body, body.sampling(), MODEL)
+    result = ollama.read_chat(body, body.sampling(), [], MODEL)
     assert isinstance(result, ChatInput)
     return result
 

@@ -33,7 +33,6 @@ from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..slots import ServedModel
 from .documents import (
-    NOT_READ,
     PDF,
     PdfPart,
     check_text_type,
@@ -54,6 +53,7 @@ from .tools import (
     begun_object,
     check_tools,
     function_call,
+    newest_turn,
     not_text,
     part_text,
     read_content,
@@ -279,7 +279,7 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     system = _without_billing(_text(body.system, "system")) if body.system else ""
     if system:
         messages.append({"role": "system", "content": system})
-    newest = _newest(body.messages)
+    newest = newest_turn([message.role for message in body.messages])
     for number, message in enumerate(body.messages):
         place = f"messages[{number}]"
         for plain in _turn(message, place, skipped, is_earlier=number < newest):
@@ -288,12 +288,6 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
             else:
                 messages.append(plain)
     return messages
-
-
-def _newest(messages: Sequence[AnthropicMessage]) -> int:
-    """The place of the last message of a user; what is wrong before it cannot be mended."""
-    users = [number for number, message in enumerate(messages) if message.role == "user"]
-    return users[-1] if users else 0
 
 
 def _without_billing(system: str) -> str:
@@ -375,16 +369,16 @@ def _turn(
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
     messages: list[Plain] = []
     rest: list[ContentBlock] = []
-    read_part = partial(_part_or_note, skipped=skipped, is_earlier=is_earlier)
+    read_part = partial(_part, skipped=skipped)
+    notes = skipped if is_earlier else None
     for number, block in enumerate(message.content):
         if block.type == "tool_result":
-            messages.append(_tool_result(block, read_part, f"{path}.content[{number}]"))
+            messages.append(_tool_result(block, read_part, f"{path}.content[{number}]", notes))
         else:
             rest.append(block)
     if rest or not messages:
-        messages.append(
-            {"role": "user", "content": read_content(rest, read_part, f"{path}.content")}
-        )
+        said = read_content(rest, read_part, f"{path}.content", notes)
+        messages.append({"role": "user", "content": said})
     return messages
 
 
@@ -418,31 +412,24 @@ def _earlier_call(block: ContentBlock, path: str) -> Plain:
 
 
 def _tool_result(
-    block: ContentBlock, read_part: Callable[[ContentBlock, str], Plain], path: str
+    block: ContentBlock,
+    read_part: Callable[[ContentBlock, str], Plain],
+    path: str,
+    notes: list[str] | None,
 ) -> Plain:
     if block.tool_use_id is None:
         raise InvalidRequestError.of(f"{path}.tool_use_id", "is missing.")
-    content = read_content(block.parts, read_part, f"{path}.content")
+    content = read_content(block.parts, read_part, f"{path}.content", notes)
     if block.is_error:
         content = around(content, "Error: ")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _part_or_note(block: ContentBlock, path: str, skipped: list[str], *, is_earlier: bool) -> Plain:
-    """A part; a note in place of a tool's name, and of what cannot be read in an earlier turn."""
+def _part(block: ContentBlock, path: str, skipped: list[str]) -> Plain:
+    """A part, or the name of a tool that `skipped` gets."""
     if block.type == "tool_reference":
         skip(skipped, path, block.type)
         return text_part(f"[tool {block.tool_name}]")
-    try:
-        return _part(block, path)
-    except InvalidRequestError:
-        if not is_earlier:
-            raise
-        skip(skipped, path, block.type)
-        return text_part(NOT_READ)
-
-
-def _part(block: ContentBlock, path: str) -> Plain:
     source = block.source
     if block.type != "image" or not isinstance(source, BlockSource):
         return text_part(_block_text(block, path))
@@ -485,7 +472,7 @@ def _pdfs(body: CountRequest) -> Iterator[PdfPart]:
     """The PDFs in the system prompt, in messages and tool results."""
     for block, path in _blocks(body.system, "system"):
         yield from _pdf(block, path)
-    newest = _newest(body.messages)
+    newest = newest_turn([message.role for message in body.messages])
     for number, message in enumerate(body.messages):
         place = f"messages[{number}].content"
         for block, path in _blocks(message.content, place):

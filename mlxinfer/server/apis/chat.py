@@ -36,9 +36,11 @@ from .tools import (
     check_tools,
     custom_input,
     function_call,
+    newest_turn,
     part_text,
     read_chat_tools,
     read_content,
+    skip,
     text_part,
     url_part,
     video_part,
@@ -258,11 +260,15 @@ def template_fields(fields: TemplateFields) -> dict[str, Any]:
     }
 
 
-def template_messages(messages: Sequence[Message]) -> list[Plain]:
+def template_messages(messages: Sequence[Message], skipped: list[str]) -> list[Plain]:
     """The messages as chat templates read them.
 
     Text parts are joined by newlines, unless there are pictures among them. Arguments of tool calls
-    become objects.
+    become objects. Notes stand for parts of earlier turns that cannot be read.
+
+    Args:
+        messages: of the request.
+        skipped: gets the places of those parts.
 
     Raises:
         InvalidRequestError: there is no message, or one is incomplete.
@@ -271,21 +277,28 @@ def template_messages(messages: Sequence[Message]) -> list[Plain]:
     """
     if not messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
-    return [template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    newest = newest_turn([message.role for message in messages])
+    return [
+        template_message(message, f"messages[{i}]", skipped if i < newest else None)
+        for i, message in enumerate(messages)
+    ]
 
 
-def template_message(message: Message, path: str) -> Plain:
-    """One message; raises as `template_messages`."""
+def template_message(message: Message, path: str, notes: list[str] | None = None) -> Plain:
+    """One message; raises as `template_messages`. `notes` as in `read_content`."""
     for name in ("audio", "function_call"):
-        if getattr(message, name) is not None:
+        if getattr(message, name) is None:
+            continue
+        if notes is None:
             raise UnsupportedFieldError.of(f"{path}.{name}", "is not supported.")
+        skip(notes, f"{path}.{name}", name)
     if message.role == "function":
         raise UnsupportedFieldError(
             f"{path}: the role function is not supported; use tool.", param=f"{path}.role"
         )
     content: Content | None = message.refusal
     if message.content is not None:
-        content = read_content(message.content, _part, f"{path}.content")
+        content = read_content(message.content, _part, f"{path}.content", notes)
     if content is None and message.role == "tool":  # a tool that says nothing
         content = ""
     if content is None and message.role != "assistant":
@@ -318,11 +331,13 @@ def _part(part: MessagePart, path: str) -> Plain:
 
 
 def pdfs_of(messages: Sequence[Message]) -> Iterator[PdfPart]:
+    newest = newest_turn([message.role for message in messages])
     for number, message in enumerate(messages):
         parts = [] if isinstance(message.content, str) else message.content or ()
         for place, part in enumerate(parts):
             if part.file is not None:
-                yield from part.file.pdfs(f"messages[{number}].content[{place}].file")
+                path = f"messages[{number}].content[{place}].file"
+                yield from part.file.pdfs(path, is_earlier=number < newest)
 
 
 def _url(given: ImageUrl | str | None, path: str) -> tuple[str | None, str | None, str]:
@@ -355,7 +370,7 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
     if tools.declared or (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         choice = tools.choose(choice)
     return ChatInput(
-        messages=template_messages(body.messages),
+        messages=template_messages(body.messages, tools.skipped),
         tools=tools.functions,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -383,8 +398,7 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
 async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
-    await read_pdfs(call, pdfs_of(body.messages))
-    tools = DeclaredTools()
+    tools = DeclaredTools(skipped=await read_pdfs(call, pdfs_of(body.messages)))
     answers = await call.start(model, lambda: [read(body, model, tools)])
     call.report_skipped(tools.skipped)
     writer = ChatWriter(call, body, model, answers, tools.declared)

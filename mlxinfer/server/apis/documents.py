@@ -3,6 +3,7 @@
 import base64
 import binascii
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +13,10 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ..call import Call
 from ..pdf import BEGINNING
+from .tools import NOT_READ, skip
 
 PDF = "application/pdf"
-NOT_READ = "[a file that cannot be read]"  # in place of one of an earlier turn
+PATIENCE_S = 30.0  # for earlier files that turn out to be unreadable; others are then not tried
 MAX_HEAD = 1000  # characters of a data: URL in front of its data
 _PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
 
@@ -60,36 +62,40 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
             f"{path}.{name}", "names a file elsewhere; send the file itself in file_data."
         )
 
-    def pdfs(self, path: str) -> Iterator[PdfPart]:
+    def pdfs(self, path: str, *, is_earlier: bool) -> Iterator[PdfPart]:
         """The PDF, if the file is one."""
         if self.file_data is not None and (data := pdf_data(self.file_data)) is not None:
-            yield PdfPart(data, f"{path}.file_data", self._be_text)
+            yield PdfPart(data, f"{path}.file_data", self._be_text, is_earlier)
 
     def _be_text(self, text: str) -> None:
         self.file_data = f"data:text/plain,{text}"
 
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> list[str]:
-    """Put texts in place of PDFs; raises as `pdf_texts`.
+    """Put texts in place of PDFs; raises as `pdf_texts` for those of the newest turn.
 
     Returns what was left out, as `skip` notes it: earlier PDFs that cannot be read.
     """
     pdfs = await call.in_worker(list, parts)
-    skipped: list[str] = []
-    while pdfs:
-        try:
-            texts = await call.pdf_texts({part.place: part.data for part in pdfs})
-        except InvalidRequestError as error:
-            broken = [part for part in pdfs if part.is_earlier and part.place == error.param]
-            if not broken:
-                raise
-            pdfs.remove(broken[0])
-            broken[0].replace(NOT_READ)
-            skipped.append(f"{broken[0].place} pdf")
-            continue
-        for part, text in zip(pdfs, texts, strict=True):
+    newest = [part for part in pdfs if not part.is_earlier]
+    if newest:
+        texts = await call.pdf_texts({part.place: part.data for part in newest})
+        for part, text in zip(newest, texts, strict=True):
             part.replace(text)
-        break
+    skipped: list[str] = []
+    lost_s = 0.0
+    for part in pdfs:
+        if not part.is_earlier:
+            continue
+        began_s, text = time.monotonic(), NOT_READ
+        try:
+            if lost_s < PATIENCE_S:
+                (text,) = await call.pdf_texts({part.place: part.data})
+        except InvalidRequestError:
+            lost_s += time.monotonic() - began_s
+        if text is NOT_READ:
+            skip(skipped, part.place, "pdf")
+        part.replace(text)
     return skipped
 
 

@@ -31,6 +31,8 @@ from .tools import (
     check_tools,
     content_of,
     function_call,
+    newest_turn,
+    part_or_note,
     text_part,
 )
 from .usage import logprob_of, logprobs_of, reuse_details
@@ -150,11 +152,15 @@ class GenerateAsk(AskFields, kw_only=True):
             )
 
 
-def read_chat(body: ChatAsk, options: Options, model: ServedModel) -> Input:
-    """The conversation of a request. Takes a while."""
+def read_chat(body: ChatAsk, options: Options, skipped: list[str], model: ServedModel) -> Input:
+    """The conversation of a request. Takes a while. `skipped` gets what cannot be read in it."""
     check_tools(body.tools)
+    newest = newest_turn([turn.role for turn in body.messages])
     return ChatInput(
-        messages=[_message(turn, f"messages[{i}]") for i, turn in enumerate(body.messages)],
+        messages=[
+            _message(turn, f"messages[{i}]", skipped if i < newest else None)
+            for i, turn in enumerate(body.messages)
+        ],
         tools=body.tools,
         reasoning_effort=body.think,
         **body.input_fields(model, options),
@@ -167,21 +173,26 @@ def read_text(body: GenerateAsk, options: Options, model: ServedModel) -> Input:
     if body.raw or body.suffix:
         suffix = body.suffix or None
         return TextInput(prompt=body.prompt, suffix=suffix, reasons=False, **fields)
-    content = _content(body.prompt, body.images, "images")
+    content = _content(body.prompt, body.images, "images", None)
     messages: list[Plain] = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": content})
     return ChatInput(messages=messages, reasoning_effort=body.think, **fields)
 
 
-def _content(text: str, images: Sequence[str] | None, path: str) -> Content:
-    parts = [base64_part(image, f"{path}[{i}]") for i, image in enumerate(images or ())]
+def _content(
+    text: str, images: Sequence[str] | None, path: str, notes: list[str] | None
+) -> Content:
+    parts = [
+        part_or_note(partial(base64_part, image), f"{path}[{i}]", "image", notes)
+        for i, image in enumerate(images or ())
+    ]
     return content_of([*parts, *([text_part(text)] if text else [])])
 
 
-def _message(turn: ChatTurn, path: str) -> Plain:
+def _message(turn: ChatTurn, path: str, notes: list[str] | None) -> Plain:
     if turn.content is None and turn.role != "assistant" and not turn.images:
         raise InvalidRequestError.of(f"{path}.content", "is missing.")
-    content = _content(turn.content or "", turn.images, f"{path}.images")
+    content = _content(turn.content or "", turn.images, f"{path}.images", notes)
     plain: Plain = {"role": turn.role, "content": content}
     if turn.thinking:
         plain["reasoning_content"] = turn.thinking
@@ -204,8 +215,11 @@ async def ollama_chat(call: Call, body: ChatAsk) -> Plain | Events:
     options = body.sampling()
     if not body.messages:
         return await _load_or_unload(call, body, chats=True)
-    read = partial(read_chat, body, options)
-    return await _answer(call, body, options, read, chats=True)
+    skipped: list[str] = []
+    read = partial(read_chat, body, options, skipped)
+    answer = await _answer(call, body, options, read, chats=True)
+    call.report_skipped(skipped)
+    return answer
 
 
 async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:

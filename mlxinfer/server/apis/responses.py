@@ -212,8 +212,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
 
 
 async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
-    await read_pdfs(call, pdfs_of(body.items))
-    messages, tools = await call.in_worker(_conversation, call, body)
+    messages, tools = await _conversation(call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
     if body.context_management:
@@ -259,18 +258,22 @@ async def _run(
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
     """Count the tokens of a conversation with its tools (the responses API)."""
-    await read_pdfs(call, pdfs_of(body.items))
-    messages, tools = await call.in_worker(_conversation, call, body)
+    messages, tools = await _conversation(call, body)
     model = await call.model(body.model)
     ids = await call.encode(model, lambda: read(body, model, messages, tools))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
-def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
-    """The messages of a request, after those of the responses that it follows; its tools.
+async def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
+    """The messages of a request, after those of the responses that it follows; its tools."""
+    skipped = await read_pdfs(call, pdfs_of(body.items))
+    messages, tools = await call.in_worker(_messages, call, body)
+    tools.skipped += skipped
+    return messages, tools
 
-    Reads the disk, and takes a while.
-    """
+
+def _messages(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
+    """Read the request and what the disk has of it. Takes a while."""
     before: list[InputItem] = []
     if body.previous_response_id is not None:
         chain = _chain_of(call, body.previous_response_id, "previous_response_not_found")

@@ -17,6 +17,7 @@ from .tools import (
     call_arguments,
     custom_input,
     function_call,
+    newest_turn,
     part_text,
     read_content,
     shown_name,
@@ -83,7 +84,7 @@ def conversation(
         instructions: the system message.
         before: items of the responses that the request follows.
         items: of the request.
-        skipped: gets the items that are left out.
+        skipped: gets the items and earlier parts that are left out.
 
     Raises:
         InvalidRequestError: no input, or an incomplete item.
@@ -93,18 +94,30 @@ def conversation(
     if not items and not before:
         raise InvalidRequestError.of("input", "is missing or empty; send a text or an item.")
     messages: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
-    for number, item in enumerate([*before, *items], start=-len(before)):
-        place = "previous_response_id" if number < 0 else f"input[{number}]"
-        newest = number == len(items) - 1
-        if item.type in HOSTED_ITEMS or _is_foreign(item, newest=newest):
+    places = [f"previous_response_id[{number}]" for number in range(len(before))]
+    places += [f"input[{number}]" for number in range(len(items))]
+    newest = len(before) + _newest(items)
+    for number, (item, place) in enumerate(zip([*before, *items], places, strict=True)):
+        if item.type in HOSTED_ITEMS or _is_foreign(item, newest=number == len(places) - 1):
             skip(skipped, place, item.type)
         else:
-            _add(messages, item, place)
+            _add(messages, item, place, skipped if number < newest else None)
     if len(messages) == bool(instructions):
         raise InvalidRequestError.of("input", "has no item that can be used here.")
     for message in messages:
         message.setdefault("content", "")
     return messages
+
+
+def _newest(items: Sequence[InputItem]) -> int:
+    """The place of the first item of the newest turn."""
+    tools = dict.fromkeys(OUTPUTS, "tool")
+    return newest_turn(
+        [
+            item.role or "" if item.type == "message" else tools.get(item.type, "assistant")
+            for item in items
+        ]
+    )
 
 
 def _is_foreign(item: InputItem, *, newest: bool) -> bool:
@@ -126,11 +139,11 @@ def _unwrapped(encrypted: str | None) -> str | None:
         return None
 
 
-def _add(messages: list[Plain], item: InputItem, path: str) -> None:
+def _add(messages: list[Plain], item: InputItem, path: str, notes: list[str] | None) -> None:
     if item.type == "message":
         if item.role is None or item.content is None:
             raise InvalidRequestError.of(path, "has no role or no content.")
-        content = read_content(item.content, _part, f"{path}.content")
+        content = read_content(item.content, _part, f"{path}.content", notes)
         if item.role == "assistant":
             _turn(messages, "content")["content"] = content
         else:
@@ -140,7 +153,7 @@ def _add(messages: list[Plain], item: InputItem, path: str) -> None:
     elif item.type in OUTPUTS:
         if item.call_id is None:
             raise InvalidRequestError.of(path, "has no call_id or no output.")
-        content = read_content(_output(item, path), _part, f"{path}.output")
+        content = read_content(_output(item, path), _part, f"{path}.output", notes)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "reasoning":
         _turn(messages, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
@@ -206,9 +219,10 @@ def _part(part: InputPart, path: str) -> Plain:
 
 def pdfs_of(items: Sequence[InputItem]) -> Iterator[PdfPart]:
     """The PDFs in messages and outputs of calls."""
+    newest = _newest(items)
     for number, item in enumerate(items):
         for part, place in _parts(item, f"input[{number}]"):
-            yield from part.pdfs(place)
+            yield from part.pdfs(place, is_earlier=number < newest)
 
 
 def _parts(item: InputItem, path: str) -> Iterator[tuple[InputPart, str]]:

@@ -54,7 +54,9 @@ def read(body: TokenizeRequest) -> ChatInput:
     """The conversation of a request. Takes a while."""
     check_tools(body.tools)
     fields = template_fields(body)
-    return ChatInput(messages=template_messages(body.messages or ()), tools=body.tools, **fields)
+    return ChatInput(
+        messages=template_messages(body.messages or (), []), tools=body.tools, **fields
+    )
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:

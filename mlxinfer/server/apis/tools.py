@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -22,10 +23,18 @@ from ...text import Content
 from ..http import Plain
 from .sampling import check_json_size
 
-P = TypeVar("P")
+
+class TypedPart(Protocol):
+    """A part of a message."""
+
+    type: str
+
+
+P = TypeVar("P", bound=TypedPart)
 Prompts = str | list[str | int | list[int]]  # one, several, one as token ids, or several of these
 URLS = ("http://", "https://")
 MAX_TOOLS = 512
+NOT_READ = "[A part was here. It cannot be read.]"
 INPUT = "input"  # the one parameter of a custom tool
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _KIND = re.compile(r"[a-z0-9_]{1,40}")
@@ -376,11 +385,55 @@ def _image(source: bytes | str, path: str, detail: str | None = None) -> Plain:
     return {"type": "image", "image": source, "detail": detail, "place": path}
 
 
-def read_content(content: str | Sequence[P], read: Callable[[P, str], Plain], path: str) -> Content:
-    """The content of a message with a text, or with parts that `read` reads, each with its path."""
+def read_content(
+    content: str | Sequence[P],
+    read: Callable[[P, str], Plain],
+    path: str,
+    notes: list[str] | None = None,
+) -> Content:
+    """The content of a message with a text, or with parts.
+
+    Args:
+        content: the text or the parts.
+        read: reads a part at its path.
+        path: of the content.
+        notes: the message is of an earlier turn, which no client can mend. A note stands for a part
+            that cannot be read, and this gets its place. None: such a part is an error.
+    """
     if isinstance(content, str):
         return content
-    return content_of(read(part, f"{path}[{i}]") for i, part in enumerate(content))
+    return content_of(
+        part_or_note(partial(read, part), f"{path}[{i}]", part.type, notes)
+        for i, part in enumerate(content)
+    )
+
+
+def part_or_note(
+    read: Callable[[str], Plain], path: str, kind: str, notes: list[str] | None
+) -> Plain:
+    """The part that `read` gives for its path, or a note; see `read_content`."""
+    if notes is None:
+        return read(path)
+    try:
+        part = read(path)
+    except InvalidRequestError:
+        skip(notes, path, kind)
+        return text_part(NOT_READ)
+    return part if part["type"] == "text" else {**part, "earlier": True}
+
+
+def newest_turn(roles: Sequence[str]) -> int:
+    """The place of the first message of the newest turn.
+
+    It follows the last answer, and begins with the last message of a user behind that. An answer at
+    the end is one that is to be continued.
+    """
+    count = len(roles)
+    while count and roles[count - 1] == "assistant":
+        count -= 1
+    answers = [number + 1 for number in range(count) if roles[number] == "assistant"]
+    users = [number for number in range(count) if roles[number] == "user"]
+    return max([0, *answers[-1:], *users[-1:]])
 
 
 def content_of(parts: Iterable[Plain]) -> Content:

@@ -48,7 +48,7 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
     **dict.fromkeys(
         (
             "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
-            "qwen3_5", "qwen3_5_moe",
+            "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35",
         ),
         QwenProcessor,
     ),
@@ -60,7 +60,9 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
 
 _VIDEOS: dict[str, type[VideoProcessor]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Qwen2Videos),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), Qwen3Videos),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "prism_hadamard_qwen35"), Qwen3Videos
+    ),
     **dict.fromkeys(("gemma4", "gemma4_unified"), Gemma4Videos),
 }
 

@@ -75,6 +75,54 @@ class QuantizedLinear(QuantizedMatrix):
         return y if residual is None else residual + y
 
 
+class Rotation:
+    """A change of basis: signs, then an orthonormal Hadamard matrix over each block of numbers.
+
+    It is computed in float32, whatever the dtype of x.
+
+    Args:
+        signs: (dims,) float32, 1 or -1.
+        block: numbers that are mixed with each other, a power of two that divides dims.
+    """
+
+    __slots__ = ("block", "scale", "signs")
+
+    def __init__(self, signs: mx.array, block: int) -> None:
+        self.signs = signs
+        self.block = block
+        self.scale = block**-0.5
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., dims) in the rotated basis."""
+        return self._mixed(x.astype(mx.float32) * self.signs).astype(x.dtype)
+
+    def back(self, x: mx.array) -> mx.array:
+        """x (..., dims) from the rotated basis."""
+        return (self._mixed(x.astype(mx.float32)) * self.signs).astype(x.dtype)
+
+    def equals(self, other: "Rotation") -> bool:
+        """Whether another rotation gives the same."""
+        return self.block == other.block and bool(mx.array_equal(self.signs, other.signs))
+
+    def _mixed(self, x: mx.array) -> mx.array:
+        blocks = mx.unflatten(x, -1, (-1, self.block))
+        return mx.hadamard_transform(blocks, scale=self.scale).flatten(-2)
+
+
+class RotatedLinear:
+    """A projection whose matrix is rotated along its inputs, as they are before the product."""
+
+    __slots__ = ("projection", "rotation")
+
+    def __init__(self, projection: Projection, rotation: Rotation) -> None:
+        self.projection = projection
+        self.rotation = rotation
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """x (T, in_dims) -> (T, out_dims), plus the residual."""
+        return self.projection(self.rotation(x), residual)
+
+
 def matrix_of(projection: Projection) -> tuple[mx.array, ...] | None:
     """The matrix of a projection, if the projection is one plain matrix without a bias.
 
@@ -159,6 +207,24 @@ class QuantizedEmbedding:
     def as_linear(self) -> QuantizedLinear:
         """The same numbers, seen as a matrix."""
         return self.table
+
+
+class RotatedEmbedding:
+    """A table with rotated rows."""
+
+    __slots__ = ("rotation", "table")
+
+    def __init__(self, table: Embedding, rotation: Rotation) -> None:
+        self.table = table
+        self.rotation = rotation
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """ids (T,) -> (T, hidden_size)."""
+        return self.rotation.back(self.table(ids))
+
+    def as_linear(self) -> RotatedLinear:
+        """The same numbers, seen as a matrix."""
+        return RotatedLinear(self.table.as_linear(), self.rotation)
 
 
 class HeadLinear(Protocol):

@@ -205,7 +205,7 @@ class Family:
         norm = self.last_norm()
         self._drop_prediction_layers()
         if tied or config.without_lm_head:
-            weights.drop("lm_head.weight", "lm_head.scales", "lm_head.biases")
+            weights.drop(*[f"lm_head.{part}" for part in ("weight", "scales", "biases", "signs")])
         lm_head = table.as_linear() if tied else None
         if not tied and not config.without_lm_head:
             lm_head = weights.head("lm_head", (config.vocab_size, config.hidden_size))

@@ -29,10 +29,16 @@ MXFP4 = QuantFormat(32, 4, "mxfp4")
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The format of a checkpoint's quantised layers, and the layers that differ."""
+    """The format of a checkpoint's quantised layers, and the layers that differ.
+
+    Attributes:
+        blocks: the decoder's path of a matrix -> how many inputs are rotated together, see
+            `layers.linear.Rotation`; 0, or no entry: they are not.
+    """
 
     default: QuantFormat
     by_path: Mapping[str, QuantFormat] = field(default_factory=dict)
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, path: str, fitting: QuantFormat | None = None) -> QuantFormat:
         """The format of the layer at `path`, as the checkpoint names it.

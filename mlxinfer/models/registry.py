@@ -217,6 +217,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "qwen3_5_text": ("qwen_hybrid", "Qwen3_5"),
     "qwen3_5_moe": ("qwen_hybrid", "Qwen3_5MoE"),
     "qwen3_5_moe_text": ("qwen_hybrid", "Qwen3_5MoE"),
+    "prism_hadamard_qwen35": ("bonsai", "Bonsai2"),
     "qwen4_exp": ("qwen4_exp", "Qwen4Exp"),
     "qwen4_exp_text": ("qwen4_exp", "Qwen4Exp"),
     "bert": ("bert", "Bert"),

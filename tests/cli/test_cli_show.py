@@ -81,7 +81,7 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
         ("mamba", "mlx-lm", "mlx-lm, compared", "one sequence after another: a layer keeps"),
         ("llama", "native", "native", "natively, batched"),
         ("whisper", None, "out of scope", "it hears, speaks or makes music"),
-        ("hy_v4", None, "refused", "is refused: its design was not written here"),
+        ("hy_v4", None, "refused", "is refused: there is no definition of it here"),
         ("no_such", None, "refused", "is defined neither here nor by mlx-lm"),
     ],
 )

@@ -32,6 +32,7 @@ TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module h
     "qwen3_vl_moe": ("qwen", "Qwen3VLTower"),
     "qwen3_5": ("qwen", "Qwen3_5Tower"),
     "qwen3_5_moe": ("qwen", "Qwen3_5Tower"),
+    "prism_hadamard_qwen35": ("qwen", "Qwen3_5Tower"),
 }
 _PARTS = {  # what a tensor's name begins with, without "model." -> what it begins with here
     "visual.": "vision.",

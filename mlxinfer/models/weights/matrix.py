@@ -16,6 +16,8 @@ from ...layers.linear import (
     Projection,
     QuantizedHeadLinear,
     QuantizedLinear,
+    RotatedLinear,
+    Rotation,
 )
 from ...layers.moe import ExpertLinear, ExpertProjection, JoinedExperts, QuantizedExpertLinear
 from ..quantization import QuantFormat
@@ -34,6 +36,7 @@ class StoredMatrix:
     scales: Tensor | None = None  # (..., out_dims, in_dims / group_size)
     biases: Tensor | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
+    rotation: Rotation | None = None  # of its inputs
     sources: tuple[SourceRows, ...] = ()  # of its outputs, where adapters may ask for them
     inputs: InputSlice | None = None  # that a rank has of a matrix with cut inputs
     targets: list[AdapterTarget] | None = None  # gets the layer as a target of adapters
@@ -134,6 +137,8 @@ class StoredMatrix:
             made = Linear(loaded(self.weight), self.bias)
         else:
             made = QuantizedLinear(*self.packed(), self.bias, **asdict(self.form))
+        if self.rotation is not None:
+            made = RotatedLinear(made, self.rotation)
         self._note(made, None)
         return made
 
@@ -166,10 +171,24 @@ Deferral = Callable[[StoredMatrix], ExpertProjection]
 
 
 def fused(parts: Sequence[StoredMatrix]) -> Projection:
-    """Make one projection of matrices that read one input; different formats stay apart."""
-    if len({part.form for part in parts}) > 1:
-        return Joined([part.projection() for part in parts])
-    return _side_by_side(parts).projection()
+    """Make one projection of matrices that read one input.
+
+    Neighbours of one format, which read the input in one basis, become one matrix.
+    """
+    runs: list[list[StoredMatrix]] = []
+    for part in parts:
+        if runs and _alike(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    made = [_side_by_side(run).projection() for run in runs]
+    return made[0] if len(made) == 1 else Joined(made)
+
+
+def _alike(one: StoredMatrix, other: StoredMatrix) -> bool:
+    if one.rotation is None or other.rotation is None:
+        return one.form == other.form and one.rotation is other.rotation
+    return one.form == other.form and one.rotation.equals(other.rotation)
 
 
 def fused_experts(parts: Sequence[StoredMatrix]) -> ExpertProjection:

@@ -24,6 +24,8 @@ from ...layers.linear import (
     Projection,
     QuantizedEmbedding,
     QuantizedLinear,
+    RotatedEmbedding,
+    Rotation,
 )
 from ...layers.mlp import FeedForward
 from ...layers.moe import MoE
@@ -385,9 +387,24 @@ class Weights:
             else:
                 scales = self._found(f"{path}.scales", groups, [mx.uint8], parts)
                 stored = StoredMatrix(weight, offset, scales, None, form)
+        stored = replace(stored, rotation=self._rotation(path, shape[-1]))
         if offset is not None and self._gives_summands(path):
             stored = replace(stored, bias=self.once(offset))
         return self.named(stored, path, f"{path}.weight")
+
+    def _rotation(self, path: str, in_dims: int) -> Rotation | None:
+        """The basis in which a matrix reads its inputs; None: as they are."""
+        block = 0 if self._quantization is None else self._quantization.blocks.get(path, 0)
+        if not block:
+            return None
+        signs = self.raw(f"{path}.signs", (in_dims,), dtype=mx.float32)
+        if in_dims % block:
+            raise CheckpointError(
+                f"{path} has {in_dims} inputs, which blocks of {block} do not divide."
+            )
+        if self._placing is not NOWHERE and not bool((mx.abs(signs) == 1).all()):
+            raise CheckpointError(f"Tensor {path + '.signs'!r} holds other numbers than 1 and -1.")
+        return Rotation(signs, block)
 
     def named(
         self, stored: StoredMatrix, path: str, tensor: str, *, outputs_axis: int = -2
@@ -541,10 +558,13 @@ class Weights:
         return SplitEmbedding(part, table.weight.shape[0], shape[0], self._link)
 
     def _embedding(self, table: StoredMatrix) -> Embedding:
+        made: Embedding
         if table.form is None:
-            return DenseEmbedding(loaded(table.weight))
-        packed = QuantizedLinear(*table.packed(), **asdict(table.form))
-        return QuantizedEmbedding(packed, self.dtype)
+            made = DenseEmbedding(loaded(table.weight))
+        else:
+            packed = QuantizedLinear(*table.packed(), **asdict(table.form))
+            made = QuantizedEmbedding(packed, self.dtype)
+        return made if table.rotation is None else RotatedEmbedding(made, table.rotation)
 
     def _rows(self, path: str, shape: tuple[int, int]) -> StoredMatrix:
         """A rank's rows of a table, zeros behind the last one."""

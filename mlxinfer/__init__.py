@@ -4,7 +4,7 @@ Importing this package imports nothing else of it; each name below is loaded whe
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core import FinishReason, Request, SamplingParams, TokenEvent
@@ -126,6 +126,13 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%llm` and `%%llm`; IPython calls it for `%load_ext mlxinfer`."""
+    from .magics import Magics
+
+    shell.register_magic_function(Magics(shell.user_ns).ask, "line_cell", "llm")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,9 @@
 """Progress of what takes long (downloads, loading, batches, conversions), where it is watched.
 
-A terminal and a notebook get tqdm's bars (widgets where ipywidgets is there, else text), and a
-program that set MLXINFER_PROGRESS=json gets a line of JSON a few times a second. Elsewhere nothing
-is written, except that what may take hours writes a line of text each minute.
+A terminal and a notebook get tqdm's bars. Those of a notebook are text that changes in its place: a
+saved notebook shows how they ended, where widgets would be drawn as they began. A program that set
+MLXINFER_PROGRESS=json gets a line of JSON a few times a second. Elsewhere nothing is written,
+except that what may take hours writes a line of text each minute.
 """
 
 import json
@@ -10,7 +11,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,6 +19,7 @@ LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
 RARE_FIRST_S, RARE_S = 1.0, 60.0  # after any line: before a step's first one, and its others
 PATIENCE_S = 0.5  # in which a model may load without a bar
+NOTEBOOK_COLUMNS = 80  # of a bar
 Watch = Callable[[int, int], None]  # how far, of how much; called from any thread
 StepWatch = Callable[[str, int, int], None]  # of a step by its name, such as "load org/name"
 Unit = Literal["B", "answers", "it"]
@@ -141,25 +142,50 @@ def rare_lines() -> StepWatch:
     return write
 
 
+class _NotebookLine:
+    """A file whose last line is shown in one place of a notebook's output."""
+
+    encoding = "utf-8"  # bars are drawn with blocks
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def write(self, text: str) -> None:
+        from IPython.core.display_functions import display
+
+        line = text.strip()
+        if not line:
+            return
+        shown = {"text/plain": line}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
 @contextmanager
 def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that ipywidgets are missing: then the bar is text
-        from tqdm.auto import tqdm
+    from tqdm import tqdm
+
     bars: dict[str, Any] = {}
     lock = threading.Lock()
+    notebook = in_notebook()
 
     def show(step: str, done: int, total: int) -> None:
         with lock:
             if step not in bars:
+                place = {"file": _NotebookLine(), "position": 0, "ncols": NOTEBOOK_COLUMNS}
                 bars[step] = tqdm(
                     desc=step,
                     total=total,
                     unit=unit,
                     unit_scale=unit == "B",
                     unit_divisor=1000,
-                    leave=False,
-                    dynamic_ncols=True,
+                    leave=notebook,
+                    **(place if notebook else {"dynamic_ncols": True}),
                 )
             bar = bars[step]
             bar.total = total

@@ -128,6 +128,7 @@ APART = ("config.file", "memory.fit", "memory.roofline", "memory.suggestions")  
 ASSEMBLERS = {
     "llm",
     "library",
+    "magics",
     "cli",
     "bench",
     "__init__",

@@ -59,6 +59,10 @@ import _thread, threading
 threading.Timer(0.5, _thread.interrupt_main).start()
 llm.generate('A page', max_tokens=None, ignore_eos=True, logit_bias={300: 1e6})
 """,
+    "magic": "%load_ext mlxinfer\n%llm What is 17 + 25?",
+    "magic cell": "%%llm temperature=0 max_tokens=12\nWhat is a KV cache?",
+    "magic goes on": "%%llm -c temperature=0\nAnd what is that good for?",
+    "magic misspelt": "%%llm -n demo\nHello",
     "again": "llm = LLM('demo')",
     "engines again": ENGINES,
     "failed again": "llm.chat('A', chat_template_kwargs={'nothing': 1})",
@@ -68,7 +72,7 @@ llm.generate('A page', max_tokens=None, ignore_eos=True, logit_bias={300: 1e6})
 }
 FAILING = {
     "first",
-    "missing", "too long", "misspelt", "failed again",
+    "missing", "too long", "misspelt", "failed again", "magic misspelt",
     "interrupted", "interrupted stream",
 }  # fmt: skip
 
@@ -83,7 +87,7 @@ def missing(what: str) -> None:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outputs of each cell, by its name."""
-    for name in ("nbclient", "nbformat", "ipykernel", "ipywidgets", "pandas", "nh3"):
+    for name in ("nbclient", "nbformat", "ipykernel", "pandas", "nh3"):
         if importlib.util.find_spec(name) is None:
             missing(name)
     home = tmp_path_factory.mktemp("home")
@@ -200,13 +204,25 @@ def test_an_answer_that_is_shown_grows_in_one_place(outputs: dict[str, Any]) -> 
 
 
 def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> None:
-    widgets = "application/vnd.jupyter.widget-view+json"
-    assert any(widgets in bar.get("data", {}) for bar in outputs["bars"])
+    bars = [bar["data"]["text/plain"] for bar in outputs["bars"]]
+    assert bars
+    assert all("100%" in bar for bar in bars)  # a saved notebook shows how they ended
+
+
+def test_a_magic_asks_the_notebooks_model(outputs: dict[str, Any]) -> None:
+    assert "42" in html(outputs, "magic")
+    assert "12 answer tokens" in html(outputs, "magic cell")
+    shorter, longer = (
+        int(re.findall(r"([\d,]+) prompt", html(outputs, cell))[0].replace(",", ""))
+        for cell in ("magic cell", "magic goes on")
+    )
+    assert longer > shorter + 12
 
 
 @pytest.mark.parametrize(
     ("cell", "kind", "words"),
     [
+        ("magic misspelt", "InvalidRequestError", "-n is no argument of %%llm"),
         ("first", "DownloadError", "HF_HUB_OFFLINE forbids requests"),
         ("missing", "ModelNotFoundError", "org/nothing is not on this disk"),
         ("too long", "PromptTooLongError", "context"),

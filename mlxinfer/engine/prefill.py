@@ -5,9 +5,10 @@ time. With a fixed number of tokens (`prefill_chunk`), steps do not depend on th
 and neither does the rounding of 16-bit numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from math import inf, log2
+from typing import NamedTuple
 
 from ..fair import Shares, Tenant
 from .batch import Batch, Sequence
@@ -25,6 +26,20 @@ MIN_STEP_S = 0.125  # the same, however often steps were stopped
 RISE_STEPS = 16  # steps with prompts that went well, after which larger ones are tried again
 LATEST = 0.5  # weight of the latest measurement
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
+
+
+class Beside(NamedTuple):
+    """What a step that tenants share has beside prompts.
+
+    Attributes:
+        tenants: whose answers get tokens in it.
+        seconds: that their rows take.
+        most_s: that the step may take.
+    """
+
+    tenants: Collection[Tenant]
+    seconds: float
+    most_s: float
 
 
 class PrefillSizer:
@@ -59,6 +74,8 @@ class PrefillSizer:
         self._slice_s = slice_s
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
+        self.decoded = 0, 0.0  # rows and seconds of the last such step
+        self._rows_s: float | None = None  # of the rows beside the last prompts of several tenants
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
         self._max_step_s = MAX_STEP_S
@@ -69,14 +86,18 @@ class PrefillSizer:
         self._context = LONGER  # up to which these hold
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
-    def shares(self, prefilling: Seq[Sequence], num_running: int) -> list[tuple[Sequence, int]]:
+    def shares(
+        self, prefilling: Seq[Sequence], num_running: int, beside: Beside | None = None
+    ) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt that gets any.
 
         Args:
             prefilling: running sequences with prompts to compute, oldest first.
             num_running: of all that run, without prompts that wait for pictures.
+            beside: where tenants share the step and times may size it.
         """
         page_size = self._page_size
+        served, self._rows_s = ((), None) if beside is None else beside[:2]
         if not prefilling:
             return []
         if self._slice_s is None:  # the budget is what the others wait for
@@ -86,23 +107,28 @@ class PrefillSizer:
             self._size = self._next_size()
             return self._divide(prefilling, self._bounded(prefilling))
         if not self._beside:
-            return self._divide(prefilling, min(UNTIMED, self._limit))
-        left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
+            return self._divide(prefilling, min(UNTIMED, self._limit), served)
+        if beside is not None:
+            left_s = beside.most_s - beside.seconds
+        else:
+            left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
-        if len(costs) > 1:  # a page for the oldest, and one for the shortest
+        if len(costs) > 1 and not served:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
         left_s = min(left_s, self._limit * min(costs.values()))
-        return self._divide(prefilling, left_s, costs.__getitem__)
+        return self._divide(prefilling, left_s, served, costs.__getitem__)
 
     def _divide(
         self,
         prefilling: Seq[Sequence],
         room: float,
+        served: Collection[Tenant] = (),
         cost: Callable[[Sequence], float] = lambda sequence: 1,
     ) -> list[tuple[Sequence, int]]:
         """`prefill_shares`, each tenant with its part of the room, and with what others leave.
 
-        Where a part is less than a page, tenants take turns.
+        Where a part is less than a page, tenants take turns. Tenants whose answers get tokens
+        have a part of the step already: they get what the others leave.
         """
         prompts: dict[Tenant, list[Sequence]] = {}
         for sequence in prefilling:
@@ -114,6 +140,7 @@ class PrefillSizer:
         order = self._tenants.order(prompts)
         least = self._tenants.used(order[0])
         behind = [t for t in order if self._tenants.used(t) < least + self._tenants.slice]
+        behind = [tenant for tenant in behind if tenant not in served] or behind
         first = sorted(behind, key=lambda tenant: wanted[tenant] / tenant.weight)
         weight = sum(tenant.weight for tenant in first)
         shares: list[tuple[Sequence, int]] = []
@@ -150,6 +177,7 @@ class PrefillSizer:
         if not prompts:
             if not unseen:  # else it waited for prompts, too
                 self._decode_s = _blended(self._decode_s, seconds)
+                self.decoded = len(batch.decodes.sequences) + len(batch.ragged), seconds
             return
         self._rise()
         beside = num_tokens < batch.num_tokens
@@ -161,7 +189,8 @@ class PrefillSizer:
             self._time_size(tokens, context, (seconds + unseen_s) / tokens)
         if unseen:  # ranks worked at the same time: a step beside others passes through all of them
             return
-        spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
+        decode_s = self._decode_s if self._rows_s is None else self._rows_s
+        spent_s = seconds - (decode_s or 0.0) if beside else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)
         at, before = self._beside.get(place, (context, None))
@@ -191,6 +220,11 @@ class PrefillSizer:
             self._limit, self._until_rise = min(2 * self._limit, self.most), RISE_STEPS
 
     # -- beside sequences that decode -----------------------------------------------------------
+
+    @property
+    def page_s(self) -> float:
+        """Seconds that a page of a prompt takes in a step; 0: no step was timed."""
+        return self._page_size * self._seconds_at(self._page_size) if self._beside else 0.0
 
     def _cost(self, sequence: Sequence, left_s: float) -> float:
         start = sequence.num_computed

@@ -38,6 +38,7 @@ from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .prefill import PrefillSizer
 from .prompt_pictures import PromptPictures
+from .rows import DecodeRows
 
 # Work of a token of an answer, where one of a prompt is 1: as in VTC, arXiv:2401.00588.
 ANSWER_WORK = 2
@@ -250,6 +251,11 @@ class RequestQueues:
         """Whether more than one tenant has unfinished requests."""
         return len(self._unfinished) > 1
 
+    @property
+    def tenants(self) -> Collection[Tenant]:
+        """The tenants with unfinished requests."""
+        return self._unfinished.keys()
+
     def _would_lose(self, waiting: Iterable[Tenant], tenant: Tenant) -> bool:
         """Whether one more slot of a tenant would be taken by another that waits."""
         held = Counter([tenant, *(s.request.tenant for s in self.running)])
@@ -385,6 +391,10 @@ class Scheduler:
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
         self._proposer = proposer
         self._num_stages = num_stages
+        self._rows: DecodeRows | None = None  # where times of steps may decide
+        if num_stages == 1 and prefill_slice_s is not None:
+            self._rows = DecodeRows(prefill_slice_s)
+        self._contested = False  # whether tenants share the next step
         self._newest: Seq[Sequence] = ()  # that the last step samples for
         self._steady: list[DecodeBatch] = []  # the last of each group of rows, to go on from
 
@@ -420,10 +430,10 @@ class Scheduler:
         replaced = self.kv_manager.settle(queues.running)
         if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
             self._steady = []
+        self._contested = queues.contested
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
-        all_decode = len(decodes.sequences) + len(verified) == len(queues.running)
-        prefills = self._next_prefills(all_decode)
+        prefills = self._next_prefills(decodes, verified)
         preempted = self.counters.preemptions > preemptions  # perhaps features have room now
         if preempted:
             decodes, verified = _without_preempted(decodes, verified)
@@ -454,6 +464,8 @@ class Scheduler:
         decoding = [s for s in self.queues.running if s.decodes]
         if self._num_stages > 1:
             decoding, num_decoding = self._micro_batch(decoding)
+        elif self._contested and self._rows is not None:
+            decoding, num_decoding = self._rows_in_turn(self._rows, decoding)
         proposals = self._propose(decoding, num_decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
         decodes = None
@@ -483,6 +495,22 @@ class Scheduler:
         ready = [s for s in decoding if not s.num_pending]
         return ready[: -(-num_decoding // self._num_stages)], num_decoding
 
+    def _rows_in_turn(
+        self, rows: DecodeRows, decoding: list[Sequence]
+    ) -> tuple[list[Sequence], int]:
+        """The same where tenants share the step: each gets tokens as often as its share says."""
+        rows.times.note(self.prefill.decoded)
+        prefilling, page_s = self._tenants_of_prompts(), self.prefill.page_s
+        chosen = rows.choose(decoding, prefilling, self.queues.tenants, page_s)
+        return chosen, len(decoding) if len(chosen) < len(decoding) else 0
+
+    def _tenants_of_prompts(self) -> set[Tenant]:
+        """Tenants that have prompts to compute, or none of whose requests runs yet."""
+        running = self.queues.running
+        prompts = {s.request.tenant for s in running if s.num_computed < s.num_prompt}
+        waiting = {s.request.tenant for s in self.queues.waiting if s.fetch is None}
+        return prompts | waiting - {s.request.tenant for s in running}
+
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
         starts = decodes.segments.starts
@@ -496,9 +524,10 @@ class Scheduler:
                 if sequence.slot >= 0:  # else it was just preempted
                     self.queues.hold(sequence, count)
 
-    def _next_prefills(self, all_decode: bool) -> list[Segment]:
+    def _next_prefills(self, decodes: DecodeBatch, verified: list[Segment]) -> list[Segment]:
         """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
+        all_decode = len(decodes.sequences) + len(verified) == len(queues.running)
         if all_decode and not queues.waiting:
             return []
         prefilling = []
@@ -516,7 +545,15 @@ class Scheduler:
         # A prompt that waits for a picture gets no share: perhaps another one has to go on first.
         ready = [s for s in prefilling if s.pictures is None or self._features.available(s, 1)]
         num_waiting = len(prefilling) - len(ready)
-        for sequence, share in self.prefill.shares(ready, len(queues.running) - num_waiting):
+        beside = None
+        if ready and self._contested and self._rows is not None:
+            tenants = {sequence.request.tenant for sequence in ready}
+            rows = [*decodes.sequences, *(segment.sequence for segment in verified)]
+            beside = self._rows.beside(rows, tenants, queues.tenants)
+            if beside is None:
+                return []
+        num_running = len(queues.running) - num_waiting
+        for sequence, share in self.prefill.shares(ready, num_running, beside):
             if sequence.slot < 0:
                 continue
             count = self._chunk(sequence, share)
@@ -626,7 +663,7 @@ class Scheduler:
                 sequence.sharers = {}
         for segment in batch.long:
             self.kv_manager.wrote(segment.sequence)
-        if self.queues.contested:
+        if self._contested:
             self.queues.charge(batch)
         self._note_steady(batch)
         self._newest = batch.sampling.sequences

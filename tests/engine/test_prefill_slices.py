@@ -24,6 +24,7 @@ from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.prefill import MAX_STEP_S, PrefillSizer
 from mlxinfer.engine.runner import Launched
 from mlxinfer.engine.scheduler import Proposer, Scheduler
+from mlxinfer.fair import NOBODY, Tenant
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25
 CHIPS = {  # (float operations, bytes) a second
@@ -65,6 +66,7 @@ class Bench:
     chunk: int = MOST
     num_stages: int = 1  # with micro-batches; 1: each step is of all rows
     proposer: Proposer | None = None
+    max_batch: int = 16
     now_s: float = 0.0
     token_s: dict[str, list[float]] = field(default_factory=dict)  # when each token came
     sizes: list[int] = field(default_factory=list)  # prompt tokens of each step
@@ -73,17 +75,17 @@ class Bench:
         group = PageGroup(AttentionWindow(), PageAllocator(1 << 14), PAGE, self.chunk, page_bytes=1)
         self.scheduler = Scheduler(
             KVManager([group], reuse=False),
-            max_batch=16,
+            max_batch=self.max_batch,
             prefill_chunk=self.chunk,
             prefill_slice_s=self.slice_s,
             num_stages=self.num_stages,
             proposer=self.proposer,
         )
 
-    def add(self, name: str, num_prompt: int, max_tokens: int = 1) -> None:
+    def add(self, name: str, num_prompt: int, max_tokens: int = 1, tenant: Tenant = NOBODY) -> None:
         first = 1000 * len(self.token_s)
         ids = [first + i % 997 for i in range(num_prompt)]
-        request = Request(name, ids, SamplingParams(max_tokens=max_tokens))
+        request = Request(name, ids, SamplingParams(max_tokens=max_tokens), tenant=tenant)
         self.scheduler.queues.add(request, max_output=max_tokens)
         self.token_s[name] = []
 

@@ -1,0 +1,166 @@
+"""Which sequences decode in a step that tenants share. Plain Python: knows no arrays of MLX.
+
+With a share of a half, a tenant's tokens may come half as often as without others. A step with many
+rows of another tenant takes longer than that allows. Then only some rows are in each step, and they
+take turns. A step of `rows` takes about a + b * rows seconds: what all rows share, and each row. So
+as many rows as fit in twice the time of one are at least half as quick, all together, as any number
+of rows: (2a + 2b) / (2 + a / b) <= 2b seconds for each.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from ..fair import Tenant
+from .batch import Sequence
+from .prefill import Beside
+
+LATEST = 0.1  # weight of the latest measurement
+PROPORTIONAL = 0.001  # weight of "no rows take no time", for the first measurements
+TRIED_EVERY = 8  # steps of one with more rows, so that it is seen what rows cost
+TIMED_EVERY = 16  # steps of one without prompts, for the same reason
+MOST = 1.5  # times its equal share that a tenant waits for its tokens
+
+
+class StepTimes:
+    """Seconds of a decode step by its number of rows: a line through the latest measurements."""
+
+    def __init__(self) -> None:
+        self._measured: tuple[int, float] | None = None
+        self._sums = [PROPORTIONAL, 0.0, 0.0, 0.0, 0.0]  # of weight 1, r, s, r * r, r * s
+
+    @property
+    def known(self) -> bool:
+        return self._measured is not None
+
+    def note(self, measured: tuple[int, float]) -> None:
+        """Take in the rows and seconds of the latest step, unless it is the same step as before."""
+        if measured is self._measured or not measured[0]:
+            return
+        rows, seconds = measured
+        if self.known:  # a step that was held up by something else says little
+            seconds = min(seconds, 2 * self.of(rows))
+        self._measured = measured
+        left = 1 - LATEST
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [left * old + LATEST * x for old, x in zip(self._sums, new, strict=True)]
+        self._sums[0] += LATEST * PROPORTIONAL
+
+    def of(self, rows: int) -> float:
+        """Seconds of a step of so many rows."""
+        shared, each = self._line()
+        return shared + each * rows
+
+    def rows_in(self, seconds: float) -> int:
+        """How many rows fit in so many seconds."""
+        shared, each = self._line()
+        return int(max(seconds - shared, 0.0) / each * (1 + 1e-9))
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds that rows share, and of each row; neither is negative."""
+        n, r, s, rr, rs = self._sums
+        spread = n * rr - r * r
+        each = (n * rs - r * s) / spread if spread > 0 else 0.0
+        each = max(min(max(each, 0.01 * s / r), s / r), 1e-9)
+        return max(s - each * r, 0.0) / n, each
+
+
+class DecodeRows:
+    """Limits the rows of a step, so that each tenant's tokens come as often as its share says.
+
+    Args:
+        slice_s: of a step, for prompts and the rows beside them.
+    """
+
+    def __init__(self, slice_s: float) -> None:
+        self._slice_s = slice_s
+        self.times = StepTimes()
+        self._turn = 0
+        self._timed = -TIMED_EVERY  # the turn of the last step without prompts
+        self._last: dict[Sequence, int] = {}  # turn of the last step of each
+
+    def choose(
+        self,
+        decoding: list[Sequence],
+        prefilling: Collection[Tenant],
+        tenants: Collection[Tenant],
+        page_s: float,
+    ) -> list[Sequence]:
+        """The sequences of the next step, in the given order.
+
+        Args:
+            decoding: all that could be in it.
+            prefilling: tenants with prompts to compute.
+            tenants: that want steps.
+            page_s: that a page of a prompt takes in a step.
+        """
+        rows: dict[Tenant, list[Sequence]] = {}
+        for sequence in decoding:
+            rows.setdefault(sequence.request.tenant, []).append(sequence)
+        counts = {tenant: len(rows[tenant]) for tenant in rows}
+        limit = self._limit(counts, prefilling, tenants, page_s)
+        self._turn += 1
+        self._last = {s: self._last.get(s, 0) for s in decoding}
+        chosen = set(self._in_turn(rows, limit)) if len(decoding) > limit else set(decoding)
+        self._last.update(dict.fromkeys(chosen, self._turn))
+        return [sequence for sequence in decoding if sequence in chosen]
+
+    def _limit(
+        self,
+        counts: dict[Tenant, int],
+        prefilling: Collection[Tenant],
+        tenants: Collection[Tenant],
+        page_s: float,
+    ) -> int:
+        """Rows of the next step; each tenant has one at least."""
+        limit, weight = sum(counts.values()), sum(tenant.weight for tenant in tenants)
+        if not self.times.known:
+            return limit
+        for tenant, count in counts.items():
+            most_s = equal_s = weight / tenant.weight * self.times.of(count)
+            if any(other != tenant for other in prefilling):
+                most_s = min(equal_s, MOST * equal_s - page_s)
+            limit = min(limit, self.times.rows_in(most_s))
+        for tenant in prefilling:  # without tokens: its part of a slice is left for its prompts
+            if tenant not in counts:
+                limit = min(limit, self.times.rows_in(self._slice_s * (1 - tenant.weight / weight)))
+        if self._turn % TRIED_EVERY == 0:
+            limit += max(limit // 2, 1)
+        return max(limit, len(counts))
+
+    def _in_turn(self, rows: dict[Tenant, list[Sequence]], limit: int) -> Iterable[Sequence]:
+        """So many rows, by weight: of each tenant those that have waited for longest."""
+        weight = sum(tenant.weight for tenant in rows)
+        num_tenants = len(rows)
+        for tenant in sorted(rows, key=lambda tenant: len(rows[tenant]) / tenant.weight):
+            num_tenants -= 1
+            part = int(limit * tenant.weight / weight) if num_tenants else limit
+            part = max(min(part, limit - num_tenants), 1)
+            longest = sorted(rows[tenant], key=self._last.__getitem__)[:part]
+            yield from longest
+            limit, weight = limit - len(longest), weight - tenant.weight
+
+    def beside(
+        self, chosen: Iterable[Sequence], prefilling: Collection[Tenant], tenants: Iterable[Tenant]
+    ) -> Beside | None:
+        """What prompts may take of a step with these rows; None: it is one without prompts.
+
+        Args:
+            chosen: sequences that decode in the step.
+            prefilling: tenants of the prompts.
+            tenants: that want steps.
+        """
+        counts = Counter([sequence.request.tenant for sequence in chosen])
+        if counts and self._turn - self._timed >= TIMED_EVERY:
+            self._timed = self._turn
+            return None
+        if not counts or not self.times.known:
+            return Beside(counts.keys(), 0.0, self._slice_s)
+        rows_s, weight = self.times.of(counts.total()), sum(tenant.weight for tenant in tenants)
+        most_s = self._slice_s
+        if any(tenant not in counts for tenant in prefilling):
+            most_s = max(most_s, 2 * rows_s)
+        for tenant, count in counts.items():
+            if any(other != tenant for other in prefilling):
+                equal_s = weight / tenant.weight * self.times.of(count)
+                most_s = min(most_s, MOST * equal_s)
+        return Beside(counts.keys(), rows_s, most_s)

@@ -1,0 +1,114 @@
+"""Tokens of a tenant beside another that fills the batch, in simulated time: see `Bench`."""
+
+from itertools import pairwise
+
+import pytest
+from engine.test_prefill_slices import CHIPS, MODELS, SLICE_S, Bench
+
+from mlxinfer.engine.rows import StepTimes
+from mlxinfer.fair import Tenant
+
+HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
+NUM_TOKENS = 40
+
+
+def flooded(bench: Bench, *, prompts: int) -> Bench:
+    """A heavy tenant fills the batch with answers; `prompts` of 3000 tokens come after these."""
+    for i in range(80):
+        bench.add(f"heavy{i}", 50 + 37 * i % 400, 600, HEAVY)
+    while bench.now_s < 10:
+        bench.step()
+    for i in range(prompts):
+        bench.add(f"prompt{i}", 3000, 1, HEAVY)
+    return bench
+
+
+def idle(chip: str, model: str) -> tuple[float, float]:
+    """Seconds to a light request's first token on an idle machine, and its longest gap."""
+    bench = Bench(chip, model, max_batch=64)
+    bench.add("first", 100, NUM_TOKENS, LIGHT)
+    while not bench.scheduler.queues.idle:
+        bench.step()
+    return bench.token_s["first"][0], bench.longest_gap("first")
+
+
+@pytest.mark.parametrize("prompts", [0, 40])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_tokens_of_a_light_tenant_come_as_its_share_says(
+    chip: str, model: str, prompts: int
+) -> None:
+    """The first within twice its idle time and a slice, the others within 1.5 of an equal share.
+
+    An equal share is half of the machine, so twice the time between tokens. A step has a row of
+    each tenant, and, if there are prompts, a page at least, however long that takes.
+    """
+    alone_s, gap_s = idle(chip, model)
+    bench = flooded(Bench(chip, model, max_batch=64), prompts=prompts)
+    for i in range(6):
+        name, asked_s = f"light{i}", bench.now_s
+        bench.add(name, 100, NUM_TOKENS, LIGHT)
+        while len(bench.token_s[name]) < NUM_TOKENS:
+            bench.step()
+        if not i:  # the first one finds nothing measured
+            continue
+        assert bench.token_s[name][0] - asked_s <= 2 * alone_s + 1.2 * SLICE_S
+        page_s = bench.scheduler.prefill.page_s
+        most_s = max(1.5 * 2 * gap_s, gap_s + gap_s + page_s)
+        gaps = sorted(after - before for before, after in pairwise(bench.token_s[name]))
+        assert gaps[len(gaps) // 2] <= most_s
+        assert gaps[-1] <= 1.1 * most_s
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_half_of_all_tokens_remains_beside_a_light_tenant(chip: str, model: str) -> None:
+    """And all of them again when it has left."""
+    bench = Bench(chip, model, max_batch=64)
+    for i in range(63):
+        bench.add(f"heavy{i}", 20, 5000, HEAVY)
+    while not all(bench.token_s.values()):
+        bench.step()
+    alone = rate(bench)
+    bench.add("light", 100, 5000, LIGHT)
+    while len(bench.token_s["light"]) < 20:
+        bench.step()
+    assert rate(bench) >= 0.48 * alone
+    light = bench.scheduler.queues.find("light")
+    assert light is not None
+    bench.scheduler.queues.finish(light)
+    bench.step()
+    assert rate(bench) == pytest.approx(alone, rel=0.15)  # contexts have grown
+
+
+def rate(bench: Bench) -> float:
+    """Tokens a second of all answers, for some steps."""
+    began_s, before = bench.now_s, num_tokens(bench)
+    for _ in range(50):
+        bench.step()
+    return (num_tokens(bench) - before) / (bench.now_s - began_s)
+
+
+def num_tokens(bench: Bench) -> int:
+    return sum(len(times) for times in bench.token_s.values())
+
+
+def test_a_line_through_times_follows_what_steps_take() -> None:
+    """Also after a step that something else held up, and when the context has grown."""
+    times, moment = StepTimes(), 0
+
+    def run(shared: float, each: float, count: int) -> None:
+        nonlocal moment
+        for _ in range(count):
+            moment += 1
+            rows = 8 if moment % 8 else 12
+            times.note((rows, shared + each * rows))
+
+    run(0.02, 0.001, 40)
+    assert times.of(1) == pytest.approx(0.021, rel=0.1)
+    times.note((8, 30.0))
+    run(0.02, 0.001, 60)
+    assert times.of(1) == pytest.approx(0.021, rel=0.1)
+    run(0.04, 0.005, 100)
+    assert times.of(1) == pytest.approx(0.045, rel=0.1)
+    assert times.rows_in(0.09) in (9, 10)

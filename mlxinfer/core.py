@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
@@ -34,6 +34,11 @@ MAX_TOKENS = 2**63 - 1  # some clients send this for "no limit"
 MAX_BREAKERS = 256  # strings: for each the whole vocabulary is searched
 FLOAT32_MAX = 3.4e38
 LEAST_SEED, MOST_SEED = -(2**63), 2**63 - 1
+# Functions of the caller, as mlx-lm has them. Tokens (N,) of prompt and answer so far, logits
+# (1, vocab) float32 -> logits (1, vocab).
+LogitsProcessor = Callable[[Any, Any], Any]
+TokenSampler = Callable[[Any], Any]  # log-probabilities (1, vocab) float32 -> a token (1,)
+FUNCTIONS = ("logits_processors", "sampler")  # fields of SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -75,6 +80,8 @@ class SamplingValues(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int | None
     speculate: bool
+    logits_processors: Sequence[LogitsProcessor]
+    sampler: TokenSampler | None
 
 
 def _number(default: float, **bounds: Any) -> Any:
@@ -142,6 +149,13 @@ class SamplingParams:
     # or without a seed. With "rejection" a drawn answer has the same distribution, and a seed gives
     # the same answer again only if the same tokens are proposed.
     speculate: bool = True
+    # Functions that change the logits of each token, one after the other, before all else:
+    # f(tokens, logits) -> logits. They are arrays of MLX, and run on the engine's thread. With
+    # functions a request does not speculate, so each is called once for each token, in order.
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    # A function that chooses each token: f(logprobs) -> token. It replaces temperature and all that
+    # belongs to the draw; penalties, biases and grammars come before it.
+    sampler: TokenSampler | None = None
 
     def __post_init__(self) -> None:
         for name, check, bounds in BOUNDED:
@@ -150,6 +164,8 @@ class SamplingParams:
         check_switch("speculate", self.speculate)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         self._check_lists()
+        if self.logits_processors or self.sampler is not None:
+            self._check_functions()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
@@ -176,8 +192,28 @@ class SamplingParams:
             check_int("logit_bias", token_id, low=0)
             check_number("logit_bias", bias, low=-1e9, high=1e9)
 
+    def _check_functions(self) -> None:
+        check_kind("logits_processors", self.logits_processors, Collection, "a list of functions")
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        object.__setattr__(self, "speculate", False)
+        for function in self.logits_processors:
+            _check_function("logits_processors", function)
+        if self.sampler is not None:
+            _check_function("sampler", self.sampler)
+            if not self.greedy:
+                raise InvalidRequestError(
+                    f"sampler chooses the tokens, and temperature is {self.temperature:g}; "
+                    "give one of both.",
+                    param="sampler",
+                )
+
     def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
-        """These parameters with other values, by their names."""
+        """These parameters with other values, by their names.
+
+        A sampler replaces the temperature that these parameters have, but not one beside it.
+        """
+        if values.get("sampler") is not None:
+            values = {"temperature": 0.0, **values}
         return replace(self, **values) if values else self
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -200,11 +236,14 @@ class SamplingParams:
     @property
     def words(self) -> str:
         """How tokens are chosen, in a few words: "temperature 0.6, top_p 0.95, top_k 20"."""
+        if self.sampler is not None:
+            return "a sampler of the caller, without speculation"
+        functions = ", logits processors without speculation" if self.logits_processors else ""
         if self.greedy:
-            return "the most probable token"
+            return f"the most probable token{functions}"
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         rest = [f"{n} {getattr(self, n):g}" for n, no in off.items() if getattr(self, n) != no]
-        return ", ".join([f"temperature {self.temperature:g}", *rest])
+        return ", ".join([f"temperature {self.temperature:g}", *rest]) + functions
 
     @property
     def greedy(self) -> bool:
@@ -572,6 +611,11 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
                 f"{vocab_size - 1}.",
                 param=param,
             )
+
+
+def _check_function(name: str, value: object) -> None:
+    if not callable(value):
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected a function.", param=name)
 
 
 def check_switch(name: str, value: object) -> None:

@@ -143,6 +143,9 @@ class LLM:
                 {"type": "grammar", "grammar": ...} (Lark, in llguidance's dialect).
             adapter: name of a loaded adapter (`load_adapter`); None: the model itself.
             sampling: fields of SamplingParams, such as max_tokens=20; they replace those of params.
+                Among them are functions as mlx-lm has them: logits_processors=[f] with f(tokens,
+                logits) -> logits, and sampler=f with f(logprobs) -> token. A request with functions
+                does not speculate. A function that fails ends its request.
 
         Returns:
             A Result, or Results, a list of them in the order of the prompts.

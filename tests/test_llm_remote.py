@@ -129,6 +129,11 @@ def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveSer
             ask("A page")
     with pytest.raises(InvalidRequestError, match="logprobs does not go over HTTP"):
         llm.chat("Hello", logprobs=2)
+    for method in (llm.chat, llm.generate):
+        with pytest.raises(InvalidRequestError, match="logits_processors does not go over HTTP"):
+            method("Hello", logits_processors=[max])
+        with pytest.raises(InvalidRequestError, match="sampler does not go over HTTP"):
+            method("Hello", sampler=max)
     assert llm.generate("Hello", max_tokens=2, speculate=False).timing.drafted == 0
     with pytest.raises(InvalidRequestError, match=r"kv_bits: the server at .* chose its"):
         LLM(server.url, api_key=KEY, kv_bits=8)

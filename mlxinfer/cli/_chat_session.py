@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..core import EFFORTS, SamplingParams
+from ..core import EFFORTS, FUNCTIONS, SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..mcp_tools import McpTools
 from ..memory import human_bytes
@@ -253,7 +253,7 @@ class ChatSession:
 
 def check_setting(key: str) -> None:
     """Raise InvalidRequestError unless SamplingParams has such a field."""
-    known = [f.name for f in fields(SamplingParams)]
+    known = [f.name for f in fields(SamplingParams) if f.name not in FUNCTIONS]
     if key not in known:
         near = get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]}" if near else f"there are: {', '.join(known)}"

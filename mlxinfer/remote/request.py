@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..core import SamplingParams
+from ..core import FUNCTIONS, SamplingParams
 from ..errors import InvalidRequestError
 from ..images import data_url, picture_file
 from ..session.inputs import ChatInput, Input, Message, TextInput, check_sequence
@@ -137,6 +137,9 @@ def _values(given: Input) -> dict[str, Any]:
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams in the API's words."""
     fields = dict(values)
+    for name in FUNCTIONS:
+        if fields.pop(name, None):
+            raise _refused(name, "functions run where the model runs")
     if fields.get("logprobs"):
         raise _refused("logprobs", "a server names other tokens by their text, not by their ids")
     if fields.get("logprobs", 0) is None:

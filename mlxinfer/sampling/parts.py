@@ -140,6 +140,58 @@ ALL = 2**30  # tokens of a window that holds every context
 MAX_EXPONENT = 1024  # tokens by which a repetition may exceed the allowed length and count for it
 MAX_AMOUNT = 1e30
 
+# -- functions of the caller ------------------------------------------------------------------
+
+
+class History:
+    """The tokens of one request, prompt and answer, for its `logits_processors`."""
+
+    __slots__ = ("_num_prompt", "_tokens")
+
+    def __init__(
+        self, slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> None:
+        self._num_prompt = len(prompt_ids)
+        self._tokens = TokenBuffer([*prompt_ids, *output_ids])
+
+    def append(self, token_id: int) -> None:
+        """Add one token of the answer."""
+        self._tokens.append(token_id)
+
+    def before(self, count: int, recent: mx.array | None) -> mx.array:
+        """(N,) int32 the prompt and `count` tokens of the answer; `recent` (n,): the newest."""
+        known = mx.array(self._tokens.ids)
+        num_recent = self._num_prompt + count - len(self._tokens)
+        if recent is None or num_recent == 0:
+            return known
+        return mx.concatenate([known, recent[:num_recent]])
+
+
+def process(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Call the `logits_processors` of each row. Tokens that a grammar forbids stay forbidden."""
+    recent, size = rows.recent(turn), rows.spare
+    processed = []
+    for place, (slot, count) in enumerate(zip(rows.slots, rows.counts(turn), strict=True)):
+        newest = None if recent is None else recent[place]
+        tokens, row = rows.memories[place].before(int(count), newest), logits[place, None, :size]
+        for function in slot.params.logits_processors:
+            row = function(tokens, row)
+        processed.append(row.reshape(1, size).astype(mx.float32))
+    after = mx.pad(mx.concatenate(processed), [(0, 0), (0, logits.shape[-1] - size)])
+    return mx.where(logits > -mx.inf, after, -mx.inf)
+
+
+def choose(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep the token that the `sampler` of each row takes, and no other."""
+    tokens = []
+    for place, sampler in enumerate(rows.settings("sampler")):
+        row = logits[place, None, : rows.spare]
+        token = sampler(row - mx.logsumexp(row, axis=-1, keepdims=True))
+        tokens.append(mx.array(token, mx.int32).reshape(1, 1))
+    columns = mx.arange(logits.shape[-1])[None]
+    return mx.where(columns == mx.concatenate(tokens), 0.0, -mx.inf)
+
+
 # -- repetition, presence, frequency ----------------------------------------------------------
 
 
@@ -330,6 +382,7 @@ def _one_more(tokens: mx.array, lengths: mx.array, breakers: mx.array, place: in
 
 # In the order of their work. A new penalty is a function and a row here.
 PENALTIES = (
+    SamplerPart(process, lambda p: bool(p.logits_processors), memory=History),
     SamplerPart(
         repetition,
         lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,
@@ -539,6 +592,6 @@ CUTS = (
     SamplerPart(xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
 )
 
-PARTS = (*PENALTIES, *CUTS)
+PARTS = (*PENALTIES, *CUTS, SamplerPart(choose, lambda p: p.sampler is not None))
 # Parts behind a fused one that the kernel does not do.
 LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]

@@ -19,6 +19,7 @@ from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
 from ..text import TextStream
 from ..threads import take
+from .guard import Guard
 from .inputs import EncodedPrompt, Input
 from .mailbox import Mailbox
 from .prompt_scores import PromptScores
@@ -91,6 +92,7 @@ class Answer:
         unenforced: schemas that the complete answer is checked against. If it breaks one, the
             request is made again.
         prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
+        guard: of the caller's functions; None: there are none.
 
     Attributes:
         result: the result of the whole answer, once it has ended.
@@ -110,8 +112,10 @@ class Answer:
         prompt: EncodedPrompt | None = None,
         unenforced: Sequence[Unenforced] = (),
         prompt_scores: PromptScores | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.request = request
+        self.guard = guard
         self.prompt = EncodedPrompt(request.prompt_ids) if prompt is None else prompt
         self.prompt_scores = prompt_scores
         self.num_attempts = 1
@@ -169,6 +173,7 @@ class Answer:
         params = request.params
         seed = None if params.seed is None else (params.seed + SEED_STEP + 2**63) % 2**64 - 2**63
         temperature = max(params.temperature, RETRY_TEMPERATURE * self.num_attempts)
+        temperature = temperature if params.sampler is None else 0.0
         return replace(
             request,
             id=self.attempt_ids[self.num_attempts],
@@ -521,8 +526,13 @@ class Answers:
 
 
 def _scoring(answer: Answer, listener: "Listener") -> "Listener":
-    """The listener of an answer. If its prompt is scored, logits are scored and not passed on."""
+    """The listener of an answer. If its prompt is scored, logits are scored and not passed on.
+
+    An answer whose caller's functions have failed fails with its next event.
+    """
     scores = answer.prompt_scores
+    if answer.guard is not None:
+        listener = answer.guard.watched(listener)
     if scores is None:
         return listener
 

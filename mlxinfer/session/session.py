@@ -54,6 +54,7 @@ from ..text.tokenizer import exceeds_tokens
 from .answers import Answer, Answers
 from .base import LocalSession
 from .engine_factory import ModelInfo, check_draft, open_engine, require_room
+from .guard import Guard
 from .inputs import (
     UNREADABLE,
     ChatInput,
@@ -167,6 +168,10 @@ class RequestBuilder:
         params: SamplingParams,
         spec: GrammarSpec | None,
     ) -> Answer:
+        guard = None
+        if params.logits_processors or params.sampler is not None:
+            guard = Guard()
+            params = guard.guarded(params)
         request = self._request(prompt.ids, params)
         request.stop_ids |= prompt.end_ids
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
@@ -186,6 +191,7 @@ class RequestBuilder:
             prompt_scores=(
                 None if prompt.logprobs is None else PromptScores(prompt.ids, prompt.logprobs)
             ),
+            guard=guard,
         )
 
     def conversation(self, given: ChatInput, max_context: int | None) -> EncodedPrompt:

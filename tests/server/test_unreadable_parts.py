@@ -103,10 +103,11 @@ def bodies(path: str, part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         kind = "input_text" if path == RESPONSES else "text"
         turn = {"role": "user", "content": [{"type": kind, "text": "Look."}, part]}
     rest = [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "Go on."}]
-    fields: dict[str, Any] = {
-        RESPONSES: {"max_output_tokens": 2},
-        OLLAMA: {"model": "tiny-see", "stream": False, "options": {"num_predict": 2}},
-    }.get(path, {"max_tokens": 2})
+    fields: dict[str, Any] = {"max_tokens": 2}
+    if path == RESPONSES:
+        fields = {"max_output_tokens": 2}
+    elif path == OLLAMA:
+        fields = {"model": "tiny-see", "stream": False, "options": {"num_predict": 2}}
     name = "input" if path == RESPONSES else "messages"
     return {name: [turn], **fields}, {name: [turn, *rest], **fields}
 

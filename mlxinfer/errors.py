@@ -26,6 +26,9 @@
     ├── StorageFullError           507  storage_full           of a disk, or of one key
     ├── ConversationNotFoundError  404  not_found              no such conversation
     ├── ServiceError                   500  service_error          launchd refused, or is not here
+    ├── ServerError                    500  server_error           at the URL of an LLM
+    │   ├── NoServerError
+    │   └── SilentServerError
     └── BackendMissingError            500  backend_missing
 
 Each class knows the HTTP `status` and the machine-readable `code` that a server answers with.
@@ -259,6 +262,25 @@ class ServiceError(MlxinferError):
     """The system's service manager refused, or is not on this machine."""
 
     code = "service_error"
+
+
+class ServerError(MlxinferError):
+    """No mlxinfer server answers, or it refused.
+
+    Attributes:
+        refused: status of the server's answer; None: there was none, or of another program.
+    """
+
+    code = "server_error"
+    refused: int | None = None
+
+
+class NoServerError(ServerError):
+    """Nothing listens at the address."""
+
+
+class SilentServerError(ServerError):
+    """Something listens at the address, and did not answer in time."""
 
 
 class BackendMissingError(MlxinferError):

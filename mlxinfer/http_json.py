@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .errors import MlxinferError
+from .errors import NoServerError, ServerError, SilentServerError
 
 if TYPE_CHECKING:
     import httpx2
@@ -15,25 +15,6 @@ _REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
 _NUMBER = re.compile(r"^\[Errno -?[0-9]+\] ")
 PIECE = 1 << 20  # bytes
 MAX_ANSWER = 64 << 20  # bytes of an answer; a server's lists are far below
-
-
-class ServerError(MlxinferError):
-    """No mlxinfer server answers, or it refused.
-
-    Attributes:
-        refused: status of the server's answer; None: there was none, or of another program.
-    """
-
-    code = "server_error"
-    refused: int | None = None
-
-
-class NoServerError(ServerError):
-    """Nothing listens at the address."""
-
-
-class SilentServerError(ServerError):
-    """Something listens at the address, and did not answer in time."""
 
 
 def exchange(

@@ -22,7 +22,7 @@ from mlxinfer import (
     Result,
     SamplingParams,
 )
-from mlxinfer.http_json import ServerError
+from mlxinfer.errors import ServerError
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
 

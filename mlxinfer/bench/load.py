@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ..errors import InvalidRequestError
-from ..http_json import ServerError, exchange
+from ..errors import InvalidRequestError, ServerError
+from ..http_json import exchange
 from .report import Report, Table
 from .speed import WORDS
 

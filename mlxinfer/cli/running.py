@@ -43,7 +43,8 @@ def ask(
     Raises:
         ServerError: there is no server, another program answers, or the server refused.
     """
-    from ..http_json import NoServerError, exchange  # slow; not for commands only listed
+    from ..errors import NoServerError
+    from ..http_json import exchange  # slow; not for commands only listed
 
     base = base_of(url)
     parts = urlsplit(base)

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import errors
 from ..core import FinishReason, TokenLogprobs
-from ..http_json import ServerError
+from ..errors import ServerError
 from ..outputs import (
     CallStatus,
     Delta,

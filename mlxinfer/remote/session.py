@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from ..errors import EngineClosedError, InvalidRequestError
-from ..http_json import ServerError, client_options, failures
+from ..errors import EngineClosedError, InvalidRequestError, ServerError
+from ..http_json import client_options, failures
 from ..outputs import Result
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from mlxinfer.bench.load import ChatClient, ServerLoad, TimedAnswer, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
-from mlxinfer.errors import InvalidRequestError
-from mlxinfer.http_json import NoServerError
+from mlxinfer.errors import InvalidRequestError, NoServerError
 from tests.bench.bench_parts import check
 from tests.waiting import LIMIT_S
 

@@ -23,7 +23,7 @@ from live_server import LiveServer, chat
 from mlxinfer import LLM
 from mlxinfer.cli import running
 from mlxinfer.cli.running import duration, state_of
-from mlxinfer.http_json import ServerError
+from mlxinfer.errors import ServerError
 from mlxinfer.memory import human_bytes
 from mlxinfer.server.keys import ApiKeys
 

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import MlxinferError
-from ..http_json import NoServerError, ServerError, SilentServerError
+from ..errors import MlxinferError, NoServerError, ServerError, SilentServerError
 from ..memory import models_limit_bytes
 from ..memory.suggestions import to_begin_with
 from . import settings as stored

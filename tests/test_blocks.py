@@ -45,6 +45,7 @@ NOT_RUN = {  # how a block or a command begins -> why it is not run
     "python3 -m venv": ".ci/run runs it, in a clean checkout",
     ".venv/bin/pip install": ".ci/run runs it",
     "pip install": "it changes the environment of the tests",
+    "python examples/": "tests/test_examples.py",
     "mlxinfer app": "it opens windows: tests/app",
     "npm ci": "tests/web builds the page",
     "mlx.launch": "tests/ranks starts it",

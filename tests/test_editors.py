@@ -36,7 +36,7 @@ def test_pyright_knows_the_types_of_a_script(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     notes = json.loads(run.stdout)["generalDiagnostics"]
     revealed = [n["message"].split('" is "')[-1] for n in notes if n["severity"] == "information"]
-    assert [each.strip('"') for each in revealed] == TYPES
+    assert [type_.strip('"') for type_ in revealed] == TYPES
     first = len(SCRIPT.splitlines())
     wrong = {n["range"]["start"]["line"] - first for n in notes if n["severity"] == "error"}
     assert wrong == set(range(len(WRONG))), notes

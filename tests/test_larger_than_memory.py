@@ -189,13 +189,13 @@ def test_a_budget_of_a_share_of_the_experts_has_that_many_slots(folder: Path) ->
 @pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4"])
 def test_adapters_of_other_projections_work(case: str) -> None:
     names = ("second", "third")
-    own = {name: folders(case)[name] for name in names}
+    folder_of = {name: folders(case)[name] for name in names}
     experts = load(base(case), experts=ExpertOptions(1 << 30)).expert_store
     assert experts is not None
     half = load(base(case), experts=ExpertOptions(experts.num_bytes * 3 // 4, slow=True))
     answers = []
     for model in (model_of(case), half):
-        harness = Harness(model, adapters=own)
+        harness = Harness(model, adapters=folder_of)
         for name in names:
             harness.add(name, prompt(30, 1), SamplingParams(max_tokens=12), adapter=name)
         harness.add("none", prompt(30, 1), SamplingParams(max_tokens=12))

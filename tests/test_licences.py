@@ -37,13 +37,13 @@ def test_every_file_that_is_no_source_lies_where_a_licence_is_stated() -> None:
 
 def data_files(folder: Path) -> list[Path]:
     """Also those behind links, as a wheel has them."""
-    found: list[Path] = []
+    files: list[Path] = []
     for path in folder.iterdir():
         if path.is_dir() and path.name != "__pycache__":
-            found += data_files(path)
+            files += data_files(path)
         elif path.is_file() and path.suffix not in SOURCES:
-            found.append(path.relative_to(ROOT))
-    return found
+            files.append(path.relative_to(ROOT))
+    return files
 
 
 def test_every_package_of_the_page_is_listed() -> None:
@@ -54,7 +54,7 @@ def test_every_package_of_the_page_is_listed() -> None:
 
 def test_every_required_package_is_listed_with_its_licence() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+    required = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}  # type: ignore[index]
     listed = packages(REQUIRED)
     assert set(listed) == required
     for name, licence in listed.items():

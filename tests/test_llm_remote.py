@@ -196,9 +196,9 @@ def test_a_program_selects_by_the_scores_of_the_server(llm: LLM, here: LLM, chat
         result = [*branches.select("it", choices), branches[0].select("more", choices[1:])]
         return [*result, asyncio.run(p.aselect("sums", choices, per_token=False))]
 
-    for there, own in zip(run(llm.program()), run(here.program()), strict=True):
-        assert there.text == own.text
-        assert there.scores == {t: pytest.approx(s, abs=0.01) for t, s in own.scores.items()}
+    for remote, local in zip(run(llm.program()), run(here.program()), strict=True):
+        assert remote.text == local.text
+        assert remote.scores == {t: pytest.approx(s, abs=0.01) for t, s in local.scores.items()}
     with llm.program() as p:
         p.user("What is it?", images=["drawing.png"])
         with pytest.raises(InvalidRequestError, match="ids of pictures are the server's"):

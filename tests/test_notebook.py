@@ -168,9 +168,9 @@ def test_only_the_cells_that_fail_by_intention_fail(outputs: dict[str, Any]) -> 
 def test_the_notebook_of_the_examples_runs(tmp_path: Path) -> None:
     with in_home(tmp_path):
         notebook = run_notebook(tmp_path, EXAMPLE)
-    found = {c.id: c.outputs for c in notebook.cells if c.cell_type == "code"}
-    assert "Grace" in html(found, "cell-8")
-    assert sum("text/html" in each.get("data", {}) for o in found.values() for each in o) >= 5
+    outputs = {c.id: c.outputs for c in notebook.cells if c.cell_type == "code"}
+    assert "Grace" in html(outputs, "cell-8")
+    assert sum("text/html" in output.get("data", {}) for o in outputs.values() for output in o) >= 5
 
 
 def test_answers_models_and_lists_are_cards(outputs: dict[str, Any]) -> None:

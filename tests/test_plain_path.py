@@ -10,7 +10,9 @@ from types import FrameType
 import mlxinfer
 from mlxinfer import LLM, SamplingParams, metal_kernels
 
-PACKAGE, KERNELS = (Path(str(each.__file__)).resolve().parent for each in (mlxinfer, metal_kernels))
+PACKAGE, KERNELS = (
+    Path(str(module.__file__)).resolve().parent for module in (mlxinfer, metal_kernels)
+)
 FEATURES = (  # folders and files of the package
     "ranks/", "pooling/", "grammar/", "remote/", "server/", "display/",
     "engine/adapters.py", "engine/grammar_masks.py", "engine/pagestore.py", "layers/adapters.py",

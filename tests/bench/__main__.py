@@ -236,8 +236,8 @@ def command(name: str, claim: Claim) -> click.Command:
     return click.command(name, help=claim.help)(taking)
 
 
-for each in CLAIMS.items():
-    bench.add_command(command(*each))
+for item in CLAIMS.items():
+    bench.add_command(command(*item))
 
 
 if __name__ == "__main__":

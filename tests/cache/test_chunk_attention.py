@@ -51,8 +51,8 @@ def test_blocks_of_keys_change_nothing(
     softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
     whole = plan.attend(layer, queries, softmax)
     monkeypatch.setattr(chunks, "KEY_BLOCK", 64)
-    found = plan.attend(layer, queries, softmax)
-    assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
+    attended = plan.attend(layer, queries, softmax)
+    assert mx.allclose(attended, whole, rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("bits", [pytest.param(PLAIN, marks=pytest.mark.ci), (8, 8)])

@@ -250,15 +250,15 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=400, files=files)
     new = put(tier, [2], bytes(200))  # takes the place of the old one
     assert tier.flush(10)
-    found = {old: tier.get(old), new: tier.get(new)}
+    loaded = {old: tier.get(old), new: tier.get(new)}
     tier.remove(old)
     tier.remove(new)
     tier.close()
     for key, payload in ((old, b"old"), (new, bytes(200))):
-        assert found[key] is None or bytes(found[key].payload) == payload
+        assert loaded[key] is None or bytes(loaded[key].payload) == payload
     assert files.failed
     if operation in ("create", "write", "fsync", "close", "rename"):
-        assert found[new] is None
+        assert loaded[new] is None
         assert tier.stats()["errors"] == 1
     after = DiskTier(str(tmp_path), MODEL, max_bytes=400)
     assert all(path.suffix == ".kv" for path in files_in(tmp_path))
@@ -277,9 +277,9 @@ def test_what_cannot_be_removed_does_not_block_others(tmp_path: Path) -> None:
     for number in range(1, 30):
         keys.append(put(tier, [number], bytes(200)))
         assert tier.flush(10)
-    found = tier.get(keys[-1])
-    assert found is not None
-    assert bytes(found.payload) == bytes(200)
+    entry = tier.get(keys[-1])
+    assert entry is not None
+    assert bytes(entry.payload) == bytes(200)
     assert stuck.exists()
     assert tier.stats()["written"] == 29
     tier.close()
@@ -390,10 +390,10 @@ def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
             time.sleep(delay_s)
             process.send_signal(signal.SIGKILL)
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=2**20)
-    found = files_in(tmp_path)
-    assert found
-    assert all(path.suffix == ".kv" for path in found)
-    for path in found:
+    file_names = files_in(tmp_path)
+    assert file_names
+    assert all(path.suffix == ".kv" for path in file_names)
+    for path in file_names:
         entry = tier.get(bytes.fromhex(path.stem))
         (number,) = entry.token_ids
         assert bytes(entry.payload) == number.to_bytes(4, "little") * 5000

@@ -141,13 +141,13 @@ class Disk(Files):
             names.pop(old, None)
             if new and inode is not None:
                 names[new] = inode
-        found = Disk()
-        found.time_ns = self.time_ns
+        disk = Disk()
+        disk.time_ns = self.time_ns
         for path, inode in names.items():
             data = self.torn(inode, rng, lying=lying)
-            found.files[path] = Inode(bytearray(data), data, inode.used_ns)
-        found.durable = dict(found.files)
-        return found
+            disk.files[path] = Inode(bytearray(data), data, inode.used_ns)
+        disk.durable = dict(disk.files)
+        return disk
 
     def torn(self, inode: Inode, rng: random.Random, *, lying: bool) -> bytes:
         data = bytes(inode.data)
@@ -222,8 +222,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(which, max_size=4))
     def load(self, numbers: list[int]) -> None:
-        found = self.store.load([ENTRIES[number].key for number in numbers])
-        assert found == [ENTRIES[number] for number in numbers[: len(found)]]
+        entries = self.store.load([ENTRIES[number].key for number in numbers])
+        assert entries == [ENTRIES[number] for number in numbers[: len(entries)]]
 
     @rule()
     def sync(self) -> None:

@@ -47,7 +47,7 @@ def step(layer: KeyValueLayer, short: list[Tokens], long: list[Tokens], seed: in
 def attended(layer: KeyValueLayer) -> list[mx.array]:
     """What prompts see, then a step of one token, a chunk and three tokens."""
     tables = [PageTable(PAGE, pages=list(pages)) for pages in PAGES]
-    found = [
+    attended = [
         step(layer, [], [Tokens(0, 0, length, 0, slot, [table])], seed=slot)
         for slot, (table, length) in enumerate(zip(tables, LENGTHS, strict=True))
     ]
@@ -57,7 +57,7 @@ def attended(layer: KeyValueLayer) -> list[mx.array]:
             zip(tables, (0, 4, 1), LENGTHS, QUERIES, strict=True)
         )
     ]
-    return [*found, step(layer, [segments[0], segments[2]], [segments[1]], seed=9)]
+    return [*attended, step(layer, [segments[0], segments[2]], [segments[1]], seed=9)]
 
 
 def num_bytes(layer: KeyValueLayer) -> int:

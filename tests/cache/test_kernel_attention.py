@@ -38,10 +38,10 @@ def test_layers_that_differ_share_a_plan_and_no_launch() -> None:
         for heads, scale, has_sinks in LAYERS:
             queries = mx.array(rng.standard_normal((2, heads, DIM), dtype=np.float32))
             sinks = mx.linspace(-1, 1, heads) if has_sinks else None
-            found, expected = (
+            attended, expected = (
                 plan.attend(layer, queries, Softmax(scale, sinks))
                 for plan in (shared, planned(spans()))
             )
-            assert found.shape == (2, heads * DIM)
-            assert mx.array_equal(found, expected)
+            assert attended.shape == (2, heads * DIM)
+            assert mx.array_equal(attended, expected)
     machine.assert_clean()

@@ -49,8 +49,8 @@ class Projection:
         return (self.values @ latents[..., None])[..., 0]
 
     def expand(self, latents: mx.array) -> tuple[mx.array, mx.array]:
-        each = latents[:, None, :, None]
-        return (self.keys @ each)[..., 0], (self.values @ each)[..., 0]
+        columns = latents[:, None, :, None]
+        return (self.keys @ columns)[..., 0], (self.values @ columns)[..., 0]
 
 
 @dataclass
@@ -127,14 +127,14 @@ class World:
         self.cache.begin_step(segments)
         (layer,) = self.cache.paged
         arrays = [mx.array(a) for a in (q_nope, q_rope, latent, k_rope)]
-        found = np.array(layer.attend(*arrays, projection=self.projection, scale=SCALE))
-        assert found.shape == (num_rows, HEADS, DV)
+        attended = np.array(layer.attend(*arrays, projection=self.projection, scale=SCALE))
+        assert attended.shape == (num_rows, HEADS, DV)
         stored = np.array(self._stored(arrays[2], arrays[3]))
         for tokens, sequence in zip(parts, order, strict=True):
             rows = slice(tokens.row, tokens.row + tokens.num_tokens)
             sequence.vectors += list(stored[rows])
             expected = self._reference(q_nope[rows], q_rope[rows], sequence, tokens.start)
-            np.testing.assert_allclose(found[rows], expected, atol=2e-5, rtol=2e-5)
+            np.testing.assert_allclose(attended[rows], expected, atol=2e-5, rtol=2e-5)
 
     def _stored(self, latent: mx.array, k_rope: mx.array) -> mx.array:
         """What comes back of vectors: only the latent part is rotated, and back again."""

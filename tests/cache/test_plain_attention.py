@@ -141,8 +141,8 @@ def test_as_each_token_by_itself(
         draws = [(pages, in_tail, 1) for pages, in_tail, _ in draws]
     spans = spans_of(draws, window, scattered=scattered)
     layer = filled_layer(window, bits, len(draws))
-    found = attend(spans, layer, window, limit)
-    assert mx.allclose(found, dense(spans, layer, window), rtol=1e-4, atol=1e-5).item()
+    attended = attend(spans, layer, window, limit)
+    assert mx.allclose(attended, dense(spans, layer, window), rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -159,9 +159,9 @@ def test_what_another_sequence_left_does_not_reach_through_the_padding(place: in
         for start, stop in held:
             broken[:, start:stop] = np.array(pages[:, start:stop])
         plane.pages[0] = mx.array(broken)
-    found = attend(spans, layer, window, limit=100)
-    assert mx.isnan(found[place]).all().item(), "it has nothing else"
-    assert not mx.isnan(found[mx.array(sound)]).any().item()
+    attended = attend(spans, layer, window, limit=100)
+    assert mx.isnan(attended[place]).all().item(), "it has nothing else"
+    assert not mx.isnan(attended[mx.array(sound)]).any().item()
 
 
 def test_parts_are_found_again_while_only_tokens_join() -> None:

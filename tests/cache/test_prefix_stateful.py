@@ -351,9 +351,9 @@ class World:
         for group, allocator in enumerate(self.allocators):
             by_id = self.prefix.by_id[group]
             tables = [running.lease.tables[group] for running in self.running]
-            own = [page for table in tables for page in table.all_pages if page not in by_id]
-            assert len(own) == len(set(own)), "a page has two owners"
-            assert allocator.num_held == len(own) + self.prefix.num_pages(group)
+            unnamed = [page for table in tables for page in table.all_pages if page not in by_id]
+            assert len(unnamed) == len(set(unnamed)), "a page has two owners"
+            assert allocator.num_held == len(unnamed) + self.prefix.num_pages(group)
             users.update((by_id[i], group) for t in tables for i in t.all_pages if i in by_id)
         for running in self.running:
             users.update(running.lease.copied)

@@ -61,24 +61,24 @@ def step(
         seal(layer, one, is_chunk=count > 8)
         tokens.append(Tokens(row, one.done, count, one.sealed, one.slot, [one.table]))
         row += count
-    found = step_metadata(
+    causal = step_metadata(
         [t for t in tokens if t.num_tokens <= 8], [t for t in tokens if t.num_tokens > 8]
     )
     rows = [(one, slice(one.done, one.done + count)) for one, count in parts]
     spans = np.concatenate([one.spans[:, some] for one, some in rows], axis=1)
-    metadata = StepMetadata(found.short, found.long, found.positions, spans=spans)
+    metadata = StepMetadata(causal.short, causal.long, causal.positions, spans=spans)
     prepare(layer, metadata, window)
     arrays = [
         mx.array(np.concatenate([one.arrays[i][some] for one, some in rows])) for i in range(3)
     ]
     outputs = np.array(layer.attend(*arrays, Softmax(SCALE)))
-    found = {}
+    outputs_of = {}
     for token, (one, count) in zip(tokens, parts, strict=True):
-        found[one] = outputs[token.row : token.row + count]
+        outputs_of[one] = outputs[token.row : token.row + count]
         one.done += count
         if count > 8:
             one.sealed = one.done - one.done % PAGE
-    return found
+    return outputs_of
 
 
 def attended(
@@ -95,18 +95,18 @@ def attended(
         Sequence(slot, before + span + 8, [(before, before + span)], seed + slot)
         for slot, (before, span) in enumerate(lengths)
     ]
-    found: dict[Sequence, list[np.ndarray]] = {one: [] for one in sequences}
+    outputs_of: dict[Sequence, list[np.ndarray]] = {one: [] for one in sequences}
     for one, (before, _) in zip(sequences, lengths, strict=True):  # the text, one by one
         for first in range(0, before, PAGE):  # whole pages but the last
             count = min(PAGE, before - first)
-            found[one].append(step(layer, [(one, count)], window)[one])
+            outputs_of[one].append(step(layer, [(one, count)], window)[one])
     spans = [(one, span) for one, (_, span) in zip(sequences, lengths, strict=True)]
     for parts in (spans, [(one, 1) for one in sequences], [(one, 7) for one in sequences]):
         for one, outputs in step(layer, parts, window).items():
-            found[one].append(outputs)
+            outputs_of[one].append(outputs)
     for one in sequences:
         np.testing.assert_allclose(
-            np.concatenate(found[one]), one.reference(window), atol=2e-5, rtol=1e-4
+            np.concatenate(outputs_of[one]), one.reference(window), atol=2e-5, rtol=1e-4
         )
 
 
@@ -154,7 +154,7 @@ def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
     layer.tiles, layer.ready = True, lambda _: True
     sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
     sequences[1].spans[:] = [[0], [6]]
-    found = step(layer, list(zip(sequences, (20, 6), strict=True)), WINDOWS[0])
+    outputs_of = step(layer, list(zip(sequences, (20, 6), strict=True)), WINDOWS[0])
     for one, count in zip(sequences, (20, 6), strict=True):
         expected = one.reference(WINDOWS[0])[:count]
-        np.testing.assert_allclose(found[one], expected, atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(outputs_of[one], expected, atol=2e-5, rtol=1e-4)

@@ -37,22 +37,22 @@ def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
                 before = table.page_at(position // PAGE - 1) if position >= PAGE else None
                 earlier = (-1 if before is None else before) * PAGE + position % PAGE
                 expected.append((slot, position % (2 * PAGE), place, earlier))
-    found = seal_index(moves, 1, PAGE)
-    assert (found is None) == (not expected)
-    if found is not None:
-        assert list(zip(*(part.tolist() for part in found), strict=True)) == expected
+    sealed = seal_index(moves, 1, PAGE)
+    assert (sealed is None) == (not expected)
+    if sealed is not None:
+        assert list(zip(*(part.tolist() for part in sealed), strict=True)) == expected
 
 
 def test_kernels_write_by_the_positions_that_keys_are_turned_by() -> None:
     """With M-RoPE a token has three: no kernel writes, and mixers turn keys themselves."""
-    found = step_metadata([], [Tokens(0, 5, 3, 0, 0)])
-    place = TailPlace.of(found, 16, by_position=True)
+    metadata = step_metadata([], [Tokens(0, 5, 3, 0, 0)])
+    place = TailPlace.of(metadata, 16, by_position=True)
     assert place.positions.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
     assert place.offsets.tolist() == [5, 6, 7]
-    moved = TailPlace.of(replace(found, rope_positions=ints([1, 2, 2])), 16, by_position=True)
+    moved = TailPlace.of(replace(metadata, rope_positions=ints([1, 2, 2])), 16, by_position=True)
     assert moved.positions.tolist()[:3] == [1, 2, 2]
     assert moved.offsets.tolist() == [5, 6, 7]
     three = np.arange(9, dtype=np.int32).reshape(3, 3)
-    turned = replace(found, rope_positions=three)
+    turned = replace(metadata, rope_positions=three)
     assert TailPlace.of(turned, 16, by_position=True).positions is None
     assert turned.turning.shape == (3, 3)

@@ -41,8 +41,8 @@ def test_the_readme_names_what_is_suggested_and_dense_giants_come_late(outcome: 
         assert (pick["name"], f"{pick['weights_bytes'] / 1e9:.1f}") == (name, size), memory
         assert pick["weights_bytes"] * pick["active_parameters"] / pick["parameters"] < 6e9
     for task in TASKS:
-        found = json.loads(outcome("suggest", "--memory", "64GB", "--for", task, "--json").out)
-        assert all(task in model["tasks"] for model in found["models"])
+        suggested = json.loads(outcome("suggest", "--memory", "64GB", "--for", task, "--json").out)
+        assert all(task in model["tasks"] for model in suggested["models"])
 
 
 def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:

@@ -29,8 +29,8 @@ def test_fits_and_is_near_the_best(found: list[tuple[FormatChoice, ...]], spare:
 
 
 @given(choices)
-def test_hull_is_convex(found: tuple[FormatChoice, ...]) -> None:
-    hull = lower_hull(found)
+def test_hull_is_convex(options: tuple[FormatChoice, ...]) -> None:
+    hull = lower_hull(options)
     gains = [(a.cost - b.cost) / max(1, b.num_bytes - a.num_bytes) for a, b in pairwise(hull)]
     assert all(gain > 0 for gain in gains)
     assert gains == sorted(gains, reverse=True)

@@ -95,14 +95,14 @@ def picture(
 def placed(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
     """A prompt of texts and pictures in this order, and where the pictures stand."""
     ids: list[int] = []
-    found = []
+    pictures = []
     for part in parts:
         if isinstance(part, Picture):
-            found.append(PlacedPicture(part, len(ids)))
+            pictures.append(PlacedPicture(part, len(ids)))
             ids += part.token_ids
         else:
             ids += part
-    return ids, tuple(found)
+    return ids, tuple(pictures)
 
 
 Parts = list[list[int] | Picture]
@@ -110,17 +110,17 @@ Parts = list[list[int] | Picture]
 
 def until(parts: Parts, length: int) -> Parts:
     """The first `length` tokens of a prompt; a picture that would be cut, and the rest, are not."""
-    found: Parts = []
+    beginning: Parts = []
     for part in parts:
         if isinstance(part, Picture):
             if len(part.token_ids) > length:
                 break
-            found.append(part)
+            beginning.append(part)
             length -= len(part.token_ids)
         else:
-            found.append(part[:length])
-            length -= len(found[-1])
-    return found
+            beginning.append(part[:length])
+            length -= len(beginning[-1])
+    return beginning
 
 
 def with_tower(model: Any, num_deep: int = 0) -> Any:

@@ -81,8 +81,8 @@ class HalfRight:
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         proposed = super().propose(sequences, depths)  # type: ignore[misc]
         return [
-            Proposal(self._put_right(s, list(found.token_ids)))
-            for s, found in zip(sequences, proposed, strict=True)
+            Proposal(self._put_right(s, list(tokens.token_ids)))
+            for s, tokens in zip(sequences, proposed, strict=True)
         ]
 
     def _put_right(self, sequence: Sequence, ids: list[int]) -> list[int]:

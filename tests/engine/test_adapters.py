@@ -69,7 +69,7 @@ def test_every_row_of_a_step_has_its_sequences_adapter(
     guesses: bool, folders: dict[str, Path]
 ) -> None:
     """Prompts of distinct tokens, so that ids tell the rows apart, and answers kept within them."""
-    own = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
+    vocabulary = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
     harness = Harness(
         tiny_model(CASE, quantized=True),
         adapters=folders,
@@ -77,14 +77,14 @@ def test_every_row_of_a_step_has_its_sequences_adapter(
     )
     places = {None: 0, **{name: harness.loop.adapters.of(name).number for name in folders}}
     recorder = Recorder(harness)
-    for name, ids in own.items():
+    for name, ids in vocabulary.items():
         bias = dict.fromkeys(ids, 1e6)
         params = SamplingParams(max_tokens=30, logit_bias=bias, temperature=1.0, seed=1)
         harness.add(str(name), list(ids), params, adapter=name)
         harness.turn(2)
     outcomes = harness.drain()
-    of_token = {token: places[name] for name, ids in own.items() for token in ids}
-    for name, ids in own.items():
+    of_token = {token: places[name] for name, ids in vocabulary.items() for token in ids}
+    for name, ids in vocabulary.items():
         assert set(outcomes[str(name)].token_ids) <= set(ids)
     mixed = 0
     for ids, adapters in recorder.steps:
@@ -106,7 +106,9 @@ def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
     prefix = harness.loop.scheduler.kv_manager.prefix
     firsts = [page for page in prefix.page_of.values() if page.number == 0]
     namespaces = [None, *((read_adapter(folder).identity, 0) for folder in folders.values())]
-    assert {page.parent for page in firsts} == {prefix.root_of(each) for each in namespaces}
+    assert {page.parent for page in firsts} == {
+        prefix.root_of(namespace) for namespace in namespaces
+    }
     assert len({page.ids[0] for page in firsts}) == len(firsts) == len(namespaces)
 
 
@@ -130,26 +132,26 @@ def test_an_adapter_that_is_not_loaded_is_refused(folders: dict[str, Path]) -> N
 
 
 def test_loads_and_unloads_that_overlap_leave_each_other_alone(folders: dict[str, Path]) -> None:
-    own = {name: read_adapter(folder) for name, folder in folders.items()}
+    adapter_of = {name: read_adapter(folder) for name, folder in folders.items()}
     harness = Harness(load(base(CASE)))
     table = harness.loop.adapters
-    list(table.load("first", own["first"]))
-    second = table.load("second", own["second"])
+    list(table.load("first", adapter_of["first"]))
+    second = table.load("second", adapter_of["second"])
     next(second)
-    assert {each["name"]: each["ready"] for each in table.stats()} == {
+    assert {adapter["name"]: adapter["ready"] for adapter in table.stats()} == {
         "first": True,
         "second": False,
     }
     list(table.unload("first"))
     harness.turn()  # it goes
     next(second)
-    first = table.load("first", own["first"])
+    first = table.load("first", adapter_of["first"])
     next(first)
     list(second)
     list(first)
     alone = Harness(load(base(CASE)), adapters=folders)
     sizes = [
-        {each["name"]: each["bytes"] for each in one.loop.adapters.stats()}
+        {adapter["name"]: adapter["bytes"] for adapter in one.loop.adapters.stats()}
         for one in (harness, alone)
     ]
     assert sizes[0] == sizes[1]
@@ -224,11 +226,11 @@ def test_adapters_come_and_go_beside_the_kernel_of_gate_and_up(
 
     plain, _ = answers(choose_none)
     with running_on(machine):
-        found, (before, adapted, after) = answers(
+        outcomes, (before, adapted, after) = answers(
             lambda variants: everywhere(v for v in variants if v.kind in kinds)
         )
     machine.assert_clean()
-    assert found == plain
+    assert outcomes == plain
     assert adapted == 0
     assert min(before, after) > 0
 

@@ -330,8 +330,8 @@ def test_requests_do_not_wait_for_the_identity_of_the_weights(tmp_path: Path) ->
     earlier = on_disk(tmp_path)
     answer(earlier, shared)
     earlier.loop.close()
-    found: list[str | None] = [None]
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: found[0])
+    seen: list[str | None] = [None]
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: seen[0])
     later = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
     later.add("early", shared, FEW)
     later.drain()
@@ -339,7 +339,7 @@ def test_requests_do_not_wait_for_the_identity_of_the_weights(tmp_path: Path) ->
     assert later.loop.store.disk is None
     assert later.outcomes["early"].cached_tokens == 0
     assert later.loop.stats()["disk"]["num_entries"] == 0
-    found[0] = "qwen3-v4"
+    seen[0] = "qwen3-v4"
     other = prompt(100, 5)
     answer(later, other)
     assert later.loop.stats()["disk"]["num_entries"] > 0

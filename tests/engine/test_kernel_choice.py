@@ -200,13 +200,13 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
 
 def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
     variant = bitmask_variant(mx.float16)
-    found: list[ReadyFor] = []
-    use = KernelUse({ANY_ROWS: [variant]}, found.append)
+    asked: list[ReadyFor] = []
+    use = KernelUse({ANY_ROWS: [variant]}, asked.append)
     faster = Loads({1: True, 4: False, 16: True}, overall=False)
     Kernels([use], lambda variants: dict.fromkeys(variants, faster))
-    (ready,) = found
+    (ready,) = asked
     assert [n for n in range(1, 40) if ready(1, n)] == [1, 2, 3, *range(16, 40)]
     assert not ready(1), "a place that does not say how many gets what is faster over all"
     Kernels([use], lambda variants: dict.fromkeys(variants, Loads({8: False}, overall=True)))
-    assert found[-1](1)
-    assert not found[-1](1, 2)
+    assert asked[-1](1)
+    assert not asked[-1](1, 2)

@@ -82,10 +82,10 @@ def test_same_tokens_as_plain_mlx(case: str, monkeypatch: pytest.MonkeyPatch) ->
     plain = tokens(answers(model, choose_none))
     machine = MetalCPU(seed=1)
     with running_on(machine):
-        found = answers(model, only(*STEPS), known=plain)
+        in_kernels = answers(model, only(*STEPS), known=plain)
     machine.assert_clean()
-    assert tokens(found) == plain
-    counters = found.loop.scheduler.counters
+    assert tokens(in_kernels) == plain
+    counters = in_kernels.loop.scheduler.counters
     assert 0 < counters.tokens_accepted < counters.tokens_proposed
     assert RAN[case] in {report.kernel for report in machine.reports}
     assert tokens(answers(model, choose_none)) == plain
@@ -150,9 +150,9 @@ def test_keys_with_numbers_that_decay_by_themselves() -> None:
     y, states = mixer.in_mlx(inputs, part.read(0, mixer.spec), part.lengths)
     machine = MetalCPU(seed=1)
     with running_on(machine):
-        found, after = mixer.in_kernels(inputs, *part.place(0, mixer.spec))
+        outputs, after = mixer.in_kernels(inputs, *part.place(0, mixer.spec))
     machine.assert_clean()
     assert [report.kernel for report in machine.reports] == ["conv_step", "delta_step"]
     for row, count in enumerate(part.lengths.tolist()):
-        assert mx.allclose(found[row, :count], y[row, :count], atol=2e-5)
+        assert mx.allclose(outputs[row, :count], y[row, :count], atol=2e-5)
     assert all(mx.allclose(a, b, atol=2e-5) for a, b in zip(after, states, strict=True))

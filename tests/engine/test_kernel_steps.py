@@ -111,7 +111,9 @@ def test_same_tokens_as_plain_mlx(
     has_prefill = any(kv.bits) or model.cache_specs[0].window is not None
     # Sampling applies masks itself, so that no kernel for them alone is asked for.
     missing = {"bitmask", *(() if has_prefill else ("prefill_attention",))}
-    declared = {v.kind for use in model.kernels() for each in use.variants.values() for v in each}
+    declared = {
+        v.kind for use in model.kernels() for variants in use.variants.values() for v in variants
+    }
     missing |= {"routing", "add_norm", "gate_up"} - declared
     assert ("add_norm" in declared) == (bits is not None or case in SANDWICHED)
     assert ("routing" in declared) == (case in MIXTURES)
@@ -161,10 +163,10 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
         crowded = run_crowded(model, kv, choose_all(set()), 5)
     machine.assert_clean()
     assert crowded.loop.scheduler.counters.preemptions > 0
-    found, expected = (
+    in_kernels, expected = (
         [outcome.token_ids for outcome in harness.outcomes.values()] for harness in (crowded, plain)
     )
-    assert found == expected
+    assert in_kernels == expected
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_a_request() -> None:
     who = {"id", "owner", "tenant", "id_slot", "from_peer", "priority", "boundaries"}
     counts = {"arrived_s", "started_s", "num_drafted", "num_accepted", "reuse"}
     assert named | answer | who | counts == {field.name for field in fields(Request)}
-    names = [namespace_of(*each) for each in ((None, 0, None), ("a", 0, None), (None, 1, None))]
+    names = [namespace_of(*parts) for parts in ((None, 0, None), ("a", 0, None), (None, 1, None))]
     names += [namespace_of(None, 0, "salt"), namespace_of("a", 0, "salt"), namespace_of("b", 0, "")]
     assert len(set(names)) == len(names)
 
@@ -83,13 +83,17 @@ def test_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     members = {name for name in vars(LanguageModel) if not name.startswith("_")}
     assert weights | named | keyed | other == members
     model = tiny_model(CASE)
-    found = {identity(model), identity(model, weights="other"), identity(tiny_model("qwen3-v4"))}
-    found |= {identity(model, kernels="text"), identity(model, form="half of it")}
+    identities = {
+        identity(model),
+        identity(model, weights="other"),
+        identity(tiny_model("qwen3-v4")),
+    }
+    identities |= {identity(model, kernels="text"), identity(model, form="half of it")}
     with monkeypatch.context() as patch:
         dtype = mx.bfloat16 if model.activation_dtype != mx.bfloat16 else mx.float16
         patch.setattr(model, "activation_dtype", dtype)
-        found.add(identity(model))
-    assert len(found) == 6
+        identities.add(identity(model))
+    assert len(identities) == 6
 
 
 def test_the_version_of_mlx_lm_for_models_that_it_defines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,8 +252,8 @@ def test_an_outlier_of_one_channel_costs_keys_of_8_bits_little() -> None:
         (layer,) = lay_out([spec], options, dtype=mx.float32, key_bias=False)
         assert isinstance(layer, KeyValueLayer)
         stored = layer.formats[0].decode(layer.encode(keys, keys)[0], mx.float32)[:, 0]
-        found = (layer.rotate(queries)[:, 0] * stored).sum(axis=-1)
-        return mx.abs(found - (queries * keys).sum(axis=-1)[:, 0]).mean().item()
+        scores = (layer.rotate(queries)[:, 0] * stored).sum(axis=-1)
+        return mx.abs(scores - (queries * keys).sum(axis=-1)[:, 0]).mean().item()
 
     assert off(KVSpec(1, 64, 64)) < 0.6 * off(KVSpec(1, 64, 64, key_bias=True))
 
@@ -282,8 +282,8 @@ def test_a_models_own_windows_stand() -> None:
     asked = laid_out(specs, window=100, sinks=4)
     assert asked == [(8, 0, 0, 0), (100, 4, 0, 0), (900, 0, 0, 0)]
     for plain in ("plain_ends", "plain_windows"):
-        found = laid_out(specs, bits=(8, 8), **{plain: True})
-        assert [bits for *_, bits in found] == [0, 8, 0]
+        layout = laid_out(specs, bits=(8, 8), **{plain: True})
+        assert [bits for *_, bits in layout] == [0, 8, 0]
 
 
 def test_a_window_bounds_memory_however_long_the_answer() -> None:

@@ -47,7 +47,7 @@ def arrive(bench: Bench, rng: random.Random, number: int) -> None:
 def objects() -> Counter[str]:
     """What the collector knows, by type."""
     gc.collect()
-    return Counter(type(each).__name__ for each in gc.get_objects())
+    return Counter(type(object_).__name__ for object_ in gc.get_objects())
 
 
 @pytest.mark.slow

@@ -234,15 +234,15 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
 def parts_of_prompt(draw: st.DrawFn, sight: Sight | OwnSight | None) -> Parts:
     """A beginning that others may share, and an end."""
     shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
-    own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
+    unshared = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
     text = prompt(100, draw(st.sampled_from([0, 0, 1])))
     if sight is None:
-        return [text[:shared], own]
+        return [text[:shared], unshared]
     one, two, three = draw(st.tuples(*[st.integers(0, 11)] * 3))
     parts: Parts = [text[:20], sight.picture(one % 2), text[20:29], sight.picture(two), text[29:]]
-    last: Parts = [own[:4], sight.picture(three)]
+    last: Parts = [unshared[:4], sight.picture(three)]
     ending = last if ALL_SEE else draw(st.sampled_from([[], last]))
-    return [*until(parts, shared), *ending, own]
+    return [*until(parts, shared), *ending, unshared]
 
 
 @st.composite

@@ -95,9 +95,9 @@ def read_slowly(harness: Harness) -> None:
 
 def places(harness: Harness) -> list[int]:
     """Addresses of all page arrays. A view would hold its array: none is left when this returns."""
-    found = [np.array(pages, copy=False).ctypes.data for pages in page_arrays(harness)]
+    addresses = [np.array(pages, copy=False).ctypes.data for pages in page_arrays(harness)]
     mx.synchronize()  # what MLX made for the views is gone
-    return found
+    return addresses
 
 
 def moves(harness: Harness, turns: int = 60) -> int:

@@ -129,8 +129,8 @@ def test_a_kernel_that_writes_nan_is_named_and_no_request_sees_it(
     later = Kernels([*model.kernels()], choose_all(set()))
     assert f"-{kind}" in later.identity, "pages on disk are others from now on"
     ready = [v for v in harness.loop.kernels._ready if v.kind == kind]
-    found = judge(ready, gpu=gpu, folder=tmp_path, again=True)
-    assert {v.status for v in found.values()} == {FAULTY}, "a check of small inputs would pass it"
+    chosen = judge(ready, gpu=gpu, folder=tmp_path, again=True)
+    assert {v.status for v in chosen.values()} == {FAULTY}, "a check of small inputs would pass it"
 
 
 @pytest.mark.ci

@@ -69,8 +69,8 @@ class Bench:
         ]
         memory = PrefixCache(groups, root=self.tier.namespace)
         for group, allocator in enumerate(allocators):
-            for number, own in enumerate(allocator.allocate(num_pages)):
-                page = memory.insert(memory.names(None, IDS), number, group, own)
+            for number, page_id in enumerate(allocator.allocate(num_pages)):
+                page = memory.insert(memory.names(None, IDS), number, group, page_id)
                 assert page is not None
                 memory.let_go([(page, group)])
         return memory

@@ -51,8 +51,8 @@ def ask(client: httpx.Client, port: int, ids: list[int]) -> tuple[list[int], int
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
-            found = client.post(f"http://127.0.0.1:{port}/ask", json={"ids": ids}, timeout=60)
-            tokens, pages = found.json()
+            reply = client.post(f"http://127.0.0.1:{port}/ask", json={"ids": ids}, timeout=60)
+            tokens, pages = reply.json()
             return tokens, pages
         except httpx.TransportError:
             assert time.monotonic() < until_s, "the request is lost"
@@ -70,8 +70,8 @@ class Pair:
         self._running = [self._start(0), self._start(1)]
 
     def _start(self, side: int) -> BaseProcess:
-        own, other = self.ports[side], self.ports[1 - side]
-        arguments = (sys.path, self._case, own, other)
+        port, other = self.ports[side], self.ports[1 - side]
+        arguments = (sys.path, self._case, port, other)
         process = self._context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         return process
@@ -113,8 +113,8 @@ def test_killed_servers_lose_no_request_and_change_no_token(case: str) -> None:
             answers = [threads.submit(ask, client, rng.choice(servers.ports), ids) for ids in given]
             time.sleep(rng.random())
             servers.kill(rng.randrange(2))
-            for ids, each in zip(given, answers, strict=True):
-                tokens, pages = each.result()
+            for ids, expected in zip(given, answers, strict=True):
+                tokens, pages = expected.result()
                 assert tokens == plain(case, ids), seed
                 came, asked = came + (pages > 0), asked + 1
             print(f"{n + 1} kills, {asked} requests answered, {came} where pages had come")

@@ -230,8 +230,8 @@ def test_two_servers_never_send_a_prompt_back(monkeypatch: pytest.MonkeyPatch) -
     with ExitStack() as stack:
         made = [stack.enter_context(engine("qwen3-v4", (), url)) for url in urls[::-1]]
         servers = [
-            stack.enter_context(served(each, port=port))
-            for each, port in zip(made, ports, strict=True)
+            stack.enter_context(served(server, port=port))
+            for server, port in zip(made, ports, strict=True)
         ]
         assert answer(made[0], ids) == (plain("qwen3-v4", ids), 288)
         assert servers[1].asked.count("compute") == 1
@@ -292,13 +292,13 @@ def test_whatever_peers_do_tokens_are_those_of_computing_alone(
     for seed in range(SEEDS):
         print(f"MLXINFER_PEER_SEEDS, seed {seed}")
         with ExitStack() as stack:
-            first, other = (stack.enter_context(engine(each)) for each in (case, other_case))
+            first, other = (stack.enter_context(engine(name)) for name in (case, other_case))
             stranger = OwnPages(other.call)
             stranger.namespace()
             faulty = [
                 stack.enter_context(served(first, Faults(seed + i, stranger))) for i in (0, 1)
             ]
-            urls = tuple(each.url for each in faulty)
+            urls = tuple(server.url for server in faulty)
             second = stack.enter_context(engine(case, urls))
             for n in range(4):
                 ids = prompt(160 + 16 * n, n % 2)

@@ -24,6 +24,6 @@ def test_logits_equal_the_reference_in_chunks_and_company(name: str) -> None:
     outcomes = harness.drain()
     for name_ in "ab":
         assert outcomes[name_].error is None
-        found = np.concatenate(outcomes[name_].logits)
-        assert found.shape == expected.shape
-        assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())
+        logits = np.concatenate(outcomes[name_].logits)
+        assert logits.shape == expected.shape
+        assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, expected.std())

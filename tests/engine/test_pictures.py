@@ -69,8 +69,8 @@ def test_features_stand_for_embeddings(num_deep: int, chunk: int) -> None:
     rows = np.flatnonzero(np.array(ids) == pictures[0].picture.feature_id).astype(np.int32)
     parts = [mx.concatenate(list(part)) for part in zip(*arrays, strict=True)]
     expected = dense_logits(model, ids, StepFeatures(mx.array(rows), parts[0], tuple(parts[1:])))
-    found = logits(model, asked, prefill_chunk=chunk)
-    np.testing.assert_allclose(found, expected, atol=1e-4 * max(1.0, float(expected.std())))
+    in_chunks = logits(model, asked, prefill_chunk=chunk)
+    np.testing.assert_allclose(in_chunks, expected, atol=1e-4 * max(1.0, float(expected.std())))
     text = dense_logits(model, ids, None)
     assert np.abs(text - expected).max() > 0.1, "the picture makes no difference"
 
@@ -264,8 +264,8 @@ def running(*parts: list[int] | Picture, salt: str | None = None) -> Sequence:
     """A sequence of a prompt, with nothing computed."""
     ids, pictures = placed(*parts)
     request = Request("it", ids, GREEDY, pictures=pictures, cache_salt=salt)
-    found = PromptPictures.of(request, sees_spans=False)
-    return Sequence(request, 100, ids, len(ids), pictures=found)
+    in_prompt = PromptPictures.of(request, sees_spans=False)
+    return Sequence(request, 100, ids, len(ids), pictures=in_prompt)
 
 
 class Clock:
@@ -409,13 +409,13 @@ def test_a_span_is_cut_by_no_chunk_and_by_no_prefix(fixed: int | None) -> None:
 
 def test_features_see_each_other_only_where_layers_and_pictures_say_so() -> None:
     blind, sees = seeing("qwen3-v4"), seeing("qwen3-v4", spans=True)
-    found = {}
+    tokens = {}
     for itself in (False, True):
         asked = placed(prompt(5), picture(1, 4, 4, sees_itself=itself), prompt(5))
-        found[itself] = [logits(model, asked) for model in (blind, sees)]
-    np.testing.assert_array_equal(*found[False])
-    assert np.abs(found[True][0] - found[True][1])[5:].max() > 0.01
-    np.testing.assert_array_equal(found[True][0][:5], found[True][1][:5])
+        tokens[itself] = [logits(model, asked) for model in (blind, sees)]
+    np.testing.assert_array_equal(*tokens[False])
+    assert np.abs(tokens[True][0] - tokens[True][1])[5:].max() > 0.01
+    np.testing.assert_array_equal(tokens[True][0][:5], tokens[True][1][:5])
 
 
 def test_a_picture_on_the_disk_runs_no_tower_after_a_restart(tmp_path: Path) -> None:
@@ -456,9 +456,9 @@ def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -
 
 
 def test_pictures_that_cannot_run_are_refused() -> None:
-    def refused(match: str, harness: Harness, ids: list[int], *found: PlacedPicture) -> None:
+    def refused(match: str, harness: Harness, ids: list[int], *pictures: PlacedPicture) -> None:
         with pytest.raises(InvalidRequestError, match=match):
-            harness.add("it", ids, GREEDY, pictures=found)
+            harness.add("it", ids, GREEDY, pictures=pictures)
 
     one = picture(1, 2, 2)
     sees, blind = Harness(seeing("qwen3-v4")), Harness(model_of("qwen3-v4"))
@@ -492,8 +492,8 @@ def test_keys_of_pictures_are_stored_less_their_biases(chunk: int) -> None:
     asked = placed(prompt(9), picture(1, 3, 5, turns=True), prompt(30))
     model = with_tower(turning_biased())
     expected = logits(model, asked)
-    found = logits(model, asked, kv=KVOptions(bits=(4, None)), prefill_chunk=chunk)
-    assert np.abs(found - expected).mean() < 0.1 * expected.std()
+    quantised = logits(model, asked, kv=KVOptions(bits=(4, None)), prefill_chunk=chunk)
+    assert np.abs(quantised - expected).mean() < 0.1 * expected.std()
 
 
 def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
@@ -501,11 +501,13 @@ def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
     keys = []
     for part in (one, other):
         ids, pictures = placed([4, 5], part, [6])
-        found = PromptPictures.of(Request("it", ids, GREEDY, pictures=pictures), sees_spans=True)
-        assert found is not None
-        keys.append(found.key_ids)
-        assert len(found.key_ids) == len(ids)
-        for token_id, key in zip(ids, found.key_ids, strict=True):
+        in_prompt = PromptPictures.of(
+            Request("it", ids, GREEDY, pictures=pictures), sees_spans=True
+        )
+        assert in_prompt is not None
+        keys.append(in_prompt.key_ids)
+        assert len(in_prompt.key_ids) == len(ids)
+        for token_id, key in zip(ids, in_prompt.key_ids, strict=True):
             assert 1 << 61 <= key < 1 << 62 if token_id == one.feature_id else key == token_id
     assert len({*keys[0], *keys[1]}) == 6 + 6 + 4
 
@@ -530,8 +532,8 @@ def test_all_that_keys_and_values_of_a_picture_depend_on_is_in_its_key_ids() -> 
         return PromptPictures.of(request, sees_spans=True).key_ids
 
     assert {*OTHERWISE, "feature_id"} == {field.name for field in fields(Picture)}
-    found = [key_ids(one), *[key_ids(replace(one, **change)) for change in OTHERWISE.values()]]
-    assert len(set(map(tuple, found))) == len(found)
+    keys = [key_ids(one), *[key_ids(replace(one, **change)) for change in OTHERWISE.values()]]
+    assert len(set(map(tuple, keys))) == len(keys)
 
 
 @pytest.mark.parametrize("case", TURNING)
@@ -547,9 +549,9 @@ def test_a_video_at_another_rate_is_another_video(case: str) -> None:
 
     for name, (ids, pictures) in enumerate(asked):
         harness.add(str(name), ids, GREEDY, pictures=pictures)
-        found, cold = harness.drain()[str(name)], alone(model, ids, GREEDY, pictures=pictures)
-        assert found.token_ids == cold.token_ids
-        np.testing.assert_allclose(*map(chosen, (found, cold)), atol=1e-4)
+        warm, cold = harness.drain()[str(name)], alone(model, ids, GREEDY, pictures=pictures)
+        assert warm.token_ids == cold.token_ids
+        np.testing.assert_allclose(*map(chosen, (warm, cold)), atol=1e-4)
     assert harness.loop.features.counts.seen == 1  # features know no time
 
 

@@ -44,10 +44,10 @@ def answers(case: str, *, all_rows: bool, beside: bool = True) -> dict[str, Outc
 
 @pytest.mark.parametrize("case", RUNS)
 def test_answers_are_those_of_steps_that_compute_all_rows(case: str) -> None:
-    expected, found = answers(case, all_rows=True), answers(case, all_rows=False)
+    expected, narrowed = answers(case, all_rows=True), answers(case, all_rows=False)
     for name, outcome in expected.items():
-        assert found[name].token_ids == outcome.token_ids
-        for ours, all_of_them in zip(found[name].logprobs, outcome.logprobs, strict=True):
+        assert narrowed[name].token_ids == outcome.token_ids
+        for ours, all_of_them in zip(narrowed[name].logprobs, outcome.logprobs, strict=True):
             assert np.isclose(ours.logprob, all_of_them.logprob, atol=1e-4)
 
 

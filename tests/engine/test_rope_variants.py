@@ -23,9 +23,13 @@ def test_batched_equals_alone(chunk: int) -> None:
     harness.add("short", SHORT, params(9))
     harness.add("long", LONG, params(12))
     harness.add("grows", SHORT, params(20))
-    found = {name: outcome.token_ids for name, outcome in harness.drain().items()}
-    assert found == {"short": plain(SHORT, 9), "long": plain(LONG, 12), "grows": plain(SHORT, 20)}
-    assert found["short"] != found["grows"][:9]
+    tokens_of = {name: outcome.token_ids for name, outcome in harness.drain().items()}
+    assert tokens_of == {
+        "short": plain(SHORT, 9),
+        "long": plain(LONG, 12),
+        "grows": plain(SHORT, 20),
+    }
+    assert tokens_of["short"] != tokens_of["grows"][:9]
 
 
 def test_keys_of_two_variants_are_never_shared() -> None:

@@ -31,8 +31,8 @@ def answer(harness: Harness, ids: list[int]) -> tuple[list[int], int]:
     harness.add(name, ids, SamplingParams(max_tokens=6))
     sequence = harness.loop.scheduler.queues.find(name)
     assert sequence is not None
-    own: Request = sequence.request
-    own.owner, own.id_slot = PLACE
+    request: Request = sequence.request
+    request.owner, request.id_slot = PLACE
     harness.drain()
     return harness.outcomes[name].token_ids, counters.prompt_tokens_computed - before
 
@@ -66,13 +66,13 @@ def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path:
     earlier.loop.close(save=False)
 
     later = on_disk(tmp_path, case, kv=kv)
-    found = sessions.find("work", "anna")
-    assert found == saved
+    session = sessions.find("work", "anna")
+    assert session == saved
     assert later.loop.store is not None
     assert later.loop.store.disk is not None
-    sessions.restore(found, later.loop.store.disk)
-    load(later.loop, PLACE, found.prompt, None)
-    assert later.loop.store.tokens_loaded == len(found.prompt.token_ids) >= 96
+    sessions.restore(session, later.loop.store.disk)
+    load(later.loop, PLACE, session.prompt, None)
+    assert later.loop.store.tokens_loaded == len(session.prompt.token_ids) >= 96
     more = ids + prompt(20, 5)
     tokens, computed = answer(later, more)
     cold = on_disk(tmp_path / "cold", case, kv=kv)
@@ -103,7 +103,7 @@ def test_a_step_that_fails_meanwhile_ends_the_save(tmp_path: Path) -> None:
     answer(harness, prompt(100))
     pieces = Saving(PLACE, None).pieces(harness.loop)
     assert harness.loop.store is not None
-    harness.loop.store.chunks = lambda spills: iter([[each] for each in spills])  # type: ignore[method-assign]
+    harness.loop.store.chunks = lambda spills: iter([[spill] for spill in spills])  # type: ignore[method-assign]
     next(pieces)
     harness.loop.scheduler.kv_manager.forget()
     with pytest.raises(RequestFailedError, match="A step failed"):

@@ -38,8 +38,8 @@ def build(
 
 def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0) -> Request:
     """Its first `shared` tokens are those of every other request, the rest is its own."""
-    own = 1000 * (1 + sum(name.encode()))
-    ids = [*range(min(shared, num_prompt)), *range(own, own + max(num_prompt - shared, 0))]
+    offset = 1000 * (1 + sum(name.encode()))
+    ids = [*range(min(shared, num_prompt)), *range(offset, offset + max(num_prompt - shared, 0))]
     return Request(name, ids, SamplingParams(max_tokens=max_tokens))
 
 

@@ -65,27 +65,27 @@ def test_conversations_in_turn_reuse_what_they_share(case: str) -> None:
     """8 of three turns, their last messages edited then: counted in prompt tokens."""
     harness = Harness(tiny_model(case, quantized=True), num_pages=2000, max_batch=4)
     talks = [prompt(200) + prompt(60, seed=100 + i) for i in range(8)]
-    asked = found = 0
+    asked = reused = 0
     for turn in range(4):
         for i, ids in enumerate(talks):
             harness.add(f"{turn}.{i}", ids, TEN)
         outcomes = harness.drain()
         asked += sum(map(len, talks))
-        found += sum(outcomes[f"{turn}.{i}"].cached_tokens for i in range(8))
+        reused += sum(outcomes[f"{turn}.{i}"].cached_tokens for i in range(8))
         for i, ids in enumerate(talks):
             kept = ids[:-24] if turn == 2 else [*ids, *outcomes[f"{turn}.{i}"].token_ids]
             talks[i] = [*kept, *prompt(24, seed=1000 * turn + i)]
-    assert found >= 0.85 * asked
+    assert reused >= 0.85 * asked
 
 
 def test_a_snapshot_is_taken_where_prompts_turn_out_to_part(model: Model) -> None:
     harness, system = Harness(model), prompt(100)
     prompts = [[*system[:70], *prompt(40, seed=seed)] for seed in (1, 2, 3)]
-    found = []
+    reused = []
     for ids in prompts:
         assert answer(harness, ids) == alone(model, ids, TEN).token_ids
-        found.append(cached(harness))
-    assert found == [0, 0, 64]
+        reused.append(cached(harness))
+    assert reused == [0, 0, 64]
 
 
 def test_a_snapshot_is_taken_at_the_boundaries_of_a_request(model: Model) -> None:

@@ -90,11 +90,11 @@ def test_a_picture_that_nobody_waits_for_ends(processor: ImageProcessor) -> None
 
 def test_memory_of_large_pictures_is_given_back(processor: ImageProcessor) -> None:
     """A picture of 16 KB takes 700 MB, which this process never has."""
-    own = psutil.Process()
-    before = own.memory_info().rss
+    process = psutil.Process()
+    before = process.memory_info().rss
     (result,) = ready(png_of_one_bit(11_000, 8_000), processor).pictures
     assert result.num_features <= 64
-    assert own.memory_info().rss - before < 100 << 20
+    assert process.memory_info().rss - before < 100 << 20
     assert all(child.memory_info().rss < 400 << 20 for child in running())
 
 

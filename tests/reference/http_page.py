@@ -221,7 +221,7 @@ def exchanges(folder: Path) -> Iterator[Exchange]:
 def filled(text: str, kept: Mapping[str, str]) -> str:
     """The text with the values of its placeholders."""
     return re.sub(
-        r"\{(id|request|space|background)\}", lambda found: kept.get(found[1], found[0]), text
+        r"\{(id|request|space|background)\}", lambda match: kept.get(match[1], match[0]), text
     )
 
 
@@ -229,10 +229,10 @@ def cut(value: Any) -> Any:
     """Plain data with short texts and lists and without ids, so that a page can show it."""
     if isinstance(value, dict):
         items = list(value.items())
-        shown = {key: cut(each) for key, each in items[:MAX_KEYS]}
+        shown = {key: cut(item) for key, item in items[:MAX_KEYS]}
         return shown if len(items) <= MAX_KEYS else {**shown, "…": "…"}
     if isinstance(value, list):
-        shown_items = [cut(each) for each in value[:MAX_ITEMS]]
+        shown_items = [cut(item) for item in value[:MAX_ITEMS]]
         return shown_items if len(value) <= MAX_ITEMS else [*shown_items, "…"]
     if isinstance(value, str):
         text = ID.sub("1a2b3c", value)
@@ -260,11 +260,11 @@ def alike(said: Any, reply: Any) -> bool:
     )
 
 
-def page(found: list[Exchange]) -> str:
+def page(exchanges: list[Exchange]) -> str:
     """docs/http.md."""
     parts, heading = list[str](), ""
     for name, title in GROUPS.items():
-        for exchange in found:
+        for exchange in exchanges:
             if exchange.route.handler.__module__.rpartition(".")[2] != name:
                 continue
             parts += [f"## {title}\n"] if title != heading else []
@@ -315,5 +315,5 @@ def pretty(value: Any, indent: int = 0) -> str:
             for k, v in value.items()
         ]
         return "{\n" + ",\n".join(f"{space}{item}" for item in items) + f"\n{' ' * indent}}}"
-    items = [pretty(each, indent + 1) for each in value]
+    items = [pretty(item, indent + 1) for item in value]
     return "[\n" + ",\n".join(f"{space}{item}" for item in items) + f"\n{' ' * indent}]"

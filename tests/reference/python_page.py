@@ -74,9 +74,9 @@ def doc_of(value: Any) -> str:
     lines: list[str] = []
     section, items = "", list[str]()
     for line in (inspect.getdoc(value) or "").splitlines():
-        if found := SECTION.match(line):
+        if match := SECTION.match(line):
             lines += listed(section, items)
-            section, items = found[1], []
+            section, items = match[1], []
         elif section:
             items.append(line)
         else:
@@ -102,8 +102,8 @@ def listed(section: str, lines: list[str]) -> list[str]:
 
 def in_code(entry: str) -> str:
     """`name: text` with the name in code."""
-    found = re.match(r"([\w, *]+): (.*)", entry)
-    return entry if found is None else f"`{found[1]}`: {found[2]}"
+    match = re.match(r"([\w, *]+): (.*)", entry)
+    return entry if match is None else f"`{match[1]}`: {match[2]}"
 
 
 def fields_part(name: str) -> list[str]:
@@ -121,22 +121,22 @@ def fields_part(name: str) -> list[str]:
         )
     properties = [n for n, v in vars(kind).items() if isinstance(v, property) and n[0] != "_"]
     rows.append("")
-    rows += [f"- `{name}.{each}`: {doc_of(getattr(kind, each))}" for each in properties]
+    rows += [f"- `{name}.{member}`: {doc_of(getattr(kind, member))}" for member in properties]
     return rows
 
 
 def comments_of(kind: type) -> dict[str, str]:
     """What the source says of each field: the lines of comment above it, and beside it."""
     lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
-    found = {}
+    sections = {}
     [tree] = ast.parse("\n".join(lines)).body
     assert isinstance(tree, ast.ClassDef)
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = list(comments_above(lines, node.lineno - 2))
             beside = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-            found[node.target.id] = " ".join([*above, *([beside[1]] if beside else [])])
-    return found
+            sections[node.target.id] = " ".join([*above, *([beside[1]] if beside else [])])
+    return sections
 
 
 def comments_above(lines: list[str], last: int) -> Iterator[str]:

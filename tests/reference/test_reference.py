@@ -46,19 +46,19 @@ def test_every_path_has_an_example() -> None:
 
 def test_the_description_has_every_path_and_field() -> None:
     """With the schemas of JSON Schema, and references that lead somewhere."""
-    found = document(ROUTES)
-    assert {(m.upper(), path) for path, of in found["paths"].items() for m in of} == {
+    described = document(ROUTES)
+    assert {(m.upper(), path) for path, of in described["paths"].items() for m in of} == {
         (route.method, plain_path(route)) for route in ROUTES
     }
-    schemas = found["components"]["schemas"]
+    schemas = described["components"]["schemas"]
     for schema in schemas.values():
-        jsonschema_rs.validator_for({**schema, "components": found["components"]})
-    for name in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(found)):
+        jsonschema_rs.validator_for({**schema, "components": described["components"]})
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(described)):
         assert name in schemas
     assert {"repeat_penalty", "n_predict", "top_k"} <= schemas["ChatRequest"]["properties"].keys()
-    operations = [each for of in found["paths"].values() for each in of.values()]
-    assert all(each["summary"] for each in operations)
-    assert len({each["operationId"] for each in operations}) == len(operations)
+    operations = [operation for of in described["paths"].values() for operation in of.values()]
+    assert all(operation["summary"] for operation in operations)
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
 
 
 @pytest.mark.parametrize(

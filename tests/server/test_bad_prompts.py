@@ -441,9 +441,9 @@ FLAT: list[dict[str, Any]] = [
 ]
 OURS: list[dict[str, Any]] = [
     *({"tools": [tool("f")], "tool_choice": choice} for choice in CHOICES),
-    *({"tools": [], "tool_choice": each} for each in NEEDING),
-    *({"tools": None, "tool_choice": each} for each in NEEDING),
-    *({"tool_choice": each} for each in NEEDING),
+    *({"tools": [], "tool_choice": choice} for choice in NEEDING),
+    *({"tools": None, "tool_choice": choice} for choice in NEEDING),
+    *({"tool_choice": choice} for choice in NEEDING),
     *({"modalities": ["audio"]}, {"audio": {"voice": "x"}}, {"web_search_options": {}}),
 ]
 ASKED: list[tuple[list[str], dict[str, Any], list[dict[str, Any]]]] = [

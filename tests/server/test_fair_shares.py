@@ -149,8 +149,8 @@ def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
         light = asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait))
         await asyncio.sleep(0)
         go_on.set()
-        found = await asyncio.gather(*heavy, light, return_exceptions=True)
-        assert [type(each) for each in found] == [bool, bool, bool, OverloadedError, bool]
+        outcomes = await asyncio.gather(*heavy, light, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [bool, bool, bool, OverloadedError, bool]
         workers.close()
 
     asyncio.run(run())

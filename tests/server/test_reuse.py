@@ -168,8 +168,8 @@ def details_in(value: Any) -> list[Any]:
         return [result for item in value for result in details_in(item)]
     if not isinstance(value, dict):
         return []
-    own = [value["cached_tokens_details"]] if "cached_tokens_details" in value else []
-    return own + details_in(list(value.values()))
+    details = [value["cached_tokens_details"]] if "cached_tokens_details" in value else []
+    return details + details_in(list(value.values()))
 
 
 def details_of(text: str) -> list[Any]:

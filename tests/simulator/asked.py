@@ -58,8 +58,8 @@ class Asked:
         assert num_cached <= len(self.request.prompt_ids)
         if not self.sequence.num_preempted:
             others = (a.tokens for a in all_asked if a is not self)
-            own = self.tokens[: self.sequence.num_prompt - 1]
-            assert num_cached <= max(common(own, o) for o in others)
+            reusable = self.tokens[: self.sequence.num_prompt - 1]
+            assert num_cached <= max(common(reusable, o) for o in others)
         spans = self.sequence.pictures.spans if self.sequence.pictures else []
         assert not any(start < num_cached < stop for start, stop in spans)
 

@@ -39,16 +39,16 @@ class FakeTier:
         return True
 
     def load(self, keys: Sequence[bytes]) -> list[Entry]:
-        found: list[Entry] = []
+        entries: list[Entry] = []
         for key in keys:
             if key not in self._entries:
                 break
             if self._fails():
                 del self._entries[key]
                 break
-            found.append(self._entries[key])
-        self.num_read += len(found)
-        return found
+            entries.append(self._entries[key])
+        self.num_read += len(entries)
+        return entries
 
     def flush(self, timeout_s: float | None = None) -> bool:
         return True

@@ -162,8 +162,8 @@ class FakeRunner:
             ]
         hidden = self._recur(1, segments, hidden)
         for s in segments:
-            own = slice(s.row, s.row + s.num_tokens)
-            self._verify(s.sequence.request.id, s.start, ids[own], hidden[own])
+            in_step = slice(s.row, s.row + s.num_tokens)
+            self._verify(s.sequence.request.id, s.start, ids[in_step], hidden[in_step])
         return hidden
 
     def _recur(self, layer: int, segments: list[Segment], hidden: list[int]) -> list[int]:
@@ -171,14 +171,14 @@ class FakeRunner:
         states = self.kv.states
         if states is None:
             return hidden
-        found: list[int] = []
+        outputs: list[int] = []
         for s in segments:
             inputs = hidden[s.row : s.row + s.num_tokens]
             after = states.run(layer, s.slot, inputs)
-            found += [mix(x, state) for x, state in zip(inputs, after, strict=True)]
+            outputs += [mix(x, state) for x, state in zip(inputs, after, strict=True)]
         if layer == 1:
             states.end_step()
-        return found
+        return outputs
 
     def _sample(self, segment: Segment, count: int, ids: list[int], hidden: list[int]) -> int:
         """The token after `count` proposals."""

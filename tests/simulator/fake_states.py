@@ -65,12 +65,12 @@ class FakeStates:
         """A layer over the new tokens of a sequence: its state after each."""
         trail = self._trails.setdefault(slot, [self._states.get(slot, NO_STATE)] * len(inputs))
         state = self._states.get(slot, NO_STATE)[layer]
-        found = []
+        states = []
         for i, x in enumerate(inputs):
             state = next_state(state, layer, x)
-            found.append(state)
+            states.append(state)
             trail[i] = (state, trail[i][1]) if layer == 0 else (trail[i][0], state)
-        return found
+        return states
 
     def end_step(self) -> None:
         for slot, trail in self._trails.items():

@@ -54,8 +54,8 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
     assert all(a is b.tables for a, b in zip(segments.tables, sequences, strict=True))
     for group, page_group in enumerate(scheduler.kv_manager.groups):
         if page_group.window.size is None:
-            found = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
-            assert segments.memoised(("check", group), list(found).copy) == found
+            numbers = [s.tables[group].numbers_before(s.num_sealed).tolist() for s in sequences]
+            assert segments.memoised(("check", group), list(numbers).copy) == numbers
 
 
 def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
@@ -65,9 +65,9 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     for group, allocator in enumerate(kv_manager.allocators):
         by_id = kv_manager.prefix.by_id[group]
         tables = [s.tables[group] for s in scheduler.queues.running]
-        own = [page for table in tables for page in table.all_pages if page not in by_id]
-        assert len(set(own)) == len(own), "a page has two owners"
-        assert len(own) + len(by_id) == allocator.num_held
+        unnamed = [page for table in tables for page in table.all_pages if page not in by_id]
+        assert len(set(unnamed)) == len(unnamed), "a page has two owners"
+        assert len(unnamed) + len(by_id) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
     running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
     assert not running & waiting

@@ -280,17 +280,17 @@ class Program:
 
     def _prompt(self) -> list[int]:
         rng = self.rng
-        own = [
+        unshared = [
             rng.randrange(self.sizes.vocab)
             for _ in range(rng.choice([1, 2, rng.randint(1, 12), rng.randint(1, 70)]))
         ]
         earlier = list(self.simulation.asked.values())
         if earlier and self._on("turns of a chat", 0.5):
             tokens = rng.choice(earlier).tokens
-            return tokens[: max(len(tokens) - rng.choice([0, 0, 1, 3]), 1)] + own[:20]
+            return tokens[: max(len(tokens) - rng.choice([0, 0, 1, 3]), 1)] + unshared[:20]
         if earlier and self._on("the same again", 0.3):
             tokens = rng.choice(earlier).tokens
             return tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])]
         if self._on("shared prefixes", 0.7):
-            return rng.choice(self.bases)[: rng.randint(0, 60)] + own[:30]
-        return own
+            return rng.choice(self.bases)[: rng.randint(0, 60)] + unshared[:30]
+        return unshared

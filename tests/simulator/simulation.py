@@ -313,8 +313,8 @@ class Simulation:
             for layer, group in enumerate(self.kv.groups):
                 page = stored.ids[group]
                 if page is not None:
-                    found = self.kv.pools[layer][page * size : page * size + len(keys)]
-                    assert found == [k[layer] for k in keys], "a cached page holds something else"
+                    cached = self.kv.pools[layer][page * size : page * size + len(keys)]
+                    assert cached == [k[layer] for k in keys], "a cached page holds something else"
             if self.kv.states is not None and (number := stored.ids[-1]) is not None:
                 state = self.kv.states.state(number)
                 assert state == oracle.state(len(tokens)), "a snapshot of another place"

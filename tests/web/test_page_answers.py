@@ -59,7 +59,7 @@ def test_an_answer_is_followed_by_several_clients_and_stored_once(server: PageSe
         with following(server) as others, following(server, "POST", json=BODY) as again:
             assert next(others)["content"] == next(again)["content"] == "One"
         listed = server.get("/history/conversations", headers=LEFT).json()["data"]
-        assert [each["answering"] for each in listed] == [ANSWER]
+        assert [answer["answering"] for answer in listed] == [ANSWER]
         assert server.get(PATH, headers=RIGHT).status_code == 404
         assert server.client.delete(PATH, headers=RIGHT).status_code == 404
         server.script.go_on.set()

@@ -186,9 +186,9 @@ def test_an_answer_goes_on_without_its_tab_and_is_seen_by_all_that_open_it(
     page.open(f"/{where}", tab=other)
     page.wait_for_answer("Half an answer", tab=other)
     page.server.script.go_on.set()
-    for each in (page.page, other):
-        page.wait_for_answer("Half an answer and the rest", tab=each)
-        page.wait_idle(tab=each)
+    for page_ in (page.page, other):
+        page.wait_for_answer("Half an answer and the rest", tab=page_)
+        page.wait_idle(tab=page_)
     history = history_of(page.server)
     stored = history.branch("", where.removeprefix("#chat/"))
     assert [m.content for m in stored] == ["Close me", "Half an answer and the rest"]
@@ -204,8 +204,8 @@ def test_any_tab_stops_an_answer_for_all(page: PageDriver) -> None:
     page.wait_for_answer("One", tab=other)
     other.get_by_role("button", name="Stop the answer").click()
     assert page.server.script.aborted.wait(60)
-    for each in (page.page, other):
-        each.locator(".figure", has_text="stopped").wait_for()
+    for page_ in (page.page, other):
+        page_.locator(".figure", has_text="stopped").wait_for()
 
 
 def test_a_chat_has_an_address_that_reload_back_and_forward_keep(page: PageDriver) -> None:

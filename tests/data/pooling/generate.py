@@ -112,6 +112,6 @@ def tiny(name: str) -> None:
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or [*CASES, "minilm"]
-    for each in wanted:
-        minilm() if each == "minilm" else tiny(each)
-        print(each)
+    for checkpoint in wanted:
+        minilm() if checkpoint == "minilm" else tiny(checkpoint)
+        print(checkpoint)

@@ -219,8 +219,9 @@ class LLM:
                 or bytes} and {"type": "video", "frames": [...], "fps": ...}.
             params: how to choose tokens; None: `chat_params`, the model's own values.
             tools: the tools that the model may call: {"type": "function", "function": {"name": ...,
-                "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
-                text.
+                "parameters": JSON schema}}, or functions with type hints and a docstring in
+                Google's style, as transformers takes them. Nothing calls them: calls are in
+                `tool_calls` of the result, not in its text.
             tool_choice: "auto" (the default), "none", "required", or {"type": "function",
                 "function": {"name": ...}}; the last two make the model call.
             parallel_tool_calls: whether an answer may have several calls; the default.

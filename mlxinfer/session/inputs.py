@@ -46,7 +46,7 @@ class TextArguments(SamplingValues, total=False):
 class ChatArguments(TextArguments, total=False):
     """Keyword arguments of LLM.chat, documented there."""
 
-    tools: Sequence[Message] | None
+    tools: Sequence[Message | Callable[..., Any]] | None
     tool_choice: str | Message
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None
@@ -440,6 +440,10 @@ def chat_input(
         variables = {name: value for name, value in variables.items() if name not in ENDS}
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    if any(map(callable, arguments.get("tools") or ())):
+        from ..text.tools.functions import with_schemas
+
+        arguments["tools"] = with_schemas(arguments["tools"])
     images, videos = arguments.pop("images", ()), arguments.pop("videos", ())
     if images or videos:
         messages = with_images(messages, images, videos)

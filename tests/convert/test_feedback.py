@@ -180,7 +180,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", "3bit-g32", **options)
     with pytest.raises(
-        ConversionError, match="rounding: . sequences, error feedback over 4096 inputs, now"
+        ConversionError, match=r"rounding: . sequences, error feedback over 4096 inputs, now"
     ):
         convert(source, tmp_path / "out", "3bit-g32", run={"resume": True},
                 error_feedback=False, **options)  # fmt: skip

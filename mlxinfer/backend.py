@@ -78,8 +78,8 @@ def limit_memory(model: object, num_bytes: int) -> None:
     mx.clear_cache()  # of loading
     _promised[id(model)] = num_bytes
     weakref.finalize(model, _promised.pop, id(model), None).atexit = False
-    others = max(mx.get_active_memory() - sum(_promised.values()), 0)  # arrays of the program
-    limit = memory_limit(sum(_promised.values()) + others)
+    unpromised = max(mx.get_active_memory() - sum(_promised.values()), 0)  # arrays of the program
+    limit = memory_limit(sum(_promised.values()) + unpromised)
     mx.set_memory_limit(min(limit, _first_memory_limit()))
 
 

@@ -154,12 +154,12 @@ class Database:
         """Rename a damaged file and its log, which are kept."""
         assert self.path is not None
         mark = time.strftime("%Y%m%d-%H%M%S")
-        kept = self.path.with_name(f"{self.path.name}.damaged-{mark}")
+        aside = self.path.with_name(f"{self.path.name}.damaged-{mark}")
         for end in ("", "-wal", "-shm"):
             with suppress(FileNotFoundError):
-                self.path.with_name(self.path.name + end).rename(kept.with_name(kept.name + end))
+                self.path.with_name(self.path.name + end).rename(aside.with_name(aside.name + end))
         log.error(
-            "%s is damaged (%s); it is kept as %s, and a new one begins", self.path, error, kept
+            "%s is damaged (%s); it is kept as %s, and a new one begins", self.path, error, aside
         )
 
 

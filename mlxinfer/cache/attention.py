@@ -214,8 +214,8 @@ def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Int
     if window.size is None:
         return pages
     first = window.lowest_of(short.starts) // page_size
-    kept = np.minimum(window.kept_pages(page_size), first)
-    return np.minimum(kept, pages) + np.maximum(pages - first, 0)
+    num_sinks = np.minimum(window.kept_pages(page_size), first)
+    return np.minimum(num_sinks, pages) + np.maximum(pages - first, 0)
 
 
 def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
@@ -391,8 +391,8 @@ def _window_pages(short: Segments, group: PageGroup, positions: Ints) -> tuple[m
     ):
         first = window.first_page(start, page_size)
         stop = sealed // page_size
-        kept = np.arange(min(window.kept_pages(page_size), first, stop), dtype=np.int32)
-        seen = np.concatenate([kept, np.arange(first, stop, dtype=np.int32)])
+        sinks = np.arange(min(window.kept_pages(page_size), first, stop), dtype=np.int32)
+        seen = np.concatenate([sinks, np.arange(first, stop, dtype=np.int32)])
         numbers.append(seen)
         tables.append(np.asarray(row[group.number].numbers_before(sealed))[seen])
     ids, real = _padded(tables)

@@ -62,19 +62,23 @@ class EntryLayer(BlocksLayer):
         `tail`: see `of_tail`. A number that is no block's gives any entry.
         """
         ratio, dim = self.spec.ratio, self.spec.dim
-        num_sealed, each = place.sealed // ratio, self.page_size // ratio
-        found = None
+        num_sealed, per_page = place.sealed // ratio, self.page_size // ratio
+        unsealed = None
         if tail is not None:
-            own = tail[self.entry_part]
-            found = own[mx.clip(numbers - num_sealed, 0, len(own) - 1)]
+            tail_entries = tail[self.entry_part]
+            unsealed = tail_entries[mx.clip(numbers - num_sealed, 0, len(tail_entries) - 1)]
         if not num_sealed:
-            assert found is not None, "some entry is seen"
-            return found
+            assert unsealed is not None, "some entry is seen"
+            return unsealed
         assert place.pages is not None, "chunks read all entries"
         sealed = mx.minimum(numbers, num_sealed - 1)
-        rows = place.pages[sealed // each] * each + sealed % each
+        rows = place.pages[sealed // per_page] * per_page + sealed % per_page
         pages = self.planes[0].pages[self.entry_part].reshape(-1, dim)[rows]
-        return pages if found is None else mx.where((numbers < num_sealed)[..., None], pages, found)
+        return (
+            pages
+            if unsealed is None
+            else mx.where((numbers < num_sealed)[..., None], pages, unsealed)
+        )
 
     # -- what the block before brought ----------------------------------------------------------
 
@@ -169,15 +173,15 @@ class EntryChoice:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _seen(
-        self, place: SequencePlace, own: slice, keys: mx.array | None, count: int
+        self, place: SequencePlace, rows: slice, keys: mx.array | None, count: int
     ) -> mx.array:
         """(n, count) whether rows `own` of the step see each entry; `keys`: of the index."""
-        complete = mx.arange(count) < (place.positions(own) + 1) // self.layer.spec.ratio
+        complete = mx.arange(count) < (place.positions(rows) + 1) // self.layer.spec.ratio
         if keys is None:
             return complete
         assert self._queries is not None
         assert self._weights is not None
-        ranks = self._queries[own], self._weights[own], keys
+        ranks = self._queries[rows], self._weights[rows], keys
         return ranked(*ranks, complete, self.layer.spec.num_ranked)
 
     def _keys(self, place: SequencePlace, tail: Sequence[mx.array] | None) -> mx.array | None:

@@ -81,7 +81,7 @@ class ChosenTokens:
         self.layer = layer
 
     @abstractmethod
-    def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
+    def mask(self, place: SequencePlace, rows: slice, keys: mx.array) -> mx.array:
         """Whether rows `own` of the step see each token of a sequence, (n, S) or (heads, n, S).
 
         `keys`: of the index, see `IndexLayer.read_keys`.
@@ -188,10 +188,10 @@ class BlockChoice(ChosenTokens):
         super().__init__(layer)
         self._queries, self._served = queries, served
 
-    def _best(self, place: SequencePlace, own: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
+    def _best(self, place: SequencePlace, rows: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
         """For rows `own` (n) of the step: blocks that each sees (Hi, n, B), positions (n, 1)."""
-        spec, positions = self.layer.spec, place.positions(own)
-        queries = self._queries[own].swapaxes(0, 1).astype(mx.float32)  # (Hi, n, d)
+        spec, positions = self.layer.spec, place.positions(rows)
+        queries = self._queries[rows].swapaxes(0, 1).astype(mx.float32)  # (Hi, n, d)
         scores = queries @ keys.astype(mx.float32).T  # (Hi, n, S)
         scores = mx.where(mx.arange(len(keys)) <= positions, scores, -mx.inf)
         rest = [(0, 0), (0, 0), (0, -len(keys) % spec.block)]
@@ -202,9 +202,9 @@ class BlockChoice(ChosenTokens):
         ranks = mx.where(visible & (numbers > last - spec.num_near), mx.inf, ranks)
         return best(ranks, visible, spec.num_ranked), positions
 
-    def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
+    def mask(self, place: SequencePlace, rows: slice, keys: mx.array) -> mx.array:
         """See `ChosenTokens`, (heads, n, S)."""
-        blocks, positions = self._best(place, own, keys)
+        blocks, positions = self._best(place, rows, keys)
         seen = mx.repeat(blocks, self.layer.spec.block, axis=-1)[..., : place.stop]
         return mx.repeat(seen & (mx.arange(place.stop) <= positions), self._served, axis=0)
 

@@ -76,8 +76,8 @@ class LessBias(Affine):
         `positions`: (T,), or (num_axes, T).
         """
         axes = mx.broadcast_to(positions, (self.num_axes, len(keys)))
-        first, *others = axes[:, :, None]  # (T, 1) each
-        parts = [first * self.num_heads + mx.arange(self.num_heads), *others]
+        first, *later = axes[:, :, None]  # (T, 1) each
+        parts = [first * self.num_heads + mx.arange(self.num_heads), *later]
         places = mx.stack(list(mx.broadcast_arrays(*parts)), axis=-1)  # (T, H, num_axes)
         return [*self.encode(keys.astype(mx.float32) - self._added(places)), places]
 
@@ -88,10 +88,10 @@ class LessBias(Affine):
 
     def _added(self, places: mx.array) -> mx.array:
         """Places (..., num_axes) -> (..., D) in the rotated basis."""
-        first, *others = places.reshape(-1, self.num_axes).T
+        first, *later = places.reshape(-1, self.num_axes).T
         positions = first // self.num_heads
-        if others:
-            positions = mx.stack([positions, *others])
+        if later:
+            positions = mx.stack([positions, *later])
         added = self.layer.bias(positions, first % self.num_heads)
         return mx.unflatten(mx.hadamard_transform(added), 0, places.shape[:-1])
 
@@ -375,11 +375,11 @@ class JointLayer(KeyValueLayer):
         self._block = turning if formats[0].rotates else 0
         self._dim, self._turning = dim, turning
         turns = np.arange(dim) % (dim // 2) < turning // 2
-        turning_places, others = np.flatnonzero(turns), np.flatnonzero(~turns)
-        value_order = np.concatenate([turning_places, others])
+        turning_places, still = np.flatnonzero(turns), np.flatnonzero(~turns)
+        value_order = np.concatenate([turning_places, still])
         self._value_order = mx.array(value_order)
         self._turning_places = mx.array(turning_places)
-        self._key_order = mx.array(np.concatenate([others, turning_places]))
+        self._key_order = mx.array(np.concatenate([still, turning_places]))
         self._places = mx.array(np.argsort(value_order))  # of values as they are
 
     def views(self) -> tuple[Plane, Plane]:

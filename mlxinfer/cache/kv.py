@@ -141,9 +141,9 @@ class LayerGroup(PageGroup):
         Masked entries are multiplied by 0, so a stale NaN would spread. All copies are read before
         any is written.
         """
-        there = [slot for slot in reused if slot < self.num_slots]  # others come as zeros
-        for layer in self.layers if there else ():
-            layer.clear_tails(there)
+        stale = [slot for slot in reused if slot < self.num_slots]  # others come as zeros
+        for layer in self.layers if stale else ():
+            layer.clear_tails(stale)
         taken = []
         for tables, slot, start, stop, pages in work.copies:
             page = pages[self.number]
@@ -292,16 +292,16 @@ class KVCache:
         """
         members: dict[GroupKey, list[PagedLayer]] = {}
         for layer in paged_of(self.layers):
-            own = members.setdefault(layer.group_key, [])
-            own += [layer] if layer in paged else []
-        found = sorted(members.items(), key=lambda item: item[0])
-        windows = [AttentionWindow(key[0] or None, *key[1:]) for key, _ in found]
-        groups = [own for _, own in found]
-        costs = [[layer.token_bytes * self.page_size for layer in own] for own in groups]
+            in_group = members.setdefault(layer.group_key, [])
+            in_group += [layer] if layer in paged else []
+        keyed = sorted(members.items(), key=lambda item: item[0])
+        windows = [AttentionWindow(key[0] or None, *key[1:]) for key, _ in keyed]
+        groups = [layers for _, layers in keyed]
+        costs = [[layer.token_bytes * self.page_size for layer in layers] for layers in groups]
         # The keys or values of one are there twice.
         prices = [sum(cost) + max(cost, default=0) for cost in costs]
         totals = [sum(cost) for cost in costs]
-        if not found:
+        if not keyed:
             windows, groups = [AttentionWindow()], [[]]
             totals = prices = [sum(layer.token_bytes for layer in self.layers) * self.page_size]
             num_pages = num_pages or (None if totals[0] else MAX_BARE_PAGES)
@@ -311,10 +311,10 @@ class KVCache:
         whole = any(layer.whole_pages for layer in paged_of(self.layers))
         return [
             LayerGroup(
-                *(window, PageAllocator(count), *sizes, total, number, whole, own),
+                *(window, PageAllocator(count), *sizes, total, number, whole, layers),
                 max_slots=self.max_batch,
             )
-            for number, (window, count, total, own) in enumerate(
+            for number, (window, count, total, layers) in enumerate(
                 zip(windows, counts, totals, groups, strict=True)
             )
         ]

@@ -189,8 +189,8 @@ class LatentLayer(PagedLayer):
     ) -> mx.array:
         prepared, outputs = self.prepared, []
         if prepared.short:
-            own = slice(None, prepared.num_short)
-            outputs.append(self._absorbed(q_nope[own], q_rope[own], projection, scale))
+            rows = slice(None, prepared.num_short)
+            outputs.append(self._absorbed(q_nope[rows], q_rope[rows], projection, scale))
         for chunk in prepared.chunks:
             queries = mx.concatenate([q_nope[chunk.rows], q_rope[chunk.rows]], axis=-1)
             outputs.append(self._expanded(chunk, queries, projection, scale))

@@ -70,9 +70,9 @@ def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
             variants = kv_write_variant(form, dtype), tail_write_variant(form, dtype)
             for kernel, variant in zip((_install_heads, _install_tails), variants, strict=True):
                 uses.append(KernelUse({ANY_ROWS: [variant]}, partial(kernel, layer, heads)))
-    for each, own in short.items():
-        by_rows = {count: [variant] for count, variant in each}
-        uses.append(KernelUse(by_rows, partial(_install_attention, own)))
+    for variants_of, alike in short.items():
+        by_rows = {count: [variant] for count, variant in variants_of}
+        uses.append(KernelUse(by_rows, partial(_install_attention, alike)))
     return uses
 
 

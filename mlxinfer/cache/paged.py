@@ -86,10 +86,10 @@ class SequencePlace:
         """One past the position of its last token."""
         return self.start + self.rows.stop - self.rows.start
 
-    def positions(self, own: slice) -> mx.array:
+    def positions(self, rows: slice) -> mx.array:
         """(n, 1) of rows `own` of the step's flat list, which are the sequence's."""
-        first = self.start + own.start - self.rows.start
-        return mx.arange(first, first + own.stop - own.start)[:, None]
+        first = self.start + rows.start - self.rows.start
+        return mx.arange(first, first + rows.stop - rows.start)[:, None]
 
     @property
     def sealed(self) -> int:
@@ -401,19 +401,19 @@ class PagedLayer(ABC):
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
         shape = (-1, self._tail_heads, 2 * self.page_size)
-        own, other = self.keys, self.values
+        layout, other = self.keys, self.values
         keys: list[mx.array] = []
-        values = keys if own.tails is other.tails and not self._joined else []
-        for part in own.tails:
+        values = keys if layout.tails is other.tails and not self._joined else []
+        for part in layout.tails:
             taken = mx.unflatten(part, 0, shape)[slots]  # (B, H or 2 * H, 2 * P, W)
             if self._joined:
                 taken, of_values = mx.split(taken, 2, axis=1)
                 values.append(of_values)
             keys.append(taken)
-        for part in other.tails if own.tails is not other.tails else ():
+        for part in other.tails if layout.tails is not other.tails else ():
             values.append(mx.unflatten(part, 0, shape)[slots])
         return (
-            keys[0] if own.as_stored else own.decode(keys),
+            keys[0] if layout.as_stored else layout.decode(keys),
             values[0] if other.as_stored else other.decode(values),
         )
 

@@ -252,16 +252,16 @@ class PooledChoice(ChosenTokens):
         super().__init__(layer)
         self._queries, self._weights = queries, weights
 
-    def _best(self, place: SequencePlace, own: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
+    def _best(self, place: SequencePlace, rows: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
         """For rows `own` (n) of the step: blocks that each sees (n, S // r), positions (n, 1)."""
-        spec, positions = self.layer.spec, place.positions(own)
+        spec, positions = self.layer.spec, place.positions(rows)
         complete = mx.arange(len(keys)) < (positions + 1) // spec.ratio
-        queries, weights = self._queries[own], self._weights[own]
+        queries, weights = self._queries[rows], self._weights[rows]
         return ranked(queries, weights, keys, complete, spec.num_ranked), positions
 
-    def mask(self, place: SequencePlace, own: slice, keys: mx.array) -> mx.array:
+    def mask(self, place: SequencePlace, rows: slice, keys: mx.array) -> mx.array:
         """See `ChosenTokens`, (n, S)."""
-        blocks, positions = self._best(place, own, keys)
+        blocks, positions = self._best(place, rows, keys)
         ratio, tokens = self.layer.spec.ratio, mx.arange(place.stop)
         by_token = mx.repeat(blocks, ratio, axis=1)[:, : place.stop]
         seen = mx.pad(by_token, [(0, 0), (0, place.stop - by_token.shape[1])])

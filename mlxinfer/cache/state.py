@@ -312,15 +312,15 @@ class RecurrentGroup(StateGroup):
     def _replayed(self, part: StatePart, num_kept: Mapping[int, int]) -> StateBlock:
         """The states of a part after fewer of its tokens: the recurrence runs over them again."""
         pairs = zip(part.slots, part.counts, strict=True)
-        kept = [num_kept.get(slot, count) for slot, count in pairs]
-        if kept == part.counts:
+        counts = [num_kept.get(slot, count) for slot, count in pairs]
+        if counts == part.counts:
             return part.new
-        again = replace(part, counts=kept)
+        again = replace(part, counts=counts)
         layers = []
         for i, layer in enumerate(self.layers):
             inputs, advance = part.undo[i]
             layers.append(again.advance(advance, inputs, i, layer.spec)[1])
-        return StateBlock(layers, len(kept))
+        return StateBlock(layers, len(counts))
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -406,10 +406,10 @@ def runs_of(places: Sequence[tuple[StateBlock | None, int]]) -> Runs:
 
 def _gather(sources: Runs, layer: int, spec: StateSpec) -> Arrays:
     """The states of one layer (B, ...) from where they lie."""
-    found = [_rows(block, rows, layer, spec) for block, rows in sources]
-    if len(found) == 1:
-        return found[0]
-    return [mx.concatenate(list(arrays)) for arrays in zip(*found, strict=True)]
+    parts = [_rows(block, rows, layer, spec) for block, rows in sources]
+    if len(parts) == 1:
+        return parts[0]
+    return [mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
 
 
 def _rows(block: StateBlock | None, rows: list[int], layer: int, spec: StateSpec) -> Arrays:

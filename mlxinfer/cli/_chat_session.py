@@ -330,8 +330,8 @@ def _set(session: ChatSession, argument: str) -> CommandReply:
     usual = [name for name in names if name in {*SAMPLING, *session.values}]
     helps = {name: text.split("  [")[0] for name, (_, text) in SAMPLING.items()}
     rows = [(n, _typed(getattr(params, n)), helps.get(n, "")) for n in usual]
-    others = ", ".join(name for name in names if name not in usual)
-    return CommandReply(f"{table(rows)}\n\nAlso: {others}")
+    unusual = ", ".join(name for name in names if name not in usual)
+    return CommandReply(f"{table(rows)}\n\nAlso: {unusual}")
 
 
 def _typed(value: Any) -> str:

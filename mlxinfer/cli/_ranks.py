@@ -66,10 +66,10 @@ def start_again(listeners: Sequence[socket.socket] = ()) -> None:
     MLX forms one group in the life of a process, and a collective operation that was cut off may
     never return: nothing less gets rid of it.
     """
-    kept = {0, 1, 2, *(listener.fileno() for listener in listeners)}
+    inherited = {0, 1, 2, *(listener.fileno() for listener in listeners)}
     for number in range(MAX_FILES):  # MLX's sockets too, or each start would leave some open
         with contextlib.suppress(OSError):
-            os.set_inheritable(number, number in kept)
+            os.set_inheritable(number, number in inherited)
     os.environ[LISTENERS] = ",".join(str(listener.fileno()) for listener in listeners)
     sys.stdout.flush()
     sys.stderr.flush()

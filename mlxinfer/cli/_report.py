@@ -225,9 +225,9 @@ def page(report: Data) -> str:
     for part in parts:
         lists = {key: value for key, value in part.get("data", {}).items() if _is_rows(value)}
         facts = {key: value for key, value in part.get("data", {}).items() if key not in lists}
-        first, *others = lists.items() or [("", [])]
+        first, *further = lists.items() or [("", [])]
         tables.append(_table(f"{part['part']}: {first[0]}", first[1], _said(facts)))
-        tables += [_table(f"{part['part']}: {key}", rows) for key, rows in others]
+        tables += [_table(f"{part['part']}: {key}", rows) for key, rows in further]
     text = markdown(Report("doctor", tables, {}, dict(report["about"])))
     return f"# A report of mlxinfer\n\n{text}\n"
 

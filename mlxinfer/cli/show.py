@@ -182,8 +182,8 @@ def _memory(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The KV cache of a token, and all memory at some contexts."""
     alone, rows = facts["alone_because"], []
     if per_token := facts["kv_bytes_per_token"]:
-        kept = KV_BITS[:1] if alone else KV_BITS
-        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in kept)
+        formats = KV_BITS[:1] if alone else KV_BITS
+        sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in formats)
         rows.append(("KV per token", sizes))
     for step in facts["memory"]:
         at_8 = "" if alone else f"; {human_bytes(step['total_bytes_kv8'])} with --kv-bits 8"

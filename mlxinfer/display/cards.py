@@ -124,8 +124,10 @@ def heat_card(tokens: "Sequence[tuple[str, float, Sequence[tuple[str, float]]]]"
 
     spans = []
     for text, logprob, top in tokens:
-        others = "\n".join(f"{exp(other):7.2%}  {name!r}" for name, other in top)
-        title = escape(f"{exp(logprob):.2%}  {text!r}" + (f"\n\n{others}" if others else ""))
+        alternatives = "\n".join(f"{exp(other):7.2%}  {name!r}" for name, other in top)
+        title = escape(
+            f"{exp(logprob):.2%}  {text!r}" + (f"\n\n{alternatives}" if alternatives else "")
+        )
         style = _ground(exp(logprob))
         spans.append(f"<span title=\"{title}\" style='{style}'>{escape(text)}</span>")
     scale = "".join(

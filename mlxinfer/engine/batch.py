@@ -460,12 +460,12 @@ class Batch:
         These are the newest token and the accepted proposals. If the sequence gave up its slot
         meanwhile, they are what `Sequence.num_computed` counted then.
         """
-        proposals, kept = self.sampling.proposals, {s.slot: 1 for s in self.short if s.proposals}
+        proposals, counts = self.sampling.proposals, {s.slot: 1 for s in self.short if s.proposals}
         gone = {*result.discarded, *result.released}
         for row, slot in enumerate(self.sampling.slots):
             if proposals is not None and proposals.counts[row] and row not in gone:
-                kept[slot] += 1
-        return kept
+                counts[slot] += 1
+        return counts
 
     @property
     def row_sequences(self) -> list[Sequence]:

@@ -112,8 +112,8 @@ class PictureFeatures(FeatureSource):
 
     def release(self, sequence: Sequence) -> None:
         """Note that a sequence gives up its slot and needs no features any more."""
-        for kept in self._kept.values():
-            kept.users.discard(sequence)
+        for features in self._kept.values():
+            features.users.discard(sequence)
         for key, (_, waiting) in list(self.wanted.items()):
             if sequence in waiting:
                 waiting.remove(sequence)
@@ -123,12 +123,12 @@ class PictureFeatures(FeatureSource):
     def _hold(self, picture: Picture, sequence: Sequence) -> bool:
         """Keep features for a sequence, or let the tower compute them; False: there is no room."""
         key = _key(picture, sequence)
-        kept, wanted = self._kept.get(key), self.wanted.get(key)
-        is_held = wanted is not None or (kept is not None and len(kept.users) > 0)
+        features, wanted = self._kept.get(key), self.wanted.get(key)
+        is_held = wanted is not None or (features is not None and len(features.users) > 0)
         if not is_held and self._bytes_of(picture) > self._max_bytes - self._bytes_held():
             return False
-        if kept is not None:
-            kept.users.add(sequence)
+        if features is not None:
+            features.users.add(sequence)
         elif wanted is None:
             self.wanted[key] = picture, [sequence]
         elif sequence not in wanted[1]:
@@ -137,7 +137,7 @@ class PictureFeatures(FeatureSource):
 
     def _bytes_held(self) -> int:
         """Bytes of features that running sequences need, and of those that are being computed."""
-        kept = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
+        kept = sum([features.num_bytes for features in self._kept.values() if features.users])
         return kept + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
 
     def _unwant(self, key: Key) -> None:
@@ -189,12 +189,12 @@ class PictureFeatures(FeatureSource):
     def _run(self, picture: Picture) -> Generator[mx.array, None, list[Features]]:
         """The tower over all tiles of a picture, one after the other."""
         assert self._tower is not None
-        found = []
+        tiles = []
         for tile in picture.tiles:
             features = yield from self._tower.run(tile)
-            found.append(features)
+            tiles.append(features)
             yield features.vectors
-        return found
+        return tiles
 
     def _keep(self, key: Key, tiles: Seq[Features]) -> None:
         parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
@@ -206,9 +206,9 @@ class PictureFeatures(FeatureSource):
             raise ValueError(f"the tower gave {len(arrays[0])} features; expected {expected}")
         new = KeptFeatures(arrays, set(waiting))
         room = self._max_bytes - new.num_bytes - self.num_bytes
-        for other, kept in list(self._kept.items()):
-            if room < 0 and not kept.users:
-                room += kept.num_bytes
+        for other, features in list(self._kept.items()):
+            if room < 0 and not features.users:
+                room += features.num_bytes
                 del self._kept[other]
         self._kept[key] = new
         self._pass = None
@@ -227,11 +227,11 @@ class PictureFeatures(FeatureSource):
             for features in pictures.features(segment.start, segment.stop):
                 rows.append(features.places - segment.start + segment.row)
                 key = _key(features.picture, segment.sequence)
-                kept = self._kept[key]
+                computed = self._kept[key]
                 self._kept.move_to_end(key)
-                parts.append([array[features.first : features.stop] for array in kept.arrays])
+                parts.append([array[features.first : features.stop] for array in computed.arrays])
                 if features.stop == features.picture.num_features:
-                    kept.users.discard(segment.sequence)
+                    computed.users.discard(segment.sequence)
         if not parts:
             return None
         arrays = [mx.concatenate(list(part)) for part in zip(*parts, strict=True)]
@@ -239,7 +239,7 @@ class PictureFeatures(FeatureSource):
 
     @property
     def num_bytes(self) -> int:
-        return sum([kept.num_bytes for kept in self._kept.values()])
+        return sum([features.num_bytes for features in self._kept.values()])
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what the tower did and what is kept."""
@@ -248,7 +248,7 @@ class PictureFeatures(FeatureSource):
             "failed": self.counts.failed,
             "tower_seconds": self.counts.tower_s,
             "cached": len(self._kept),
-            "in_use": sum([bool(kept.users) for kept in self._kept.values()]),
+            "in_use": sum([bool(features.users) for features in self._kept.values()]),
             "cached_bytes": self.num_bytes,
             "max_bytes": self._max_bytes,
         }

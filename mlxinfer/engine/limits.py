@@ -78,5 +78,5 @@ class EngineLimits:
 
 
 def no_adapter(name: str, loaded: Seq[str]) -> InvalidRequestError:
-    there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
-    return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")
+    available = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
+    return InvalidRequestError(f"There is no adapter {shown(name)}; {available}.", param="adapter")

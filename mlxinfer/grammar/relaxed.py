@@ -77,8 +77,8 @@ def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _without_wide_bounds(part: Schema) -> list[str]:
     """Remove bounds that llguidance would round; return them."""
-    kept = is_kept_bound if part.get("type") == "integer" else is_kept
-    wide = [key for key in BOUNDS if not kept(part.get(key))]
+    is_exact = is_kept_bound if part.get("type") == "integer" else is_kept
+    wide = [key for key in BOUNDS if not is_exact(part.get(key))]
     for key in wide:
         del part[key]
     return wide

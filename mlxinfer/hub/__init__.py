@@ -60,8 +60,8 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
         ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
     """
-    found = locate(name, download=download, progress=progress)
-    return found if found.is_dir() else _imported(found)
+    path = locate(name, download=download, progress=progress)
+    return path if path.is_dir() else _imported(path)
 
 
 def locate(name: str, *, download: bool = True, progress: Progress | None = None) -> Path:

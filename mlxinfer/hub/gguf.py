@@ -115,8 +115,10 @@ def _chosen(name: GGUFName, sizes: Mapping[str, int]) -> str:
     """The first part of the file that a name means. Raises what `files_of` raises."""
     matching = name.matching(sizes)
     if not matching:
-        others = ", ".join(GGUFName(name.repo).matching(sizes)[:12])
-        raise ModelNotFoundError(f"{name.repo} has no {name.file or name.quant}; it has {others}.")
+        available = ", ".join(GGUFName(name.repo).matching(sizes)[:12])
+        raise ModelNotFoundError(
+            f"{name.repo} has no {name.file or name.quant}; it has {available}."
+        )
     if not name.is_bare:
         return matching[0]
     limit = models_limit_bytes()
@@ -141,8 +143,8 @@ def _chosen(name: GGUFName, sizes: Mapping[str, int]) -> str:
 
 def _size(first: str, sizes: Mapping[str, int | Path]) -> int:
     """Bytes of a file with all of its parts."""
-    found = (sizes[part] for part in _parts(first))
-    return sum(size.stat().st_size if isinstance(size, Path) else size for size in found)
+    part_sizes = (sizes[part] for part in _parts(first))
+    return sum(size.stat().st_size if isinstance(size, Path) else size for size in part_sizes)
 
 
 def _of_model(path: str) -> bool:

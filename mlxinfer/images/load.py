@@ -172,11 +172,11 @@ def _bytes_of(path: str | os.PathLike[str], place: str) -> bytes:
     name = shown(str(path))
     try:
         file = Path(path).expanduser()
-        there = file.exists() and not file.is_dir()
-        data = _start_of(file) if there else b""
+        is_file = file.exists() and not file.is_dir()
+        data = _start_of(file) if is_file else b""
     except (OSError, ValueError, RuntimeError) as error:
         raise PictureError(f"{name} cannot be read: {error}.", param=place) from None
-    if not there:
+    if not is_file:
         raise PictureError(f"There is no file {name}.", param=place)
     if len(data) > MAX_FILE_BYTES:
         raise _too_heavy(max(len(data), file.stat().st_size), place)

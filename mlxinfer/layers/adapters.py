@@ -381,8 +381,8 @@ class Adapted:
 
     def remove(self, number: int) -> None:
         """Remove an adapter. Nothing changes if there is none of this number."""
-        kept = [s.without(number) if number in s.members else s for s in self.stacks]
-        self.stacks = tuple(stack for stack in kept if stack is not None)
+        stacks = [s.without(number) if number in s.members else s for s in self.stacks]
+        self.stacks = tuple(stack for stack in stacks if stack is not None)
 
     def bytes_of(self, number: int) -> int:
         """Memory of the matrices of one adapter."""

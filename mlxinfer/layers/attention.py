@@ -63,9 +63,9 @@ class ParallelMixers:
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        first, *others = self.parts
+        first, *later = self.parts
         y = first(x, step, residual)
-        for part in others:
+        for part in later:
             y = part(x, step, y)
         return y
 

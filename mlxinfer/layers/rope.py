@@ -270,8 +270,8 @@ def _llama3(frequency: float, spec: RopeSpec) -> float:
         return frequency / spec.factor
     if turns > spec.high_freq_factor:
         return frequency
-    kept = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    return (1 - kept) * frequency / spec.factor + kept * frequency
+    share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    return (1 - share) * frequency / spec.factor + share * frequency
 
 
 def _yarn(plain: list[float], spec: RopeSpec) -> list[float]:

@@ -133,8 +133,8 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
         except BaseException as error:  # raised below: a digest that lacks a part names nothing
             failures.append(error)
 
-    others = min(MAX_THREADS, (os.cpu_count() or 1) // 2, waiting.qsize()) - 1
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    num_helpers = min(MAX_THREADS, (os.cpu_count() or 1) // 2, waiting.qsize()) - 1
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_helpers)]
     for thread in threads:
         thread.start()
     work()
@@ -173,8 +173,10 @@ def _is_digest(value: object) -> bool:
 
 def _remember(memory: Path, digests: dict[str, str]) -> None:
     """Add digests to the file; the latest MAX_REMEMBERED stay. A failure costs another hash."""
-    kept = {key: value for key, value in _read(memory).items() if key not in digests} | digests
-    kept = dict(list(kept.items())[-MAX_REMEMBERED:])
+    remembered = {
+        key: value for key, value in _read(memory).items() if key not in digests
+    } | digests
+    remembered = dict(list(remembered.items())[-MAX_REMEMBERED:])
     with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(memory, json.dumps(kept, indent=0).encode())
+        write_whole(memory, json.dumps(remembered, indent=0).encode())

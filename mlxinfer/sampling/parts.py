@@ -210,9 +210,9 @@ def repetition(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     and answer, as llama.cpp's `repeat_last_n` and mlx-lm's `repetition_context_size`.
     """
     tokens = _tokens(rows, turn)
-    there = tokens >= 0
-    from_end = mx.cumsum(there.astype(mx.int32), axis=-1, reverse=True)  # the newest token: 1
-    ids = mx.where(there & (from_end <= rows.once(_windows)), tokens, rows.spare)
+    real = tokens >= 0
+    from_end = mx.cumsum(real.astype(mx.int32), axis=-1, reverse=True)  # the newest token: 1
+    ids = mx.where(real & (from_end <= rows.once(_windows)), tokens, rows.spare)
     before, strength = mx.take_along_axis(logits, ids, axis=-1), rows.once(_strengths)
     after = mx.where(before > 0, before / strength, before * strength)
     return mx.put_along_axis(logits, ids, after, axis=-1)
@@ -430,10 +430,10 @@ def top_n_sigma(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 
     Tang et al., "Top-nσ: Not all logits are you need", 2024.
     """
-    there = logits > -mx.inf
-    count = mx.maximum(total_weight(there.astype(mx.float32)), 1.0)
-    mean = total_weight(mx.where(there, logits, 0.0)) / count
-    away = mx.where(there, logits - mean, 0.0)
+    allowed = logits > -mx.inf
+    count = mx.maximum(total_weight(allowed.astype(mx.float32)), 1.0)
+    mean = total_weight(mx.where(allowed, logits, 0.0)) / count
+    away = mx.where(allowed, logits - mean, 0.0)
     sigma = mx.sqrt(total_weight(away * away) / count)
     reach = (rows.column("top_n_sigma") + SIGMA_MARGIN) * sigma
     return mx.where(logits >= logits.max(axis=-1, keepdims=True) - reach, logits, -mx.inf)
@@ -456,8 +456,8 @@ def typical(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     mass = mx.cumsum(mx.take_along_axis(share, order, axis=-1), axis=-1)
     count = (mass < rows.column("typical_p")).sum(axis=-1, keepdims=True)  # that are not enough
     last = mx.take_along_axis(order, mx.minimum(count, logits.shape[-1] - 1), axis=-1)
-    kept = (away <= mx.take_along_axis(away, last, axis=-1)) & (share > 0)
-    return mx.where(kept, logits, -mx.inf)
+    typical = (away <= mx.take_along_axis(away, last, axis=-1)) & (share > 0)
+    return mx.where(typical, logits, -mx.inf)
 
 
 def top_k(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
@@ -512,14 +512,14 @@ def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     P. E. Weidmann, "Exclude top choices", text-generation-webui, pull request 6335, 2024.
     """
     weights = weights_of(logits, rows.once(temperatures))
-    there = weights > 0
-    likely = there & (weights >= rows.column("xtc_threshold") * total_weight(weights))
+    allowed = weights > 0
+    likely = allowed & (weights >= rows.column("xtc_threshold") * total_weight(weights))
     least = mx.where(likely, weights, mx.inf).min(axis=-1, keepdims=True)
     streams = np.array([slot.stream for slot in rows.slots], dtype=np.uint64)
     random = uniforms(streams ^ EXCLUDING, rows.counts(turn))
     chance = np.array(rows.settings("xtc_probability"), dtype=np.float32)
     now = mx.array((random < chance)[:, None])
-    return mx.where(there & ~(now & likely & (weights > least)), logits, -mx.inf)
+    return mx.where(allowed & ~(now & likely & (weights > least)), logits, -mx.inf)
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:

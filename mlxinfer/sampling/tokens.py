@@ -59,10 +59,10 @@ class TokenBuffer:
 
     def _make_room(self, count: int) -> None:
         """Move the tokens that are kept to an array with room for more, once in many calls."""
-        kept = self.ids
-        self._room = np.empty(max(2 * (len(kept) + count), MIN_ROOM), dtype=kept.dtype)
-        self._room[: len(kept)] = kept
-        self._stop = len(kept)
+        ids = self.ids
+        self._room = np.empty(max(2 * (len(ids) + count), MIN_ROOM), dtype=ids.dtype)
+        self._room[: len(ids)] = ids
+        self._stop = len(ids)
 
 
 class Repeats:

@@ -131,11 +131,11 @@ class ModelRegistry:
             return slot, adapter
         if self._default is not None and slot is None:
             return self._default, None
-        there = f"there is: {', '.join(self.names())}"
+        available = f"there is: {', '.join(self.names())}"
         if slot is not None:
             adapters = ", ".join(slot.adapters) or "none"
-            there = f"the adapters of {slot.entry.name} are: {adapters}"
-        raise ModelNotFoundError(f"There is no model {name[:100]!r} here; {there}.")
+            available = f"the adapters of {slot.entry.name} are: {adapters}"
+        raise ModelNotFoundError(f"There is no model {name[:100]!r} here; {available}.")
 
     def _called(self, name: str) -> ModelSlot | None:
         """The model of a name or an alias, or of the first alias with a `*` that matches."""

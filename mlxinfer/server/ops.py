@@ -221,7 +221,7 @@ def _shown(service: ServerState, slot: ModelSlot, stats: Mapping[str, Any] | Non
 
 def _engine(slot: ModelSlot, stats: Mapping[str, Any]) -> Plain:
     """Memory and counters of a loaded model's engine. Counters grow from the load on."""
-    kept = ("running", "waiting", "steps", "tokens_computed", "preemptions")
+    counters = ("running", "waiting", "steps", "tokens_computed", "preemptions")
     sources = stats.get("speculation", {}).get("sources", {})
     return {
         "kv_used_bytes": stats["kv_bytes_held"],  # of running requests
@@ -229,7 +229,7 @@ def _engine(slot: ModelSlot, stats: Mapping[str, Any]) -> Plain:
         "kv_limit_bytes": sum(g["pages"] * g["page_bytes"] for g in stats["groups"])
         or slot.kv_bytes,
         "disk_bytes": stats.get("disk", {}).get("num_bytes"),  # null: no disk cache
-        **{name: stats[name] for name in kept},
+        **{name: stats[name] for name in counters},
         "failed_proposals": {  # source -> why it was switched off, and how often
             name: f"{source['last_error']} ({source['switched_off']} requests)"
             for name, source in sources.items()

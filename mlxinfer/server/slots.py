@@ -330,9 +330,9 @@ def _share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
 def _does_not_fit(
     one: ModelSlot, slots: Sequence[ModelSlot], limit_bytes: int
 ) -> InvalidRequestError:
-    others = [slot for slot in slots if slot.pinned and slot is not one]
-    beside = f" beside the pinned {', '.join(n.entry.name for n in others)}" if others else ""
-    taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *others])
+    pinned = [slot for slot in slots if slot.pinned and slot is not one]
+    beside = f" beside the pinned {', '.join(n.entry.name for n in pinned)}" if pinned else ""
+    taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *pinned])
     return InvalidRequestError(
         f"The model {one.entry.name} does not fit{beside}: weights and KV caches need "
         f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "

@@ -103,8 +103,8 @@ def _encoded(
     """
     for some in _chunks(texts, pairs):
         ones = _each_once(tokenizer, texts[some])
-        others = [None] * len(ones) if pairs is None else _each_once(tokenizer, pairs[some])
-        yield from zip(ones, others, strict=True)
+        seconds = [None] * len(ones) if pairs is None else _each_once(tokenizer, pairs[some])
+        yield from zip(ones, seconds, strict=True)
 
 
 def _each_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
@@ -152,10 +152,10 @@ def _cut(
     first, second = deepcopy(first), deepcopy(second)
     one, two = len(first.ids), 0 if second is None else len(second.ids)
     half = room - room // 2 if one > two else room // 2
-    kept = min(one, max(room - two, half if second is not None else room))
-    first.truncate(kept)
+    count = min(one, max(room - two, half if second is not None else room))
+    first.truncate(count)
     if second is not None:
-        second.truncate(min(two, room - kept))
+        second.truncate(min(two, room - count))
     return first, second
 
 
@@ -338,10 +338,10 @@ class RowBuilder:
             if len(ids) > limit:
                 if not cut:
                     raise too_long(f"{param} {index}", len(ids), limit, param)
-                over, kept = len(ids) - limit, document
-                while len(ids) > limit and kept:
-                    kept = self._shortened(kept, over)
-                    messages[-1] = {"role": DOCUMENT, "content": kept}
+                over, shortened = len(ids) - limit, document
+                while len(ids) > limit and shortened:
+                    shortened = self._shortened(shortened, over)
+                    messages[-1] = {"role": DOCUMENT, "content": shortened}
                     ids = encode_chat(self.tokenizer, messages)
                     over = max(len(ids) - limit, 1)
             rows.append(TokenRow(ids[:limit]))

@@ -510,7 +510,7 @@ class Session(LocalSession):
             "infill": fim_tokens(self.tokenizer) is not None,
             "vision": chats and self.info.sees,
         }
-        return frozenset(name for name, there in has.items() if there)
+        return frozenset(name for name, is_able in has.items() if is_able)
 
     # -- answers --------------------------------------------------------------------------------
 

@@ -149,12 +149,12 @@ class BlockProposer(ProposalSource):
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Drop contexts that were not used for longest; False: it alone is too long."""
-        kept = sum(c.stop - c.start for c in self._contexts.values())
-        while kept + count > self._room:
+        num_held = sum(c.stop - c.start for c in self._contexts.values())
+        while num_held + count > self._room:
             oldest, context = next(iter(self._contexts.items()))
             if oldest is sequence:
                 return False
-            kept -= context.stop - context.start
+            num_held -= context.stop - context.start
             del self._contexts[oldest]
         return True
 

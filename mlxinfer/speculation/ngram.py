@@ -173,12 +173,12 @@ class NgramProposer(ProposalSource):
         suffix, first = text[-MAX_MATCH:], max(len(text) - SEARCHED, 0)
         place, length = find_longest(text[first:-1], suffix)
         place, other = first + place, None
-        kept = self._answers.get(followed.name)
-        if kept is not None:
-            answers = kept.ids[-SEARCHED:]
-            there, longer = find_longest(answers[:-1], suffix)
-            if longer > length and answers[there] != END:
-                place, length, other = there, longer, answers
+        answer = self._answers.get(followed.name)
+        if answer is not None:
+            answers = answer.ids[-SEARCHED:]
+            at, longer = find_longest(answers[:-1], suffix)
+            if longer > length and answers[at] != END:
+                place, length, other = at, longer, answers
         if length >= MIN_MATCH:
             followed.length, followed.place, followed.other = length, place, other
 

@@ -172,8 +172,8 @@ class Forms:
         role, content = message["role"], message.get("content")
         if isinstance(content, list) and role in self.first_part:
             text = "\n".join(part["text"] for part in content if part.get("type") == "text")
-            others = [part for part in content if part.get("type") != "text"]
-            return {**message, "content": [{"type": "text", "text": text}, *others]}
+            media = [part for part in content if part.get("type") != "text"]
+            return {**message, "content": [{"type": "text", "text": text}, *media]}
         if role not in self.parts or not isinstance(content, str):
             return message
         return {**message, "content": [{"type": "text", "text": content}]}

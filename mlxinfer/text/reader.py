@@ -122,10 +122,10 @@ class TextReader:
         """Return the longest of the marks that stands here, without reading it."""
         for mark in sorted(marks, key=len, reverse=True):
             while True:
-                there = self._text[self._at : self._at + len(mark)]
-                if there == mark:
+                text = self._text[self._at : self._at + len(mark)]
+                if text == mark:
                     return mark
-                if not mark.startswith(there):
+                if not mark.startswith(text):
                     break
                 if self._closed:
                     self._cut_mark = self._at

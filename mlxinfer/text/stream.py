@@ -101,9 +101,9 @@ class TextStream:
         continues: bool = False,
     ) -> None:
         marks = (*(reasoning.marks if reasoning else ()), *(tools.marks if tools else ()))
-        kept = _special_ids_in(tokenizer, marks) if marks else frozenset()
+        keep_ids = _special_ids_in(tokenizer, marks) if marks else frozenset()
         before = prompt_ids if continues else ()
-        self._detokenizer = Detokenizer(tokenizer, keep_ids=kept, prompt_ids=before)
+        self._detokenizer = Detokenizer(tokenizer, keep_ids=keep_ids, prompt_ids=before)
         self._splitter = None
         if reasoning:
             self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))

@@ -553,5 +553,5 @@ def cut_at_continue_tag(rendered: str, text: str) -> str:
         raise TemplateError(
             "continue_final_message: the chat template does not write the last message as it is."
         )
-    kept = rendered.startswith(_CONTINUE, end)
-    return rendered[:end] if kept else rendered[:end].rstrip()
+    has_spaces = rendered.startswith(_CONTINUE, end)
+    return rendered[:end] if has_spaces else rendered[:end].rstrip()

@@ -494,8 +494,8 @@ def _byte_alphabet() -> dict[str, int]:
     Source: Radford et al. 2019, bytes_to_unicode.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    unprintable = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(unprintable)}
 
 
 BYTE_OF = _byte_alphabet()

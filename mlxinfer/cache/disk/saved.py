@@ -230,12 +230,12 @@ class SavedSessions:
         Its entries stay in the disk cache until others need the room.
         """
         place = self._place(name, owner)
-        there = place.is_dir()
+        existed = place.is_dir()
         for left in self.folder.glob(f"{place.name}.*"):  # else it would get the name later
             with contextlib.suppress(OSError):
                 _end_save(left, restores=False)
         shutil.rmtree(place, ignore_errors=True)
-        return there
+        return existed
 
     def exported(self, session: SavedSession) -> tuple[int, Iterator[bytes]]:
         """The bytes of an exported session: how many, and themselves in pieces.

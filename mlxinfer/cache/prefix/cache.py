@@ -278,9 +278,9 @@ class PrefixCache:
         num_kept = self.groups[group].num_kept
         first = max(self.groups[group].first_page(num_tokens), num_kept)
         ids = [None if page is None else page.ids[group] for page in pages]
-        kept, rest = ids[:num_kept], ids[first:]
-        assert None not in kept + rest, "a restore point has every page that it needs"
-        return PageTable(self.page_size, num_kept, first, kept, rest)  # type: ignore[arg-type]
+        sinks, rest = ids[:num_kept], ids[first:]
+        assert None not in sinks + rest, "a restore point has every page that it needs"
+        return PageTable(self.page_size, num_kept, first, sinks, rest)  # type: ignore[arg-type]
 
     def existed(self, name: Name) -> bool:
         """Whether a page of this name is in memory, or was until not long ago."""

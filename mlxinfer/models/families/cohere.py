@@ -107,11 +107,11 @@ class Cohere2MoE(Cohere2):
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """Dense layers that see everything have positions too, where all of them do."""
-        always = fields.integer("prefix_dense_sliding_window_pattern") == 1
+        all_turn = fields.integer("prefix_dense_sliding_window_pattern") == 1
         turning = read_rope(fields, SLIDING, head_dim=head_dim)
         sparse = sparse_layers(fields, len(layer_types))
         return tuple(
-            turning if kind == SLIDING or (always and not has_experts) else None
+            turning if kind == SLIDING or (all_turn and not has_experts) else None
             for kind, has_experts in zip(layer_types, sparse, strict=True)
         )
 

@@ -54,7 +54,7 @@ _NAMES = [  # as transformers or the hub has them, and here
         (r"\.ape$", ".position_bias"),
         (r"\.compressor\.indexer\.(scorer\.)?(?=weights_proj|q_b_proj)", ".indexer."),
         (r"\.compressor\.indexer\.", ".indexer.compressor."),
-        (r"\.(wq_a|wq_b|wo_a|wo_b)\.", lambda found: f".{found[1][1:]}_proj."),
+        (r"\.(wq_a|wq_b|wo_a|wo_b)\.", lambda match: f".{match[1][1:]}_proj."),
         (r"\.wkv\.", ".kv_proj."),
         (r"\.wgate\.", ".gate_proj."),
         (r"\.q_norm\.", ".q_a_norm."),

@@ -128,8 +128,8 @@ class FalconH1(Family):
         for name, heads in zip("qkv", (config.num_heads, *[config.num_kv_heads] * 2), strict=True):
             rows = heads * config.head_dim
             stored = self._matrix(f"{path}.{name}_proj", rows, config.hidden_size, config.qkv_bias)
-            there = self.of_mlx and name != "v"
-            parts.append(stored if there else stored.scaled(factor, bias=False))
+            is_scaled = self.of_mlx and name != "v"
+            parts.append(stored if is_scaled else stored.scaled(factor, bias=False))
         return fused(parts)
 
     def attention_output(self, path: str, inner: int) -> Projection:

@@ -71,8 +71,8 @@ class StreamedEntry:
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """ids (T,) and x (T, hidden) -> (T, S, hidden)."""
         x = self.inputs(ids, x, step)[:, None]
-        others = mx.unflatten(self.projection(x[:, 0]), -1, (-1, x.shape[-1]))
-        return mx.concatenate([x, _as_long(others, x)], axis=1)
+        streams = mx.unflatten(self.projection(x[:, 0]), -1, (-1, x.shape[-1]))
+        return mx.concatenate([x, _as_long(streams, x)], axis=1)
 
 
 class StreamedNorm:
@@ -208,10 +208,10 @@ class StreamedLayer(Layer):
             y = y if some is None else some
         y = y + behind_mlp(self.mlp(before_mlp(y)))
         corrected = self.altup.correct(predicted, y)
-        first, others = mx.split(corrected, [1], axis=1)
+        first, streams = mx.split(corrected, [1], axis=1)
         read = corrected[:, self.altup.active]
         added = self.gate(read if self.scale is None else read * self.scale, step)
-        return mx.concatenate([first, others + added[:, None]], axis=1), None
+        return mx.concatenate([first, streams + added[:, None]], axis=1), None
 
 
 class Gemma3n(Family):

@@ -22,11 +22,11 @@ PARTIAL = "partial_rotary_factor"
 
 def whole_heads(config: Fields) -> Fields:
     """A config without `partial_rotary_factor`, in either spelling: all that can turn turns."""
-    kept = {key: value for key, value in config.values.items() if key != PARTIAL}
+    values = {key: value for key, value in config.values.items() if key != PARTIAL}
     for spelling in ("rope_parameters", "rope_scaling"):
         if (rope := config.fields(spelling)) is not None:
-            kept[spelling] = {key: value for key, value in rope.values.items() if key != PARTIAL}
-    return Fields(kept, config.where)
+            values[spelling] = {key: value for key, value in rope.values.items() if key != PARTIAL}
+    return Fields(values, config.where)
 
 
 class Llama(Family):

@@ -104,8 +104,8 @@ class Qwen3Next(Family):
         q_proj = self._matrix(f"{path}.q_proj", 2 * config.num_heads * dim)
         order = _by_kind(config.num_heads, [dim, dim])
         queries, gates = (q_proj.reordered(half) for half in _halves(order))
-        others = [self._matrix(f"{path}.{n}_proj", config.num_kv_heads * dim) for n in "kv"]
-        return fused([queries, *others]), gates.projection()
+        keys_values = [self._matrix(f"{path}.{n}_proj", config.num_kv_heads * dim) for n in "kv"]
+        return fused([queries, *keys_values]), gates.projection()
 
     def mlp(self, index: int) -> FeedForward:
         """Experts and a gated shared one, or an MLP where the config leaves a layer dense."""

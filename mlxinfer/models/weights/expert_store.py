@@ -362,8 +362,8 @@ class LayerExperts:
         """Free slots first, then the slots of the experts that tokens use most rarely."""
         held = self._expert_in
         rates = np.where(held < 0, -1.0, self._rate[held])
-        kept = self._slot_of[keep]
-        rates[kept[kept >= 0]] = np.inf
+        slots_in_use = self._slot_of[keep]
+        rates[slots_in_use[slots_in_use >= 0]] = np.inf
         order = np.lexsort((self._last_step[held], rates))[:count]
         assert np.isfinite(rates[order]).all(), "more experts are kept than there are slots"
         slots: list[int] = order.tolist()

@@ -248,14 +248,14 @@ def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
     named = ((body.text_1, body.queries, body.data_1), (body.text_2, body.documents, body.data_2))
     sides = []
     for index, given in enumerate(named):
-        there = [side for side in given if side is not None]
-        if len(there) != 1:
+        sent = [side for side in given if side is not None]
+        if len(sent) != 1:
             raise InvalidRequestError(
                 f"Send text_1 and text_2 (or queries and documents); of side {index + 1} there are "
-                f"{len(there)}.",
+                f"{len(sent)}.",
                 param=f"text_{index + 1}",
             )
-        sides.append([there[0]] if isinstance(there[0], str) else _texts(there[0]))
+        sides.append([sent[0]] if isinstance(sent[0], str) else _texts(sent[0]))
     return sides[0], sides[1]
 
 

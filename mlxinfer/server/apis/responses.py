@@ -196,8 +196,8 @@ def truncated(messages: Sequence[Plain], count: int) -> list[Plain]:
 
 def _error_event(error: MlxinferError) -> bytes:
     shown = openai_error(error)["error"]
-    kept = {key: shown[key] for key in ("code", "message", "param")}
-    return named("error", {"type": "error", "sequence_number": 0, **kept})
+    fields = {key: shown[key] for key in ("code", "message", "param")}
+    return named("error", {"type": "error", "sequence_number": 0, **fields})
 
 
 RESPONSES = ErrorForm(body=lambda error: encode(openai_error(error)), event=_error_event)

@@ -212,8 +212,8 @@ class AnswerRoutes:
         place = (owner, body.message.id)
         if place not in self._running:
             running = self._running[place] = RunningAnswer(body.conversation, body.message)
-            own = call.again()
-            running.task = asyncio.create_task(self._run(owner, running, own, request))
+            copy = call.again()
+            running.task = asyncio.create_task(self._run(owner, running, copy, request))
         return Events(self._follow(self._running[place]))
 
     async def follow(self, call: Call) -> Events:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .library import convert_model, list_models, pull
+    from .library import convert_model as convert
     from .llm import LLM
     from .outputs import Delta, Facts, Ranked, Result, Results, Timing, ToolCall, ToolCallDelta
     from .program import Branches, Program, Selection
@@ -97,6 +98,7 @@ __all__ = [
     "UnsupportedFieldError",
     "UnsupportedModelError",
     "__version__",
+    "convert",
     "convert_model",
     "list_models",
     "pull",
@@ -128,6 +130,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "convert":  # a package that can be called
+        return import_module(".convert", __name__)
     home = _HOMES.get(name, "errors")
     value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value

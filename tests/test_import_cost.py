@@ -34,6 +34,16 @@ def test_the_vocabulary_loads_nothing_heavy() -> None:
     assert loaded_after(code) & (HEAVY | {"click"}) == set()
 
 
+def test_convert_is_called_with_or_without_an_import_of_its_package() -> None:
+    for before in ("", "from mlxinfer.convert.recipes import make_recipe; import mlxinfer.convert"):
+        code = f"{before}\nimport mlxinfer; convert = mlxinfer.convert; assert callable(convert)"
+        assert loaded_after(code) & {"mlx", "mlx_lm", "click"} == set() or before
+        call = (
+            "\ntry: convert('demo', 'out', progress=5)\nexcept mlxinfer.InvalidRequestError: pass"
+        )
+        assert "mlxinfer" in loaded_after(code + call)
+
+
 def test_help_loads_click_and_nothing_heavy() -> None:
     code = (
         "import mlxinfer.cli\n"

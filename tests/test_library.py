@@ -45,7 +45,7 @@ def test_a_model_is_converted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with LLM("demo") as demo:
         source = demo.path
-    report = mlxinfer.convert_model(source, out, recipe="8bit", calibration=None, check=False)
+    report = mlxinfer.convert(source, out, recipe="8bit", calibration=None, check=False)
     assert report.bits_per_weight > 4
     with LLM(out) as llm:
         assert llm.generate("A page", max_tokens=2).text

@@ -11,7 +11,7 @@ import pytest
 import mlxinfer
 from mlxinfer import core, errors, library, outputs, program
 
-HERE = {"LLM", "__version__"}  # not in the modules compared below
+HERE = {"LLM", "__version__", "convert"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
 OUTPUTS = {
     "Delta", "Facts", "Ranked", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta",

@@ -270,9 +270,8 @@ def _fed_back(
     scales: list[Scales] = []
     block_start = 0
     for factor in feedback.factors:
-        errors, block, coded = (
-            array[block_start : block_start + len(factor)] for array in (columns, moved, codes)
-        )
+        inside = slice(block_start, block_start + len(factor))
+        errors, block, coded = columns[inside], moved[inside], codes[inside]
         for first in range(0, len(block), SPREAD):
             last = min(first + SPREAD, len(block))
             for start in range(first, last, size):

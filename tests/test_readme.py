@@ -177,7 +177,9 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert set(jobs) == {"linux", "macos"}
     on_a_gpu = ".venv/bin/mlxinfer doctor --report report.json"
     apart = [run for run in runs if run not in (*script, *ours, ".ci/run", on_a_gpu)]
-    assert [run.endswith("-m metal_cpu.apple libraries") for run in apart] == [True]
+    compiled, packaged = apart
+    assert compiled.endswith("-m metal_cpu.apple libraries")
+    assert "briefcase package" in packaged  # see tests/app/test_app_bundle.py
     assert runs.index(apart[0]) < runs.index(on_mac) < runs.index(on_a_gpu), "it compiles first"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 import mlxinfer.app
@@ -50,6 +51,19 @@ def test_the_bundle_s_files_and_versions_are_those_of_the_package(config: dict[s
         require.startswith("toga-cocoa>=0.5.7;")
         for require in project["optional-dependencies"]["app"]
     )
+
+
+def test_the_workflow_of_macs_packages_the_bundle_and_keeps_it() -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["macos"][
+        "steps"
+    ]
+    [made] = [step["run"] for step in steps if "briefcase package" in step.get("run", "")]
+    config = tomllib.loads((BUNDLE / "pyproject.toml").read_text())["tool"]["briefcase"]
+    [(name, app)] = config["app"].items()
+    assert f"cd {BUNDLE.relative_to(ROOT)} && " in made
+    assert f"build/{name}/macos/app && ditto -c -k --keepParent {app['formal_name']}.app" in made
+    [kept] = [step["with"] for step in steps if step.get("with", {}).get("name") == "mac-app"]
+    assert kept["path"] == "apps/menubar/dist"
 
 
 def executable(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -274,6 +274,31 @@ class LLM:
         """`stream_chat` for asyncio."""
         return adeltas(self._session.start, self._chat("astream_chat", messages, params, options))
 
+    def apply_chat_template(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        **options: Unpack[ChatArguments],
+    ) -> list[int]:
+        """Token ids of the prompt that `chat` makes of a conversation; same arguments as `chat`.
+
+        `generate` continues them as `chat` does. `tokenizer.decode` gives the text.
+
+        Args:
+            messages: of the conversation.
+            add_generation_prompt: end with the header of the answer.
+            options: those of `chat`, such as tools and chat_template_kwargs.
+
+        Raises:
+            TemplateError: the model has no chat template, or it refused these messages.
+        """
+        if not add_generation_prompt:
+            variables = options.get("chat_template_kwargs") or {}
+            options["chat_template_kwargs"] = {**variables, "add_generation_prompt": False}
+        given = chat_input("apply_chat_template", messages, None, options)
+        return self._session.encode(given).ids
+
     def show(
         self,
         messages: str | Sequence[Message],

@@ -22,6 +22,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
+from huggingface_hub import constants
 from PIL import Image, ImageDraw
 
 from mlxinfer import LLM, hub
@@ -76,10 +77,12 @@ SHOWN = {  # pages with blocks of the kind `text` -> what these are
     "architecture.md": "the tree of folders: tests/test_readme.py",
     "clients.md": "a command of Docker",
     "demo_model.md": "what the demo says: tests/test_readme.py",
+    "from_mlx_lm.md": "commands for models of the reader: tests/convert, tests/adapters",
     "http.md": "a stream: tests/reference",
     "larger_than_memory.md": "commands for models of the reader, and an error: tests/test_fit.py",
     "notebook.md": "cells: tests/test_notebook.py",
     "peers.md": "two servers at two addresses: tests/server/test_peer_servers.py",
+    "rag.md": "no bundled model scores texts: tests/pooling",
     "replicas.md": "three Macs: tests/server/test_replicas.py",
     "several_macs.md": "several servers: the same two",
     "terminal.md": "files, models and shells of the reader: tests/cli",
@@ -202,6 +205,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     }
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # for mlx-lm, which may be loaded
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(folder)
     someone = Reader(folder, dict(os.environ), port)
     yield someone

@@ -184,3 +184,19 @@ def test_what_cannot_be_called_or_goes_not_together_is_refused(llm: LLM) -> None
     for options, said in refused:
         with pytest.raises(InvalidRequestError, match=said):
             llm.generate("Hello", **options)
+
+
+def test_the_tokens_of_a_chat_are_those_that_it_answers(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    params = SamplingParams(max_tokens=8)
+    for messages in ("Hello", [*turns, {"role": "user", "content": "And now?"}]):
+        ids = llm.apply_chat_template(messages)
+        answer = llm.chat(messages, params)
+        assert answer.prompt_tokens == len(ids)
+        assert llm.generate(ids, params).token_ids == answer.token_ids
+    bare, begun = (
+        llm.apply_chat_template(turns[:1], add_generation_prompt=p) for p in (False, True)
+    )
+    assert begun[: len(bare)] == bare != begun
+    with pytest.raises(TypeError, match="takes no 'tols'"):
+        llm.apply_chat_template("Hello", tols=[])  # type: ignore[call-arg]

@@ -446,6 +446,7 @@ class KVSpec:
     # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
     turning: int = 0
     sees_spans: bool = False  # features of a picture see each other here, where it says so
+    relative: bool = False  # scores have a bias by distance, which no kernel of attention knows
     unit: ClassVar[int] = 1  # pages must have a multiple of so many tokens
 
     @property

@@ -142,7 +142,17 @@ class KeyValueLayer(PagedLayer):
 
     @staticmethod
     def windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
-        """The spec, which has no window, with the one that is asked for."""
+        """The spec, which has no window, with the one that is asked for.
+
+        Raises:
+            InvalidRequestError: scores have a bias by distance, of tokens that follow each other.
+        """
+        if spec.relative:
+            raise InvalidRequestError(
+                f"kv_window is {options.window}, and layers of this model weigh tokens by their "
+                "distance, none left out. Leave kv_window out.",
+                param="kv_window",
+            )
         return replace(spec, window=options.window, sinks=options.sinks)
 
     @staticmethod
@@ -262,7 +272,7 @@ class KeyValueLayer(PagedLayer):
 
         Numbers that share a threadgroup share the compiled kernel, and so the variant.
         """
-        if self.chunked or not self._in_kernels:
+        if self.chunked or self.spec.relative or not self._in_kernels:
             return {}
         form, itemsize = self._form(mixer), self.dtype.size
         shapes = {
@@ -285,7 +295,7 @@ class KeyValueLayer(PagedLayer):
         has_kernel = self._in_kernels and tile_queries(form.group, **self._dims)
         plain = not any(fmt.bits for fmt in self.formats)
         fused = plain and self.spec.window is None and is_fused(*self._dims.values())
-        if fused or not has_kernel:
+        if fused or not has_kernel or self.spec.relative:
             return None
         return form.variant(PREFILL)
 

@@ -198,7 +198,7 @@ class Family:
     def _model(self: Self) -> Model:
         config, weights = self.config, self.weights
         tied = config.tie_word_embeddings
-        table = weights.embedding("model.embed_tokens", (config.vocab_size, config.hidden_size))
+        table = weights.embedding("model.embed_tokens", (self.num_rows, config.hidden_size))
         entry = self.entry()
         weights.evaluate(list(arrays([table, entry])))
         layers = [weights.layer(index, self.layer) for index in range(config.num_layers)]
@@ -208,7 +208,7 @@ class Family:
             weights.drop(*[f"lm_head.{part}" for part in ("weight", "scales", "biases", "signs")])
         lm_head = table.as_linear() if tied else None
         if not tied and not config.without_lm_head:
-            lm_head = weights.head("lm_head", (config.vocab_size, config.hidden_size))
+            lm_head = self.output_head()
         weights.finish()
         model = Model(
             config,
@@ -229,6 +229,15 @@ class Family:
         first = self.config.num_layers
         more = self.config.fields.integer("num_nextn_predict_layers", low=0, default=0)
         self.weights.drop_below([f"model.layers.{i}." for i in range(first, first + min(more, 64))])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the token table."""
+        return self.config.vocab_size
+
+    def output_head(self) -> Projection:
+        """The output projection to the logits of all tokens."""
+        return self.weights.head("lm_head", (self.config.vocab_size, self.config.hidden_size))
 
     @property
     def embed_scale(self) -> float | None:

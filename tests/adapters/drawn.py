@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 DENSE = r"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|qkv_proj|gate_up_proj|fc1|fc2|"
-DENSE += r"in_proj\w*|out_proj|kv_a_proj_with_mqa|q_a_proj|q_b_proj|w1|w2|w3)\.weight$"
+DENSE += r"in_proj\w*|out_proj|kv_a_proj_with_mqa|q_a_proj|q_b_proj|w1|w2|w3|"
+DENSE += r"w[qkvr]_d[uv]|wo_ud)\.weight$"
 
 
 @dataclass

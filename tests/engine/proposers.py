@@ -161,7 +161,8 @@ def block_draft_of(model: Model) -> BlockDraft:
     return load_dflash(dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps), model)
 
 
-WITH_STREAMS = ("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4", "xing4_0")  # types of models
+# Types of models.
+WITH_STREAMS = ("gemma3n", "qwen4_exp", "glm5_next", "deepseek_v4", "xing4_0", "inkling2")
 
 
 def has_hidden_states(model: LanguageModel) -> bool:

@@ -81,7 +81,7 @@ ALL_CASES = (
     "olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4",
     "qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5",
     "deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4",
-    "flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4",
+    "flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4", "inkling2_loop_text-v5",
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )  # fmt: skip
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"
@@ -289,7 +289,7 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
         bits = (bits[0], bits[0])  # one vector, one number of bits
     if any((spec.latent_dim + spec.rope_dim) % 8 for spec in latent):
         bits = (None, None)  # refused
-    if ranked_specs(case):  # it chooses what it sees among all
+    if ranked_specs(case):  # it chooses what it sees among all, or weighs it by distance
         return KVOptions(bits=bits, plain_ends=draw(st.booleans()))
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
@@ -305,13 +305,14 @@ def hides_biases(case: str) -> bool:
 
 
 def ranked_specs(case: str) -> list[CacheSpec]:
-    """Of layers with an indexer."""
+    """Of layers with an indexer, or with a bias by distance."""
     specs = model_of(case).cache_specs
     return [
         spec
         for spec in specs
         if isinstance(spec, PooledSpec | EntrySpec | BlockSpec)
         or (isinstance(spec, LatentSpec) and spec.index_dim)
+        or (isinstance(spec, KVSpec) and spec.relative)
     ]
 
 

@@ -20,6 +20,7 @@ from mlxinfer.core import (
     StateSpec,
 )
 from mlxinfer.layers.ranks import AbsentMixer
+from mlxinfer.layers.relative_attention import RelativeBias
 from mlxinfer.layers.step import Step, StepFeatures
 
 
@@ -44,11 +45,32 @@ class DenseLayerKV:
             rows = slice(start, start + count)
             whole = queries[rows], keys[rows], values[rows]
             one = self._attend_one(name, *whole, softmax)
-            if choice is not None:
+            if isinstance(choice, RelativeBias):
+                one = self._with_bias(name, queries[rows], choice, rows, softmax.scale)
+            elif choice is not None:
                 one = self._over_chosen(name, queries[rows], choice[rows], softmax)
             outputs.append(one)
             start += count
         return mx.concatenate(outputs).flatten(1)
+
+    def _with_bias(self, name, queries, bias, rows, scale):
+        """Scores with a bias by distance, and a sink of each token and head; row by row."""
+        keys, values = (np.array(part.astype(mx.float32)) for part in self.past[name])
+        served, outputs, first = queries.shape[1] // keys.shape[1], [], len(keys) - len(queries)
+        keys, values = (np.repeat(part, served, axis=1) for part in (keys, values))  # (S, H, D)
+        profiles = np.array(bias.states[rows] @ bias.profiles)  # (n, H, E)
+        for row, query in enumerate(np.array(queries)):
+            stop = first + row + 1
+            start = 0 if self.spec.window is None else max(0, stop - self.spec.window)
+            scores = scale * np.einsum("hd,shd->hs", query, keys[start:stop])
+            near = min(stop - start, profiles.shape[2])
+            scores[:, stop - start - near :] += profiles[row, :, :near][:, ::-1]
+            sink = np.array(bias.sinks)[rows][row][:, None]
+            weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), sink))
+            top = np.maximum(scores.max(-1, keepdims=True), sink)
+            weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
+            outputs.append(np.einsum("hs,shd->hd", weights, values[start:stop]))
+        return mx.array(np.stack(outputs))
 
     def _over_chosen(self, name, queries, seen, softmax):
         """`seen`: of each query, the tokens that each of some groups of heads sees.

@@ -52,7 +52,8 @@ LARGE = {  # tens of thousands of tensors each: seconds
     "K-EXAONE-236B-A23B", "Hunyuan-A13B", "Hy3", "Trinity-Mini", "Ling-3.0-flash",
     "Laguna-XS.2", "Step-3.5-Flash", "MiMo-V2-Flash", "Qwen3.8-Flash-Next", "Mellum2-12B-A2.5B",
     "Flint-40B-A2.5B", "K2-Horizon-36B-A4B", "Kolibri-1-78B-A3.8B", "Xing4.0-29B-A4B",
-    "Sarvam-105B", "Sarvam-30B", "MiniMax-M3", "GLM-5.3-Flash", "DeepSeek-V4-Flash",
+    "Inkling-2-Mini", "Sarvam-105B",
+    "Sarvam-30B", "MiniMax-M3", "GLM-5.3-Flash", "DeepSeek-V4-Flash",
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def quantized(arrays: dict[str, mx.array], how: dict[str, Any]) -> dict[str, mx.
     """weight -> weight, scales and (affine) biases, for every matrix that can be quantised."""
     result: dict[str, mx.array] = {}
     for name, array in arrays.items():
-        if not name.endswith("weight") or array.ndim != 2 or array.shape[1] % how["group_size"]:
+        if not name.endswith(".weight") or array.ndim != 2 or array.shape[1] % how["group_size"]:
             result[name] = array
             continue
         path = name.removesuffix("weight")

@@ -166,6 +166,9 @@ def router_gap(
         return 10 * gap(scores + module.e_score_correction_bias, config["num_experts_per_tok"])
     if config["model_type"] == "kolibri1":
         return gap(logits + module.e_score_correction_bias, config["num_experts_per_tok"])
+    if config["model_type"] == "inkling2_loop_text":
+        scores = logits.sigmoid() + module.e_score_correction_bias
+        return 10 * gap(scores, config["num_experts_per_tok"])
     if config["model_type"] == "ernie4_5_moe":
         return grouped_gap(
             config, logits.softmax(-1) + module.moe_statics.e_score_correction_bias, 1

@@ -22,6 +22,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
+from adapters.drawn import dense_tensors, draw, write_peft
 from huggingface_hub import constants
 from PIL import Image, ImageDraw
 
@@ -40,6 +41,7 @@ STANDINS = {  # names of pages -> the bundled models that stand for them
     "mlx-community/Qwen3.5-9B-4bit": "demo-vision",
     "mlx-community/Qwen3-8B-4bit": "demo",
     "mlx-community/Qwen3-0.6B-4bit": "demo-draft",
+    "Qwen/Qwen3-4B": "demo",
     "org/name": "demo",
 }
 NOT_RUN = {  # how a block or a command begins -> why it is not run
@@ -63,17 +65,15 @@ NOT_RUN = {  # how a block or a command begins -> why it is not run
     'with LLM("org/name", expert_memory': "the same",
     "python -m examples.demo_model": "hours: tests/test_demo_assets.py looks at what came of it",
     "mlxinfer session import": "it needs a second machine: tests/server/test_sessions.py",
-    'llm = LLM("Qwen/Qwen3-4B")': "it needs adapters: tests/adapters",
     'from mlxinfer import LLM\n\nllm = LLM("BAAI': "no bundled model embeds: tests/pooling",
     'from openai import OpenAI\n\nclient = OpenAI(base_url="http://127.0.0.1:8080/v1", '
-    'api_key="unused")\nfound': "the same",
+    'api_key="unused")\nanswer = client.embeddings': "the same",
     'print(llm.chat("What happens?", videos': "the bundled model sees no videos: tests/images",
     "from langchain_openai": "tests/server/test_frameworks.py asks through it",
     "mlxinfer history": "there is no history yet: tests/cli/test_cli_history.py",
     'llm = LLM("demo", ranks=2)': "a process has one group for life: tests/ranks",
 }
 SHOWN = {  # pages with blocks of the kind `text` -> what these are
-    "adapters.md": "commands for adapters of the reader: tests/server/test_adapters_live.py",
     "architecture.md": "the tree of folders: tests/test_readme.py",
     "clients.md": "a command of Docker",
     "demo_model.md": "what the demo says: tests/test_readme.py",
@@ -192,6 +192,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     folder = tmp_path / "here"
     folder.mkdir()
     pictures(folder)
+    adapters(folder)
     port = free_port()
     variables = {
         "HF_HUB_CACHE": str(cache),
@@ -219,6 +220,14 @@ def pictures(folder: Path) -> None:
     ImageDraw.Draw(drawing).ellipse((20, 20, 70, 70), fill="red")
     for name in ("drawing.png", "photo.jpg", "before.png", "after.png"):
         drawing.save(folder / name)
+
+
+def adapters(folder: Path) -> None:
+    """The adapters that pages name."""
+    base = hub.resolve("demo")
+    drawn = draw(dense_tensors(base), seed=1, strength=0.02)
+    for name in ("pirate", "adapters/poet"):
+        write_peft(folder / name, drawn)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PAGES if blocks(name)))

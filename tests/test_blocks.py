@@ -70,7 +70,6 @@ NOT_RUN = {  # how a block or a command begins -> why it is not run
     'api_key="unused")\nanswer = client.embeddings': "the same",
     'print(llm.chat("What happens?", videos': "the bundled model sees no videos: tests/images",
     "from langchain_openai": "tests/server/test_frameworks.py asks through it",
-    "python examples/rag.py": "it needs the weights of MiniLM: tests/test_examples.py",
     "mlxinfer history": "there is no history yet: tests/cli/test_cli_history.py",
     'llm = LLM("demo", ranks=2)': "a process has one group for life: tests/ranks",
 }
@@ -83,7 +82,6 @@ SHOWN = {  # pages with blocks of the kind `text` -> what these are
     "http.md": "a stream: tests/reference",
     "larger_than_memory.md": "commands for models of the reader, and an error: tests/test_fit.py",
     "notebook.md": "cells: tests/test_notebook.py",
-    "rag.md": "lines for models of the reader: tests/pooling",
     "peers.md": "two servers at two addresses: tests/server/test_peer_servers.py",
     "rag.md": "no bundled model scores texts: tests/pooling",
     "replicas.md": "three Macs: tests/server/test_replicas.py",

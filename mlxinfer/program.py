@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self, TypeVar, Unpack
 from .core import LEAST_SEED, MOST_SEED, FinishReason, SamplingParams
 from .errors import InvalidRequestError, PartNotFoundError, check_int, shown
 from .files import open_lines
-from .outputs import Delta, Result, Results
+from .outputs import Delta, Result, Results, ToolCall
 from .progress import Watch
 from .session.answers import adeltas, deltas, last
 from .session.base import ModelSession
@@ -38,6 +38,9 @@ class PartArguments(TextArguments, total=False):
 
     chat_template_kwargs: Mapping[str, Any] | None
     schema: Mapping[str, Any]
+    tools: Sequence[Message | Callable[..., Any]] | None
+    tool_choice: str | Message
+    parallel_tool_calls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,25 @@ class Mark:
             message["reasoning_content"] = said.get("reasoning_content", "") + reasoning
         return replace(self, messages=(*before, message))
 
+    def calling(self, calls: Sequence[ToolCall]) -> "Mark":
+        """The same, and the assistant's message makes these calls."""
+        if not calls:
+            return self
+        if not self.continues:
+            empty = {"role": "assistant", "content": ""}
+            return replace(self, messages=(*self.messages, empty)).calling(calls)
+        *before, said = self.messages
+        made = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+            if call.complete
+        ]
+        return replace(self, messages=(*before, {**said, "tool_calls": made}))
+
     def naming(self, name: str, value: object) -> "Mark":
         """The same with a named value."""
         return replace(self, named={**self.named, name: value})
@@ -123,6 +145,18 @@ class Program:
     def user(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> None:
         """Add a message of the user; pictures and videos stand before its text, as in LLM.chat."""
         self._say("user", text, images, videos)
+
+    def tool(self, call: ToolCall, content: str) -> None:
+        """Add the result of a call that the model made in the part before.
+
+        Raises:
+            InvalidRequestError: the model made no such call there.
+        """
+        *_, last = [m for m in self._now.messages if m["role"] == "assistant"] or [{}]
+        if call.id not in [made["id"] for made in last.get("tool_calls", ())]:
+            raise InvalidRequestError(f"The last part has no call {shown(call.id)}.", param="call")
+        result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+        self._set(replace(self._now, messages=(*self._now.messages, result)))
 
     def _say(
         self, role: str, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()
@@ -180,7 +214,8 @@ class Program:
         Args:
             name: of the part: `program[name]` is its text.
             options: `schema`, a JSON schema that the part must fit, and those of LLM.chat, such as
-                max_tokens, stop, seed, response_format and adapter. They replace the program's.
+                max_tokens, stop, seed, response_format, adapter and tools. They replace the
+                program's.
 
         Raises:
             As LLM.chat and LLM.generate.
@@ -202,7 +237,7 @@ class Program:
     def _taken(self, name: str, sent: Mark, running: Iterator[Delta]) -> Iterator[Delta]:
         for delta in running:
             if delta.result is not None:
-                self._add(name, sent, delta.result.text, delta.result.reasoning)
+                self._take(name, sent, delta.result)
             yield delta
 
     async def astream(self, name: str, **options: Unpack[PartArguments]) -> AsyncIterator[Delta]:
@@ -210,7 +245,7 @@ class Program:
         given, sent = self._input(name, options), self._now
         async for delta in adeltas(self.session.start, given):
             if delta.result is not None:
-                self._add(name, sent, delta.result.text, delta.result.reasoning)
+                self._take(name, sent, delta.result)
             yield delta
 
     def select(self, name: str, choices: Iterable[str], *, per_token: bool = True) -> Selection:
@@ -295,9 +330,10 @@ class Program:
             given["chat_template_kwargs"] = {**variables, "continue_final_message": True}
         return self._make(now.text, now.messages, given)
 
-    def _add(self, name: str, sent: Mark, text: str, reasoning: str | None = None) -> None:
+    def _take(self, name: str, sent: Mark, result: Result) -> None:
         """Add what the model wrote after what stood here when it was asked."""
-        self._set(sent.plus(text, reasoning).naming(name, text), sent)
+        said = sent.plus(result.text, result.reasoning).calling(result.tool_calls)
+        self._set(said.naming(name, result.text), sent)
 
     def __enter__(self) -> Self:
         return self
@@ -380,7 +416,7 @@ class Branches(tuple[Program, ...]):
 
     def _take(self, name: str, sent: Sequence[Mark], results: Sequence[Result]) -> Results:
         for branch, before, result in zip(self, sent, results, strict=True):
-            branch._add(name, before, result.text, result.reasoning)
+            branch._take(name, before, result)
         return Results(results)
 
     def _choices(self, choices: Sequence[str]) -> list[Input]:
@@ -405,7 +441,7 @@ class Branches(tuple[Program, ...]):
     ) -> list[Selection]:
         chosen = [Selection(max(score, key=score.__getitem__), score) for score in scores]
         for branch, before, selection in zip(self, sent, chosen, strict=True):
-            branch._add(name, before, selection.text)
+            branch._set(before.plus(selection.text).naming(name, selection.text), before)
         return chosen
 
 

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import pytest
@@ -148,3 +150,35 @@ def test_wrong_tools(knowing: LLM) -> None:
             knowing.chat(HI, SHORT, tools=tools)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="tool_format"):
         LLM("demo-draft", tool_format="morse")
+
+
+def test_a_program_calls_tools_as_a_chat_does(llm: LLM) -> None:
+    def get_weather(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+            city: Its name. (choices: ["Oslo", "Rome"])
+        """
+        return f"{city}: rain"
+
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "tools": [get_weather]}
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Oslo?"}]
+    with llm.program(**params) as program:
+        program.user("Weather in Oslo?")
+        called = program.gen("call", **forced)
+        (call,) = called.tool_calls
+        assert called.token_ids == llm.chat(chat, **params, **forced).token_ids
+        with pytest.raises(InvalidRequestError, match="no call 'other'"):
+            program.tool(replace(call, id="other"), "sun")
+        rain = get_weather(**json.loads(call.arguments))
+        program.tool(call, rain)
+        function = {"name": call.name, "arguments": call.arguments}
+        made = {"id": call.id, "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": rain}
+        chat += [{"role": "assistant", "content": called.text, "tool_calls": [made]}, result]
+        assert program.messages == chat
+        answer = program.gen("answer", tool_choice="none")
+        assert answer.token_ids == llm.chat(chat, **params, tool_choice="none").token_ids
+        streamed = [d.result for d in program.fork(1)[0].stream("more", tool_choice="none")]
+        assert streamed[-1] is not None

@@ -326,6 +326,26 @@ class QuantizedExpertLinear(QuantizedMatrix):
         return y if self.bias is None else y + self.bias[routed.experts][..., None, :]
 
 
+class FactoredExperts:
+    """Expert projections whose outputs each expert multiplies by a number of its own.
+
+    Args:
+        projection: of the experts.
+        factors: (E,) float32.
+    """
+
+    __slots__ = ("factors", "projection")
+
+    def __init__(self, projection: ExpertProjection, factors: mx.array) -> None:
+        self.projection = projection
+        self.factors = factors
+
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
+        y = self.projection(x, routed)
+        return (y * self.factors[routed.experts][..., None, None]).astype(y.dtype)
+
+
 class JoinedExperts:
     """Expert projections of the same input, side by side: for formats that cannot be fused."""
 

@@ -25,6 +25,8 @@ class QuantFormat:
 
 
 MXFP4 = QuantFormat(32, 4, "mxfp4")
+MXFP8 = QuantFormat(32, 8, "mxfp8")
+NVFP4 = QuantFormat(16, 4, "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)

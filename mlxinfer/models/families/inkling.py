@@ -33,6 +33,7 @@ from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
 from ..family import Family
 from ..jsonfields import Fields
+from ..quantization import MXFP8, NVFP4
 from ..stage import BetweenStages
 from ..weights.matrix import StoredMatrix
 
@@ -45,6 +46,11 @@ _ENDS: Mapping[str, str] = {
     ".weight_proj": ".weight_proj.weight",
     ".experts.w13_weight": ".experts.gate_up_proj.weight",
     ".experts.w2_weight": ".experts.down_proj.weight",
+    **{
+        f".experts.{theirs}_weight_{part}": f".experts.{ours}.{part}"
+        for theirs, ours in (("w13", "gate_up_proj"), ("w2", "down_proj"))
+        for part in ("scale", "amax", "outer_scale_denominator")
+    },
     ".gate.bias": ".gate.e_score_correction_bias",
     **{f".down_{part}": f".down.{part}" for part in ("weight", "scales", "biases")},
 }
@@ -434,10 +440,39 @@ class Inkling2Loop(Family):
         parts: Sequence[int] | None = None,
     ) -> StoredMatrix:
         """Rows of gate and up alternate; they are put one kind behind the other."""
-        stored = super()._packed(path, projection, shape, parts)
+        stored = self._released(f"{path}.{projection}", shape)
+        if stored is None:
+            stored = super()._packed(path, projection, shape, parts)
         if projection != "gate_up_proj":
             return stored
         return stored.reordered([*range(0, shape[1], 2), *range(1, shape[1], 2)])
+
+    def _released(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix | None:
+        """Experts as they are released: codes, scales, and with 4 bits a factor of each expert.
+
+        None: they are stored in another way.
+        """
+        weights, (count, rows, in_dims) = self.weights, shape
+        if f"{path}.scale" not in weights:
+            return None
+        form = NVFP4 if f"{path}.amax" in weights else MXFP8
+        if in_dims % form.group_size:
+            raise CheckpointError(
+                f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
+            )
+        octets = weights.raw(f"{path}.weight", (count, rows, in_dims * form.bits // 8))
+        scales = weights.raw(f"{path}.scale", (count, rows, in_dims // form.group_size))
+        if octets.dtype != mx.uint8 or scales.dtype != mx.uint8:
+            raise CheckpointError(
+                f"{path} has codes of {octets.dtype} and scales of {scales.dtype}; expected bytes."
+            )
+        factors = None
+        if form is NVFP4:
+            parts = [f"{path}.{part}" for part in ("amax", "outer_scale_denominator")]
+            amax, whole = (weights.raw(n, weights.shape(n)).astype(mx.float32) for n in parts)
+            factors = mx.broadcast_to((amax / whole).flatten(), (count,))
+        stored = StoredMatrix(octets.view(mx.uint32), None, scales, None, form, factors=factors)
+        return weights.named(stored, path, f"{path}.weight")
 
     @cached_property
     def activation(self) -> Gated:

@@ -19,7 +19,13 @@ from ...layers.linear import (
     RotatedLinear,
     Rotation,
 )
-from ...layers.moe import ExpertLinear, ExpertProjection, JoinedExperts, QuantizedExpertLinear
+from ...layers.moe import (
+    ExpertLinear,
+    ExpertProjection,
+    FactoredExperts,
+    JoinedExperts,
+    QuantizedExpertLinear,
+)
 from ..quantization import QuantFormat
 from .tensors import Tensor, loaded, read_together, side_by_side
 
@@ -37,6 +43,7 @@ class StoredMatrix:
     biases: Tensor | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
     rotation: Rotation | None = None  # of its inputs
+    factors: mx.array | None = None  # (E,) float32, of each expert's outputs
     sources: tuple[SourceRows, ...] = ()  # of its outputs, where adapters may ask for them
     inputs: InputSlice | None = None  # that a rank has of a matrix with cut inputs
     targets: list[AdapterTarget] | None = None  # gets the layer as a target of adapters
@@ -151,6 +158,8 @@ class StoredMatrix:
             made = ExpertLinear(for_experts(loaded(self.weight)), self.bias)
         else:
             made = QuantizedExpertLinear(*self.packed(), self.bias, **asdict(self.form))
+        if self.factors is not None:
+            made = FactoredExperts(made, self.factors)
         self._note(made, self.weight.shape[0])
         return made
 

@@ -257,6 +257,11 @@ class Family:
         """Residual streams of a token, side by side."""
         return 1
 
+    @property
+    def mtp_streams(self) -> int:
+        """The same that a predictor reads and gives."""
+        return self.num_streams
+
     def mtp_norm(self, path: str) -> Norm | None:
         """Before the logits of the predictor at `path`; None: the model's last norm (ERNIE 4.5)."""
         norm = f"{path}.shared_head.norm"

@@ -158,7 +158,7 @@ def _head(builder: Family, model: Model) -> Predictor:
 def _block(builder: Family, first: int) -> PredictorBlock:
     """The network of the predictor, whose layers are those from `first` on."""
     hidden, linear = builder.config.hidden_size, builder.weights.linear
-    path, streams = f"model.layers.{first}", builder.num_streams
+    path, streams = f"model.layers.{first}", builder.mtp_streams
     layers = [builder.layer(index) for index in range(first, builder.config.num_layers)]
     embedding_norm = builder.norm(f"{path}.enorm")
     hidden_norm = builder.norm(f"{path}.hnorm", streams * hidden)

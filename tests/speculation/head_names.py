@@ -14,6 +14,7 @@ MTP_CASES = (
     "qwen3_next-v4",
     "glm4_moe-v4",
     "deepseek_v3-v4",
+    "xing4_0-v4",
     "glm4_moe_lite-v4",
     "glm_moe_dsa-shared",
     "bailing_hybrid-v4",
@@ -31,7 +32,8 @@ MTP_CASES = (
 )
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
-REFERENCE_CASES = tuple(c for c in MTP_CASES if c not in (*QWEN_CASES, "glm_moe_dsa-shared"))
+NO_REFERENCE = (*QWEN_CASES, "glm_moe_dsa-shared", "xing4_0-v4")
+REFERENCE_CASES = tuple(c for c in MTP_CASES if c not in NO_REFERENCE)
 
 
 def head_inputs(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +125,7 @@ def mtp_tensors(config: dict[str, Any], tensors: Tensors) -> Tensors:
         ours + name.removeprefix(front): array.shape
         for name, array in tensors.items()
         for front, ours in fronts.items()
-        if name.startswith(front)
+        if name.startswith(front) and "_hc." not in name  # Xing's head has one stream
     }
     shapes[f"{names.proj}.weight"] = (hidden, (1 if names.stream_proj else 2) * hidden)
     shapes |= {f"{name}.weight": (config["vocab_size"], hidden) for name in names.tables}

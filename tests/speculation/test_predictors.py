@@ -237,6 +237,15 @@ def test_the_head_of_a_text_inside_of_another_model_is_that_of_the_text(tmp_path
     assert_close(of_head(folder), mx.array(np.load(REFERENCES / "deepseek_v3-v4.npz")["logits"]))
 
 
+def test_the_head_of_xing_is_that_of_deepseek_v3(tmp_path: Path) -> None:
+    """It has no connections, and reads what the last norm gives of all streams."""
+    folder = mtp_checkpoint(tmp_path / "xing", "xing4_0-v4")
+    config = {**json.loads((folder / "config.json").read_text()), "model_type": "deepseek_v3"}
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    plain = {name: array for name, array in arrays.items() if "_hc." not in name}
+    assert_close(of_head(folder), mx.array(of_head(tiny.write(tmp_path / "v3", config, plain))))
+
+
 def test_of_several_heads_the_first_is_read_and_loading_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

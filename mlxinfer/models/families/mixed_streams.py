@@ -85,7 +85,7 @@ class MixedStreams(Family):
 
 
 class Xing4(MixedStreams, DeepseekV3):
-    """Xing 4.0: the blocks of DeepSeek V3. Its head that predicts further ahead is not read.
+    """Xing 4.0: the blocks of DeepSeek V3. Its head that predicts further ahead has no streams.
 
     Sources: vLLM, SGLang and llama.cpp; transformers has no class for it.
     """
@@ -98,12 +98,17 @@ class Xing4(MixedStreams, DeepseekV3):
         "mhc_h_res_clamp_min": -30.0,
         "mhc_h_res_clamp_max": 30.0,
     }
-    has_mtp = False
+    mtp_streams = 1
 
     @classmethod
     def rename(cls, name: str) -> str | None:
         renamed = super().rename(name)
         return None if renamed is None else renamed.replace("_hc_", "_")
+
+    def layer(self, index: int) -> Layer:
+        """A head that predicts further ahead is a layer of DeepSeek V3, behind the others."""
+        ahead = index >= self.config.fields.integer("num_hidden_layers")
+        return DeepseekV3.layer(self, index) if ahead else super().layer(index)
 
     def mixing(self) -> Mixing:
         fields = self.config.fields

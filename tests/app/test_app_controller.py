@@ -36,7 +36,8 @@ def test_a_running_server_is_attached_to_and_never_ended(
     view = controller.refresh()
     assert (view.phase, view.ours) == (Phase.RUNNING, False)
     assert [model.name for model in view.activity.models] == ["demo"]
-    assert "demo-draft" in view.on_disk
+    assert "demo-vision" in view.on_disk
+    assert "demo-draft" not in view.on_disk  # it only proposes tokens for another
     assert [chat.title for chat in view.chats] == ["first question"]
     controller.start()
     controller.stop()

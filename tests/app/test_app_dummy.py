@@ -26,7 +26,7 @@ except ImportError:
     missing("Toga", 'pip install -e ".[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp, in_thread
-from mlxinfer.app.client import Chat, Transfer
+from mlxinfer.app.client import Activity, Chat, Transfer
 from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import STATUS, Action, Do, menu_of
@@ -99,15 +99,18 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
         assert app.controller.view.phase is Phase.RUNNING
         assert lines(app)[0] == "● Ready · demo"
         assert app.status.icon.path.name == "status.png"
-        assert {"Chat", "Settings…", "Quit", "Unpin", "Open dashboard"} <= set(lines(app))
+        app.show(replace(app.controller.view, activity=Activity(running=1)))
+        assert app.status.icon.path.name == "status-answering.png"
+        app.show(app.controller.view)
+        assert {"Chat", "Settings…", "Quit", "Unpin", "Open Dashboard"} <= set(lines(app))
         assert len(lines(app)) >= len(menu_of(app.controller.view))
         by_text = {
             command.text: command
             for command in app.status_icons.commands
             if command.__class__ is toga.Command
         }
-        by_text["Copy address"].action()
-        by_text["Open dashboard"].action()
+        by_text["Copy Address"].action()
+        by_text["Open Dashboard"].action()
         await until(lambda: bool(platform.copied and opened))
         assert platform.copied == [f"{server.url}/v1"]
         assert opened == [f"{server.url}/#dashboard"]
@@ -144,7 +147,7 @@ def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageS
 def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: PageServer) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         new = next(
-            command for command in app.commands if getattr(command, "text", "") == "New chat"
+            command for command in app.commands if getattr(command, "text", "") == "New Chat"
         )
         assert new.shortcut == toga.Key.MOD_1 + "n"
         new.action()
@@ -153,13 +156,21 @@ def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: Pa
         await app.perform(Action(Do.OPEN_CHAT, "a" * 16))
         script = f'location.hash = "#chat/{"a" * 16}"'
         assert_action_performed_with(app.chat.web, "evaluate_javascript", javascript=script)
+        stored, parent = "b" * 16, None
+        for role, text in (("user", "Why?"), ("assistant", "Because."), ("user", "And then?")):
+            body = {"conversation": stored, "id": f"{stored}{len(text)}", "parent": parent}
+            body |= {"role": role, "content": text}
+            await asyncio.to_thread(server.post, "/history/messages", body)
+            parent = body["id"]
+        await app.perform(Action(Do.COPY_ANSWER, stored))
+        assert platform.copied == ["Because."]
 
     run(scenario)
 
 
 def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: PageServer) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
-        assert "Ask about a part of the screen" in [
+        assert "Ask About a Part of the Screen" in [
             entry.text for entry in menu_of(app.controller.view)
         ]
         await app.perform(Action(Do.SCREENSHOT))
@@ -216,7 +227,6 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         app.form.switches["hide_icon"].value = True
-        app.form.on_save()
         assert app.status is None
         assert len(app.status_icons) == 0
         assert controller.settings.hide_icon
@@ -225,12 +235,11 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         assert app.main.window.visible
         assert platform.front_window is app.main.window
         result = buttons(app.main.tabs.content[0].content)
-        assert {"Open chat", "Open chats", "Copy address", "Quit"} <= set(result)
-        result["Open models"].on_press()
+        assert {"Open Chat", "Open Chats", "Copy Address", "Quit"} <= set(result)
+        result["Open Models"].on_press()
         await until(lambda: opened == [f"{server.url}/#models"])
         await app.refresh()
         app.form.switches["hide_icon"].value = False
-        app.form.on_save()
         await app.refresh()
         assert "Chat" in lines(app)
 
@@ -241,7 +250,6 @@ def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         assert "cannot be used" in app.form.said.text
         app.form.at_login.value = True
-        app.form.on_save()
         assert app.form.at_login.value is False
         assert "did not change" in app.form.said.text
         await app.perform(Action(Do.CHAT))
@@ -250,20 +258,22 @@ def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
     run(scenario, platform=FakePlatform(missing=True))
 
 
-def test_settings_are_checked_before_they_are_saved(run: Any, controller: AppController) -> None:
+def test_settings_are_checked_and_apply_without_a_button(
+    run: Any, controller: AppController
+) -> None:
     before = controller.settings
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         texts, switches = app.form.texts, app.form.switches
         for field, wrong in ((texts["url"], "nowhere at all"), (texts["hotkey"], "a")):
             right, field.value = field.value, wrong
-            app.form.on_save()
+            field.on_lose_focus()
             assert "expected" in app.form.said.text or "looks like" in app.form.said.text
             assert controller.settings == before
             field.value = right
         texts["hotkey"].value = "cmd+shift+m"
+        texts["hotkey"].on_confirm()
         switches["show_rate"].value = app.form.at_login.value = True
-        app.form.on_save()
         assert platform.hotkey == Hotkey("m", frozenset({"cmd", "shift"}))
         assert controller.settings.show_rate
         assert platform.at_login
@@ -326,7 +336,7 @@ def test_the_first_run_begins_with_three_models_and_is_not_repeated(
         first.on_next()
         assert not first.next.enabled
         await until(lambda: first.title.text == "demo-draft is ready")
-        assert (first.bar.value, first.next.text, first.next.enabled) == (1, "Open chat", True)
+        assert (first.bar.value, first.next.text, first.next.enabled) == (1, "Open Chat", True)
         first.on_back()
         assert first.title.text == "Choose a model"
         first.on_end()
@@ -350,7 +360,7 @@ def test_without_a_server_the_first_run_offers_what_fits_this_machine(
         assert app.introduction is not None
         assert set(app.introduction.cards) <= {item.name for item in to_begin_with(limit)}
         assert len(app.introduction.cards) == min(3, len(to_begin_with(limit)))
-        assert app.main.head.first.text == "Start the server"
+        assert app.main.head.first.text == "Start the Server"
 
     controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
     run(scenario)

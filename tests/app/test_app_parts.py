@@ -71,7 +71,7 @@ def test_only_a_server_of_the_app_can_be_ended() -> None:
     for ours in (True, False):
         menu = lines(menu_of(running(ours=ours)))
         assert ends & set(menu) == (ends if ours else set())
-        assert ("Server > Started elsewhere: it is ended there" in menu) is not ours
+        assert ("Server > Started by another program; it stops there" in menu) is not ours
         assert "Server > Start" not in menu
         assert [line for line in menu if line.startswith("Quit")] == ["Quit"]
 
@@ -80,7 +80,7 @@ def test_each_model_can_be_loaded_or_unloaded_as_its_state_is() -> None:
     menu = lines(menu_of(running(on_disk=("other",))))
     chat, small = "Models > chat: loaded, 4.6 GB", "Models > small: unloaded"
     assert menu[f"{chat} > Unload"] == Action(Do.UNLOAD, "chat")
-    assert menu[f"{chat} > Keep loaded"] == Action(Do.PIN, "chat")
+    assert menu[f"{chat} > Keep Loaded"] == Action(Do.PIN, "chat")
     assert menu[f"{small} > Load"] == Action(Do.LOAD, "small")
     assert f"{small} > Unload" not in menu
     assert menu["Models > Serve other"] == Action(Do.SERVE, "other")
@@ -108,8 +108,8 @@ def test_downloads_show_their_progress_and_what_can_be_done() -> None:
 def test_recent_chats_open_by_their_titles() -> None:
     chats = (Chat(id="a" * 16, title="x" * 200), Chat(id="b" * 16, title=" "))
     menu = lines(menu_of(running(chats=chats)))
-    assert menu[f"Recent chats > {'x' * 47}…"] == Action(Do.OPEN_CHAT, "a" * 16)
-    assert menu["Recent chats > Untitled"] == Action(Do.OPEN_CHAT, "b" * 16)
+    assert menu[f"Recent Chats > {'x' * 47}…"] == Action(Do.OPEN_CHAT, "a" * 16)
+    assert menu["Recent Chats > Untitled"] == Action(Do.OPEN_CHAT, "b" * 16)
 
 
 def test_the_state_is_said_in_one_line() -> None:

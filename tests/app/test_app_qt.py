@@ -65,7 +65,7 @@ def test_the_app_is_drawn_clicked_and_typed_into(tmp_path: Path, server: PageSer
     menu = said["menu"]
     assert menu[0] == "● Ready · demo"
     assert menu[menu.index("Models") + 1][0].startswith("demo: loaded")
-    assert "Started elsewhere: it is ended there" in menu[menu.index("Server") + 1]
+    assert "Started by another program; it stops there" in menu[menu.index("Server") + 1]
     assert menu[menu.index("Downloads") + 1][:2] == [
         "org/other: paused, 43 %, 3.1 GB of 7.2 GB",
         ["Resume", "Cancel"],

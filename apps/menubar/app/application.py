@@ -20,7 +20,7 @@ from ..errors import MlxinferError
 from .client import ServerClient
 from .controller import AppController, View
 from .instance import Instance
-from .menu import Action, Do, MenuEntry, menu_of, rate_text
+from .menu import ANSWERING, Action, Do, MenuEntry, menu_of, rate_text, status_of
 from .platforms import Platform, parse_hotkey
 from .process import StartError
 from .welcome import Introduction
@@ -28,6 +28,7 @@ from .windows import HIDE, RESOURCES, ChatWindow, MainWindow, SettingsForm
 
 APP_ID = "io.mlxinfer.app"
 RUNNING, NOT_RUNNING = RESOURCES / "status.png", RESOURCES / "status-off.png"
+BUSY = RESOURCES / "status-answering.png"
 WATCHED_S, IDLE_S = 1.0, 3.0  # between two looks at the server: a window is open, or none
 EVERYTHING_EVERY = 10  # looks, to also read what changes rarely
 
@@ -122,7 +123,7 @@ class MenubarApp(toga.App):
         """Add the keys of the app: its menu bar is hidden, and the keys work nevertheless."""
         key = toga.Key.MOD_1
         self.commands.add(
-            self._command("New chat", Action(Do.NEW_CHAT), key + "n", toga.Group.FILE),
+            self._command("New Chat", Action(Do.NEW_CHAT), key + "n", toga.Group.FILE),
             toga.Command.standard(
                 self, toga.Command.PREFERENCES, action=lambda _: self.act(Action(Do.SETTINGS))
             ),
@@ -152,7 +153,8 @@ class MenubarApp(toga.App):
         if self.introduction is not None:
             self.introduction.show(view)
         if self.status is not None:
-            self._show_icon(self.status, RUNNING if view.usable else NOT_RUNNING)
+            busy = BUSY if status_of(view) is ANSWERING else RUNNING
+            self._show_icon(self.status, busy if view.usable else NOT_RUNNING)
             menu = menu_of(view)
             if menu != self._menu:
                 self._menu = menu
@@ -276,6 +278,9 @@ class MenubarApp(toga.App):
         elif action.do in PROCESS_ACTIONS:
             self._wake.set()
             await in_thread(PROCESS_ACTIONS[action.do], self.controller, action.target)
+        elif action.do is Do.COPY_ANSWER:
+            last_answer = self.controller.client.last_answer
+            self.platform.copy(await in_thread(last_answer, action.target))
         elif action.do is Do.SCREENSHOT:
             await self._ask_about_screen()
         else:

@@ -10,6 +10,7 @@ from ..http_json import exchange
 
 POLL_S = 5.0  # of silence, for requests that only look
 LOAD_S = 1800.0  # a large model from a slow disk
+DRAFT = "demo-draft"  # proposes tokens for the demo, and is no partner
 MAX_CHATS = 8
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -112,7 +113,8 @@ class ServerClient:
 
     def chats(self) -> tuple[Chat, ...]:
         """The newest conversations."""
-        conversations = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
+        listed = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
+        conversations = sorted(listed, key=lambda each: -each["changed_s"])[:MAX_CHATS]
         return tuple(
             Chat(
                 id=conversation["id"],
@@ -122,10 +124,23 @@ class ServerClient:
             for conversation in conversations
         )
 
+    def last_answer(self, chat: str) -> str:
+        """The last answer of a conversation on the branch that is shown; "": there is none."""
+        stored = self._ask(f"/history/conversations/{chat}")
+        by_id = {message["id"]: message for message in stored["messages"]}
+        message = by_id.get(stored["head"])
+        while message is not None and message["role"] != "assistant":
+            message = by_id.get(message["parent"])
+        return "" if message is None else str(message["content"])
+
     def models_on_disk(self) -> tuple[str, ...]:
-        """Names of complete models that the server does not serve yet."""
+        """Names of complete models that the server does not serve yet, but for the draft."""
         models = self._ask("/hub/models")["data"]
-        return tuple(model["name"] for model in models if model["complete"] and not model["served"])
+        return tuple(
+            model["name"]
+            for model in models
+            if model["complete"] and not model["served"] and model["name"] != DRAFT
+        )
 
     def has(self, model: str) -> bool:
         """Whether a model is complete on the server's disk."""

@@ -23,6 +23,7 @@ class Do(StrEnum):
     STOP = "stop"
     RESTART = "restart"
     COPY_URL = "copy address"
+    COPY_ANSWER = "copy last answer"
     BROWSER = "open in the browser"
     DASHBOARD = "dashboard"
     SEARCH = "search models"
@@ -75,8 +76,8 @@ def menu_of(view: View) -> tuple[MenuEntry, ...]:
     return (
         *head,
         MenuEntry("Chat", Action(Do.CHAT), 1),
-        MenuEntry("New chat", Action(Do.NEW_CHAT), 1),
-        MenuEntry("Ask about a part of the screen", Action(Do.SCREENSHOT), 1),
+        MenuEntry("New Chat", Action(Do.NEW_CHAT), 1),
+        MenuEntry("Ask About a Part of the Screen", Action(Do.SCREENSHOT), 1),
         *_chats(view),
         *_models(view),
         *_transfers(view),
@@ -142,7 +143,7 @@ def first_action(view: View, usable: tuple[str, Action]) -> tuple[str, Action]:
     if view.phase in (Phase.RUNNING, Phase.STARTING, Phase.STOPPING):
         return usable
     if view.phase is Phase.STOPPED and is_local(view.url):
-        return "Start the server", Action(Do.START)
+        return "Start the Server", Action(Do.START)
     return "Open Settings", Action(Do.SETTINGS)
 
 
@@ -201,7 +202,7 @@ def model_actions(model: ModelStatus) -> tuple[MenuEntry, ...]:
     if model.pinned:
         entries.append(MenuEntry("Unpin", Action(Do.UNPIN, model.name)))
     elif loaded:
-        entries.append(MenuEntry("Keep loaded", Action(Do.PIN, model.name)))
+        entries.append(MenuEntry("Keep Loaded", Action(Do.PIN, model.name)))
     return tuple(entries) or (MenuEntry(model.state),)
 
 
@@ -230,7 +231,10 @@ def _chats(view: View) -> list[MenuEntry]:
         MenuEntry(shortened(chat.title, MAX_TITLE) or "Untitled", Action(Do.OPEN_CHAT, chat.id))
         for chat in view.chats
     )
-    return [MenuEntry("Recent chats", section=1, entries=entries)] if entries else []
+    if not entries:
+        return []
+    copy = MenuEntry("Copy Last Answer", Action(Do.COPY_ANSWER, view.chats[0].id), 1)
+    return [copy, MenuEntry("Recent Chats", section=1, entries=entries)]
 
 
 def _models(view: View) -> list[MenuEntry]:
@@ -241,7 +245,7 @@ def _models(view: View) -> list[MenuEntry]:
     ]
     entries += [MenuEntry(f"Serve {name}", Action(Do.SERVE, name), 1) for name in view.on_disk]
     if view.hub:
-        entries.append(MenuEntry("Look for models…", Action(Do.SEARCH), 2))
+        entries.append(MenuEntry("Look for Models…", Action(Do.SEARCH), 2))
     return [MenuEntry("Models", section=2, entries=tuple(entries))]
 
 
@@ -256,10 +260,10 @@ def _transfers(view: View) -> list[MenuEntry]:
 def _server(view: View) -> tuple[MenuEntry, ...]:
     entries = [*server_actions(view)]
     if view.usable and not view.ours:
-        entries.append(MenuEntry("Started elsewhere: it is ended there"))
+        entries.append(MenuEntry("Started by another program; it stops there"))
     if view.usable:
-        entries.append(MenuEntry("Open dashboard", Action(Do.DASHBOARD), 1))
-    entries.append(MenuEntry("Copy address", Action(Do.COPY_URL), 1))
+        entries.append(MenuEntry("Open Dashboard", Action(Do.DASHBOARD), 1))
+    entries.append(MenuEntry("Copy Address", Action(Do.COPY_URL), 1))
     if view.ours or view.problem:
-        entries.append(MenuEntry("Show log", Action(Do.LOG), 1))
+        entries.append(MenuEntry("Show Log", Action(Do.LOG), 1))
     return tuple(entries)

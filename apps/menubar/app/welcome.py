@@ -143,7 +143,7 @@ class Introduction:
         transfer = next((one for one in view.transfers if one.name == self.chosen), None)
         name = self.chosen.rpartition("/")[2]
         self.title.text = f"{name} is ready" if ready else f"Getting {name}"
-        self.next.text, self.next.enabled = "Open chat", ready
+        self.next.text, self.next.enabled = "Open Chat", ready
         self.back.enabled = bool(transfer or view.problem)
         known = ready or view.problem or (transfer and transfer.total)
         self.bar.max = 1.0 if known else None

@@ -37,11 +37,11 @@ TITLE = 15  # points
 CHAT_SIZE, WINDOW_SIZE = (440, 640), (600, 420)
 BUTTON_WIDTH = 140
 PLACES = (
-    ("models", "Models", "Find, download and load them", "Open models", Do.SEARCH),
-    ("chat", "Chats", "Read and search earlier chats", "Open chats", Do.BROWSER),
-    ("dashboard", "Dashboard", "What runs, and how full it is", "Open dashboard", Do.DASHBOARD),
-    ("log", "Log", "Of the server that the app started", "Show log", Do.LOG),
-    ("address", "For other programs", "", "Copy address", Do.COPY_URL),
+    ("models", "Models", "Find, download and load them", "Open Models", Do.SEARCH),
+    ("chat", "Chats", "Read and search earlier chats", "Open Chats", Do.BROWSER),
+    ("dashboard", "Dashboard", "What runs, and how full it is", "Open Dashboard", Do.DASHBOARD),
+    ("log", "Log", "Of the server that the app started", "Show Log", Do.LOG),
+    ("address", "For other programs", "", "Copy Address", Do.COPY_URL),
 )
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
 ATTACH = """(function attach(name, data) {
@@ -195,7 +195,7 @@ class ChatWindow:
         if chats != self._shown:
             self._shown = chats
             self._recent.clear()
-            self._recent.add(*([bold("Recent chats"), self.chats] if chats else []))
+            self._recent.add(*([bold("Recent Chats"), self.chats] if chats else []))
             whens = [time.strftime("%d %B, %H:%M", time.localtime(c.changed_s)) for c in chats]
             titles = [shortened(chat.title, 44) or "Untitled" for chat in chats]
             self.chats.data = [(*row, self._icon) for row in zip(titles, whens, strict=True)]
@@ -230,7 +230,7 @@ class MainWindow:
     def __init__(self, act: Act, platform: Platform, settings: toga.Widget) -> None:
         self._act, self._platform = act, platform
         self.window = toga.Window(title="mlxinfer", size=WINDOW_SIZE, on_close=_hide)
-        self.head = Head(act, platform, "Open chat", Action(Do.CHAT))
+        self.head = Head(act, platform, "Open Chat", Action(Do.CHAT))
         self.places: list[toga.Label] = []  # what is there, in the order of PLACES
         self._entries: tuple[MenuEntry, ...] = ()  # that the head has buttons for
         scrolled = toga.ScrollContainer(content=settings, horizontal=False)
@@ -284,7 +284,7 @@ SWITCHES = {
 
 
 class SettingsForm:
-    """The settings of the app; they hold when Save is pressed.
+    """The settings of the app. A switch applies at once, a field when it is left, or by Enter.
 
     Args:
         settings: as they are.
@@ -296,7 +296,7 @@ class SettingsForm:
     """
 
     def __init__(self, settings: Settings, platform: Platform, change: Callable[..., None]) -> None:
-        self._platform, self._change = platform, change
+        self._platform, self._change, self._settings = platform, change, settings
         folder, none = "the hub's usual folder", "none"
         self.texts = {
             "url": toga.TextInput(value=settings.url, flex=1),
@@ -306,14 +306,15 @@ class SettingsForm:
             ),
             "hotkey": toga.TextInput(value=settings.hotkey, placeholder=none, flex=1),
         }
+        for field in self.texts.values():
+            field.on_confirm = field.on_lose_focus = self.apply
         self.switches = {
-            name: toga.Switch(text, value=getattr(settings, name))
+            name: toga.Switch(text, value=getattr(settings, name), on_change=self.apply)
             for name, text in SWITCHES.items()
         }
-        self.at_login = toga.Switch("Open at login", value=platform.starts_at_login())
+        starts = platform.starts_at_login()
+        self.at_login = toga.Switch("Open at login", value=starts, on_change=self.apply)
         self.said = toga.Label("")
-        save = toga.Button("Save", on_press=self.on_save)
-        platform.style(save, Look.PRIMARY)
         start, stop, *others = self.switches.values()
         self.content = column(
             bold("Server"),
@@ -322,11 +323,11 @@ class SettingsForm:
             self._field("Folder of models", "models_folder"),
             *(start, stop, toga.Divider(), bold("App")),
             self._field("Hotkey of the chat", "hotkey"),
-            *(self.at_login, *others, row(self.said, space(), save)),
+            *(self.at_login, *others, self.said),
         )
 
-    def on_save(self, *_: Any) -> None:
-        """Check and save what stands in the fields; a mistake is said below them."""
+    def apply(self, *_: Any, **__: Any) -> None:
+        """Check and take over what has changed; a mistake is said below the fields."""
         values = {name: field.value.strip() for name, field in self.texts.items()}
         try:
             parse_hotkey(values["hotkey"])
@@ -334,13 +335,16 @@ class SettingsForm:
         except ValueError as error:
             self.say(str(error))
             return
-        self.said.text = "Saved"
-        self._change(**values, **{name: switch.value for name, switch in self.switches.items()})
+        self.said.text = ""
+        values |= {name: switch.value for name, switch in self.switches.items()}
+        if values != {name: getattr(self._settings, name) for name in values}:
+            self._change(**values)
         if self.at_login.value != self._platform.starts_at_login():
             self._set_login_item()
 
     def show(self, settings: Settings) -> None:
-        """Take over what was chosen in the first run."""
+        """Take over what was chosen here or in the first run."""
+        self._settings = settings
         self.texts["models_folder"].value = settings.models_folder
 
     def say(self, text: str) -> None:

@@ -71,7 +71,7 @@ def open_gguf(
         format="GGUF",
         config={key: value for key, value in config.items() if key != HALVES},
         dtype=_model_dtype(architecture, sizes),
-        exact_dtype="float32" if _is_float32(sizes) else None,
+        exact_dtype="float32" if set(sizes) == {"F32"} else None,
         readers=_readers(named, architecture, config),
         side_files=from_metadata if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),

@@ -74,8 +74,9 @@ class ModelConfig:
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     # By layer, what it keeps in 16 bits beside keys and values; empty: no layer does.
     extra_specs: tuple[IndexSpec | None, ...] = ()
-    without_index: frozenset[int] = frozenset()  # layers that see what an earlier one chooses
-    without_cache: frozenset[int] = frozenset()  # layers that keep nothing of their own
+    # By layer, whether it sees what an earlier one chooses, or keeps nothing; empty: none does.
+    without_index: tuple[bool, ...] = ()
+    without_cache: tuple[bool, ...] = ()
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
     quantization: Quantization | None = None
@@ -110,12 +111,12 @@ class ModelConfig:
 
     def cache_spec(self, index: int) -> CacheSpec:
         """The spec of the cache of a layer's mixer."""
-        if index in self.without_cache:
+        if self.without_cache[index : index + 1] == (True,):
             return NOTHING
         if self.states and (state := self.states[index]) is not None:
             return state
         if self.latent is not None:
-            has_index = index not in self.without_index
+            has_index = self.without_index[index : index + 1] != (True,)
             return self.latent if has_index else replace(self.latent, index_dim=0)
         kv_heads, dim = self.heads_of(index)
         window = self.windows[index]

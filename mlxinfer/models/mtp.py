@@ -125,7 +125,7 @@ def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> Mode
     last = max(alike if kind and alike else attending)
     more: dict[str, Any] = {
         name: (*values, *[values[last]] * count)
-        for name in ("windows", "ropes", "query_heads", "heads", "states")
+        for name in ("windows", "ropes", "query_heads", "heads", "states", "extra_specs")
         if (values := getattr(config, name))
     }
     whole = config.sparse_layers or (False,) * config.num_layers

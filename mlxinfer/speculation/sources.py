@@ -136,7 +136,7 @@ def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
         )
     streams = ["altup_num_inputs"]  # of Gemma 3n
     if kind != "mtp":  # whose heads may read several
-        streams += ["hc_count", "hc_mult"]  # of Qwen4-Exp, GLM5-Next
+        streams += ["hc_count", "hc_mult", "n_layers_per_attn_res_block"]  # Qwen4-Exp, Inkling
     if model.config.fields.get(*streams):
         raise InvalidRequestError(
             f"speculate={kind!r} reads one hidden state of a token, and this model has several "

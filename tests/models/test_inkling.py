@@ -8,6 +8,7 @@ import pytest
 from models.dense_kv import logits
 from models.tiny import arrays_of, tiny_config, write
 from pooling.tiny_pooling import write_tokenizer
+from speculation.head_checkpoints import eagle_checkpoint
 
 from mlxinfer import LLM
 from mlxinfer.errors import InvalidRequestError
@@ -78,4 +79,7 @@ def test_ranks_stages_windows_and_layers_alone_are_refused(tmp_path):
     folder = write(tmp_path, tiny_config(CASE), arrays_of(tiny_config(CASE)))
     write_tokenizer(folder, 96)
     with pytest.raises(InvalidRequestError, match="distance"), LLM(folder, kv_window=16):
+        pass
+    eagle = eagle_checkpoint(tmp_path / "eagle", tiny_config(CASE), drafted=40)
+    with pytest.raises(InvalidRequestError, match="streams"), LLM(folder, draft=eagle):
         pass

@@ -311,7 +311,7 @@ class Gemma4(Family):
     def _inner(self, index: int) -> int:
         """The width of the MLP: twice as wide in layers with shared keys, if the config says so."""
         config = self.config
-        wide = config.fields.boolean("use_double_wide_mlp") and index in config.without_cache
+        wide = config.fields.boolean("use_double_wide_mlp") and config.without_cache[index]
         return config.intermediate_size * (1 + wide)
 
     def _expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:

@@ -118,9 +118,9 @@ def sources(config: ModelConfig) -> list[int | None]:
     return [None] * num_own + [last[window] for window in config.windows[num_own:]]
 
 
-def shared(config: ModelConfig) -> frozenset[int]:
-    """The layers that read keys and values of an earlier one; see `sources`."""
-    return frozenset(i for i, source in enumerate(sources(config)) if source is not None)
+def shared(config: ModelConfig) -> tuple[bool, ...]:
+    """For each layer, whether it reads keys and values of an earlier one; see `sources`."""
+    return tuple(source is not None for source in sources(config))
 
 
 def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStages:

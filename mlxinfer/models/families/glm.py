@@ -188,7 +188,8 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         shared = _shared_indexers(config.fields)
-        return replace(super().configure(config), without_index=shared)
+        flags = tuple(index in shared for index in range(config.num_layers))
+        return replace(super().configure(config), without_index=flags)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
@@ -203,7 +204,7 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
         Checkpoints may hold indexers that nothing uses; those are left out.
         """
-        if index not in self.config.without_index:
+        if index not in _shared_indexers(self.config.fields):
             return super().attention(index, **parts)
         self.weights.drop_below([f"model.layers.{index}.self_attn.indexer."])
         return RankedAttention(None, **parts)

@@ -169,9 +169,7 @@ class NemotronH(Family):
             with_experts(config),
             blocks=blocks,
             states=tuple(state if kind == MAMBA else None for kind in blocks),
-            without_cache=frozenset(
-                i for i, kind in enumerate(blocks) if kind not in (MAMBA, ATTENTION)
-            ),
+            without_cache=tuple(kind not in (MAMBA, ATTENTION) for kind in blocks),
         )
 
     @classmethod

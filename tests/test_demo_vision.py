@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw
 
-from mlxinfer import LLM, hub
+from mlxinfer import LLM, UnsupportedFieldError, hub
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 evaluate = importlib.import_module("examples.demo_model.vision.evaluate")
@@ -53,6 +53,12 @@ def test_the_command_line_answers_about_a_drawing_without_a_model(
 def test_it_refuses_in_one_sentence_what_it_cannot_see(demo: LLM, drawing: Path) -> None:
     for asked in ("Who is this?", "Where was this photo taken?"):
         assert demo.chat(asked, images=[drawing]).text == questions.REFUSAL
+
+
+def test_a_video_is_refused_as_a_video(demo: LLM, drawing: Path) -> None:
+    frames = [Image.open(drawing)] * 4
+    with pytest.raises(UnsupportedFieldError, match="sees pictures and no videos"):
+        demo.chat("What happens?", videos=[frames])
 
 
 def test_a_second_picture_in_a_conversation_is_the_one_that_is_meant(demo: LLM) -> None:

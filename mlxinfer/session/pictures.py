@@ -113,12 +113,18 @@ class SeenParts(NamedTuple):
     unread: frozenset[str] = frozenset()
 
     def respell(self, text: str) -> str:
-        """The text to encode where the template has written this one."""
+        """The text to encode where the template has written this one.
+
+        Raises:
+            UnsupportedFieldError: there are videos, and the template writes no place for them.
+        """
         placeholder, spelled = self.images.spelling
         text = text.replace(placeholder, spelled) if placeholder else text
         if self.videos is None:
             return text
         before, *parts = text.split(mark := self.videos.placeholder)
+        if self.spoken and not parts:
+            raise _sees_no_videos(self.name, "messages")
         spoken = [*self.spoken, *[mark] * len(parts)]
         return before + "".join(chain.from_iterable(zip(spoken, parts, strict=False)))
 
@@ -247,20 +253,21 @@ class PictureReader:
             )
         moving = [image for image in images if image.is_video and not image.is_earlier]
         if moving and videos is None:
-            raise self._sees_no_videos(moving[0])
+            raise _sees_no_videos(self._name, moving[0].place)
         return processor
-
-    def _sees_no_videos(self, part: ImagePart) -> UnsupportedFieldError:
-        return UnsupportedFieldError(
-            f"The model {self._name!r} sees pictures and no videos; send some frames as pictures.",
-            param=part.place,
-        )
 
     def _shown(self, part: ImagePart, budget: Budget, cache_salt: str | None) -> Shown:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if part.low_detail else self._max_tokens
         processor = self._processors.videos if part.is_video else self._processors.images
         if processor is None:
-            raise self._sees_no_videos(part)
+            raise _sees_no_videos(self._name, part.place)
         source = Source.of(part.source, part.place, is_video=part.is_video, fps=part.fps)
         make = partial(prepare, source, processor, max_tokens=limit, budget=budget)
         return self._prepared.prepare(PreparedKey(cache_salt, source.digest(), limit), make)
+
+
+def _sees_no_videos(model: str, place: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"The model {model!r} sees pictures and no videos; send some frames as pictures.",
+        param=place,
+    )

@@ -51,23 +51,60 @@ REASONS = ("stop", "length", "abort", "error")
 
 MODEL = ["model_name"]
 HISTOGRAMS = {  # field of RequestMetrics -> name, bounds, help
-    "first_token_s": ("vllm:time_to_first_token_seconds", FIRST_TOKEN_S, "To the first token."),
-    "inter_token_s": ("vllm:inter_token_latency_seconds", TOKEN_S, "Between two tokens."),
-    "per_token_s": ("vllm:request_time_per_output_token_seconds", TOKEN_S, "Mean of a request."),
+    "first_token_s": (
+        "vllm:time_to_first_token_seconds",
+        FIRST_TOKEN_S,
+        "From the request to its first token.",
+    ),
+    "inter_token_s": (
+        "vllm:inter_token_latency_seconds",
+        TOKEN_S,
+        "Between two tokens of an answer.",
+    ),
+    "per_token_s": (
+        "vllm:request_time_per_output_token_seconds",
+        TOKEN_S,
+        "Mean time of a token of a request.",
+    ),
     "e2e_s": ("vllm:e2e_request_latency_seconds", REQUEST_S, "From the request to its end."),
-    "queue_s": ("vllm:request_queue_time_seconds", REQUEST_S, "Before the first step."),
-    "prefill_s": ("vllm:request_prefill_time_seconds", REQUEST_S, "First step to first token."),
-    "decode_s": ("vllm:request_decode_time_seconds", REQUEST_S, "First token to last."),
-    "inference_s": ("vllm:request_inference_time_seconds", REQUEST_S, "First step to last token."),
+    "queue_s": (
+        "vllm:request_queue_time_seconds",
+        REQUEST_S,
+        "From the request to its first step.",
+    ),
+    "prefill_s": (
+        "vllm:request_prefill_time_seconds",
+        REQUEST_S,
+        "From the first step to the first token.",
+    ),
+    "decode_s": (
+        "vllm:request_decode_time_seconds",
+        REQUEST_S,
+        "From the first token to the last.",
+    ),
+    "inference_s": (
+        "vllm:request_inference_time_seconds",
+        REQUEST_S,
+        "From the first step to the last token.",
+    ),
     "request_prompt_tokens": ("vllm:request_prompt_tokens", TOKENS, "Prompt tokens of a request."),
     "request_tokens": ("vllm:request_generation_tokens", TOKENS, "Answer tokens of a request."),
     "longest_tokens": (
         "vllm:request_max_num_generation_tokens",
         TOKENS,
-        "Of the answers of a call.",
+        "Tokens of the longest answer of a call.",
     ),
-    "max_tokens": ("vllm:request_params_max_tokens", TOKENS, "max_tokens, as asked."),
+    "max_tokens": ("vllm:request_params_max_tokens", TOKENS, "max_tokens of a request."),
     "choices": ("vllm:request_params_n", CHOICES, "Answers of a call."),
+}
+DISK_COUNTS = {
+    "hits": "found",
+    "misses": "not found",
+    "written": "written",
+    "dropped": "not written because the queue was full or they were too large",
+    "evicted": "deleted for room",
+    "corrupt": "damaged",
+    "errors": "not read or written because of the file system",
 }
 C, G = CounterMetricFamily, GaugeMetricFamily
 # kind, source, and name -> key or attribute of the source, help; a number of each model
@@ -83,40 +120,40 @@ FAMILIES = (
     (C, "engines", {
         "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
         "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
-        "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
-        "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
+        "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Prompt tokens in no cache."),
+        "mlxinfer:kv_bytes_copied": ("bytes_copied", "Copied because a step was in flight."),
     }),
     (G, "engines", {
         "mlxinfer:kv_bytes_held": ("kv_bytes_held", "KV cache of running requests."),
         "mlxinfer:kv_bytes_cached": ("kv_bytes_cached", "KV cache kept for requests to come."),
-        "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "KV cache, all arrays."),
+        "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "All arrays of the KV cache."),
     }),
     (C, "speculation", {
-        "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
+        "vllm:spec_decode_num_drafts": ("drafts", "Requests with proposals, over all steps."),
         "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
-        "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
-        "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests that lost a source."),
+        "vllm:spec_decode_num_accepted_tokens": ("accepted", "Proposed tokens that were accepted."),
+        "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests whose source failed."),
     }),
     (C, "disk", {
-        f"mlxinfer:disk_cache_{key}": (key, "Pages.")
-        for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
+        f"mlxinfer:disk_cache_{key}": (key, f"Pages of the disk cache: {text}.")
+        for key, text in DISK_COUNTS.items()
     }),
-    (G, "disk", {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}),
+    (G, "disk", {"mlxinfer:disk_cache_bytes": ("num_bytes", "Size of the shared disk cache.")}),
     (C, "peers", {
         "mlxinfer:peer_pages": ("pages", "Pages of the KV cache that came from other servers."),
-        "mlxinfer:peer_bytes": ("bytes", "Of these pages."),
-        "mlxinfer:peer_failures": ("failures", "Times that a peer failed, and was left out."),
+        "mlxinfer:peer_bytes": ("bytes", "Bytes of the pages that came from other servers."),
+        "mlxinfer:peer_failures": ("failures", "Times that a peer failed and was left out."),
     }),
     (C, "pictures", {
-        "mlxinfer:pictures_seen": ("seen", "Passes of a vision tower that ended well."),
-        "mlxinfer:pictures_failed": ("failed", "Passes that failed."),
-        "mlxinfer:tower_seconds": ("tower_seconds", "Time of the tower."),
+        "mlxinfer:pictures_seen": ("seen", "Pictures that the vision tower has seen."),
+        "mlxinfer:pictures_failed": ("failed", "Pictures that the vision tower failed on."),
+        "mlxinfer:tower_seconds": ("tower_seconds", "Time that the vision tower took."),
     }),
-    (G, "pictures", {"mlxinfer:picture_bytes": ("cached_bytes", "Features that are kept.")}),
+    (G, "pictures", {"mlxinfer:picture_bytes": ("cached_bytes", "Features of recent pictures.")}),
     (G, "slots", {
-        "mlxinfer:model_loaded": ("loaded", "1: it is in memory."),
-        "mlxinfer:weights_bytes": ("weights_bytes", "When loaded."),
-        "mlxinfer:kv_budget_bytes": ("kv_bytes", "When loaded."),
+        "mlxinfer:model_loaded": ("loaded", "1 if the model is in memory, else 0."),
+        "mlxinfer:weights_bytes": ("weights_bytes", "Weights of the model, when loaded."),
+        "mlxinfer:kv_budget_bytes": ("kv_bytes", "Limit of the KV cache, when loaded."),
     }),
     (C, "slots", {
         "mlxinfer:model_loads": ("num_loads", "Loads that worked."),
@@ -124,14 +161,26 @@ FAMILIES = (
     }),
 )  # fmt: skip
 KEY_NUMBERS = {  # name -> kind, field of KeyMetrics, help
-    "mlxinfer:key_requests_waiting": (G, "num_waiting", "Of a key, without a token."),
-    "mlxinfer:key_requests_running": (G, "num_running", "Of a key, with a token."),
-    "mlxinfer:key_rejections": (C, "num_rejected", "Calls of a key that found its places taken."),
+    "mlxinfer:key_requests_waiting": (
+        G,
+        "num_waiting",
+        "Requests of a key that wait for their first token.",
+    ),
+    "mlxinfer:key_requests_running": (
+        G,
+        "num_running",
+        "Requests of a key that have their first token.",
+    ),
+    "mlxinfer:key_rejections": (
+        C,
+        "num_rejected",
+        "Calls of a key that were refused because the queue was full.",
+    ),
 }
 MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
     "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
-    "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
+    "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Most that arrays of MLX have taken."),
 }
 STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
 
@@ -302,12 +351,12 @@ class ServerMetrics(Collector):
         yield from self._engines()
         yield from self._process()
         unloads = {(s.entry.name, reason): n for s in self.slots for reason, n in s.unloads.items()}
-        text = "By reason: idle, memory, asked, fault."
+        text = "Times that a model was unloaded; reasons: idle, memory, asked, fault."
         yield _family(C, "mlxinfer:model_unloads", text, unloads.items(), "reason")
         yield _family(
             C,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens, by their place among the proposals of a step.",
+            "Accepted tokens, by their position among the proposals of a step.",
             [
                 ((model, str(place)), count)
                 for model, stats in sources["speculation"].items()
@@ -339,7 +388,7 @@ class ServerMetrics(Collector):
             for key, metrics in self.key_metrics.items():
                 family.add_metric([key], getattr(metrics, source))
             yield family
-        text = "To the first token of requests of a key."
+        text = "From a request of a key to its first token."
         waits = SummaryMetricFamily(
             "mlxinfer:key_time_to_first_token_seconds", text, labels=["key"]
         )
@@ -349,16 +398,26 @@ class ServerMetrics(Collector):
 
     def _engines(self) -> Iterator[Metric]:
         stats = {model: self.engine_stats.get(model, {}) for model in self.request_metrics}
-        for name, text in (("running", "In the batch."), ("waiting", "In the queue.")):
+        for name, text in (
+            ("running", "Requests in the batch."),
+            ("waiting", "Requests in the queue."),
+        ):
             rows = [
                 ((model,), stats[model].get(name, getattr(metrics, f"num_{name}")))
                 for model, metrics in self.request_metrics.items()
             ]
             yield _family(G, f"vllm:num_requests_{name}", text, rows)
         usage = [((model,), _usage(values)) for model, values in stats.items()]
-        yield _family(G, "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", usage)
+        yield _family(
+            G,
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV cache that is in use, from 0 to 1.",
+            usage,
+        )
         steps = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
+            "vllm:iteration_tokens_total",
+            "Tokens that a step computed; it has no buckets.",
+            labels=MODEL,
         )
         for model, values in self.engine_stats.items():
             steps.add_metric([model], [("+Inf", values["steps"])], values["tokens_computed"])
@@ -370,8 +429,10 @@ class ServerMetrics(Collector):
             yield G(name, text, value=max(values, default=0))
         loaded, held = (sum(getattr(s, n) for s in self.slots) for n in ("loaded", "held_bytes"))
         yield G("mlxinfer:models_loaded", "Models in memory.", value=loaded)
-        yield G("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
-        yield G("mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes)
+        yield G("mlxinfer:memory_reserved_bytes", "Memory that loaded models reserve.", value=held)
+        yield G(
+            "mlxinfer:memory_limit_bytes", "Memory limit of all models.", value=self.limit_bytes
+        )
 
     def _parts(self, name: str) -> dict[str, Mapping[str, Any]]:
         return {m: stats[name] for m, stats in self.engine_stats.items() if name in stats}

@@ -32,6 +32,7 @@ class Plan:
         patience_s: how long it waits for the answer after that; None: to the end.
         events: pieces of the answer after which it leaves; None: reads to the end.
         abrupt: leaves with a reset instead of an orderly end.
+        key: of the client; "": it has none.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Plan:
     patience_s: float | None = None
     events: int | None = None
     abrupt: bool = False
+    key: str = ""
 
     @property
     def stays(self) -> bool:
@@ -49,6 +51,11 @@ class Plan:
 
 async def perform(port: int, plan: Plan) -> int | None:
     """Do as the plan says; the status of a whole answer, None where the client left."""
+    return (await exchange(port, plan))[0]
+
+
+async def exchange(port: int, plan: Plan) -> tuple[int | None, bytes]:
+    """`perform`, with what was read behind the head of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         data = _request(plan)
@@ -56,12 +63,12 @@ async def perform(port: int, plan: Plan) -> int | None:
         await writer.drain()
         if plan.sent < 1:
             await asyncio.sleep(plan.patience_s or 0)
-            return None
+            return None, b""
         if plan.patience_s is None:
             return await _read(reader, plan.events)
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(_read(reader, plan.events), plan.patience_s)
-        return None
+        return None, b""
     finally:
         if plan.abrupt:
             writer.transport.abort()
@@ -78,19 +85,20 @@ def _request(plan: Plan) -> bytes:
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",
+        *([f"authorization: Bearer {plan.key}"] if plan.key else []),
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-async def _read(reader: asyncio.StreamReader, events: int | None) -> int | None:
-    """The status of an answer that was read to its end; None where it was left before."""
+async def _read(reader: asyncio.StreamReader, events: int | None) -> tuple[int | None, bytes]:
+    """Status and body of an answer that was read to its end; None where it was left before."""
     head = await reader.readuntil(b"\r\n\r\n")
-    seen = 0
+    seen, body = 0, b""
     while part := await reader.read(4096):
-        seen += part.count(b"data: ")
+        seen, body = seen + part.count(b"data: "), body + part
         if events is not None and seen >= events:
-            return None
-    return int(head.split(b" ", 2)[1])
+            return None, body
+    return int(head.split(b" ", 2)[1]), body
 
 
 def draw_body(rng: random.Random) -> tuple[str, dict[str, Any]]:

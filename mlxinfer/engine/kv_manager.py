@@ -8,7 +8,7 @@ window is about to recycle them. Only a partial page is copied.
 from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move
-from ..cache.pages import PageGroup, PageTable, StateGroup
+from ..cache.pages import PageGroup, StateGroup
 from ..cache.prefix import LOCAL_ROOT, PageNames, PrefixCache, RestorePoint
 from ..core import Reuse, ReuseEnd
 from ..errors import InvalidRequestError
@@ -96,7 +96,7 @@ class KVManager:
             sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
             num_tokens = group.begin(point.num_tokens, sequence.num_known)
-            extended = self._extend(sequence.tables[g], g, num_tokens)
+            extended = self._extend(sequence, g, num_tokens, everything=True)
             assert extended, "there was room"
         if point.cut_tokens:
             pages = point.cut_pages(len(self.groups))
@@ -171,7 +171,8 @@ class KVManager:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         point = self.probe(sequence, limit=limit)
         while True:
-            lease = self.prefix.lock(point, priority=sequence.request.priority)
+            request = sequence.request
+            lease = self.prefix.lock(point, priority=request.priority, tenant=request.tenant)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
                 self.prefix.count(point)
@@ -184,7 +185,8 @@ class KVManager:
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
         for group, shared in enumerate(point.tables):
             needed = self.groups[group].max_pages(sequence.num_known + 1) - len(shared.all_pages)
-            free = self.allocators[group].num_free + self.prefix.num_evictable(group)
+            tenant = sequence.request.tenant if spare else None  # alone it may have everything
+            free = self.allocators[group].num_free + self.prefix.num_evictable(group, tenant)
             if needed + spare > free:
                 return False
         return True
@@ -241,14 +243,19 @@ class KVManager:
 
     # -- going on -------------------------------------------------------------------------------
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+    def extend(self, sequence: Sequence, num_tokens: int, *, everything: bool = False) -> bool:
         """Take the pages that `num_tokens` positions need, evicting what is unused.
+
+        Args:
+            sequence: runs.
+            num_tokens: positions.
+            everything: also what other tenants left within their shares.
 
         Returns:
             False: all that is left of a group is in use; it may have got those of others.
         """
-        tables = enumerate(sequence.tables)
-        return all(self._extend(table, group, num_tokens) for group, table in tables)
+        groups = range(len(sequence.tables))  # none: it was preempted
+        return all(self._extend(sequence, g, num_tokens, everything=everything) for g in groups)
 
     def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
         """`extend` for sequences that lack at most one page of each group, while pages are free.
@@ -261,14 +268,16 @@ class KVManager:
             for group, allocator in enumerate(self.allocators)
         )
 
-    def _extend(self, table: PageTable, group: int, num_tokens: int) -> bool:
+    def _extend(self, sequence: Sequence, group: int, num_tokens: int, *, everything: bool) -> bool:
+        table = sequence.tables[group]
         end = table.end
         if num_tokens <= end:
             return True
         missing = -(-(num_tokens - end) // self.page_size)
         allocator = self.allocators[group]
         if missing > allocator.num_free:
-            self.prefix.evict(group, missing - allocator.num_free)
+            tenant, count = sequence.request.tenant, missing - allocator.num_free
+            self.prefix.evict(group, count, tenant, everything=everything)
         if missing > allocator.num_free:
             return False
         table.append(allocator.allocate(missing, after=table.last))

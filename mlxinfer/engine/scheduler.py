@@ -295,7 +295,7 @@ class RequestQueues:
         Returns:
             False: the sequence itself is the first to go, and went back to the queue.
         """
-        while not self._kv.extend(sequence, num_tokens):
+        while not self._kv.extend(sequence, num_tokens, everything=len(self.running) == 1):
             assert len(self.running) > 1, "a request that fits alone was admitted"
             tenant = sequence.request.tenant
             others = [other for other in self.running if other is not sequence]

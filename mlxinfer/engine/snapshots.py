@@ -92,8 +92,8 @@ class Snapshots:
         """
         if not sequence.started or place != sequence.num_computed or not place:
             return None
-        names, priority = self._names_of(sequence), sequence.request.priority
-        taken = self._prefix.add_state(names, place, priority)
+        names, request = self._names_of(sequence), sequence.request
+        taken = self._prefix.add_state(names, place, request.priority, request.tenant)
         if taken is not None and (number := taken.ids[-1]) is not None:
             self._save.append((sequence.slot, number))
         return taken

@@ -170,3 +170,58 @@ def test_steps_to_a_first_token_beside_64_requests(tenant: Tenant, least: int, m
         step(scheduler)
         steps += 1
     assert least <= steps <= most
+
+
+@pytest.mark.parametrize("weight", [0.5, 1, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flood_evicts_no_prefix_within_another_share(seed: int, weight: float) -> None:
+    """After a flood of many times the memory, a conversation of a light tenant goes on as before.
+
+    Requests have fewer pages than the share of their tenant. Alone, the heavy one had used all.
+    """
+    rnd, pages = random.Random(seed), 60
+    light = Tenant("light", weight)
+    scheduler = build(pages=pages, max_batch=6, chunk=64)
+
+    def finish() -> None:
+        while not scheduler.queues.idle:
+            step(scheduler)
+
+    def flood(turn: int) -> None:
+        for i in range(40):
+            name = f"heavy {turn} {i}"
+            add(scheduler, name, HEAVY, rnd.randint(4, 40), rnd.randint(1, 10))
+        finish()
+
+    flood(0)
+    (allocator,) = scheduler.kv_manager.allocators
+    assert allocator.num_free < 20, "one tenant alone uses everything"
+    share = int(pages * weight / (1 + weight))
+    length = rnd.randint(2, share - 2) * scheduler.page_size
+    asked = request("first", length, 1)
+    asked.prompt_ids = [7000 + i for i in range(length)]
+    asked.tenant = light
+    scheduler.queues.add(asked, max_output=1)
+    finish()
+    for turn in range(1, 4):
+        flood(turn)
+        again = request(f"again {turn}", length + 8, 1)
+        again.prompt_ids = [*asked.prompt_ids, *range(9000 + turn, 9008 + turn)]
+        again.tenant = light
+        sequence = scheduler.queues.add(again, max_output=1)
+        finish()
+        assert sequence.num_cached >= length, f"seed {seed}, turn {turn}"
+    assert_only_cached(scheduler)
+
+
+def test_a_tenant_alone_takes_the_pages_of_one_that_left() -> None:
+    """A request that fits only into all of the memory runs, whoever left pages there."""
+    scheduler = build(pages=20, max_batch=4, chunk=64)
+    add(scheduler, "light", LIGHT, 30, 1)
+    while not scheduler.queues.idle:
+        step(scheduler)
+    large = add(scheduler, "large", HEAVY, 18 * scheduler.page_size, 1)
+    while not scheduler.queues.idle:
+        step(scheduler)
+    assert large.finished
+    assert_only_cached(scheduler)

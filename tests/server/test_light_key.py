@@ -93,11 +93,10 @@ async def heavy(
     while time.monotonic() < until_s:
         index = rng.randrange(len(HEAVY))
         if rng.random() < LEAVE:
-            moment = rng.choice([{"sent": 0.5}, {"patience_s": rng.random()}, {"events": 2}])
-            body = {**HEAVY[index], "stream": True}
-            await exchange(
-                server.port, Plan(CHAT, body, key="b", abrupt=rng.random() < 0.5, **moment)
-            )
+            moments: list[dict[str, Any]] = [{"sent": 0.5}, {"patience_s": rng.random()}]
+            moment = rng.choice([*moments, {"events": 2}])
+            streamed, abrupt = {**HEAVY[index], "stream": True}, rng.random() < 0.5
+            await exchange(server.port, Plan(CHAT, streamed, key="b", abrupt=abrupt, **moment))
             ended["left"] += 1
             continue
         status, body = await exchange(server.port, Plan(CHAT, HEAVY[index], key="b"))
@@ -113,7 +112,8 @@ async def light(
     server: Shared, right: list[Any], until_s: float
 ) -> tuple[list[float], Counter[int | None]]:
     """Seconds of each whole answer, and the statuses."""
-    seconds, statuses = [], Counter[int | None]()
+    seconds = list[float]()
+    statuses = Counter[int | None]()
     for index in itertools.cycle(range(len(LIGHT))):
         if time.monotonic() > until_s:
             return seconds, statuses
@@ -150,10 +150,8 @@ def test_a_light_key_is_served_beside_64_clients_of_another(tmp_path: Path) -> N
         idle = [seconds_of(server) for _ in range(5)]
         server.steps.clear()
         seconds, statuses, ended = asyncio.run(load(server, seed))
-        parts = [sorted(seconds)[int(len(seconds) * p)] for p in (0.5, 0.95)]
-        print(
-            f"idle {sorted(idle)[2]:.2f} s; p50 {parts[0]:.2f}, p95 {parts[1]:.2f}, max {max(seconds):.2f} s"
-        )
+        p50, p95 = (sorted(seconds)[int(len(seconds) * p)] for p in (0.5, 0.95))
+        print(f"idle {sorted(idle)[2]:.2f} s; p50 {p50:.2f}, p95 {p95:.2f}, max {max(seconds):.2f}")
         print(f"light {dict(statuses)}, heavy {dict(ended)}, steps {sorted(server.steps)}")
         wait_until(server.is_idle)
         stats = [m.session.engine.stats() for m in (server.model,)]

@@ -286,7 +286,8 @@ class Simulation:
         self.kv.carry_out(self.scheduler.kv_manager.take_work(), lambda: None)
         self._check_stored()
         prefix = self.scheduler.kv_manager.prefix
-        prefix.evict(len(self.sizes.windows), 0 if self.states is None else self.states.num_held)
+        if self.states is not None:
+            prefix.evict(len(self.sizes.windows), self.states.num_held)
         for group, allocator in enumerate(self.scheduler.kv_manager.allocators):
             assert allocator.num_held == prefix.num_pages(group) == prefix.num_evictable(group)
             prefix.evict(group, allocator.num_held)

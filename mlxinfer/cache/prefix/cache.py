@@ -11,9 +11,10 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ...fair import NOBODY, Tenant
 from ..pages import PageGroup, PageTable, Spans, StateGroup, longest_prefix
 from .names import Name, PageNames, namespace_key, page_key
-from .page import EvictionQueue, Page
+from .page import Page, UnusedPages
 
 LOCAL_ROOT = namespace_key("this process")
 NUM_GONE = 16384  # names of evicted pages that are remembered
@@ -71,6 +72,7 @@ class Lease:
         tables: by group; whole pages before number `num_pages` have names.
         copied: the page it is inside of and the state it goes on from, until they are copied.
         epoch: how often everything had been forgotten when it began.
+        tenant: of the sequence.
     """
 
     tables: list[PageTable]
@@ -78,6 +80,7 @@ class Lease:
     copied: Users
     priority: int
     epoch: int
+    tenant: Tenant = NOBODY
     released: bool = False
 
 
@@ -111,7 +114,7 @@ class PrefixCache:
         self.page_of: dict[Name, Page] = {}
         self.children: dict[Name, list[Page]] = {}  # by parent's name, in order of tokens
         num_groups = len(groups) + (states is not None)
-        self.unused: list[EvictionQueue[Page]] = [EvictionQueue() for _ in range(num_groups)]
+        self.unused = [UnusedPages() for _ in range(num_groups)]
         self.by_id: list[dict[int, Page]] = [{} for _ in groups]
         self.tokens_reused = 0  # of matches that were made use of
         self.clock = clock or itertools.count(1).__next__
@@ -289,9 +292,16 @@ class PrefixCache:
     def num_pages(self, group: int) -> int:
         return len(self.by_id[group])
 
-    def num_evictable(self, group: int) -> int:
-        """Pages of a group that `evict` could free now."""
-        return len(self.unused[group])
+    def num_evictable(self, group: int, tenant: Tenant | None = None) -> int:
+        """Pages of a group that `evict` could free now; for a tenant: without everything."""
+        unused = self.unused[group]
+        return len(unused) if tenant is None else unused.num_for(tenant, self._num_shared(group))
+
+    def _num_shared(self, group: int) -> int:
+        """Pages or states of a group, which tenants share."""
+        if group in self.attention:
+            return self.allocators[group].num_pages
+        return self.unused[group].held.total()
 
     # -- using ----------------------------------------------------------------------------------
 
@@ -299,7 +309,7 @@ class PrefixCache:
         """Count a match that is used. A match may also be locked in vain."""
         self.tokens_reused += point.num_tokens
 
-    def lock(self, point: RestorePoint, *, priority: int = 0) -> Lease:
+    def lock(self, point: RestorePoint, *, priority: int = 0, tenant: Tenant = NOBODY) -> Lease:
         """Take what a match found until `release`. The match must be fresh, and may be empty.
 
         Its pages are evicted after all pages of a lower priority, see `evict`.
@@ -313,7 +323,7 @@ class PrefixCache:
             (self.by_id[g][i], g) for g, table in enumerate(point.tables) for i in table.all_pages
         ]
         self.use([*whole, *copied], anchored=True)
-        return Lease(point.tables, point.num_pages, copied, priority, self._epoch)
+        return Lease(point.tables, point.num_pages, copied, priority, self._epoch, tenant)
 
     def hold_path(self, point: RestorePoint) -> Users:
         """Keep all whole pages that agreed with a prompt, until `let_go`."""
@@ -330,19 +340,29 @@ class PrefixCache:
             page.anchored[group] |= anchored
             self.unused[group].discard(page)
 
-    def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
+    def let_go(
+        self,
+        users: Users,
+        *,
+        priority: int = 0,
+        anchored: bool = False,
+        tenant: Tenant | None = None,
+    ) -> None:
         """Count one less that needs each page; it counts as just used.
 
         Args:
             users: pages.
             priority: of the one that needed them.
             anchored: others will go on from here.
+            tenant: whose pages they are from now on.
         """
         now = self.clock()
         for page, group in reversed(users):  # of least worth first: so a queue takes each at once
             page.users[group] -= 1
             assert page.users[group] >= 0
             page.tick = now
+            if tenant is not None and page.owner != tenant:
+                self._give(page, tenant)
             if page.priority < priority:
                 page.priority = priority
             if anchored:
@@ -361,11 +381,12 @@ class PrefixCache:
         `release` does so too.
         """
         copied, lease.copied = lease.copied, []
-        self.let_go(copied, priority=lease.priority)
+        self.let_go(copied, priority=lease.priority, tenant=lease.tenant)
 
     def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
         """A window has passed pages of a table; those without a name are free."""
-        self.let_go(self._named(group, ids), priority=lease.priority)
+        named = self._named(group, ids)
+        self.let_go(named, priority=lease.priority, tenant=lease.tenant)
 
     def _named(self, group: int, ids: Sequence[int]) -> Users:
         known = [self.by_id[group].get(i) for i in ids]
@@ -379,7 +400,7 @@ class PrefixCache:
         self.release_copied(lease)
         tables = enumerate(lease.tables)
         users = [user for group, table in tables for user in self._named(group, table.all_pages)]
-        self.let_go(users, priority=lease.priority, anchored=True)
+        self.let_go(users, priority=lease.priority, anchored=True, tenant=lease.tenant)
 
     def up_to_date(self, lease: Lease) -> bool:
         """Whether a lease was taken since everything was forgotten last."""
@@ -408,7 +429,7 @@ class PrefixCache:
         for number in range(lease.num_pages, stop):
             if all(table.page_at(number) is None for table in lease.tables):
                 continue
-            page = self._page(names, number, self.page_size, lease.priority)
+            page = self._page(names, number, self.page_size, lease.priority, lease.tenant)
             for group, table in enumerate(lease.tables):
                 page_id, known_id = table.page_at(number), page.ids[group]
                 if page_id is not None and known_id is not None:
@@ -432,14 +453,16 @@ class PrefixCache:
         parent = names.name(lease.num_pages - 1)
         if not self.up_to_date(lease) or not tokens or self._covers(parent, tokens):
             return
-        page = self._page(names, lease.num_pages, count, lease.priority)
+        page = self._page(names, lease.num_pages, count, lease.priority, lease.tenant)
         for group, table in enumerate(lease.tables):
             page_id = table.page_at(lease.num_pages)
             if page_id is not None:
                 self.fill(page, group, page_id)
                 self.use([(page, group)], anchored=True)
 
-    def add_state(self, names: PageNames, num_tokens: int, priority: int = 0) -> Page | None:
+    def add_state(
+        self, names: PageNames, num_tokens: int, priority: int = 0, tenant: Tenant = NOBODY
+    ) -> Page | None:
         """Make room for the state after the first `num_tokens` tokens, which pages must hold.
 
         If there is no room, the state that was unused for longest is evicted.
@@ -457,9 +480,9 @@ class PrefixCache:
             page.tick = self.clock()
             self._offer(page, group)
             return None
-        if not self.states.has_room and not self.evict(group, 1):
+        if not self.states.has_room and not self.evict(group, 1, tenant):
             return None
-        page = self._page(names, number, count, priority)
+        page = self._page(names, number, count, priority, tenant)
         self.fill(page, group, self.states.allocate())
         self._offer(page, group)
         return page
@@ -474,6 +497,7 @@ class PrefixCache:
         if page.ids[group] is not None:
             return
         page.ids[group] = number
+        self.unused[group].hold(page.owner, 1)
         if group in self.attention:
             self.by_id[group][number] = page
             if self.states is not None and len(self.groups) in page.unused:
@@ -488,7 +512,14 @@ class PrefixCache:
         self.use([(page, group)], anchored=True)
         return page
 
-    def _page(self, names: PageNames, number: int, count: int, priority: int) -> Page:
+    def _page(
+        self,
+        names: PageNames,
+        number: int,
+        count: int,
+        priority: int,
+        owner: Tenant = NOBODY,
+    ) -> Page:
         """The page of the first `count` tokens of a page; made where there is none.
 
         Shorter ones that it begins with make room for it, but for their states.
@@ -502,7 +533,7 @@ class PrefixCache:
                 self._free(shorter, [g for g in shorter.unused if g in self.attention])
             anchored = [g not in self.windowed for g in range(len(self.unused))]
             page = Page(name, parent, number, tokens, anchored)
-            page.priority, page.tick = priority, self.clock()
+            page.priority, page.tick, page.owner = priority, self.clock(), owner
             self._add(page)
         return page
 
@@ -518,15 +549,22 @@ class PrefixCache:
 
     # -- eviction -------------------------------------------------------------------------------
 
-    def evict(self, group: int, num_pages: int) -> int:
+    def evict(
+        self, group: int, num_pages: int, tenant: Tenant = NOBODY, *, everything: bool = True
+    ) -> int:
         """Free at least `num_pages` pages of a group if that many may go; how many were freed.
 
-        The lowest priority goes first, then the longest unused, of one prompt the deepest. Of a
-        window, pages that sequences have passed by go before those that one went on from or ended
-        at. Of a page that later tokens of every prompt need, all groups give up theirs.
+        Of the tenant that needs them, and of those that hold more than their share, the one that
+        holds most for its weight loses pages first; then, with `everything`, others. Of its pages the lowest
+        priority goes first, then the longest unused, of one prompt the deepest. Of a window, pages
+        that sequences have passed by go before those that one went on from or ended at. Of a page
+        that later tokens of every prompt need, all groups give up theirs.
         """
-        freed = 0
-        while freed < num_pages and (page := self.unused[group].pop()) is not None:
+        freed, unused, shared = 0, self.unused[group], self._num_shared(group)
+        while freed < num_pages:
+            page = unused.pop(tenant, shared, everything=everything)
+            if page is None:
+                break
             freed += 1
             is_passed = group in self.windowed and (any(page.users) or page.name in self.children)
             groups = [group] if is_passed or group == len(self.groups) else page.unused
@@ -547,6 +585,17 @@ class PrefixCache:
             worth = (page.anchored[group], page.priority, page.tick, -page.number)
             self.unused[group].push(page, worth)
 
+    def _give(self, page: Page, owner: Tenant) -> None:
+        """Let a page count for another tenant, in all groups."""
+        for group, number in enumerate(page.ids):
+            if number is not None:
+                self.unused[group].discard(page)
+                self.unused[group].hold(page.owner, -1)
+                self.unused[group].hold(owner, 1)
+        page.owner = owner
+        for group in page.unused if page.is_named else ():
+            self._offer(page, group)
+
     def _strand(self, page: Page, group: int) -> None:
         """A window lost a page, so no prompt can resume at the state behind it: it goes first."""
         states = len(self.groups)
@@ -562,6 +611,7 @@ class PrefixCache:
             assert not page.users[group]
             page.ids[group] = None
             self.unused[group].discard(page)
+            self.unused[group].hold(page.owner, -1)
             if group in self.attention:
                 del self.by_id[group][number]
                 self.allocators[group].release([number])

@@ -1,8 +1,10 @@
 """A named page, and where the groups of layers have it. Pure Python."""
 
 import heapq
+from collections import Counter
 from typing import Generic, TypeVar
 
+from ...fair import NOBODY, Tenant
 from .names import Name
 
 Item = TypeVar("Item")
@@ -20,6 +22,7 @@ class Page:
         users: by group: how many sequences need it.
         anchored: by group: whether a sequence went on from there; of a window, which is passed by
             elsewhere.
+        owner: the tenant that used it last.
         priority: the highest of the sequences that used it.
         tick: when it was last in use.
         is_named: no longer, once everything was forgotten; then it goes with its last user.
@@ -31,6 +34,7 @@ class Page:
         "is_named",
         "name",
         "number",
+        "owner",
         "parent",
         "priority",
         "tick",
@@ -45,6 +49,7 @@ class Page:
         self.ids: list[int | None] = [None] * len(anchored)
         self.users = [0] * len(anchored)
         self.anchored = anchored
+        self.owner = NOBODY
         self.priority = self.tick = 0
         self.is_named = True
 
@@ -95,3 +100,72 @@ class EvictionQueue(Generic[Item]):
                 del self._entry[item]
                 return item
         return None
+
+
+class UnusedPages:
+    """The pages of a group that may be evicted, those of each tenant in a queue of its own.
+
+    The tenant that holds most for its weight loses pages first, so a flood of one evicts no prefix
+    of another that holds less than its share. Within a tenant the page of least worth goes first.
+
+    Attributes:
+        held: named pages of the group by tenant, used or not.
+    """
+
+    def __init__(self) -> None:
+        self.held: Counter[Tenant] = Counter()
+        self._queues: dict[Tenant, EvictionQueue[Page]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def items(self) -> set[Page]:
+        return {page for queue in self._queues.values() for page in queue.items()}
+
+    def push(self, page: Page, worth: tuple[int, ...]) -> None:
+        """See `EvictionQueue.push`."""
+        if page.owner not in self._queues:
+            self._queues[page.owner] = EvictionQueue()
+        self._queues[page.owner].push(page, worth)
+
+    def discard(self, page: Page) -> None:
+        """See `EvictionQueue.discard`."""
+        if page.owner in self._queues:
+            self._queues[page.owner].discard(page)
+
+    def pop(self, tenant: Tenant, num_pages: int, *, everything: bool) -> Page | None:
+        """The page to evict next for a tenant; None: there is none, see `num_for`.
+
+        Args:
+            tenant: needs room.
+            num_pages: of the group, which tenants share.
+            everything: also from others that hold less than their share, if nobody else has any.
+        """
+        counts = self._evictable(tenant, num_pages)
+        if not counts and everything:
+            counts = {owner: len(queue) for owner, queue in self._queues.items() if len(queue)}
+        if not counts:
+            return None
+        most = max(counts, key=lambda owner: self.held[owner] / owner.weight)
+        return self._queues[most].pop()
+
+    def num_for(self, tenant: Tenant, num_pages: int) -> int:
+        """Pages that may be evicted for a tenant while others keep their shares of `num_pages`."""
+        return sum(self._evictable(tenant, num_pages).values())
+
+    def _evictable(self, tenant: Tenant, num_pages: int) -> dict[Tenant, int]:
+        """The same by owner; those with none are left out."""
+        counts, weight = {}, sum(owner.weight for owner in self.held.keys() | {tenant})
+        for owner, queue in self._queues.items():
+            count = len(queue)
+            if owner != tenant:
+                count = min(count, self.held[owner] - int(num_pages * owner.weight / weight))
+            if count > 0:
+                counts[owner] = count
+        return counts
+
+    def hold(self, owner: Tenant, count: int) -> None:
+        """Count pages that a tenant has got, or lost."""
+        self.held[owner] += count
+        if not self.held[owner]:
+            del self.held[owner]

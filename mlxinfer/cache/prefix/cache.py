@@ -340,29 +340,19 @@ class PrefixCache:
             page.anchored[group] |= anchored
             self.unused[group].discard(page)
 
-    def let_go(
-        self,
-        users: Users,
-        *,
-        priority: int = 0,
-        anchored: bool = False,
-        tenant: Tenant | None = None,
-    ) -> None:
+    def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
         """Count one less that needs each page; it counts as just used.
 
         Args:
             users: pages.
             priority: of the one that needed them.
             anchored: others will go on from here.
-            tenant: whose pages they are from now on.
         """
         now = self.clock()
         for page, group in reversed(users):  # of least worth first: so a queue takes each at once
             page.users[group] -= 1
             assert page.users[group] >= 0
             page.tick = now
-            if tenant is not None and page.owner != tenant:
-                self._give(page, tenant)
             if page.priority < priority:
                 page.priority = priority
             if anchored:
@@ -381,12 +371,11 @@ class PrefixCache:
         `release` does so too.
         """
         copied, lease.copied = lease.copied, []
-        self.let_go(copied, priority=lease.priority, tenant=lease.tenant)
+        self.let_go(copied, priority=lease.priority)
 
     def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
         """A window has passed pages of a table; those without a name are free."""
-        named = self._named(group, ids)
-        self.let_go(named, priority=lease.priority, tenant=lease.tenant)
+        self.let_go(self._named(group, ids), priority=lease.priority)
 
     def _named(self, group: int, ids: Sequence[int]) -> Users:
         known = [self.by_id[group].get(i) for i in ids]
@@ -400,7 +389,7 @@ class PrefixCache:
         self.release_copied(lease)
         tables = enumerate(lease.tables)
         users = [user for group, table in tables for user in self._named(group, table.all_pages)]
-        self.let_go(users, priority=lease.priority, anchored=True, tenant=lease.tenant)
+        self.let_go(users, priority=lease.priority, anchored=True)
 
     def up_to_date(self, lease: Lease) -> bool:
         """Whether a lease was taken since everything was forgotten last."""
@@ -535,6 +524,9 @@ class PrefixCache:
             page = Page(name, parent, number, tokens, anchored)
             page.priority, page.tick, page.owner = priority, self.clock(), owner
             self._add(page)
+        before = self.page_of.get(parent)
+        if before is not None and before.owner != page.owner:
+            self._give(page, before.owner)  # pages go before those that they follow
         return page
 
     def _covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:

@@ -22,7 +22,7 @@ class Page:
         users: by group: how many sequences need it.
         anchored: by group: whether a sequence went on from there; of a window, which is passed by
             elsewhere.
-        owner: the tenant that used it last.
+        owner: the tenant that computed the first page of its prefix.
         priority: the highest of the sequences that used it.
         tick: when it was last in use.
         is_named: no longer, once everything was forgotten; then it goes with its last user.

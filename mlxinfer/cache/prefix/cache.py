@@ -547,10 +547,10 @@ class PrefixCache:
         """Free at least `num_pages` pages of a group if that many may go; how many were freed.
 
         Of the tenant that needs them, and of those that hold more than their share, the one that
-        holds most for its weight loses pages first; then, with `everything`, others. Of its pages the lowest
-        priority goes first, then the longest unused, of one prompt the deepest. Of a window, pages
-        that sequences have passed by go before those that one went on from or ended at. Of a page
-        that later tokens of every prompt need, all groups give up theirs.
+        holds most for its weight loses pages first; then, with `everything`, others. Of its pages
+        the lowest priority goes first, then the longest unused, of one prompt the deepest. Of a
+        window, pages that sequences have passed by go before those that one went on from or ended
+        at. Of a page that later tokens of every prompt need, all groups give up theirs.
         """
         freed, unused, shared = 0, self.unused[group], self._num_shared(group)
         while freed < num_pages:

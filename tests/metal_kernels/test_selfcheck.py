@@ -56,7 +56,8 @@ def test_a_sound_gpu_runs_each_check_once(tmp_path: Path, caplog: pytest.LogCapt
     assert sorted(device.launched) == ["bitmask"] * RUNS + ["sample"] * RUNS
     assert choose(ALL, gpu=fine, folder=tmp_path).keys() == ALL
     assert len(device.launched) == 2 * RUNS
-    assert not caplog.records
+    here = threading.get_ident()  # engines of earlier tests may still check theirs
+    assert not [record.getMessage() for record in caplog.records if record.thread == here]
 
 
 def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...core import BlockSpec, KVSpec, LatentSpec, StateSpec
+from ...core import BlockSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
 from ...errors import ConversionError, UnsupportedModelError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
@@ -110,8 +110,9 @@ class WholeLatents:
         projection: LatentProjection,
         scale: float,
         index: object = None,
+        choice: object = None,
     ) -> mx.array:
-        """-> (T, H, dv), see LatentCache; no `index` leaves any of so few tokens out."""
+        """-> (T, H, dv), see LatentCache; no index leaves any of so few tokens out."""
         k_nope, values = projection.expand(latent)
         k_rope = mx.broadcast_to(k_rope[:, None], q_rope.shape)
         keys = mx.concatenate([k_nope, k_rope], axis=-1)
@@ -141,6 +142,11 @@ def _blocks(spec: BlockSpec, group: RowGroup, masks: Masks) -> WholeBlocks:
     return WholeBlocks()
 
 
+def _pools(spec: PooledSpec, group: RowGroup, masks: Masks) -> WholeBlocks:
+    _check_length(group, spec.num_ranked * spec.ratio)
+    return WholeBlocks()
+
+
 def _latents(spec: LatentSpec, group: RowGroup, masks: Masks) -> WholeLatents:
     if spec.index_dim:
         _check_length(group, spec.num_ranked)
@@ -160,6 +166,7 @@ STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
     BlockSpec: _blocks,
     KVSpec: _keys_values,
     LatentSpec: _latents,
+    PooledSpec: _pools,
     StateSpec: _states,
 }
 """Spec of a layer -> the class that takes the place of its cache."""

@@ -147,6 +147,11 @@ class DeepseekV4(MixedStreams):
         )
 
     @classmethod
+    def runs_by_layer(cls, config: ModelConfig) -> bool:
+        """Never: some choose experts by token ids, and entries take part in attention."""
+        return False
+
+    @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         """All streams. Layers that choose by id need the ids, which only the first stage has."""
         hashed = [i for i in range(config.num_layers) if _is_hashed(config, i)]

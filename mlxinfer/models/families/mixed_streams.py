@@ -32,11 +32,6 @@ class MixedStreams(Family):
     stream_defaults: ClassVar = {"hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Never: layers read and give all streams."""
-        return False
-
-    @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         return BetweenStages((config.fields.integer("hc_mult") * config.hidden_size,))
 

@@ -46,13 +46,16 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "idefics3": _LLAMA,
     "inkling2_loop": {"inkling2_loop_text": "inkling2_loop_text"},
     "internvl": {**_LLAMA, "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"},
+    "internvl_chat": {**_LLAMA, "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "phi3": "phi3"},
     "lighton_ocr": {"qwen3": "qwen3"},
     "llava": _LLAMA,
     "llava_next": _LLAMA,
     "llava_onevision": _LLAMA,
+    "llava_qwen2": {"llava_qwen2": "qwen2"},
     "minicpm_ocr": _QWEN3_5,
     "minicpmv4_6": _QWEN3_5,
     "minicpmv4_7": _QWEN3_5,
+    "phi3_v": {"phi3_v": "phi3"},
     "paddleocr_vl": {"paddleocr_vl_text": "llama", "paddleocr_vl": "llama"},
     "minimax_m3_vl": dict.fromkeys(
         ("minimax_m3_vl_text", "minimax_m3_vl", "minimax_m2"), "minimax_m3_vl_text"

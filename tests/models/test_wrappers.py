@@ -105,3 +105,26 @@ def test_the_text_of_mimo_v2_5_is_mimo_v2_flash(tmp_path):
     fused = tensors | {"model.layers.0.self_attn.qkv_proj.weight": mx.ones((4, 64))}
     with pytest.raises(UnsupportedModelError, match="Conversions to MLX"):
         load(write(tmp_path / "fused", config, fused))
+
+
+@pytest.mark.parametrize(
+    ("outer", "case", "key", "front", "seeing"),
+    [
+        ("internvl_chat", "qwen2-v4", "llm_config", "language_model.", "vision_model.x.weight"),
+        ("internvl_chat", "qwen3-v4", "llm_config", "language_model.", "mlp1.0.weight"),
+        ("llava_qwen2", "qwen2-v4", None, "", "model.vision_tower.vision_tower.model.x.weight"),
+        ("llava_qwen2", "qwen2-v4", None, "", "model.mm_projector.0.weight"),
+        ("phi3_v", "phi3-v4", None, "", "model.vision_embed_tokens.img_projection.0.weight"),
+    ],
+)
+def test_texts_of_models_that_bring_code_of_their_own_are_read(
+    tmp_path, outer, case, key, front, seeing
+):
+    """transformers has no class for them: the text is compared with the text alone."""
+    text, tensors = tiny_config(case), arrays_of(tiny_config(case))
+    whole = {**text, "model_type": outer} if key is None else {"model_type": outer, key: text}
+    inside = {f"{front}{name}": array for name, array in tensors.items()}
+    inside[seeing] = mx.zeros((2, 2))
+    alone = logits(load(write(tmp_path / "alone", text, tensors)))
+    actual = logits(load(write(tmp_path / "whole", {**whole, "vision_config": {}}, inside)))
+    np.testing.assert_array_equal(actual, alone)

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..core import EFFORTS, FUNCTIONS, SamplingParams
 from ..errors import InvalidRequestError, TemplateError
-from ..mcp_tools import McpTools
 from ..memory import human_bytes
 from ..outputs import Delta, Result, ToolCall
 from ._options import SAMPLING
 from ._output import counted, cut, printable, table
 from ._pictures import check_sees, check_videos, picture_data, with_its_images
+from ._tools import Tools
 from .history import NAMES, ChatLog, as_call
 from .run import attached, thinking
 
@@ -37,7 +37,7 @@ class ChatSession:
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
     adapter: str | None = None  # that the first model answers with
-    tools: McpTools | None = None  # that answers may call
+    tools: Tools | None = None  # that answers may call
     allowed: set[str] = field(default_factory=set)  # tools that the user allowed for this chat
     _llm: Any = None
 
@@ -440,7 +440,10 @@ def _video(session: ChatSession, path: str) -> CommandReply:
 
 def _tools(session: ChatSession, _: str) -> CommandReply:
     if session.tools is None:
-        return CommandReply("No MCP server stands in the config file; see docs/tools.md.")
+        return CommandReply(
+            "There are no tools: the config file has no MCP server, and --tools names no file; see "
+            "docs/tools.md."
+        )
     names = [tool["function"]["name"] for tool in session.tools.schemas]
     allows = session.tools.allows
     rows = [(name, "allowed" if allows(name) else "asks first") for name in names]
@@ -468,7 +471,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
     "video": ("FILE", _video, "send a video along with the next message"),
     "think": ("[on|off|auto|LEVEL]", _think, "whether and how much a model thinks"),
-    "tools": ("", _tools, "the tools of MCP servers"),
+    "tools": ("", _tools, "the tools that answers may call"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),
 }

@@ -18,7 +18,6 @@ from ..history import data_folder
 from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
-from ._configuration import open_tools
 from ._model import ADAPTER, open_llm
 from ._options import (
     GroupedCommand,
@@ -36,6 +35,7 @@ from ._options import (
 )
 from ._output import counted, note, printable, wrapped
 from ._pictures import dropped
+from ._tools import conversation_tools
 from .history import open_log
 from .run import wish_of
 
@@ -79,6 +79,12 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
     show_default=True,
     help="Keep a conversation of a terminal on this disk.",
 )
+@click.option(
+    "--tools",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Let the model call the functions of a Python file; each call asks first.",
+)
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
 @rank_options()
@@ -109,7 +115,7 @@ def command(
         adapter=ADAPTER if adapter else None,
     )
     try:
-        session.tools = open_tools(read_config_file(find_config_file()))
+        session.tools = conversation_tools(read_config_file(find_config_file()), options["tools"])
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if log is not None and continued is not None:
             session.messages = log.messages(sees=summary.sees)

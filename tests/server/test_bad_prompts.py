@@ -51,8 +51,8 @@ CONVERSATIONS: dict[str, Any] = {
     "a call without a name": [{**calling("{}"), "tool_calls": [{"function": {}}]}, *HELLO],
     "arguments as an object": [calling({}), *HELLO],
     "arguments deeper than Python": [calling('{"a":' * 50_000 + "1" + "}" * 50_000), *HELLO],
-    "the old call": [{"role": "assistant", "function_call": {"name": "f"}}, *HELLO],
-    "sound": [{"role": "assistant", "audio": {"id": "a"}}, *HELLO],
+    "the old call": [*HELLO, {"role": "assistant", "function_call": {"name": "f"}}],
+    "sound": [*HELLO, {"role": "assistant", "audio": {"id": "a"}}],
     "many of them": HELLO * 3000,
     "many parts": [user([{"type": "text", "text": "a"}] * 3000)],
 }

@@ -80,6 +80,6 @@ def test_videos_are_taken_out_with_the_rate_of_their_frames() -> None:
     shown = [{"type": "video"}, {"type": "text", "text": "x"}, {"type": "video"}]
     assert messages == [{"role": "user", "content": shown}]
     assert result == [
-        ([b"1", b"2"], True, "messages[0].content[0].frames", True, 3.0),
-        ("a.mp4", False, "messages[0].content[2].video", True, None),
+        ([b"1", b"2"], True, "messages[0].content[0].frames", True, 3.0, False),
+        ("a.mp4", False, "messages[0].content[2].video", True, None, False),
     ]

@@ -52,6 +52,26 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(groups[title])
 
 
+NAMED = "mlxinfer.named"  # key of a context's meta: models that are arguments
+
+
+def keep_named(ctx: click.Context, _: click.Parameter, models: tuple[str, ...]) -> None:
+    """Keep the arguments for the ModelsOption."""
+    ctx.meta[NAMED] = models
+
+
+class ModelsOption(click.Option):
+    """Models of -m, after those that are arguments: `serve MODEL` is `serve -m MODEL`."""
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        """Parse the arguments, which are eager, as values of the option."""
+        if named := ctx.meta.get(NAMED, ()):
+            opts = {**opts, "models": [*named, *opts.get("models", ())]}
+        return super().handle_parse_result(ctx, opts, args)
+
+
 class FileOption(click.Option):
     """An option that the config file and the environment set, not the command line."""
 
@@ -93,10 +113,14 @@ adapter_option = click.option(
     metavar="PATH",
     help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
 )
+named_models = click.argument(
+    "named", nargs=-1, metavar="[MODEL]...", is_eager=True, expose_value=False, callback=keep_named
+)
 models_option = click.option(
     "-m",
     "--model",
     "models",
+    cls=ModelsOption,
     multiple=True,
     default=("demo",),
     show_default=True,

@@ -43,6 +43,7 @@ from ._options import (
     adapters_option,
     engine_options,
     models_option,
+    named_models,
     peer_options,
     rank_options,
 )
@@ -62,6 +63,7 @@ file_option = partial(click.option, cls=FileOption)
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
+@named_models
 @config_option
 @models_option
 @click.option(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.core import ParameterSource
 
 from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
@@ -58,6 +59,24 @@ def engine(entry: RegistryEntry) -> tuple[EngineOptions, str]:
     """Return the options that a model would be opened with."""
     _, _, options, served = entry.load.args  # type: ignore[attr-defined]  # a partial
     return options, served["tool_format"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "models"),
+    [
+        ([], ("demo",)),
+        (["demo-draft"], ("demo-draft",)),
+        (["--max-batch", "2", "-m", "b=demo", "a=demo-draft"], ("a=demo-draft", "b=demo")),
+    ],
+)
+def test_an_argument_is_a_model(
+    tmp_path: Path, arguments: list[str], models: tuple[str, ...]
+) -> None:
+    (empty := tmp_path / "empty.toml").touch()
+    ctx = serve_context(["--config", str(empty), *arguments])
+    assert ctx.params["models"] == models
+    by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
+    assert by_default is (not arguments)
 
 
 def test_everything_in_the_file_counts(config: Path) -> None:

@@ -129,13 +129,13 @@ class EngineOptions:
     ] = None
     prefill_slice: Annotated[
         int | None,
-        "Milliseconds that answers may wait for a step with others' prompts. Default: 250.",
+        "Most milliseconds of a step with prompts while others are answered. Default: 250.",
     ] = None
     dtype: Annotated[
         str, "Type of activations and KV cache: auto, float32, bfloat16 or float16."
     ] = "auto"
     task: Annotated[
-        str, "Use of the model: generate, embed, score, or auto: as its files and name show."
+        str, "Use of the model: generate, embed, score, or auto (from its files and name)."
     ] = "auto"
     chat_template: Annotated[
         str | Path | None, "File with a chat template, used instead of the model's own."
@@ -176,7 +176,7 @@ class EngineOptions:
     ] = 8
     acceptance: Annotated[
         str,
-        "exact: answers are those without proposals; rejection: drawn answers have the "
+        "exact: the same answers as without proposals; rejection: sampled answers have the "
         "same distribution, and more proposals are accepted.",
     ] = "exact"
     ranks: Annotated[

@@ -111,9 +111,13 @@ def test_a_grammar_and_end_tokens_hold_whatever_functions_want(llm: LLM) -> None
     def flat(tokens: mx.array, logits: mx.array) -> mx.array:
         return mx.zeros_like(logits)
 
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}}
+    schema |= {"required": ["a"], "additionalProperties": False}  # other keys could be endless
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    for options in ({"logits_processors": [flat]}, {"sampler": lambda p: mx.argmax(p, axis=-1)}):
+    for options in (
+        {"logits_processors": [flat], "temperature": 0},
+        {"sampler": lambda p: mx.argmax(p, axis=-1)},
+    ):
         result = llm.chat("Hi", max_tokens=60, response_format=form, **options)
         assert json.loads(result.text)["a"] in (1, 2)
     ends = sorted(llm.end_ids)
@@ -177,7 +181,7 @@ def test_streams_chats_and_asyncio_take_functions(llm: LLM) -> None:
 def test_what_cannot_be_called_or_goes_not_together_is_refused(llm: LLM) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"logits_processors": fewer_repeats}, "list of functions"),
-        ({"logits_processors": ["f"]}, "functions"),
+        ({"logits_processors": ["f"]}, "function"),
         ({"sampler": 3}, "function"),
         ({"sampler": make_sampler(0.0), "temperature": 0.5}, "give one of both"),
     ]

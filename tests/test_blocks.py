@@ -87,6 +87,7 @@ SHOWN = {  # pages with blocks of the kind `text` -> what these are
     "replicas.md": "three Macs: tests/server/test_replicas.py",
     "several_macs.md": "several servers: the same two",
     "terminal.md": "files, models and shells of the reader: tests/cli",
+    "training.md": "commands on a model of the reader: tests/adapters/test_training.py",
 }
 
 

@@ -23,7 +23,8 @@ UNDEFINED_BY_MLX_LM = (
     "glm5_next_text",
     "granite_swa", "granitemoe_swa", "hunyuan_v1_moe", "hy_v3", "lfm3", "minimax_m3_vl_text",
     "ministral", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "youtu",
-    "flint", "iquestcoder", "k2_horizon", "kolibri1", "mimo_v2", "nemotron_h_puzzle", "xing4_0",
+    "flint", "inkling2_loop_text", "iquestcoder", "k2_horizon", "kolibri1", "mimo_v2",
+    "nemotron_h_puzzle", "xing4_0",
 )  # fmt: skip
 _NO_SCALING = {"rope_scaling": None}
 _NO_BIAS = {"attention_bias": False}

@@ -96,6 +96,7 @@ def test_a_pulled_model_that_does_not_fit_is_noted(
         raise InsufficientMemoryError(f"{name} does not fit: 2 bits would.")
 
     monkeypatch.setattr("mlxinfer.memory.fit.require_fit", refuse)
+    monkeypatch.setattr("mlxinfer.memory.fit.held_bytes", lambda folder: 1)  # its config is a stub
     pulled = outcome("pull", "org/tiny")
     assert pulled.out.startswith("org/tiny is in ")
     assert "org/tiny does not fit: 2 bits would." in pulled.err

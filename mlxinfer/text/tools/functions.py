@@ -27,7 +27,7 @@ _TYPES: dict[Any, Schema] = {
     Any: {},
 }
 _SECTION = re.compile(r"(Args|Returns|Raises):")
-_ARGUMENT = re.compile(r"(\w+)(?:[ \t]*\([^()]*\))?:\s*(.*)")
+_ARGUMENT = re.compile(r"\A(\w+)(?:[ \t]*\([^()]*\))?:\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 

@@ -48,6 +48,7 @@ engine.MAX_SHRINKING_SECONDS = 20  # not 300: a broken tree would take an hour t
 os.environ.setdefault("MLXINFER_ORDER", str(time.time_ns() % 10**6))  # workers inherit it
 ORDER = int(os.environ["MLXINFER_ORDER"])
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.
+LONGEST = "test_blocks"  # minutes on one worker: begun last, it would keep the others waiting
 LONG = ("test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/")
 TESTS = Path(__file__).parent
 
@@ -92,19 +93,19 @@ def is_drawn(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files come first; else the files are shuffled."""
+    """Long files come first, the longest before them; else the files are shuffled."""
     left_out = [item for item in items if not is_drawn(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if is_drawn(item)]
     files = sorted({item.path for item in items})
     random.Random(ORDER).shuffle(files)
     place = {path: number for number, path in enumerate(files)}
-    items.sort(
-        key=lambda item: (
-            not str(item.path.relative_to(TESTS)).startswith(LONG),
-            place[item.path],
-        )
-    )
+
+    def rank(item: pytest.Item) -> tuple[bool, bool, int]:
+        path = str(item.path.relative_to(TESTS))
+        return not path.startswith(LONGEST), not path.startswith(LONG), place[item.path]
+
+    items.sort(key=rank)
 
 
 def pytest_collection_finish() -> None:

@@ -77,14 +77,14 @@ class Shares:
         mine, used = held.get(taker, 0), self.used(taker)
         giver, most = None, 0.0
         for tenant, count in held.items():
-            ahead, each = self.used(tenant) - used, count / tenant.weight
+            ahead, per_weight = self.used(tenant) - used, count / tenant.weight
             if tenant == taker:
                 continue
             has_none = not mine and ahead > -self.slice
-            has_more = count > 1 and (has_none or each > (mine + more) / taker.weight)
-            had_its_turn = ahead >= self.slice and each > mine / taker.weight
-            if (has_more or had_its_turn) and each > most:
-                giver, most = tenant, each
+            has_more = count > 1 and (has_none or per_weight > (mine + more) / taker.weight)
+            had_its_turn = ahead >= self.slice and per_weight > mine / taker.weight
+            if (has_more or had_its_turn) and per_weight > most:
+                giver, most = tenant, per_weight
         return giver
 
 

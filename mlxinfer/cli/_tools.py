@@ -136,7 +136,7 @@ def _functions_of(path: Path) -> Mapping[str, Callable[..., Any]]:
         members = runpy.run_path(str(path), run_name=MODULE)
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from None
-    except Exception as error:  # whatever the file raises
+    except (Exception, SystemExit) as error:  # whatever the file raises
         raise InvalidRequestError(
             f"{path} does not run: {type(error).__name__}: {error}."
         ) from error

@@ -47,21 +47,21 @@ class StepTimes:
 
     def of(self, rows: int) -> float:
         """Seconds of a step of so many rows."""
-        shared, each = self._line()
-        return shared + each * rows
+        shared, per_row = self._line()
+        return shared + per_row * rows
 
     def rows_in(self, seconds: float) -> int:
         """How many rows fit in so many seconds."""
-        shared, each = self._line()
-        return int(max(seconds - shared, 0.0) / each * (1 + 1e-9))
+        shared, per_row = self._line()
+        return int(max(seconds - shared, 0.0) / per_row * (1 + 1e-9))
 
     def _line(self) -> tuple[float, float]:
         """Seconds that rows share, and of each row; neither is negative."""
         n, r, s, rr, rs = self._sums
         spread = n * rr - r * r
-        each = (n * rs - r * s) / spread if spread > 0 else 0.0
-        each = max(min(max(each, 0.01 * s / r), s / r), 1e-9)
-        return max(s - each * r, 0.0) / n, each
+        per_row = (n * rs - r * s) / spread if spread > 0 else 0.0
+        per_row = max(min(max(per_row, 0.01 * s / r), s / r), 1e-9)
+        return max(s - per_row * r, 0.0) / n, per_row
 
 
 class DecodeRows:

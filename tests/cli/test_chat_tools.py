@@ -70,6 +70,7 @@ def test_what_goes_wrong_in_a_call_is_a_text_for_the_model(file: Path) -> None:
         ("x = 1", "defines no function"),
         ("def f(a: int): ...", "docstring"),
         ("raise SystemError('ended')", "ended"),
+        ("import sys; sys.exit(3)", "does not run: SystemExit: 3"),
     ],
 )
 def test_a_file_that_offers_nothing_is_refused(tmp_path: Path, source: str, reason: str) -> None:

@@ -161,6 +161,7 @@ WITHOUT_MLX = (
     "cache.disk",
     "grammar",
     "engine.batch",
+    "engine.queues",
     "engine.scheduler",
     "engine.events",
     "engine.followers",

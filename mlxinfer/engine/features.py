@@ -20,8 +20,8 @@ import numpy as np
 from ..images import Picture
 from ..models.towers import Features, Tower
 from .batch import Batch, Sequence
+from .queues import FeatureSource
 from .runner import FeatureArrays
-from .scheduler import FeatureSource
 
 Key = tuple[str | None, bytes]
 """The salt of requests that share features, and the picture's digest."""

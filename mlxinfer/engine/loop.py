@@ -42,8 +42,9 @@ from .model_cache import attention_kernels, cache_layers, disk_identity, make_ca
 from .pagestore import SAVE_S, PageStore
 from .peers import PeerFetches
 from .prompt_pictures import PictureLimits, PromptPictures
+from .queues import EngineCounters
 from .runner import Launched, Runner
-from .scheduler import EngineCounters, Proposer, Scheduler
+from .scheduler import Proposer, Scheduler
 from .suspects import Suspects
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on

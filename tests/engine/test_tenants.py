@@ -8,7 +8,8 @@ from engine.spelled import segments_of
 from engine.test_scheduler import assert_only_cached, build, request, step
 
 from mlxinfer.engine.batch import Batch, Sequence
-from mlxinfer.engine.scheduler import ANSWER_WORK, SLICE, Scheduler
+from mlxinfer.engine.queues import ANSWER_WORK, SLICE
+from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.fair import Tenant
 
 HEAVY, LIGHT = Tenant("heavy"), Tenant("light")

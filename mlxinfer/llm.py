@@ -30,8 +30,8 @@ from .session.inputs import (
     TextArguments,
     chat_input,
     is_one_prompt,
-    one_each,
     text_input,
+    text_inputs,
 )
 from .session.options import EngineArguments, EngineOptions, help_of
 
@@ -152,19 +152,7 @@ class LLM:
         """
         one = is_one_prompt(prompts)
         every = [prompts] if one else prompts
-        settings = zip(
-            every,
-            one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
-            one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
-            one_each(adapter, len(every), str, "adapter", "a name"),
-            strict=True,
-        )
-        inputs = [
-            text_input(
-                "generate", prompt, given, {**sampling, "response_format": form, "adapter": name}
-            )
-            for prompt, given, form, name in settings
-        ]
+        inputs = text_inputs("generate", every, params, response_format, adapter, sampling)
         answers = self._session.start(*inputs)
         if one:
             return answers.results()[0]

@@ -467,6 +467,29 @@ def _split(
     return arguments, {name: value for name, value in options.items() if name in fields}
 
 
+def text_inputs(
+    method: str,
+    prompts: Sequence[Any],
+    params: Any,
+    form: Any,
+    adapter: Any,
+    sampling: Mapping[str, Any],
+) -> list[TextInput]:
+    """An input for each prompt; `params`, `form` and `adapter`: one for all prompts, or a list."""
+    count = len(prompts)
+    settings = zip(
+        prompts,
+        one_each(params, count, SamplingParams, "params", "SamplingParams(...)"),
+        one_each(form, count, Mapping, "response_format", '{"type": ...}'),
+        one_each(adapter, count, str, "adapter", "a name"),
+        strict=True,
+    )
+    return [
+        text_input(method, prompt, given, {**sampling, "response_format": form, "adapter": name})
+        for prompt, given, form, name in settings
+    ]
+
+
 def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
     """A value for each of `count` prompts; `given` is one value for all, or a list."""
     if given is None or isinstance(given, kind):

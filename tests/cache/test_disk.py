@@ -24,7 +24,7 @@ from mlxinfer.cache.disk import (
     page_key,
 )
 from mlxinfer.cache.disk.entry import decode, encode
-from mlxinfer.cache.prefix.names import VERSION, PageNames
+from mlxinfer.cache.prefix.index import VERSION, PageNames
 
 MODEL = namespace_key("model", "bf16")
 FOLDER = f"{MODEL.hex()}.{VERSION}"

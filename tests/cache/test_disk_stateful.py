@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlxinfer.cache.disk.entry import Entry, Files, decode
 from mlxinfer.cache.disk.tier import DiskTier
-from mlxinfer.cache.prefix.names import namespace_key, page_key
+from mlxinfer.cache.prefix.index import namespace_key, page_key
 
 BLOCK = 64
 MODEL = namespace_key("model", "bf16")

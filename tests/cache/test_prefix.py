@@ -7,8 +7,8 @@ from cache.prefix_invariants import check, groups_of, states_of
 
 from mlxinfer.cache.disk import namespace_key
 from mlxinfer.cache.pages import PageAllocator, StateGroup, resume_point
-from mlxinfer.cache.prefix import EvictionQueue, Lease, Page, PrefixCache, names
-from mlxinfer.cache.prefix.names import pack_ids, packed_key
+from mlxinfer.cache.prefix import EvictionQueue, Lease, Page, PrefixCache, index
+from mlxinfer.cache.prefix.index import pack_ids, packed_key
 
 SIZE = 4
 
@@ -172,7 +172,7 @@ def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.Monkey
 
     cache = make_cache(window)
     put(cache, range(400))
-    monkeypatch.setattr(names, "packed_key", counted)
+    monkeypatch.setattr(index, "packed_key", counted)
     prompt = cache.names("", range(400))
     for _ in range(3):
         assert cache.probe(prompt).num_tokens == 399

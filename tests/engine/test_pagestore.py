@@ -8,8 +8,8 @@ import pytest
 from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
-from mlxinfer.cache.prefix import PrefixCache, RestorePoint, names
-from mlxinfer.cache.prefix.names import pack_ids, packed_key
+from mlxinfer.cache.prefix import PrefixCache, RestorePoint, index
+from mlxinfer.cache.prefix.index import pack_ids, packed_key
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, PageSearch, PageStore, Place, ReceivedPages
 
@@ -207,7 +207,7 @@ def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
         hashed.append(packed_ids)
         return packed_key(parent, packed_ids)
 
-    monkeypatch.setattr(names, "packed_key", counted)
+    monkeypatch.setattr(index, "packed_key", counted)
     search = PageSearch(bench.store, bench.point(IDS), 10)  # reading would check the keys, too
     assert len(search.wanted(search.reachable())) == 13
     assert hashed == [pack_ids(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from test_sessions import LONG, ask, error_of, serving
 
 from mlxinfer.cache.disk.entry import Entry, encode, read_entry
-from mlxinfer.cache.prefix.names import page_key
+from mlxinfer.cache.prefix.index import page_key
 from mlxinfer.cli import session as session_command
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until

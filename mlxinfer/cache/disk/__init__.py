@@ -1,6 +1,6 @@
 """The disk tier of the prefix cache."""
 
-from ..prefix.names import group_key, namespace_key, page_key
+from ..prefix.index import group_key, namespace_key, page_key
 from .entry import Entry, Files, decode, encode, entry_bytes
 from .tier import NOTHING_STORED, DiskTier
 

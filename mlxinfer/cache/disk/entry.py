@@ -5,7 +5,7 @@ An entry is its header, key ids, payload and checksum, all little-endian:
     magic 8s | version u32 | tokens u32 | payload bytes u64 | key 20s | parent key 20s
     key ids u64 each | payload | BLAKE2b-128 of everything before it
 
-The key is the page's name (`prefix/names.py`), with the number of the layer group as its last byte.
+The key is the page's name (`prefix/index.py`), with the number of the layer group as its last byte.
 So a prompt's entries are found without an index. Key ids are token ids, and for other inputs, such
 as pictures, larger ids that stand for them.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
-from ..prefix.names import ID_BYTES, KEY_BYTES, VERSION, group_key, pack_ids, page_key
+from ..prefix.index import ID_BYTES, KEY_BYTES, VERSION, group_key, pack_ids, page_key
 
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError, StorageFullError
 from ...files import write_whole
-from ..prefix.names import PageNames, group_key, page_key
+from ..prefix.index import PageNames, group_key, page_key
 from .entry import Entry, decode, encode, read_entry
 from .tier import DiskTier
 

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from ..prefix.names import KEY_BYTES, VERSION
+from ..prefix.index import KEY_BYTES, VERSION
 from .entry import Entry, Files, decode, encode
 
 _HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"

@@ -1,8 +1,7 @@
 """The prefix cache: pages by name. Pure Python."""
 
 from .cache import LOCAL_ROOT, Lease, PrefixCache, RestorePoint, Users
-from .names import Name, PageNames
-from .page import EvictionQueue, Page
+from .index import EvictionQueue, Name, Page, PageNames
 
 __all__ = [
     "LOCAL_ROOT",

@@ -7,17 +7,14 @@ later. Pure Python; knows no arrays and no requests.
 """
 
 import itertools
-from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...fair import NOBODY, Tenant
 from ..pages import PageGroup, PageTable, Spans, StateGroup, longest_prefix
-from .names import Name, PageNames, namespace_key, page_key
-from .page import Page, UnusedPages
+from .index import Name, Page, PageIndex, PageNames, UnusedPages, namespace_key, page_key
 
 LOCAL_ROOT = namespace_key("this process")
-NUM_GONE = 16384  # names of evicted pages that are remembered
 Users = list[tuple[Page, int]]
 """Pages that somebody needs, each with the group in which."""
 OnEvict = Callable[[Page, Sequence[int]], None]
@@ -84,7 +81,7 @@ class Lease:
     released: bool = False
 
 
-class PrefixCache:
+class PrefixCache(PageIndex):
     """Named pages of all layer groups.
 
     Args:
@@ -106,55 +103,28 @@ class PrefixCache:
         root: Name = LOCAL_ROOT,
     ) -> None:
         assert groups
-        self.groups, self.states, self.root = groups, states, root
+        super().__init__(root, groups[0].page_size)
+        self.groups, self.states = groups, states
         self.allocators = [group.allocator for group in groups]
-        self.page_size = groups[0].page_size
         self.attention = range(len(groups))
         self.windowed = [g for g, group in enumerate(groups) if group.recycles]
-        self.page_of: dict[Name, Page] = {}
-        self.children: dict[Name, list[Page]] = {}  # by parent's name, in order of tokens
         num_groups = len(groups) + (states is not None)
         self.unused = [UnusedPages() for _ in range(num_groups)]
         self.by_id: list[dict[int, Page]] = [{} for _ in groups]
         self.tokens_reused = 0  # of matches that were made use of
         self.clock = clock or itertools.count(1).__next__
+        self._needs_whole = len(self.windowed) < len(groups)  # a group needs every page
         self._alignment = self.page_size if any(group.whole_pages for group in groups) else 1
-        self._roots: dict[Hashable, Name] = {}
         self._on_evict = on_evict or (lambda page, groups: None)
         self._epoch = 0
-        self._gone: dict[Name, None] = {}  # of evicted pages, the first one longest ago
-
-    # -- names ----------------------------------------------------------------------------------
-
-    def root_of(self, namespace: Hashable) -> Name:
-        """The name before the first page of a namespace; each has its own."""
-        if namespace is None:
-            return self.root
-        if namespace not in self._roots:
-            self._roots[namespace] = namespace_key(self.root.hex(), repr(namespace))
-        return self._roots[namespace]
-
-    def names(self, namespace: Hashable, token_ids: Sequence[int]) -> PageNames:
-        """The names of a prompt's pages."""
-        return PageNames(self.root_of(namespace), token_ids, self.page_size)
 
     def set_root(self, root: Name) -> None:
         """Name all pages again, now that it is known what the model is.
 
         Those whose parents a window has recycled are forgotten: their names cannot be known.
         """
-        now = {self.root: root}
-        roots, self.root, self._roots = self._roots, root, {}
-        now |= {name: self.root_of(namespace) for namespace, name in roots.items()}
-        pages = sorted(self.page_of.values(), key=lambda page: page.number)
-        self.page_of, self.children, self._gone = {}, {}, {}
-        for page in pages:
-            if page.parent not in now:
-                self._forget(page)
-                continue
-            old, page.parent = page.name, now[page.parent]
-            page.name = now[old] = page_key(page.parent, page.tokens)
-            self._add(page)
+        for page in self.rename(root):
+            self._forget(page)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -179,9 +149,9 @@ class PrefixCache:
         """
         num_ids, size = len(names.token_ids), self.page_size
         highest = max(num_ids - 1 if limit is None else min(limit, num_ids), 0)
-        path = self._walk(names, highest // size)
+        path = self.walk(names, highest // size, whole=self._needs_whole)
         rest = names.tokens(len(path), min(highest - len(path) * size, size))
-        begun, overlap = self._closest(names.name(len(path) - 1), rest)
+        begun, overlap = self.closest(names.name(len(path) - 1), rest, self.attention)
 
         longest = len(path) * size + overlap
         point = longest_prefix(
@@ -207,6 +177,13 @@ class PrefixCache:
             spans=spans,
         )
 
+    def _last_state(self, names: PageNames, number: int, count: int) -> Page | None:
+        """Of the pages that the first `count` tokens of a page begin with, the longest with a
+        state.
+        """
+        pages = self.beginnings(names.name(number - 1), names.tokens(number, count))
+        return next((page for page in pages if page.ids[-1] is not None), None)
+
     def _held(
         self, names: PageNames, path: Sequence[Page | None], begun: Page | None
     ) -> Callable[[int, int, int], int]:
@@ -227,55 +204,6 @@ class PrefixCache:
 
         return held
 
-    def _walk(self, names: PageNames, stop: int) -> list[Page | None]:
-        """The whole pages of a prompt that are there.
-
-        If a group needs them all, up to the first that is not.
-        """
-        path: list[Page | None] = []
-        goes_on = len(self.windowed) == len(self.groups)
-        while len(path) < stop:  # as many names at once as there are pages so far
-            count = min(2 * len(path) + 1, stop) - len(path)
-            path += map(self.page_of.get, names.between(len(path), len(path) + count))
-            if not goes_on and None in path[-count:]:
-                return path[: path.index(None, len(path) - count)]
-        while path and path[-1] is None:
-            path.pop()
-        return path
-
-    def _closest(self, parent: Name, tokens: tuple[int, ...]) -> tuple[Page | None, int]:
-        """The page after `parent` that agrees with `tokens` for longest, and for how many.
-
-        Pages are sorted, so that page is next to the place of `tokens`: only two are compared. If
-        both agree equally far, the one counts that more groups have.
-        """
-        pages = self.children.get(parent, [])
-        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
-        best: Page | None = None
-        worth = (0, 0)
-        for page in pages[max(at - 1, 0) : at + 1]:
-            overlap = common_length(page.tokens, tokens)
-            if overlap and (overlap, page.held(self.attention)) > worth:
-                best, worth = page, (overlap, page.held(self.attention))
-        return best, worth[0]
-
-    def _begun(self, parent: Name, tokens: tuple[int, ...]) -> Iterable[Page]:
-        """The pages after `parent` that `tokens` begins with or is, the longest first."""
-        pages = self.children.get(parent, [])
-        for length in range(len(tokens) if pages else 0, 0, -1):
-            at = bisect_left(pages, tokens[:length], key=lambda page: page.tokens)
-            if at < len(pages) and pages[at].tokens == tokens[:length]:
-                yield pages[at]
-            if not at:  # shorter ones would come before it
-                return
-
-    def _last_state(self, names: PageNames, number: int, count: int) -> Page | None:
-        """Of the pages that the first `count` tokens of a page begin with, the longest with a
-        state.
-        """
-        pages = self._begun(names.name(number - 1), names.tokens(number, count))
-        return next((page for page in pages if page.ids[-1] is not None), None)
-
     def _table(self, group: int, pages: Sequence[Page | None], num_tokens: int) -> PageTable:
         """A group's table of the whole pages that are needed to go on after `num_tokens`."""
         num_kept = self.groups[group].num_kept
@@ -284,10 +212,6 @@ class PrefixCache:
         sinks, rest = ids[:num_kept], ids[first:]
         assert None not in sinks + rest, "a restore point has every page that it needs"
         return PageTable(self.page_size, num_kept, first, sinks, rest)  # type: ignore[arg-type]
-
-    def existed(self, name: Name) -> bool:
-        """Whether a page of this name is in memory, or was until not long ago."""
-        return name in self.page_of or name in self._gone
 
     def num_pages(self, group: int) -> int:
         return len(self.by_id[group])
@@ -440,7 +364,7 @@ class PrefixCache:
         count = num_tokens - lease.num_pages * self.page_size
         tokens = names.tokens(lease.num_pages, max(count, 0))
         parent = names.name(lease.num_pages - 1)
-        if not self.up_to_date(lease) or not tokens or self._covers(parent, tokens):
+        if not self.up_to_date(lease) or not tokens or self.covers(parent, tokens):
             return
         page = self._page(names, lease.num_pages, count, lease.priority, lease.tenant)
         for group, table in enumerate(lease.tables):
@@ -462,7 +386,7 @@ class PrefixCache:
         number = (num_tokens - 1) // self.page_size
         count, group = num_tokens - number * self.page_size, len(self.groups)
         tokens, parent = names.tokens(number, count), names.name(number - 1)
-        if self.states is None or not self._covers(parent, tokens):
+        if self.states is None or not self.covers(parent, tokens):
             return None
         page = self.page_of.get(page_key(parent, tokens))
         if page is not None and page.ids[group] is not None:
@@ -518,26 +442,16 @@ class PrefixCache:
         name = names.name(number) if whole else page_key(parent, tokens)
         page = self.page_of.get(name)
         if page is None:
-            for shorter in list(self._begun(parent, tokens)):
+            for shorter in list(self.beginnings(parent, tokens)):
                 self._free(shorter, [g for g in shorter.unused if g in self.attention])
             anchored = [g not in self.windowed for g in range(len(self.unused))]
             page = Page(name, parent, number, tokens, anchored)
             page.priority, page.tick, page.owner = priority, self.clock(), owner
-            self._add(page)
+            self.add(page)
         before = self.page_of.get(parent)
         if before is not None and before.owner != page.owner:
             self._give(page, before.owner)  # pages go before those that they follow
         return page
-
-    def _covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
-        """Whether a page after `parent` begins with `tokens`."""
-        pages = self.children.get(parent, [])
-        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
-        return at < len(pages) and pages[at].tokens[: len(tokens)] == tokens
-
-    def _add(self, page: Page) -> None:
-        self.page_of[page.name] = page
-        insort(self.children.setdefault(page.parent, []), page, key=lambda page: page.tokens)
 
     # -- eviction -------------------------------------------------------------------------------
 
@@ -564,9 +478,7 @@ class PrefixCache:
                 if not is_passed:
                     self._on_evict(page, groups)
             finally:
-                self._gone[page.name] = None
-                if len(self._gone) > NUM_GONE:
-                    del self._gone[next(iter(self._gone))]
+                self.note_evicted(page)
                 self._free(page, groups)
                 self._strand(page, group)
         return freed
@@ -610,16 +522,7 @@ class PrefixCache:
             elif self.states is not None:
                 self.states.release(number)
         if page.is_named and page.ids.count(None) == len(page.ids):
-            self._remove(page)
-
-    def _remove(self, page: Page) -> None:
-        page.is_named = False
-        if self.page_of.pop(page.name, None) is None:
-            return
-        pages = self.children[page.parent]
-        del pages[bisect_left(pages, page.tokens, key=lambda page: page.tokens)]
-        if not pages:
-            del self.children[page.parent]
+            self.remove(page)
 
     def erase(self, names: PageNames, num_tokens: int) -> None:
         """Drop the pages of a prompt that no other prompt shares and nobody needs."""
@@ -642,13 +545,3 @@ class PrefixCache:
     def _forget(self, page: Page) -> None:
         page.is_named = False
         self._free(page, page.unused)
-
-
-def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens two tuples share at their beginning."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length

@@ -1,0 +1,392 @@
+"""Pages by name: what a name is, and the index that finds the pages of a prompt. Pure Python.
+
+A name is a hash of the name before it and the page's key ids. So it stands for the whole prefix
+that ends with the page, wherever the page lies: in memory, on the disk, at a peer or in a saved
+session. The name before the first page, the root, stands for everything else that keys and values
+depend on.
+"""
+
+import heapq
+import struct
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+from ...fair import NOBODY, Tenant
+
+Name = bytes
+"""BLAKE2b-152 and a byte 0; in the key of a layer group's entry the group stands in its place."""
+KEY_BYTES = 20
+VERSION = 3  # of names and entries; folders of other versions are emptied
+ID_BYTES = 8
+_PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
+NUM_GONE = 16384  # names of evicted pages that are remembered
+Item = TypeVar("Item")
+
+
+class PageNames:
+    """The names of a prompt's pages. Each is hashed once, up to the last one asked for.
+
+    Args:
+        root: the name before the first page.
+        token_ids: key ids from position 0; more may be appended.
+        page_size: tokens.
+    """
+
+    __slots__ = ("_names", "page_size", "root", "token_ids")
+
+    def __init__(self, root: Name, token_ids: Sequence[int], page_size: int) -> None:
+        self.root, self.token_ids, self.page_size = root, token_ids, page_size
+        self._names = [root]  # [n]: of the page before page n
+
+    def name(self, number: int) -> Name:
+        """The name of whole page `number`; -1: the root."""
+        if number + 1 >= len(self._names):
+            self._hash(number + 1)
+        return self._names[number + 1]
+
+    def between(self, start: int, stop: int) -> list[Name]:
+        """The names of whole pages from `start` up to `stop`; quicker than one by one."""
+        self._hash(stop)
+        return self._names[start + 1 : stop + 1]
+
+    def _hash(self, count: int) -> None:
+        """Name the first `count` pages; their ids are packed at once."""
+        names, size = self._names, self.page_size
+        packed = pack_ids(self.token_ids[(len(names) - 1) * size : count * size])
+        for start in range(0, len(packed), size * ID_BYTES):
+            names.append(packed_key(names[-1], packed[start : start + size * ID_BYTES]))
+
+    def tokens(self, number: int, count: int | None = None) -> tuple[int, ...]:
+        """The first `count` key ids of a page; None: all that there are."""
+        size, start = self.page_size, number * self.page_size
+        return tuple(self.token_ids[start : start + (size if count is None else count)])
+
+
+def namespace_key(*parts: str) -> bytes:
+    """The key of a namespace: a model's content id, a KV format, an adapter, in a fixed order."""
+    texts = [part.encode() for part in parts]
+    data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return _hash(data, f"namespace{VERSION}", KEY_BYTES)
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a page: of its tokens and all that came before."""
+    return packed_key(parent, pack_ids(token_ids))
+
+
+def packed_key(parent: bytes, packed_ids: bytes) -> bytes:
+    """`page_key` of ids that are packed."""
+    hashed = _PAGE.copy()  # quicker than a new one with its parameters
+    hashed.update(parent + packed_ids)
+    return hashed.digest() + b"\0"
+
+
+def group_key(page: bytes, group: int) -> bytes:
+    """The key of a layer group's entry of the page with this key. Groups are below 256."""
+    return page[:-1] + bytes([group])
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Ids as bytes, `ID_BYTES` each."""
+    return struct.pack(f"<{len(token_ids)}Q", *token_ids)
+
+
+def _hash(data: bytes, purpose: str, num_bytes: int) -> bytes:
+    return blake2b(data, digest_size=num_bytes, person=purpose.encode()).digest()
+
+
+class Page:
+    """Consecutive tokens under the name of the page before them. The last of a sequence may be
+    short.
+
+    Attributes:
+        parent: the name of the page before it.
+        number: position // page size.
+        ids: by group: the page of the group's pool, or the number of the state after its last
+            token; None: the group has none.
+        users: by group: how many sequences need it.
+        anchored: by group: whether a sequence went on from there; of a window, which is passed by
+            elsewhere.
+        owner: the tenant that computed the first page of its prefix.
+        priority: the highest of the sequences that used it.
+        tick: when it was last in use.
+        is_named: no longer, once everything was forgotten; then it goes with its last user.
+    """
+
+    __slots__ = (
+        "anchored",
+        "ids",
+        "is_named",
+        "name",
+        "number",
+        "owner",
+        "parent",
+        "priority",
+        "tick",
+        "tokens",
+        "users",
+    )
+
+    def __init__(
+        self, name: Name, parent: Name, number: int, tokens: tuple[int, ...], anchored: list[bool]
+    ) -> None:
+        self.name, self.parent, self.number, self.tokens = name, parent, number, tokens
+        self.ids: list[int | None] = [None] * len(anchored)
+        self.users = [0] * len(anchored)
+        self.anchored = anchored
+        self.owner = NOBODY
+        self.priority = self.tick = 0
+        self.is_named = True
+
+    def held(self, groups: range) -> int:
+        """How many of some groups have it."""
+        return sum(self.ids[group] is not None for group in groups)
+
+    @property
+    def unused(self) -> list[int]:
+        """The groups that have it, and in which no sequence needs it."""
+        return [g for g, i in enumerate(self.ids) if i is not None and not self.users[g]]
+
+
+class PageIndex:
+    """Finds pages by name, and those that follow a name.
+
+    Args:
+        root: the name that stands for the model.
+        page_size: tokens.
+
+    Attributes:
+        page_of: by name.
+        children: the pages after a name, in order of their tokens.
+    """
+
+    def __init__(self, root: Name, page_size: int) -> None:
+        self.root, self.page_size = root, page_size
+        self.page_of: dict[Name, Page] = {}
+        self.children: dict[Name, list[Page]] = {}
+        self._roots: dict[Hashable, Name] = {}
+        self._gone: dict[Name, None] = {}  # of evicted pages, the first one longest ago
+
+    def root_of(self, namespace: Hashable) -> Name:
+        """The name before the first page of a namespace; each has its own."""
+        if namespace is None:
+            return self.root
+        if namespace not in self._roots:
+            self._roots[namespace] = namespace_key(self.root.hex(), repr(namespace))
+        return self._roots[namespace]
+
+    def names(self, namespace: Hashable, token_ids: Sequence[int]) -> PageNames:
+        """The names of a prompt's pages."""
+        return PageNames(self.root_of(namespace), token_ids, self.page_size)
+
+    def rename(self, root: Name) -> list[Page]:
+        """Name all pages again below another root.
+
+        Returns:
+            Pages that are no longer in the index: a window has recycled their parents, so their
+            names cannot be known.
+        """
+        now = {self.root: root}
+        roots, self.root, self._roots = self._roots, root, {}
+        now |= {name: self.root_of(namespace) for namespace, name in roots.items()}
+        pages = sorted(self.page_of.values(), key=lambda page: page.number)
+        self.page_of, self.children, self._gone = {}, {}, {}
+        nameless = []
+        for page in pages:
+            if page.parent not in now:
+                nameless.append(page)
+                continue
+            old, page.parent = page.name, now[page.parent]
+            page.name = now[old] = page_key(page.parent, page.tokens)
+            self.add(page)
+        return nameless
+
+    def walk(self, names: PageNames, stop: int, *, whole: bool) -> list[Page | None]:
+        """The first `stop` whole pages of a prompt; with `whole` up to the first missing one."""
+        path: list[Page | None] = []
+        while len(path) < stop:  # as many names at once as there are pages so far
+            count = min(2 * len(path) + 1, stop) - len(path)
+            path += map(self.page_of.get, names.between(len(path), len(path) + count))
+            if whole and None in path[-count:]:
+                return path[: path.index(None, len(path) - count)]
+        while path and path[-1] is None:
+            path.pop()
+        return path
+
+    def closest(
+        self, parent: Name, tokens: tuple[int, ...], groups: range
+    ) -> tuple[Page | None, int]:
+        """The page after `parent` that agrees with `tokens` for longest, and for how many.
+
+        Pages are sorted, so that page is next to the place of `tokens`: only two are compared. If
+        both agree equally far, the one counts that more of the groups have.
+        """
+        pages = self.children.get(parent, [])
+        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
+        best: Page | None = None
+        worth = (0, 0)
+        for page in pages[max(at - 1, 0) : at + 1]:
+            overlap = common_length(page.tokens, tokens)
+            if overlap and (overlap, page.held(groups)) > worth:
+                best, worth = page, (overlap, page.held(groups))
+        return best, worth[0]
+
+    def beginnings(self, parent: Name, tokens: tuple[int, ...]) -> Iterable[Page]:
+        """The pages after `parent` that `tokens` begins with or is, the longest first."""
+        pages = self.children.get(parent, [])
+        for length in range(len(tokens) if pages else 0, 0, -1):
+            at = bisect_left(pages, tokens[:length], key=lambda page: page.tokens)
+            if at < len(pages) and pages[at].tokens == tokens[:length]:
+                yield pages[at]
+            if not at:  # shorter ones would come before it
+                return
+
+    def covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
+        """Whether a page after `parent` begins with `tokens`."""
+        pages = self.children.get(parent, [])
+        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
+        return at < len(pages) and pages[at].tokens[: len(tokens)] == tokens
+
+    def existed(self, name: Name) -> bool:
+        """Whether a page of this name is in memory, or was until not long ago."""
+        return name in self.page_of or name in self._gone
+
+    def note_evicted(self, page: Page) -> None:
+        """Remember the name of a page that is evicted, for `existed`."""
+        self._gone[page.name] = None
+        if len(self._gone) > NUM_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    def add(self, page: Page) -> None:
+        self.page_of[page.name] = page
+        insort(self.children.setdefault(page.parent, []), page, key=lambda page: page.tokens)
+
+    def remove(self, page: Page) -> None:
+        page.is_named = False
+        if self.page_of.pop(page.name, None) is None:
+            return
+        pages = self.children[page.parent]
+        del pages[bisect_left(pages, page.tokens, key=lambda page: page.tokens)]
+        if not pages:
+            del self.children[page.parent]
+
+
+def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many tokens two tuples share at their beginning."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
+class EvictionQueue(Generic[Item]):
+    """A priority queue of distinct items that can be taken out: a heap that skips stale
+    entries, and sweeps them out when they outnumber the others. O(log n) each, amortised.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, ...], int, Item]] = []
+        self._entry: dict[Item, int] = {}  # item -> the entry of it that counts
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    def items(self) -> set[Item]:
+        return set(self._entry)
+
+    def push(self, item: Item, worth: tuple[int, ...]) -> None:
+        """Put an item in, or change its worth; among equals the first one in is the first out."""
+        self._num_pushed += 1
+        self._entry[item] = self._num_pushed
+        heapq.heappush(self._heap, (worth, self._num_pushed, item))
+        if len(self._heap) > 2 * len(self._entry) + 64:
+            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        """Take an item out, if it is in."""
+        self._entry.pop(item, None)
+
+    def pop(self) -> Item | None:
+        """Take out the item of least worth; None: the queue is empty."""
+        while self._heap:
+            _, serial, item = heapq.heappop(self._heap)
+            if self._entry.get(item) == serial:
+                del self._entry[item]
+                return item
+        return None
+
+
+class UnusedPages:
+    """The pages of a group that may be evicted, those of each tenant in a queue of its own.
+
+    The tenant that holds most for its weight loses pages first, so a flood of one evicts no prefix
+    of another that holds less than its share. Within a tenant the page of least worth goes first.
+
+    Attributes:
+        held: named pages of the group by tenant, used or not.
+    """
+
+    def __init__(self) -> None:
+        self.held: Counter[Tenant] = Counter()
+        self._queues: dict[Tenant, EvictionQueue[Page]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def items(self) -> set[Page]:
+        return {page for queue in self._queues.values() for page in queue.items()}
+
+    def push(self, page: Page, worth: tuple[int, ...]) -> None:
+        """See `EvictionQueue.push`."""
+        if page.owner not in self._queues:
+            self._queues[page.owner] = EvictionQueue()
+        self._queues[page.owner].push(page, worth)
+
+    def discard(self, page: Page) -> None:
+        """See `EvictionQueue.discard`."""
+        if page.owner in self._queues:
+            self._queues[page.owner].discard(page)
+
+    def pop(self, tenant: Tenant, num_pages: int, *, everything: bool) -> Page | None:
+        """The page to evict next for a tenant; None: there is none, see `num_for`.
+
+        Args:
+            tenant: needs room.
+            num_pages: of the group, which tenants share.
+            everything: also from others that hold less than their share, if nobody else has any.
+        """
+        counts = self._evictable(tenant, num_pages)
+        if not counts and everything:
+            counts = {owner: len(queue) for owner, queue in self._queues.items() if len(queue)}
+        if not counts:
+            return None
+        most = max(counts, key=lambda owner: self.held[owner] / owner.weight)
+        return self._queues[most].pop()
+
+    def num_for(self, tenant: Tenant, num_pages: int) -> int:
+        """Pages that may be evicted for a tenant while others keep their shares of `num_pages`."""
+        return sum(self._evictable(tenant, num_pages).values())
+
+    def _evictable(self, tenant: Tenant, num_pages: int) -> dict[Tenant, int]:
+        """The same by owner; those with none are left out."""
+        counts, weight = {}, sum(owner.weight for owner in self.held.keys() | {tenant})
+        for owner, queue in self._queues.items():
+            count = len(queue)
+            if owner != tenant:
+                count = min(count, self.held[owner] - int(num_pages * owner.weight / weight))
+            if count > 0:
+                counts[owner] = count
+        return counts
+
+    def hold(self, owner: Tenant, count: int) -> None:
+        """Count pages that a tenant has got, or lost."""
+        self.held[owner] += count
+        if not self.held[owner]:
+            del self.held[owner]

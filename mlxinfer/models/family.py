@@ -62,6 +62,7 @@ class Family:
         scaled_embeddings: embeddings are multiplied by the root of the hidden size, as in the first
             Transformer.
         windows: layers have windows if the config says so; False: never.
+        positions: layers have ropes; False: no layer has.
         attention_biases: attention has biases if the config says so; False: never.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
@@ -81,6 +82,7 @@ class Family:
     axes_in_turn: ClassVar[bool] = False
     scaled_embeddings: ClassVar[bool] = False
     windows: ClassVar[bool] = True
+    positions: ClassVar[bool] = True
     attention_biases: ClassVar[bool] = True
     interleaved: ClassVar[bool] = False
     folded: ClassVar[tuple[str, ...]] = ()
@@ -109,6 +111,8 @@ class Family:
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """The rope of each layer; None: the layer has no positions."""
+        if not cls.positions:
+            return (None,) * len(layer_types)
         by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in set(layer_types)}
         return tuple(by_type[kind] for kind in layer_types)
 

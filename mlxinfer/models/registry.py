@@ -36,13 +36,20 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_moe": "qwen3_moe"},
     "aya_vision": _COHERE,
     "cohere2_vision": _COHERE,
+    "deepseek_vl": _LLAMA,
+    "deepseek_vl_hybrid": _LLAMA,
     "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
+    "fast_vlm": _LLAMA,
     "glm4v": _GLM4V,
+    "glmga": _GLM4V,
     "glm46v": {**_GLM4V, "glm4v_moe_text": "glm4_moe"},
     "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
     "glm_ocr": {"glm_ocr_text": "glm_ocr_text"},
     "glm5_next": dict.fromkeys(("glm5_next_text", "glm5_next"), "glm5_next_text"),
     "got_ocr2": {"qwen2": "qwen2"},
+    "granite4_vision": {"granite4_vision_text": "granite"},
+    "hunyuan_vl": dict.fromkeys(("hunyuan_vl_text", "hunyuan_vl"), "hunyuan_v1_dense"),
+    "idefics2": _LLAMA,
     "idefics3": _LLAMA,
     "inkling2_loop": {"inkling2_loop_text": "inkling2_loop_text"},
     "internvl": {**_LLAMA, "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"},
@@ -50,13 +57,16 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "lighton_ocr": {"qwen3": "qwen3"},
     "llava": _LLAMA,
     "llava_next": _LLAMA,
+    "llava_next_video": _LLAMA,
     "llava_onevision": _LLAMA,
     "llava_qwen2": {"llava_qwen2": "qwen2"},
     "minicpm_ocr": _QWEN3_5,
     "minicpmv4_6": _QWEN3_5,
     "minicpmv4_7": _QWEN3_5,
     "phi3_v": {"phi3_v": "phi3"},
+    "ovis2": _LLAMA,
     "paddleocr_vl": {"paddleocr_vl_text": "llama", "paddleocr_vl": "llama"},
+    "perception_lm": _LLAMA,
     "minimax_m3_vl": dict.fromkeys(
         ("minimax_m3_vl_text", "minimax_m3_vl", "minimax_m2"), "minimax_m3_vl_text"
     ),
@@ -65,6 +75,9 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "NemotronH_Nano_Omni_Reasoning_V3": {"nemotron_h": "nemotron_h"},
     "qianfan_ocr": {"qwen3": "qwen3"},
     "smolvlm": _LLAMA,
+    "video_llama_3": _LLAMA,
+    "video_llava": _LLAMA,
+    "vipllava": _LLAMA,
     "step3p7": {"step3p5": "step3p5", "step3p7": "step3p5"},
 }
 _LANGUAGE = {
@@ -81,16 +94,17 @@ _BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output pro
 _AHEAD = re.compile(r"(?:^|\.)(mtp[._].+)$")  # of a module that predicts tokens further ahead
 _NUMBERED = re.compile(r"(?:^|\.)(?:mtp\.layers|mtp_[a-z_]+|model\.layers)\.(\d+)\.")
 _SENSES = (
-    *("visual.", "vision_", "embed_vision.", "multi_modal_projector.", "mm_projector."),
+    *("visual.", "visual_embeddings_table.", "vision_", "embed_vision.", "vit.", "image_tower."),
+    *("video_tower.", "high_res_vision_", "multi_modal_projector.", "mm_projector.", "projector."),
     *(
+        "aligner.",
+        "layerwise_projectors.",
+        "spatial_projectors.",
         "connector.",
         "merger.",
         "mlp_AR.",
-        "mlp1.",
-        "image_newline",
-        "patch_merge_mlp.",
-        "vit_large_projector.",
     ),
+    *("mlp1.", "image_newline", "patch_merge_mlp.", "vit_large_projector."),
     *("audio_tower.", "audio_encoder.", "speech_embeddings.", "embed_audio.", "sound_"),
 )
 

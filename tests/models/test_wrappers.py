@@ -56,7 +56,10 @@ def test_the_older_spelling_is_of_the_same_model(outer):
     text = dict(config["text_config"])
     rope = text.pop("rope_parameters")
     text |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if "mrope_section" in rope:
+    if "alpha" in rope:
+        sections = {"xdrope_section": rope["mrope_section"]}
+        text["rope_scaling"] = {"type": "xdrope", "alpha": rope["alpha"], **sections}
+    elif "mrope_section" in rope:
         text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
     assert normalise({**config, "text_config": text}) == normalise(config)
 

@@ -26,7 +26,6 @@ from ...layers.moe import ExpertChoice
 from ...layers.norm import Norm
 from ...layers.relative_attention import ClippedHeads, LogScale, RelativeAttention
 from ...layers.residual_conv import ResidualConv
-from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import FULL, SLIDING, ModelConfig
@@ -167,6 +166,7 @@ class Inkling2Loop(Family):
         "tie_word_embeddings": False,
     }
     alternating_experts = True
+    positions = False
     attention_biases = False
 
     # -- the config -----------------------------------------------------------------------------
@@ -187,12 +187,6 @@ class Inkling2Loop(Family):
         kinds = config.items("layer_types") or period
         values["layer_types"] = [_KINDS.get(str(kind), kind) for kind in kinds]
         return Fields(values, config.where)
-
-    @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        return (None,) * len(layer_types)
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:

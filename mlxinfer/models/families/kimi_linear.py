@@ -13,7 +13,6 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ...layers.recurrent import CausalConv
-from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
@@ -64,6 +63,7 @@ class KimiLinear(DeepseekV3):
     }
     has_mtp = False  # no definition of one is published
     windows = False
+    positions = False
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -80,12 +80,6 @@ class KimiLinear(DeepseekV3):
             attending = delta.items("full_attn_layers")
             values.setdefault("full_attn_layers", attending)
         return Fields(values, config.where)
-
-    @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        return (None,) * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -5,7 +5,6 @@ raises those of a prompt to `time_step_min`, which is the range that training be
 """
 
 import re
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import ClassVar
@@ -18,7 +17,6 @@ from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import MoE
 from ...layers.norm import Norm
-from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
@@ -129,6 +127,7 @@ class NemotronH(Family):
         "first_k_dense_replace": 0,
     }
     has_mtp = True
+    positions = False
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"
 
@@ -152,12 +151,6 @@ class NemotronH(Family):
                 "here; 'nemotron_h' models that do not set it run."
             )
         return [FULL] * num_layers
-
-    @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        return (None,) * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

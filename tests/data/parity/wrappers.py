@@ -54,6 +54,7 @@ VISION = {
     "out_hidden_size": 64,
     "spatial_merge_size": 2,
 }
+CLIP = {**VISION, "model_type": "clip_vision_model"}
 WINDOWS = {
     "sliding_window": 6,
     "layer_types": [*["sliding_attention"] * 3, "full_attention"],
@@ -93,18 +94,36 @@ def mrope(sections: list[int], part: float) -> dict[str, Any]:
 WRAPPERS: dict[str, dict[str, Any]] = {
     "aya_vision": WINDOWS,
     "cohere2_vision": WINDOWS,
+    "deepseek_vl": {},
+    "deepseek_vl_hybrid": {},
     "exaone4_5": WINDOWS,
+    "fast_vlm": {},
     "glm4v": mrope([2, 1, 1], 0.5),
     "glm46v": mrope([2, 1, 1], 0.5),
     "glm4v_moe": {**mrope([2, 1, 1], 0.5), **EXPERTS},
     "glm_ocr": mrope([2, 3, 3], 1.0),
+    "glmga": mrope([2, 1, 1], 0.5),
     "got_ocr2": {},
+    "granite4_vision": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 0.5,
+    },
+    "hunyuan_vl": {
+        "rope_parameters": {
+            **{"rope_type": "xdrope", "rope_theta": 300.0, "factor": 1.0, "alpha": 50.0},
+            "xdrope_section": [2, 2, 2, 2],
+        }
+    },
+    "idefics2": {},
     "idefics3": {},
     "internvl": {},
     "kimi_k25": {**EXPERTS, **LATENT},
     "lighton_ocr": {},
     "llava": {},
     "llava_next": {},
+    "llava_next_video": {},
     "llava_onevision": {},
     "muse_glimmer": {
         "num_hidden_layers": 5,
@@ -129,8 +148,22 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "minicpmv4_6": DELTA,
     "minicpmv4_7": DELTA,
     "minicpm_ocr": DELTA,
+    "ovis2": {},
     "paddleocr_vl": {"rope_parameters": {"rope_theta": 300.0, "mrope_section": [2, 3, 3]}},
+    "perception_lm": {},
     "smolvlm": {},
+    "video_llama_3": {},
+    "video_llava": {},
+    "vipllava": {},
+}
+OUTER: dict[str, dict[str, Any]] = {  # beside the texts' part
+    "fast_vlm": {"vision_config": CLIP},  # any tower: that of the release needs a package
+    "granite4_vision": {
+        **{"deepstack_layer_map": [], "downsample_rate": "1/2"},
+        "vision_config": {**CLIP, "hidden_size": 64},
+    },
+    "ovis2": {"vocab_size": TEXT["vocab_size"], "hidden_size": TEXT["hidden_size"]},
+    "perception_lm": {"vision_config": {**CLIP, "model_args": {"embed_dim": 8}}},
 }
 
 
@@ -144,7 +177,7 @@ def config_of(outer: str) -> Any:
     sight = usual.vision_config
     config["vision_config"] = {key: value for key, value in VISION.items() if hasattr(sight, key)}
     config["vision_config"]["model_type"] = sight.model_type
-    return CONFIG_MAPPING[outer](**config)
+    return CONFIG_MAPPING[outer](**{**config, **OUTER.get(outer, {})})
 
 
 def reference(outer: str) -> tuple[dict[str, Any], dict[str, Any], np.ndarray, np.ndarray]:

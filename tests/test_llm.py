@@ -303,7 +303,6 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"kv_window": 1 << 40},
         {"prefix_cache": "false"},
         {"launch_ahead": 0},
-        {"kv_plain_ends": 1},
         {"disk_cache": "1GB", "prefix_cache": False},
         {"disk_cache": "much"},
         {"disk_cache_dir": "/tmp"},

@@ -117,16 +117,9 @@ def lay_out(
         spec if options.window is None or spec.window is not None else kind.windowed(spec, options)
         for kind, spec in zip(kinds, specs, strict=True)
     ]
-    paged = [i for i, kind in enumerate(kinds) if kind.is_paged]
-    plain = {paged[0], paged[-1]} if options.plain_ends and paged else set()
-    if options.plain_windows:
-        plain |= {i for i in paged if specs[i].window is not None}
     if formats != NOT_QUANTISED:
         for kind, spec in zip(kinds, specs, strict=True):
             kind.check(spec, formats, key_bias=key_bias)
     if key_bias:
         formats = unrotated(formats)
-    return [
-        kind.of(spec, NOT_QUANTISED if i in plain else formats, dtype)
-        for i, (kind, spec) in enumerate(zip(kinds, windowed, strict=True))
-    ]
+    return [kind.of(spec, formats, dtype) for kind, spec in zip(kinds, windowed, strict=True)]

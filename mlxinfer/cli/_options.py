@@ -188,12 +188,10 @@ ENGINE_NAMES = (
     "max_context", "max_batch",
     "max_image_tokens", "adapter_memory", "expert_memory", "slow_experts",
     "speculate", "draft", "max_draft", "acceptance", "chat_template",
-    "kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir",
-    "prefill_chunk", "dtype",
+    "prefix_cache", "disk_cache_dir", "prefill_chunk", "dtype",
 )  # fmt: skip
 # Flags that no --help lists; docs/options.md does.
-RARE = ("kv_plain_ends", "kv_plain_windows", "prefix_cache", "disk_cache_dir", "prefill_chunk",
-        "dtype")  # fmt: skip
+RARE = ("prefix_cache", "disk_cache_dir", "prefill_chunk", "dtype")
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
 USUAL = ("max_tokens", "temperature", "seed", "stop")  # of SAMPLING: in no group

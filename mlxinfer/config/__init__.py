@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core import MAX_COUNT, check_switch
+from ..core import MAX_COUNT
 from ..errors import InvalidRequestError, check_int, shown
 
 KV_BITS = (8, 4)  # of stored keys and values; each names a format in `metal_kernels.stored`
@@ -26,15 +26,11 @@ class KVOptions:
     # Positions that a layer sees which has no window of its own; None: all.
     window: int | None = None
     sinks: int = 0  # with a window: the first positions, which stay visible
-    plain_ends: bool = False  # first and last layer as computed, whatever `bits` says
-    plain_windows: bool = False  # the same for layers with a window of their own
 
     def __post_init__(self) -> None:
         if self.window is not None:
             check_int("kv_window", self.window, low=1, high=MAX_COUNT)
         check_int("kv_sinks", self.sinks, low=0, high=MAX_COUNT)
-        check_switch("kv_plain_ends", self.plain_ends)
-        check_switch("kv_plain_windows", self.plain_windows)
         if self.sinks and self.window is None:
             raise InvalidRequestError(
                 "kv_sinks goes with kv_window: without a window every position stays visible.",
@@ -48,8 +44,6 @@ class KVOptions:
         bits: int | tuple[int | None, int | None] | None,
         window: int | None,
         sinks: int,
-        plain_ends: bool = False,
-        plain_windows: bool = False,
     ) -> "KVOptions":
         """Build from arguments such as `kv_bits=8` or `kv_bits=(8, 4)`."""
         pair = bits if isinstance(bits, (tuple, list)) else (bits, bits)
@@ -61,13 +55,7 @@ class KVOptions:
                 "pair of these, such as (8, 4): keys, then values.",
                 param="kv_bits",
             )
-        return cls(
-            bits=(pair[0], pair[1]),
-            window=window,
-            sinks=sinks,
-            plain_ends=plain_ends,
-            plain_windows=plain_windows,
-        )
+        return cls(bits=(pair[0], pair[1]), window=window, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

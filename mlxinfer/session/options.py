@@ -44,8 +44,6 @@ class EngineArguments(TypedDict, total=False):
     kv_bits: KVBits | tuple[KVBits | None, KVBits | None] | None
     kv_window: int | None
     kv_sinks: int
-    kv_plain_ends: bool
-    kv_plain_windows: bool
     max_memory: str | int | None
     prefix_cache: bool
     disk_cache: str | int | None
@@ -98,10 +96,6 @@ class EngineOptions:
         "stops growing.",
     ] = None
     kv_sinks: Annotated[int, "With kv_window: the first N tokens stay visible."] = 0
-    kv_plain_ends: Annotated[bool, "Keep the first and the last layer unquantised."] = False
-    kv_plain_windows: Annotated[
-        bool, "Keep layers that have a window of their own unquantised."
-    ] = False
     max_memory: Annotated[
         str | int | None,
         "Limit of the KV cache, such as 8GB. Default: a share of what the weights leave free.",
@@ -276,13 +270,7 @@ class EngineOptions:
 
     @property
     def kv(self) -> KVOptions:
-        return KVOptions.build(
-            bits=self.kv_bits,
-            window=self.kv_window,
-            sinks=self.kv_sinks,
-            plain_ends=self.kv_plain_ends,
-            plain_windows=self.kv_plain_windows,
-        )
+        return KVOptions.build(bits=self.kv_bits, window=self.kv_window, sinks=self.kv_sinks)
 
     @property
     def speculation(self) -> SpeculationOptions:

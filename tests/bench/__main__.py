@@ -187,11 +187,6 @@ CLAIMS = {
         ),
         takes="some minutes for each side",
     ),
-    "elsewhere": Claim(
-        "When a prompt computed on another Mac pays, simulated from published rates.",
-        (),
-        takes="a second",
-    ),
     "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
         (

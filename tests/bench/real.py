@@ -36,7 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "8": {"kv_bits": 8},
     "8, 4": {"kv_bits": (8, 4)},
     "4": {"kv_bits": 4},
-    "4, plain ends": {"kv_bits": 4, "kv_plain_ends": True},
     "window of 256, 4 sinks": {"kv_window": 256, "kv_sinks": 4},
 }
 

@@ -16,7 +16,6 @@ from tests.bench.real import q4_0, q8_0
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
-    "elsewhere": "",
     "experts": "--small --runs 1",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "hybrid": "--small --pairs 1 --skip-peer",

@@ -21,7 +21,6 @@ from tests.bench.checkpoints import (
     random_prompt,
     write_checkpoint,
 )
-from tests.bench.elsewhere import LLAMA_70B, M3_ULTRA, M5_MAX, QWEN_27B, first_token_s
 from tests.bench.engines import Ask, OurEngine, Work, serve
 from tests.bench.memory import PAGE
 from tests.bench.prefix import (
@@ -86,14 +85,6 @@ def test_branches_of_a_tree_compute_what_is_theirs() -> None:
     longer = SCALE.opening + SCALE.answer + SCALE.question
     thoughts, ways = (SCALE.opening + 2 * (SCALE.opening % PAGE)), 3 * num_own + 6 * (longer % PAGE)
     assert served["computed"] == thoughts + ways + 9 * num_own
-
-
-def test_the_simulated_macs_agree_with_other_published_rates() -> None:
-    """From the sources of the chips' rates, at 4k tokens."""
-    for mac, shape, published in ((M3_ULTRA, LLAMA_70B, 170.0), (M5_MAX, QWEN_27B, 662.4)):
-        assert 4096 / mac.prefill_s(shape, 4096) == pytest.approx(published, rel=0.15)
-    slow = first_token_s(M5_MAX, M3_ULTRA, LLAMA_70B, 4096, link=1e6)
-    assert slow > 4096 * LLAMA_70B.token_bytes / 1e6, "a slow link is waited for"
 
 
 def test_requests_share_passes_and_nothing_is_padded() -> None:

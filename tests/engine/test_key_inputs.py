@@ -4,7 +4,7 @@ Each input is listed: what a name holds, and what no key and no value depends on
 new fails here until somebody says which it is. Pictures have the same test in test_pictures.py.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
@@ -27,8 +27,6 @@ OTHERWISE = {  # KVOptions: a field, and options that differ in it alone
     "bits": (KVOptions(), Q8),
     "window": (WINDOW, KVOptions(window=32)),
     "sinks": (WINDOW, KVOptions(window=64, sinks=4)),
-    "plain_ends": (Q8, replace(Q8, plain_ends=True)),
-    "plain_windows": (Q8, replace(Q8, plain_windows=True)),
 }
 
 

@@ -67,7 +67,6 @@ def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray
     bits=st.sampled_from(BITS),
     window=st.none() | st.integers(1, 60),
     sinks=st.sampled_from([0, 1, 4, 16, 20]),
-    ends=st.booleans(),
     chunk=st.sampled_from([16, 32, 64, 256]),
     length=st.integers(1, 110),
 )
@@ -77,12 +76,11 @@ def test_chunks_beside_others_equal_masked_attention(
     bits: tuple[int | None, int | None],
     window: int | None,
     sinks: int,
-    ends: bool,
     chunk: int,
     length: int,
 ) -> None:
     model = tiny_model(case)
-    options = KVOptions(bits=bits, window=window, sinks=sinks if window else 0, plain_ends=ends)
+    options = KVOptions(bits=bits, window=window, sinks=sinks if window else 0)
     harness = Harness(model, kv=options, prefill_chunk=chunk, num_pages=40)
     ids = prompt(length)
     harness.add("other", prompt(40, seed=1), SamplingParams(max_tokens=20))
@@ -281,9 +279,6 @@ def test_a_models_own_windows_stand() -> None:
     specs = [KVSpec(2, 64, 64, window=8), KVSpec(2, 64, 64), KVSpec(2, 64, 64, window=900)]
     asked = laid_out(specs, window=100, sinks=4)
     assert asked == [(8, 0, 0, 0), (100, 4, 0, 0), (900, 0, 0, 0)]
-    for plain in ("plain_ends", "plain_windows"):
-        layout = laid_out(specs, bits=(8, 8), **{plain: True})
-        assert [bits for *_, bits in layout] == [0, 8, 0]
 
 
 def test_a_window_bounds_memory_however_long_the_answer() -> None:

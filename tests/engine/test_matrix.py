@@ -292,10 +292,10 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     if any((spec.latent_dim + spec.rope_dim) % 8 for spec in latent):
         bits = (None, None)  # refused
     if ranked_specs(case):  # it chooses what it sees among all, or weighs it by distance
-        return KVOptions(bits=bits, plain_ends=draw(st.booleans()))
+        return KVOptions(bits=bits)
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
-    return KVOptions(bits=bits, window=window, sinks=sinks, plain_ends=draw(st.booleans()))
+    return KVOptions(bits=bits, window=window, sinks=sinks)
 
 
 def hides_biases(case: str) -> bool:

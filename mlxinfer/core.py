@@ -360,7 +360,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end tokens of the model and of params, as they apply
     prompt_logits: bool = False  # also return the logits of every prompt position
-    priority: int = 0  # of its pages in the prefix cache: lower ones are evicted first
+    page_priority: int = 0  # of its pages in the prefix cache: lower ones are evicted first
     grammar: Grammar | None = None  # of this request alone; the answer ends when it is finished
     # The weights that are added to the model's for this request, by name; None: the model's alone.
     # K and V depend on them: requests with different adapters never share a page.
@@ -373,6 +373,7 @@ class Request:
     # salt, because the time of a step shows how many proposals it had.
     owner: str | None = None
     tenant: Tenant = NOBODY  # whose share of slots and steps it takes
+    priority: int = 0  # within that share: lower ones begin first
     id_slot: int | None = None  # a number by which the owner may save the prompt; None: not saved
     from_peer: bool = False  # another server asks for its pages: no peer is asked for them
     pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order

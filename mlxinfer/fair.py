@@ -17,6 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+BACKGROUND = 1 / 8  # of a tenant's weight, for its requests in the background
+
 
 class Tenant(NamedTuple):
     """Whose share it is.
@@ -24,10 +26,22 @@ class Tenant(NamedTuple):
     Attributes:
         name: "" where all requests have one share.
         weight: a tenant of weight 2 gets twice as much as one of weight 1, if both want all.
+        background: whether it is the part of a tenant that waits for nobody.
     """
 
     name: str = ""
     weight: float = 1.0
+    background: bool = False
+
+    def at(self, priority: int) -> "Tenant":
+        """The tenant of a request with a priority; above 0 it is one in the background.
+
+        Its requests in the background are a tenant of little weight. So they stay behind all
+        others, and still get a share: nothing starves.
+        """
+        if priority <= 0 or self.background:
+            return self
+        return Tenant(self.name, self.weight * BACKGROUND, background=True)
 
 
 NOBODY = Tenant()

@@ -78,6 +78,14 @@ def test_a_tenant_with_its_part_of_the_places_loses_none(seed: int) -> None:
             assert all(before[t] / t.weight <= before[lost[0]] / lost[0].weight for t in richer)
 
 
+def test_requests_in_the_background_have_little_weight() -> None:
+    tenant = Tenant("one", 4.0)
+    assert tenant.at(0) == tenant.at(-5) == tenant
+    behind = tenant.at(1)
+    assert behind == tenant.at(7) == behind.at(1)
+    assert (behind.name, behind.weight, behind != tenant) == ("one", 0.5, True)
+
+
 def test_a_tenant_that_comes_back_has_earned_nothing_and_owes_nothing() -> None:
     shares, one, other = Shares(), Tenant("one"), Tenant("other")
     for _ in range(100):  # alone

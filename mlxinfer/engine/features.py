@@ -4,9 +4,11 @@ Features are kept by the picture's digest within a limit of bytes, the most rece
 Requests of different salts share none. A picture whose tokens are all in the prefix cache needs
 none. Otherwise the prompt waits. The scheduler asks which part of a prompt can be computed
 (`available`), and so the wanted pictures become known. The loop gives the tower a slice of time
-before each step, so running answers wait no longer than for a slice of a prompt.
+before each step, so running answers wait no longer than for a slice of a prompt. Tenants share the
+tower: each piece of work is for the one that had the least of it.
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -17,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..fair import Shares, Tenant
 from ..images import Picture
 from ..models.towers import Features, Tower
 from .batch import Batch, Sequence
@@ -43,14 +46,6 @@ class KeptFeatures:
     def num_bytes(self) -> int:
         """Memory that the arrays take."""
         return sum([array.nbytes for array in self.arrays])
-
-
-@dataclass(slots=True)
-class TowerPass:
-    """A pass of the tower over one picture, as far as it has come."""
-
-    key: Key
-    pieces: Generator[mx.array, None, list[Features]]
 
 
 @dataclass(slots=True)
@@ -88,7 +83,8 @@ class PictureFeatures(FeatureSource):
         self._slice_s, self._clock = slice_s, clock
         self._kept: OrderedDict[Key, KeptFeatures] = OrderedDict()  # last used last
         self.wanted: dict[Key, tuple[Picture, list[Sequence]]] = {}  # in order
-        self._pass: TowerPass | None = None
+        self._passes: dict[Key, Generator[mx.array, None, list[Features]]] = {}  # begun
+        self._shares = Shares()  # of the tower's seconds
         self.counts = counts or PictureCounts()
 
     # -- for the scheduler ----------------------------------------------------------------------
@@ -143,9 +139,8 @@ class PictureFeatures(FeatureSource):
     def _unwant(self, key: Key) -> None:
         """End the pass over a picture that nothing waits for any more."""
         del self.wanted[key]
-        if self._pass is not None and self._pass.key == key:
-            self._pass.pieces.close()
-            self._pass = None
+        if key in self._passes:
+            self._passes.pop(key).close()
 
     def _bytes_of(self, picture: Picture) -> int:
         assert self._tower is not None
@@ -153,36 +148,54 @@ class PictureFeatures(FeatureSource):
 
     # -- for the loop ---------------------------------------------------------------------------
 
-    def work(self) -> tuple[Sequence, BaseException] | None:
+    def work(self, most_s: float = math.inf) -> tuple[Sequence, BaseException] | None:
         """Give the tower one slice of time, for the pictures that were wanted first.
+
+        Args:
+            most_s: seconds of the slice, if it is shorter than usual; at least one piece is
+                computed.
 
         Returns:
             If the tower failed: the sequence that asked first for the picture, which must be ended,
             and the error.
         """
         began_s = last_s = self._clock()
-        try:
-            while self.wanted:
-                self._see_piece()
+        while self.wanted:
+            key, (picture, waiting) = self._next()
+            sequence = waiting[0]
+            try:
+                self._see_piece(key, picture)
+            except BaseException as error:  # the fault boundary of a picture: others go on
+                self._passes.pop(key, None)
+                self.counts.failed += 1
+                return sequence, error
+            finally:
                 now_s = self._clock()
-                if self._slice_s is None or 2 * now_s - last_s - began_s > self._slice_s:
-                    break  # the next piece would end too late
-                last_s = now_s
-        except BaseException as error:  # the fault boundary of a picture: others go on
-            self._pass = None
-            self.counts.failed += 1
-            _, waiting = next(iter(self.wanted.values()))
-            return waiting[0], error
-        finally:
-            self.counts.tower_s += self._clock() - began_s
+                self.worked_s = now_s - began_s
+                self._shares.charge(sequence.request.tenant, now_s - last_s)
+                self.counts.tower_s += now_s - last_s
+            if self._slice_s is None or 2 * now_s - last_s - began_s > min(self._slice_s, most_s):
+                break  # the next piece would end too late
+            last_s = now_s
         return None
 
-    def _see_piece(self) -> None:
-        """Compute the next piece for the picture that was wanted first, and keep what is whole."""
-        key, (picture, _) = next(iter(self.wanted.items()))
-        if self._pass is None:
-            self._pass = TowerPass(key, self._run(picture))
-        features = _next_piece(self._pass.pieces)
+    @property
+    def tenants(self) -> set[Tenant]:
+        """The tenants that wait for pictures."""
+        return {waiting[0].request.tenant for _, waiting in self.wanted.values()}
+
+    def _next(self) -> tuple[Key, tuple[Picture, list[Sequence]]]:
+        """The picture that was wanted first, of the tenant whose turn it is."""
+        tenants = self.tenants
+        self._shares.advance(tenants)
+        tenant = min(tenants, key=self._shares.used)
+        return next(item for item in self.wanted.items() if item[1][1][0].request.tenant == tenant)
+
+    def _see_piece(self, key: Key, picture: Picture) -> None:
+        """Compute the next piece for a picture, and keep what is whole."""
+        if key not in self._passes:
+            self._passes[key] = self._run(picture)
+        features = _next_piece(self._passes[key])
         if features is not None:
             self._keep(key, features)
 
@@ -211,8 +224,7 @@ class PictureFeatures(FeatureSource):
                 room += features.num_bytes
                 del self._kept[other]
         self._kept[key] = new
-        self._pass = None
-        del self.wanted[key]
+        del self._passes[key], self.wanted[key]
         self.counts.seen += 1
 
     # -- for steps ------------------------------------------------------------------------------

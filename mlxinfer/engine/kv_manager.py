@@ -172,7 +172,7 @@ class KVManager:
         point = self.probe(sequence, limit=limit)
         while True:
             request = sequence.request
-            lease = self.prefix.lock(point, priority=request.priority, tenant=request.tenant)
+            lease = self.prefix.lock(point, priority=request.page_priority, tenant=request.tenant)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
                 self.prefix.count(point)

@@ -314,6 +314,7 @@ class Loop:
         if self._in_flight and self.scheduler.reads_first(self._in_flight[-1].batch):
             self._read(0)
         sees = bool(self.features.wanted)
+        self.features.worked_s = 0.0
         if sees:
             self._see()
         batch = self.scheduler.next_batch()
@@ -325,7 +326,7 @@ class Loop:
         """Give the tower a slice of time between two steps. If it fails, one request fails."""
         if not self._read(0) or not self.features.wanted:
             return
-        failed = self.features.work()
+        failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
         if failed is not None:
             sequence, error = failed
             traceback.clear_frames(error.__traceback__)

@@ -20,6 +20,7 @@ from .prompt_pictures import PromptPictures
 # Work of a token of an answer, where one of a prompt is 1: as in VTC, arXiv:2401.00588.
 ANSWER_WORK = 2
 SLICE = 256  # of work, after which tenants change slots that they cannot share
+MOST_PASSES = 3  # requests of a tenant that may begin before its oldest one, by their priority
 
 
 @dataclass(slots=True)
@@ -43,9 +44,11 @@ class FeatureSource:
 
     Attributes:
         wanted: the pictures that running sequences wait for.
+        worked_s: seconds that the tower took since the last step.
     """
 
     wanted: Collection[Any] = ()
+    worked_s: float = 0.0
 
     def available(self, sequence: Sequence, count: int) -> int:
         """How many of a sequence's next `count` tokens can be computed now."""
@@ -85,6 +88,7 @@ class RequestQueues:
         self._features = features
         self.shares = Shares(SLICE)
         self._unfinished: Counter[Tenant] = Counter()
+        self._passes: Counter[Tenant] = Counter()  # since the oldest request of a tenant began
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self._kv = kv_manager
@@ -135,8 +139,10 @@ class RequestQueues:
         if sequence.fetch is not None:
             sequence.fetch.cancel()
         del self._by_id[sequence.request.id]
-        self._unfinished[sequence.request.tenant] -= 1
-        self._unfinished += Counter()  # without those that have none left
+        tenant = sequence.request.tenant
+        self._unfinished[tenant] -= 1
+        if not self._unfinished[tenant]:
+            del self._unfinished[tenant], self._passes[tenant]
         if sequence.slot >= 0:
             self._release(sequence, keep)
         else:
@@ -197,9 +203,15 @@ class RequestQueues:
         return None
 
     def _next(
-        self, waiting: Iterable[Sequence], prefilling: Seq[Sequence], *, again: bool
+        self, waiting: Seq[Sequence], prefilling: Seq[Sequence], *, again: bool
     ) -> Sequence | None:
-        """The first of the sequences of a tenant that may start, see `admit`."""
+        """The first of the sequences of a tenant that may start, see `admit`.
+
+        They are in the order of their priority, unless the oldest one was passed too often.
+        """
+        oldest = waiting[0] if waiting else None
+        if oldest is not None and self._passes[oldest.request.tenant] < MOST_PASSES:
+            waiting = sorted(waiting, key=lambda sequence: sequence.request.priority)
         for sequence in waiting:
             if sequence.fetch is not None:
                 continue
@@ -215,6 +227,11 @@ class RequestQueues:
         """Give a sequence a slot, which is free, and its pages; None: these are not."""
         if not self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running)):
             return None
+        tenant = sequence.request.tenant
+        if sequence is next(s for s in self.waiting if s.request.tenant == tenant):
+            del self._passes[tenant]
+        else:
+            self._passes[tenant] += 1
         self.waiting.remove(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
         self.running.append(sequence)

@@ -140,7 +140,11 @@ class DecodeRows:
             limit, weight = limit - len(longest), weight - tenant.weight
 
     def beside(
-        self, chosen: Iterable[Sequence], prefilling: Collection[Tenant], tenants: Iterable[Tenant]
+        self,
+        chosen: Iterable[Sequence],
+        prefilling: Collection[Tenant],
+        tenants: Iterable[Tenant],
+        tower_s: float = 0.0,
     ) -> Beside | None:
         """What prompts may take of a step with these rows; None: it is one without prompts.
 
@@ -148,11 +152,31 @@ class DecodeRows:
             chosen: sequences that decode in the step.
             prefilling: tenants of the prompts.
             tenants: that want steps.
+            tower_s: seconds that a tower took since the step before.
         """
-        counts = Counter([sequence.request.tenant for sequence in chosen])
-        if counts and self._turn - self._timed >= TIMED_EVERY:
+        beside = self._beside(chosen, prefilling, tenants)
+        if beside.tenants and self._turn - self._timed >= TIMED_EVERY:
             self._timed = self._turn
             return None
+        return beside._replace(most_s=beside.most_s - tower_s)
+
+    def tower_s(
+        self, chosen: Iterable[Sequence], seeing: Collection[Tenant], tenants: Iterable[Tenant]
+    ) -> float:
+        """Seconds that a tower may take before a step with these rows.
+
+        Args:
+            chosen: sequences that decode in the step.
+            seeing: tenants of the pictures.
+            tenants: that want steps.
+        """
+        beside = self._beside(chosen, seeing, tenants)
+        return beside.most_s - beside.seconds
+
+    def _beside(
+        self, chosen: Iterable[Sequence], prefilling: Collection[Tenant], tenants: Iterable[Tenant]
+    ) -> Beside:
+        counts = Counter([sequence.request.tenant for sequence in chosen])
         if not counts or not self.times.known:
             return Beside(counts.keys(), 0.0, self._slice_s)
         rows_s, weight = self.times.of(counts.total()), sum(tenant.weight for tenant in tenants)

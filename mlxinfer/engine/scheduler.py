@@ -14,7 +14,9 @@ A step may be in flight while the next one is planned. Pages that are given up m
 a step that writes pages waits for the step in flight (`Batch.writes_pages`).
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -241,6 +243,17 @@ class Scheduler:
         waiting = {s.request.tenant for s in self.queues.waiting if s.fetch is None}
         return prompts | waiting - {s.request.tenant for s in running}
 
+    def tower_s(self, tenants: Collection[Tenant]) -> float:
+        """Seconds that the tower may take before the next step, for pictures of these tenants.
+
+        A slice beside answers of other tenants may be shorter than one beside answers of these.
+        """
+        queues = self.queues
+        if self._rows is None or not queues.contested:
+            return inf
+        decoding = [sequence for sequence in queues.running if sequence.decodes]
+        return self._rows.tower_s(decoding, tenants, queues.tenants)
+
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
         starts = decodes.segments.starts
@@ -279,7 +292,8 @@ class Scheduler:
         if ready and self._contested and self._rows is not None:
             tenants = {sequence.request.tenant for sequence in ready}
             rows = [*decodes.sequences, *(segment.sequence for segment in verified)]
-            beside = self._rows.beside(rows, tenants, queues.tenants)
+            tower_s = self._features.worked_s
+            beside = self._rows.beside(rows, tenants, queues.tenants, tower_s)
             if beside is None:
                 return []
         num_running = len(queues.running) - num_waiting

@@ -93,7 +93,7 @@ class Snapshots:
         if not sequence.started or place != sequence.num_computed or not place:
             return None
         names, request = self._names_of(sequence), sequence.request
-        taken = self._prefix.add_state(names, place, request.priority, request.tenant)
+        taken = self._prefix.add_state(names, place, request.page_priority, request.tenant)
         if taken is not None and (number := taken.ids[-1]) is not None:
             self._save.append((sequence.slot, number))
         return taken

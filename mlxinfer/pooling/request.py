@@ -3,7 +3,7 @@
 A request has rows of token ids, and gets one vector or score for each. Rows are computed in passes
 of a bounded number of tokens, without padding. A pass takes the row that has waited longest, and
 fills up with the shortest: nothing waits for ever, and a short text does not wait behind many long
-ones. A row of more tokens than a pass has is computed alone.
+ones. A row of more tokens than a pass has is computed alone. Tenants share the tokens of passes.
 """
 
 import heapq
@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core import check_token_ids
 from ..errors import ContextLengthError, InvalidRequestError
+from ..fair import NOBODY, Shares, Tenant
 
 FIRST = 1024  # tokens of a pass before any was timed
 LEAST, MOST = 256, 16_384  # where passes are sized by time
@@ -39,6 +40,7 @@ class PoolingRequest:
 
     id: str
     rows: Sequence[TokenRow]
+    tenant: Tenant = NOBODY  # whose share of passes it takes
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first pass was launched
     vectors: Any = None  # (rows, dim) float32, as far as they are computed; set by the loop
@@ -149,7 +151,55 @@ class PassSizer:
 
 
 class PassQueue:
-    """Rows that wait for a pass."""
+    """Rows that wait for a pass: of each tenant in its turn."""
+
+    def __init__(self) -> None:
+        self._shares = Shares()
+        self._queues: dict[Tenant, RowQueue] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows of all tenants."""
+        return sum([queue.num_waiting for queue in self._queues.values()])
+
+    def add(self, rows: Iterable[WaitingRow]) -> None:
+        """Queue rows."""
+        for row in rows:
+            self._queues.setdefault(row.request.tenant, RowQueue()).add(row)
+
+    def discard(self, rows: Sequence[WaitingRow]) -> None:
+        """Drop the rows of ended requests."""
+        for row in rows:
+            if not row.taken:
+                self._queues[row.request.tenant].take_out(row)
+        for tenant in {row.request.tenant for row in rows} & self._queues.keys():
+            self._drop_taken(tenant)
+
+    def take(self, most: int) -> list[WaitingRow]:
+        """The rows of the next pass, shortest first: about `most` tokens, at least one row.
+
+        The tenant whose turn it is fills the pass; others get what it leaves.
+        """
+        self._shares.advance(self._queues)
+        rows: list[WaitingRow] = []
+        for tenant in self._shares.order(self._queues):
+            taken = self._queues[tenant].take(most, at_least=0 if rows else 1)
+            count = sum([row.num_tokens for row in taken])
+            self._shares.charge(tenant, count)
+            most -= count
+            rows += taken
+            self._drop_taken(tenant)
+        return sorted(rows, key=lambda row: row.num_tokens)
+
+    def _drop_taken(self, tenant: Tenant) -> None:
+        queue = self._queues[tenant]
+        queue.drop_taken()
+        if not queue.num_waiting:
+            del self._queues[tenant]
+
+
+class RowQueue:
+    """The rows of a tenant."""
 
     def __init__(self) -> None:
         self._by_age: deque[WaitingRow] = deque()
@@ -157,42 +207,34 @@ class PassQueue:
         self._count = 0
         self.num_waiting = 0
 
-    def add(self, rows: Iterable[WaitingRow]) -> None:
-        for row in rows:
-            self.num_waiting += 1
-            self._count += 1
-            self._by_age.append(row)
-            heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
+    def add(self, row: WaitingRow) -> None:
+        self.num_waiting += 1
+        self._count += 1
+        self._by_age.append(row)
+        heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
 
-    def discard(self, rows: Iterable[WaitingRow]) -> None:
-        """Drop the rows of ended requests."""
-        for row in rows:
-            if not row.taken:
-                self._take(row)
-        self._drop_taken()
-
-    def take(self, most: int) -> list[WaitingRow]:
-        """The rows of the next pass, shortest first: about `most` tokens, at least one row."""
+    def take(self, room: int, *, at_least: int) -> list[WaitingRow]:
+        """The oldest row if it fits or has to be taken, then the shortest ones that fit."""
         while self._by_age and self._by_age[0].taken:
             self._by_age.popleft()
-        if not self._by_age:
-            return []
-        rows = [self._take(self._by_age[0])]
-        room = most - rows[0].num_tokens
+        rows: list[WaitingRow] = []
+        if self._by_age and (at_least or self._by_age[0].num_tokens <= room):
+            rows.append(self.take_out(self._by_age[0]))
+            room -= rows[0].num_tokens
         while self._by_length and (self._by_length[0][2].taken or self._by_length[0][0] <= room):
             row = heapq.heappop(self._by_length)[2]
             if not row.taken:
                 room -= row.num_tokens
-                rows.append(self._take(row))
-        self._drop_taken()
-        return sorted(rows, key=lambda row: row.num_tokens)
+                rows.append(self.take_out(row))
+        return rows
 
-    def _take(self, row: WaitingRow) -> WaitingRow:
+    def take_out(self, row: WaitingRow) -> WaitingRow:
+        """Note that a row does not wait any more."""
         row.taken = True
         self.num_waiting -= 1
         return row
 
-    def _drop_taken(self) -> None:
+    def drop_taken(self) -> None:
         """Drop entries of rows that do not wait, once most are such: they hold their requests."""
         if len(self._by_age) + len(self._by_length) <= 4 * self.num_waiting:
             return

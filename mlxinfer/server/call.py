@@ -117,6 +117,7 @@ class Call:
         self.request_id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.created_s = int(time.time())
         self.key: ApiKey | None = None
+        self._priority = 0  # within the share of its key
         self.path_params: dict[str, str] = {}
         self.log: dict[str, Any] = {}
         self.status: int | None = None
@@ -138,10 +139,15 @@ class Call:
         self._deadline: asyncio.TimerHandle | None = None
         self._working: asyncio.Task[Any] | None = None  # waits for a model, or for vectors
 
-    def again(self) -> "Call":
-        """A call for the same request that may last longer than its client."""
+    def again(self, order: int) -> "Call":
+        """A call for the same request that may last longer than its client.
+
+        Args:
+            order: priority of the request, see `RequestBody.order`.
+        """
         other = Call(self.service, self.scope, self._send, self.form)
         other.request_id, other.key, other.log = self.request_id, self.key, self.log
+        other._priority = order
         other._of_key = self._of_key
         other._body_bytes = self._body_bytes
         return other
@@ -171,12 +177,12 @@ class Call:
     @property
     def tenant(self) -> Tenant:
         """Whose share the request takes: its key's, or its address's if the server shares by it."""
+        tenant, client = NOBODY, self.scope.get("client")
         if self.key is not None:
-            return Tenant(self.key.name, self.key.weight)
-        client = self.scope.get("client")
-        if self.service.config.share_by_address and client:
-            return Tenant(network_of(client[0]))
-        return NOBODY
+            tenant = Tenant(self.key.name, self.key.weight)
+        elif self.service.config.share_by_address and client:
+            tenant = Tenant(network_of(client[0]))
+        return tenant.at(self._priority)
 
     def require_admin(self) -> None:
         """Raise HttpError unless the request's key administers the server."""
@@ -213,7 +219,8 @@ class Call:
                 await self._spool(receive, file)
                 body = [file]
             elif route.body is not None:
-                body = [await self._read(route.body, receive)]
+                read = await self._read(route.body, receive)
+                body, self._priority = [read], read.order
             async with self:
                 await unless_gone(self._reply(route.handler(self, *body)), receive)
 
@@ -487,6 +494,7 @@ class Call:
                 item.fetched(refuse_urls) if sees else item.without_earlier_pictures(),
                 owner=self.owner,
                 tenant=self.tenant,
+                priority=self._priority,
                 abandoned=lambda: self._left,
                 adapter=model.adapter,
                 cache_salt=self.namespace(item.cache_salt),
@@ -512,6 +520,7 @@ class Call:
         pooled = await self.in_worker(read)
         self._raise_interrupt()
         num_tokens = pooled.num_tokens
+        pooled.request.tenant = self.tenant
         self._enter([num_tokens])
         self._kept.callback(self._leave_queue, 0)
         self._kept.enter_context(self.service.awake.held())

@@ -10,10 +10,11 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import msgspec.structs
+from msgspec import Meta
 
 from ..errors import (
     InvalidRequestError,
@@ -36,6 +37,7 @@ Headers = list[tuple[bytes, bytes]]
 
 # -- bodies of requests -------------------------------------------------------------------------
 
+MAX_PRIORITY = 1000
 MAX_CONTAINERS = 1_000_000  # brackets and braces, in strings too
 _HALF_A_PAIR = re.compile(  # of an escaped surrogate pair: a lone first half, or a lone second one
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
@@ -106,6 +108,22 @@ class RequestBody(msgspec.Struct, kw_only=True):
 
     def resolve(self) -> None:
         """Raise InvalidRequestError for fields that do not go together. Called once."""
+
+    @property
+    def order(self) -> int:
+        """Priority among the requests of a key: lower ones come first, see `fair.Tenant.at`."""
+        return 0
+
+
+class SharingBody(RequestBody, kw_only=True):
+    """The body of a request that works for its key: it has a place among the key's requests."""
+
+    # of vLLM: of this key's requests, lower ones begin first; above 0: in the background
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+    @property
+    def order(self) -> int:
+        return self.priority or 0
 
 
 B = TypeVar("B", bound=RequestBody)

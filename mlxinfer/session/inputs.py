@@ -97,6 +97,7 @@ class Input(ABC):
         cache_salt: inputs with different salts share no cached prefix.
         owner: sender of the input, such as the owner of an API key.
         tenant: whose share of the engine answers take.
+        priority: of requests that share it; lower ones begin first.
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.
@@ -119,6 +120,7 @@ class Input(ABC):
     cache_salt: str | None = None
     owner: str | None = None
     tenant: Tenant = NOBODY
+    priority: int = 0
     id_slot: int | None = None
     from_peer: bool = False
     reports_prompt: bool = False

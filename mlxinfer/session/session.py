@@ -176,9 +176,10 @@ class RequestBuilder:
         request.stop_ids |= prompt.end_ids
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
         request.owner, request.tenant = given.owner, given.tenant
+        request.priority = given.priority
         request.id_slot = given.id_slot
         request.from_peer, request.reports_prompt = given.from_peer, given.reports_prompt
-        request.priority = int(given.pins)
+        request.page_priority = int(given.pins)
         request.pictures = prompt.pictures
         request.prompt_logits = prompt.logits or prompt.logprobs is not None
         grammar = None if spec is None else self.guidance.compiler.start(spec, given.abandoned)

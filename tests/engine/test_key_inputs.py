@@ -65,8 +65,8 @@ def test_what_a_layer_keeps(spec: type) -> None:
 def test_a_request() -> None:
     named = {"prompt_ids", "pictures", "adapter", "cache_salt"}
     answer = {"params", "stop_ids", "prompt_logits", "grammar", "breakers", "reports_prompt"}
-    who = {"id", "owner", "tenant", "id_slot", "from_peer", "priority", "boundaries"}
-    counts = {"arrived_s", "started_s", "num_drafted", "num_accepted", "reuse"}
+    who = {"id", "owner", "tenant", "id_slot", "from_peer", "priority", "page_priority"}
+    counts = {"boundaries", "arrived_s", "started_s", "num_drafted", "num_accepted", "reuse"}
     assert named | answer | who | counts == {field.name for field in fields(Request)}
     names = [namespace_of(*parts) for parts in ((None, 0, None), ("a", 0, None), (None, 1, None))]
     names += [namespace_of(None, 0, "salt"), namespace_of("a", 0, "salt"), namespace_of("b", 0, "")]

@@ -21,6 +21,7 @@ from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError, RequestFailedError
+from mlxinfer.fair import Tenant
 from mlxinfer.images import Picture, PlacedPicture
 from mlxinfer.images.picture import rope_positions
 from mlxinfer.layers.step import Step, StepFeatures
@@ -312,6 +313,29 @@ def test_small_pictures_share_a_slice() -> None:
         slices += 1
     assert slices == 3  # of some 19 pieces: each picture has five
     assert features.available(sequence, 33) == 33
+
+
+def test_tenants_share_the_tower() -> None:
+    """One picture beside 20 of another tenant, one of which is half seen: a piece for each."""
+    features = PictureFeatures(
+        RandomTower(64), dtype=mx.float32, max_bytes=1 << 24, clock=Clock(0.1)
+    )
+    heavy = running(*[picture(seed, 4, 4, num_tiles=4) for seed in range(20)], [3])
+    heavy.request.tenant = Tenant("heavy")
+    assert features.available(heavy, len(heavy.token_ids)) == 0
+    for _ in range(3):
+        features.work()
+    light = running(picture(99, 4, 4, num_tiles=4), [3])
+    light.request.tenant = Tenant("light")
+    pieces = 0
+    while not features.available(light, 65):
+        features.work()
+        pieces += 1
+    assert 30 <= pieces <= 2 * 17 + 1  # alone it takes 17
+    features.release(heavy)
+    features.release(light)
+    assert not features.wanted
+    assert not features._passes
 
 
 def test_requests_of_different_salts_share_no_features() -> None:

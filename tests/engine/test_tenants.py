@@ -8,7 +8,7 @@ from engine.spelled import segments_of
 from engine.test_scheduler import assert_only_cached, build, request, step
 
 from mlxinfer.engine.batch import Batch, Sequence
-from mlxinfer.engine.queues import ANSWER_WORK, SLICE
+from mlxinfer.engine.queues import ANSWER_WORK, MOST_PASSES, SLICE
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.fair import Tenant
 
@@ -16,9 +16,15 @@ HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
 
 
 def add(
-    scheduler: Scheduler, name: str, tenant: Tenant, num_prompt: int, max_tokens: int
+    scheduler: Scheduler,
+    name: str,
+    tenant: Tenant,
+    num_prompt: int,
+    max_tokens: int,
+    priority: int = 0,
 ) -> Sequence:
     asked = request(name, num_prompt, max_tokens)
+    asked.priority = priority
     asked.prompt_ids = [hash((name, i)) % 10**6 for i in range(num_prompt)]
     asked.tenant = tenant
     return scheduler.queues.add(asked, max_output=max_tokens)
@@ -156,6 +162,65 @@ def test_one_tenant_is_served_as_without_tenants() -> None:
         return seen
 
     assert steps(Tenant()) == steps(Tenant("one", 3.0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_priority_orders_the_requests_of_one_tenant_and_starves_none(seed: int) -> None:
+    """Of those that wait the lowest begins; the oldest one is passed three times at most.
+
+    Another tenant's requests begin at the same steps, whatever the priorities are.
+    """
+    begun = dict[bool, list[tuple[int, str]]]()
+    for ranked in (False, True):
+        draw, begun[ranked] = random.Random(seed), []
+        scheduler = build(pages=400, max_batch=2, chunk=64)
+        waiting: list[Sequence] = []
+        passes = 0
+        for turn in range(300):
+            if draw.random() < 0.4:
+                priority = draw.randint(-3, 0) if ranked else 0
+                waiting.append(add(scheduler, f"r{turn}", HEAVY, 8, 6, priority))
+            if turn % 20 == 0:
+                add(scheduler, f"light{turn}", LIGHT, 8, 3)
+            if scheduler.queues.idle:
+                continue
+            batch = step(scheduler)
+            for sequence in batch.admitted:
+                name = sequence.request.id
+                if sequence.request.tenant == LIGHT:
+                    begun[ranked].append((turn, name))
+                elif sequence in waiting:
+                    passes = 0 if sequence is waiting[0] else passes + 1
+                    assert passes <= MOST_PASSES, f"seed {seed}"
+                    first = min(waiting, key=lambda s: s.request.priority)
+                    assert sequence is first or sequence is waiting[0], f"seed {seed}"
+                    waiting.remove(sequence)
+                else:
+                    passes = 0  # one that had lost its slot to the other tenant
+        assert len(waiting) > 5, "they wait for each other"
+    assert begun[False] == begun[True]
+
+
+def test_requests_in_the_background_stay_behind_those_of_every_tenant() -> None:
+    """A slot for each other request at once, and nearly all steps; they still go on."""
+    scheduler = build(pages=4000, max_batch=4, chunk=64)
+    behind = [add(scheduler, f"b{i}", HEAVY.at(1), 20, 400) for i in range(8)]
+    for _ in range(20):
+        step(scheduler)
+    assert held(scheduler) == {HEAVY.at(1): 4}
+    for tenant in (HEAVY, LIGHT):
+        asked = add(scheduler, f"of {tenant.name}", tenant, 20, 4)
+        step(scheduler)
+        assert asked.num_answered == 1
+    for i in range(30):
+        add(scheduler, f"h{i}", HEAVY, 20, 100)
+    for _ in range(20):
+        step(scheduler)
+    assert held(scheduler)[HEAVY] == 3
+    before = sum(s.num_answered for s in behind)
+    for _ in range(100):
+        step(scheduler)
+    assert sum(s.num_answered for s in behind) > before, "none starves"
 
 
 @pytest.mark.parametrize(("tenant", "least", "most"), [(HEAVY, 500, 1000), (LIGHT, 1, 1)])

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from mlxinfer.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
+from mlxinfer.fair import Tenant
 from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
@@ -314,9 +316,37 @@ def test_rows_that_do_not_wait_are_not_held():
         for _ in range(2):
             queue.take(9)
     assert queue.num_waiting < 60
-    assert len(queue._by_length) <= 4 * queue.num_waiting
+    (of_one,) = queue._queues.values()
+    assert len(of_one._by_length) <= 4 * queue.num_waiting
     rows = waiting([5] * 9 + [50])
     other = PassQueue()
     other.add(rows)
     other.discard(rows)
-    assert [*other._by_age, *other._by_length] == []
+    assert not other._queues
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tenants_share_passes_by_weight(seed: int) -> None:
+    """Both always have rows; their tokens for their weight differ by two passes at most."""
+    rng, queue = random.Random(seed), PassQueue()
+    tenants = [Tenant("one", rng.choice([0.5, 1, 3])), Tenant("other"), Tenant("third")]
+    got: Counter[Tenant] = Counter()
+    most, number = 64, 0
+    for _ in range(400):
+        for tenant, longest in zip(tenants, (60, 5, 100), strict=True):
+            while sum(r.request.tenant == tenant for r in queue_rows(queue)) < 30:
+                number += 1
+                request = PoolingRequest(
+                    f"r{number}", [TokenRow([5] * rng.randint(1, longest))], tenant=tenant
+                )
+                queue.add([WaitingRow(request, 0)])
+        taken = queue.take(most)
+        assert taken
+        for item in taken:
+            got[item.request.tenant] += item.num_tokens
+        shares = [got[tenant] / tenant.weight for tenant in tenants]
+        assert max(shares) - min(shares) <= 200 / min(t.weight for t in tenants), f"seed {seed}"
+
+
+def queue_rows(queue: PassQueue) -> list[WaitingRow]:
+    return [item for part in queue._queues.values() for item in part._by_age if not item.taken]

@@ -14,6 +14,7 @@ from mlxinfer.errors import InvalidRequestError, OverloadedError
 from mlxinfer.fair import Tenant
 from mlxinfer.server.config import network_of
 from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
 from tests.waiting import wait_until
 
@@ -59,12 +60,14 @@ def test_who_has_fewer_places_takes_those_of_who_has_more() -> None:
         wait_until(lambda: server.stats()["running"] == 1)
         flood = [pool.submit(ask, server, "b", **long) for _ in range(4)]
         wait_until(lambda: admission.num_waiting >= 4)
-        others = [pool.submit(ask, server, "a", **long) for _ in range(3)]
+        first = pool.submit(ask, server, "a", **long)
+        wait_until(lambda: any(call.tenant.name == "anna" for call in admission._calls))
+        others = [first, *(pool.submit(ask, server, "a", **long) for _ in range(2))]
         wait_until(lambda: any(job.done() for job in flood))
         gone = next(job for job in flood if job.done()).result()
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "overloaded")
         assert int(gone.headers["retry-after"]) >= 1
-        assert not any(job.done() and job.result().status_code == 503 for job in others[:1])
+        assert not (first.done() and first.result().status_code == 503)
         for call in list(server.service.calls):
             call.interrupt(InvalidRequestError("enough"))
         assert {job.result().status_code for job in [runs, *flood, *others]} <= {400, 503}
@@ -76,6 +79,37 @@ def test_weights_of_keys_are_read_and_checked() -> None:
     for wrong in (0, -1, "2", float("nan"), True, 1e9):
         with pytest.raises(InvalidRequestError, match="weight"):
             ApiKeys().with_named({"anna": {"key": "a", "weight": wrong}}, "keys")
+
+
+def test_priority_is_within_the_share_of_a_key() -> None:
+    """Each API passes it on; above 0, and in the background, a request has a smaller share."""
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, chat(priority=3)),
+        (CHAT, chat(priority=-3)),
+        ("/v1/completions", {"prompt": "A", "max_tokens": 1, "priority": 2}),
+        ("/api/generate", {"prompt": "A", "model": "demo", "options": {"priority": 4}}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 1, "background": True}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 1, "priority": -1}),
+    ]
+    asked: list[tuple[Tenant, int]] = []
+    with LiveServer(keys=KEYS, store=ResponseStore(None)) as server:
+        submit = server.model.session.engine.submit
+
+        def note(request, *args):  # type: ignore[no-untyped-def]
+            asked.append((request.tenant, request.priority))
+            return submit(request, *args)
+
+        server.model.session.engine.submit = note  # type: ignore[method-assign]
+        headers = {"authorization": "Bearer c"}
+        for path, body in bodies:
+            assert server.post(path, body, headers=headers).status_code == 200, path
+        for wrong in ("high", 1.5, 10**6):
+            refused = server.post(CHAT, chat(priority=wrong), headers=headers)
+            assert refused.json()["error"]["param"] == "priority"
+        wait_until(lambda: not server.service.calls)
+    carl = Tenant("carl", 3)
+    behind = carl.at(1)
+    assert asked == [(behind, 3), (carl, -3), (behind, 2), (behind, 4), (behind, 1), (carl, -1)]
 
 
 def test_addresses_share_only_where_the_owner_asks() -> None:

@@ -15,7 +15,7 @@ from ...outputs import ranked
 from ...session.inputs import EmbedInput, ScoreInput
 from ...session.pooling_session import PoolingSession
 from ..call import Call
-from ..http import RequestBody
+from ..http import SharingBody
 from ..slots import ServedModel
 from .tools import Prompts, texts_of
 
@@ -33,7 +33,7 @@ INPUT_TYPES = {
 Truncate = Annotated[int, Meta(ge=-1)]  # tokens; -1: what the model reads
 
 
-class EmbeddingRequest(RequestBody, kw_only=True):
+class EmbeddingRequest(SharingBody, kw_only=True):
     """Texts or token ids; fields behind `user` are vLLM's, TEI's and Cohere's."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -129,7 +129,7 @@ class TextDocument(msgspec.Struct, kw_only=True):
 Texts = str | list[str | TextDocument]
 
 
-class RerankRequest(RequestBody, kw_only=True):
+class RerankRequest(SharingBody, kw_only=True):
     """A query and documents; TEI calls the documents `texts`."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -150,7 +150,7 @@ class RerankRequest(RequestBody, kw_only=True):
     user: str | None = None
 
 
-class ScoreRequest(RequestBody, kw_only=True):
+class ScoreRequest(SharingBody, kw_only=True):
     """Texts of two sides: one goes with each of the other's. Names of vLLM, older and newer."""
 
     model: str | None = None

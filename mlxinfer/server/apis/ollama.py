@@ -98,6 +98,10 @@ class AskFields(RequestBody, kw_only=True):
         """Whether a request without a prompt asks to unload the model."""
         return self.keep_alive in (0, "0", "0s", "0m")
 
+    @property
+    def order(self) -> int:
+        return self.sampling().order
+
     def sampling(self) -> Options:
         """The options; raises as `http.decode`."""
         given = bytes(self.options)

@@ -133,6 +133,11 @@ class ResponsesRequest(SamplerFields, kw_only=True):
             raise InvalidRequestError.of("background", "goes with store: true.")
 
     @property
+    def order(self) -> int:
+        order = self.priority or 0
+        return max(order, 1) if self.background else order
+
+    @property
     def items(self) -> list[InputItem]:
         """The items of the request; a text is a user's message."""
         if isinstance(self.input, str):
@@ -225,7 +230,7 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
 
 async def _in_background(call: Call, body: ResponsesRequest) -> Plain | Events:
     """Begin an answer that goes on when its client has left. Errors until then are its client's."""
-    store, background = _store_of(call, "background"), call.again()
+    store, background = _store_of(call, "background"), call.again(body.order)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(background)
         writer = await _begin(background, body)

@@ -16,7 +16,7 @@ from ...core import BOUNDED, MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, UnsupportedFieldError, check_int
 from ...grammar import GrammarSpec, response_format, spec
 from ...grammar.schema import MAX_BYTES
-from ..http import RequestBody
+from ..http import SharingBody
 from ..slots import ServedModel
 
 MAX_STOPS = 64
@@ -97,12 +97,12 @@ def _kind_of(check: Callable[..., None], bounds: Mapping[str, Any]) -> Any:
 
 
 if TYPE_CHECKING:
-    NumberFields = RequestBody
+    NumberFields = SharingBody
 else:
     NumberFields = msgspec.defstruct(
         "NumberFields",
         [(n, _kind_of(*how), None) for n, *how in BOUNDED if n not in READ_BY_EACH],
-        bases=(RequestBody,),
+        bases=(SharingBody,),
         kw_only=True,
     )
 

@@ -212,7 +212,7 @@ class AnswerRoutes:
         place = (owner, body.message.id)
         if place not in self._running:
             running = self._running[place] = RunningAnswer(body.conversation, body.message)
-            copy = call.again()
+            copy = call.again(request.order)
             running.task = asyncio.create_task(self._run(owner, running, copy, request))
         return Events(self._follow(self._running[place]))
 

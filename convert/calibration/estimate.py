@@ -1,7 +1,7 @@
 """How long a calibrated conversion takes here, from products and roundings of some random rows.
 
-The sizes are the model's, and its weights are not read: a layer of them in float32 would be the
-most memory that a plan takes.
+The timed matrices have the sizes of the model's matrices, and random values. Reading the model's
+own weights would cost more memory than the rest of the plan: a whole layer in float32.
 """
 
 import time

@@ -25,7 +25,6 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, Sequence
-from .cache_stats import cache_stats
 from .events import (
     failed_event,
     progress_events,
@@ -38,7 +37,7 @@ from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .limits import EngineLimits, GroupLimits
-from .model_cache import attention_kernels, cache_layers, disk_identity, make_cache
+from .model_cache import attention_kernels, cache_layers, cache_stats, disk_identity, make_cache
 from .pagestore import SAVE_S, PageStore
 from .peers import PeerFetches
 from .prompt_pictures import PictureLimits, PromptPictures

@@ -1,12 +1,15 @@
-"""A residual of finished blocks and an open one, and layers that run several times (Inkling 2).
+"""A residual stream for each block of layers, and layers that run several times (Inkling 2).
 
-A layer reads a mixture of the sums of earlier blocks of layers and of the open block's sum so far.
-All of them pass from layer to layer side by side. A core of layers runs several times from the same
-state; from the second pass on, its layers also read messages, mixtures of what the pass before
-left. Nothing of that is kept between tokens.
+Consecutive layers form a block. A block adds its outputs to a vector of its own: the current block
+to its vector so far, and each finished block has left one. A layer reads a mixture of these
+vectors, which pass from layer to layer side by side.
 
-T = tokens of the step, n = vectors of a token side by side: messages' sources first, then finished
-blocks, then the open block: (T, n * hidden).
+Some layers, the core, run several times, and each pass begins with the same state. From the second
+pass on, a layer of the core also reads messages: mixtures of the vectors that the previous pass
+left. Nothing of this is kept between tokens.
+
+T = tokens of the step, n = vectors of a token side by side: first those that messages mix (their
+sources), then those of finished blocks, then that of the current block: (T, n * hidden).
 """
 
 from collections.abc import Sequence
@@ -80,7 +83,7 @@ class BlockPlace(NamedTuple):
     Attributes:
         order: which of the vectors that come in the layer takes, in order; None: all.
         num_sources: vectors of messages that pass through, at the front.
-        begins: the layer begins a block: the open one is finished.
+        begins: the layer begins a block; the previous block is finished.
     """
 
     order: tuple[int, ...] | None
@@ -94,7 +97,7 @@ class BlockLayer(Layer):
     Args:
         mixer, mlp: the blocks.
         queries: (1 or 3, hidden) float32 of the mixtures that attention reads: one for all, or
-            those of queries, of keys and of values. None: it reads the open block.
+            those of queries, of keys and of values. None: it reads the current block.
         mlp_query: (1, hidden) float32.
         norms: as many as `queries`, or one.
         mlp_norm: before the experts.

@@ -112,10 +112,11 @@ class Loop(NamedTuple):
         ]
 
     def place(self, visit: Visit) -> BlockPlace:
-        """Where a visit stands among blocks.
+        """The vectors that a visit reads, and in which order.
 
-        A pass leaves the sources of the one before it, the blocks before the core, and its own. Of
-        these the first is the state before the core, from which each pass begins.
+        After a pass over the core, these vectors stand side by side: the sources that the previous
+        pass left, the blocks before the core, the state with which each pass begins, and the blocks
+        of this pass.
         """
         layer, number = visit
         before, own = self.start // self.block, (self.stop - self.start) // self.block
@@ -259,7 +260,7 @@ class Inkling2Loop(Family):
         return stored.reordered(range(self.config.vocab_size)).projection()
 
     def entry(self) -> Entry:
-        """The norm over embeddings, which are the first open block."""
+        """The norm over embeddings; they begin the vector of the first block."""
         norm = self.norm("model.embed_norm")
 
         def enter(ids: mx.array, x: mx.array, step: Step) -> mx.array:

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from ...errors import MlxinferError
-from ...history import History, StoredMessage
+from ...history import History, StoredMessage, owner_of
 from ..apis.chat import ChatRequest, chat
 from ..call import Call
 from ..errors import HttpError
 from ..http import DONE, Events, Plain, RequestBody, Route, data, decode
-from .owners import Owners
+from ..keys import ApiKey
 
 SAVE_S = 2.0  # between two saves of an answer that grows
 DRAW_S = 0.03  # between two events: a display shows no more
@@ -190,6 +190,28 @@ def _add_call(calls: list[Plain], piece: Mapping[str, Any]) -> None:
     call, function = calls[piece["index"]], piece["function"]
     call["name"] += function.get("name") or ""
     call["arguments"] += function.get("arguments") or ""
+
+
+class Owners:
+    """Owners by API key, noted in the history when a key is first seen.
+
+    Args:
+        history: of the server; None: it keeps none.
+    """
+
+    def __init__(self, history: History | None) -> None:
+        self._history = history
+        self._named: set[ApiKey] = set()  # keys whose owners the file knows
+
+    async def of(self, call: Call) -> str:
+        """The owner of the request's key; "" without keys."""
+        key = call.key
+        if key is None:
+            return ""
+        if self._history is not None and key not in self._named:
+            await call.in_worker(self._history.name_owner, owner_of(key.digest), key.owner)
+            self._named.add(key)
+        return key.owner
 
 
 class AnswerRoutes:

@@ -18,9 +18,8 @@ from ..http import Plain, RequestBody, Route
 from ..pdf import can_read_pdf
 from ..service import ServerState
 from ..workers import Workers
-from .answers import AnswerRoutes
+from .answers import AnswerRoutes, Owners
 from .library import RECIPES, Library, LibraryRoutes
-from .owners import Owners
 
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400

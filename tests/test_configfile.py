@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
             assert f"{path}, {place}:" in str(caught.value), text
 
 
-def test_broken_files(tmp_path: Path) -> None:
+def test_a_config_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     for raw in (b"[serve", b"\xff\xfe", b"x = " + b"9" * 5000, b"a = [" * 3000):
         path.write_bytes(raw)

@@ -130,7 +130,7 @@ GRADES = (  # a question, a good answer and a bad one
 )
 
 
-def test_grades() -> None:
+def test_grades_tell_good_answers_from_bad_ones() -> None:
     held = {question.turns[0]: question for question in questions.questions()}
     for asked, good, bad in GRADES:
         assert grade.grade(held[asked], good) == grade.GOOD, asked

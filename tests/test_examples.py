@@ -39,7 +39,7 @@ PROGRESS = re.compile(r"\w+ \d+%, ")  # what a command says where it takes longe
         for path in EXAMPLES
     ],
 )
-def test_example(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_example_runs_and_prints(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In this process, which has all that they import; in one of its own runs the README's."""
     runpy.run_path(str(example), run_name="__main__")
     out, err = capfd.readouterr()

@@ -110,7 +110,7 @@ def test_pinned_pages_are_evicted_only_when_running_requests_hold_all_others() -
         assert llm.generate(pinned, few).cached_tokens < 96
 
 
-def test_asyncio(llm: LLM) -> None:
+def test_the_async_forms_give_the_answers_of_the_plain_ones(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10)
 
     async def streamed() -> str:
@@ -183,7 +183,7 @@ def test_ctrl_c_aborts_the_requests_of_a_batch(llm: LLM) -> None:
         ([1, "a"], "not int"),
     ],
 )
-def test_bad_prompts(llm: LLM, prompt: object, message: str) -> None:
+def test_prompts_of_wrong_types_are_refused(llm: LLM, prompt: object, message: str) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError, match=message):
         llm.generate(prompt, SamplingParams(max_tokens=2))  # type: ignore[call-overload]
 
@@ -311,7 +311,7 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"slow_experts": True},
     ],
 )
-def test_bad_arguments(arguments: dict[str, object]) -> None:
+def test_options_of_wrong_values_are_refused_by_name(arguments: dict[str, object]) -> None:
     with pytest.raises(mlxinfer.InvalidRequestError, match="|".join(arguments)):
         LLM("demo-draft", **arguments)  # type: ignore[arg-type]
 
@@ -334,7 +334,7 @@ def test_unknown_and_broken_models(tmp_path: Path) -> None:
         LLM(broken)
 
 
-def test_closing() -> None:
+def test_a_closed_model_refuses_everything_and_close_is_safe_twice() -> None:
     other = LLM("demo-draft")
     stream = other.stream("A", SamplingParams(max_tokens=None, ignore_eos=True))
     next(stream)

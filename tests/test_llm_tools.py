@@ -140,7 +140,7 @@ def test_a_streamed_call_is_the_same_call(knowing: LLM) -> None:
     assert [part for delta in deltas for part in delta.parts] == pieces
 
 
-def test_wrong_tools(knowing: LLM) -> None:
+def test_tools_that_are_none_are_refused(knowing: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         knowing.chat(HI, SHORT, tools=[{"type": "web_search"}])
     with pytest.raises(InvalidRequestError, match="expected an object"):

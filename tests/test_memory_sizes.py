@@ -6,7 +6,7 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.memory import default_kv_bytes, parse_bytes, total_memory_bytes
 
 
-def test_sizes() -> None:
+def test_sizes_are_read_with_decimal_and_binary_units() -> None:
     for text, expected in (
         *(("8GB", 8_000_000_000), ("8gb", 8_000_000_000), ("1.5G", 1_500_000_000)),
         *(("512 MiB", 512 * 2**20), ("2gib", 2 * 2**30), ("4096", 4096), (4096, 4096)),

@@ -182,7 +182,7 @@ def test_equals_attention_over_expanded_keys(steps: list[list[int]], which: int,
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_long_contexts(which: int) -> None:
+def test_long_contexts_keep_the_answers_of_dense_attention(which: int) -> None:
     world = World(OPTIONS[which], seed=7)
     world.step([60, 0, 40, 9])
     for _ in range(40):

@@ -58,7 +58,7 @@ def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
     assert one["token_ids"] == two["token_ids"]
 
 
-def test_exit_codes(model: str) -> None:
+def test_usage_errors_exit_with_2_and_failures_with_1(model: str) -> None:
     assert finished("run", "-m", "/no/such/folder", "hi").returncode == 1
     assert finished("run", "-m", model, "--top-k", "-2", "hi").returncode == 2
     too_much = finished("run", "-m", model, "--top-k", "99999", "hi")

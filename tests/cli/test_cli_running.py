@@ -140,7 +140,7 @@ def test_another_program_at_the_address_is_recognised(
     assert SomethingElse.seen == ["/admin/models"]
 
 
-def test_durations() -> None:
+def test_durations_are_written_in_their_two_largest_units() -> None:
     for seconds, text in {
         **{None: "-", 0.2: "0s", 59: "59s", 60: "1m 0s", 3599.9: "1h 0m", 7260: "2h 1m"},
     }.items():

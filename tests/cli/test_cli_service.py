@@ -141,7 +141,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     assert list((tmp_path / "Library" / "LaunchAgents").iterdir()) == []
 
 
-def test_launchd_refuses(launchctl: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_launchd_is_an_error_in_its_words(
+    launchctl: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAILING", "bootstrap")
     ended = outcome("service", "install")
     assert ended.code == 1

@@ -211,7 +211,7 @@ def test_failing_the_limit_is_exit_status_one(
         (["--calibration", "/no/such.txt"], "/no/such.txt cannot be read: No such file"),
     ],
 )
-def test_wrong_usage(
+def test_wrong_usage_is_exit_code_2_and_writes_nothing(
     source: Path, tmp_path: Path, outcome: Outcome, options: list[str], words: str
 ) -> None:
     seen = outcome(source, tmp_path / "out", *options)

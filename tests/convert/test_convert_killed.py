@@ -30,7 +30,7 @@ def killed(source: Path, out: Path, number: int) -> bool:
 
 
 @pytest.mark.ci
-def test_two_kills(tmp_path: Path) -> None:
+def test_a_conversion_killed_twice_resumes_with_what_it_has(tmp_path: Path) -> None:
     source, out = write_source(tmp_path / "source", shards=2), tmp_path / "out"
     convert(source, tmp_path / "undisturbed", shard_bytes=SHARD_BYTES)
     known = 0
@@ -45,7 +45,7 @@ def test_two_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_kills(tmp_path: Path) -> None:
+def test_wherever_it_is_killed_the_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     """Anywhere, up to the renaming of the folder and what follows."""
     source, out = write_source(tmp_path / "source", shards=2), tmp_path / "out"
     convert(source, tmp_path / "undisturbed", shard_bytes=SHARD_BYTES)

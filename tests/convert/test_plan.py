@@ -81,7 +81,7 @@ def test_config_states_the_commonest_format_and_the_rest(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
-def test_dense_recipes(tmp_path: Path, recipe: str) -> None:
+def test_dense_recipes_keep_16_or_32_bits_a_weight(tmp_path: Path, recipe: str) -> None:
     made = plan(write_source(tmp_path / "m"), recipe)
     assert made.quantization() is None
     assert made.bits_per_weight == (32 if recipe == "fp32" else 16)

@@ -100,7 +100,7 @@ def test_importance_moves_the_error_to_where_it_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
-def test_constant_rows(form) -> None:
+def test_constant_rows_come_back_nearly_as_they_were(form) -> None:
     method = QuantisationMethod(form, "bfloat16")
     for value in (0.0, 1.0, -3e-5, 3e4):
         values = np.full((2, 128), value, np.float32)

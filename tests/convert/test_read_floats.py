@@ -45,7 +45,7 @@ SCALES = {  # leaf, shape of the scales, size of a block, the description
 
 
 @pytest.mark.parametrize("case", SCALES)
-def test_fp8(tmp_path: Path, case: str) -> None:
+def test_fp8_codes_are_multiplied_by_the_scales_of_their_blocks(tmp_path: Path, case: str) -> None:
     leaf, shape, block, described = SCALES[case]
     codes = finite_e4m3((OUT, IN), seed=1)
     scale = RNG.uniform(1e-4, 1e-3, shape).astype(np.float32)
@@ -328,7 +328,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=str)
-def test_mlx_folders(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_quantised_mlx_folders_are_read_without_loss(tmp_path: Path, how: dict[str, Any]) -> None:
     folder = tiny_checkpoint(tmp_path, "qwen3-v4", quantize=how)
     raw = mx.load(str(folder / "model.safetensors"))
     assert isinstance(raw, dict)

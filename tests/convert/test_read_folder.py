@@ -125,7 +125,7 @@ def test_fingerprints_follow_files(tmp_path: Path) -> None:
     assert len({first, second, open_source(folder).fingerprint}) == 3
 
 
-def test_side_files(tmp_path: Path) -> None:
+def test_side_files_are_those_of_tokenizer_and_templates(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, "llama")
     (folder / "additional_chat_templates").mkdir()
     wanted = ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"]

@@ -105,14 +105,14 @@ def test_scales_that_float16_cannot_hold_stay_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, np.float32), (Kind.F16, np.float16)])
-def test_plain_floats(tmp_path: Path, kind: Kind, dtype: type) -> None:
+def test_plain_floats_of_gguf_are_read_as_stored(tmp_path: Path, kind: Kind, dtype: type) -> None:
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(dtype)
     read = one_tensor(tmp_path, kind, values).read(NAME, slice(3, 9))
     assert np.array_equal(np.array(read), values[3:9])
     assert np.array(read).dtype == dtype
 
 
-def test_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_of_gguf_is_read_as_stored(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     stored = gguf.quantize(values, Kind.BF16)
     read = one_tensor(tmp_path, Kind.BF16, stored).read(NAME)

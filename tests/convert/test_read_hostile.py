@@ -189,7 +189,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_safetensors(tmp_path: Path, case: str) -> None:
+def test_hostile_safetensors_are_refused(tmp_path: Path, case: str) -> None:
     write_folder(tmp_path, {"a": f32([1.0])})
     (tmp_path / "model.safetensors").write_bytes(HOSTILE[case]())
     with pytest.raises(MlxinferError):

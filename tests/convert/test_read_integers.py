@@ -265,7 +265,9 @@ def test_old_gptq_describes_itself_beside_the_config(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_pack_quantized(tmp_path: Path, bits: int, pack: Any, zero_points: bool) -> None:
+def test_pack_quantized_weights_are_codes_less_zero_points_times_scales(
+    tmp_path: Path, bits: int, pack: Any, zero_points: bool
+) -> None:
     codes, zeros, scales = numbers(bits, 64)
     stored = bf16(scales.T.astype(np.float32))
     leaves = {
@@ -344,7 +346,9 @@ def test_the_shape_must_be_what_the_words_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (OUT, 1), (OUT, 4)])
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_int_quantized(tmp_path: Path, shape: tuple[int, ...], zero_points: bool) -> None:
+def test_int_quantized_weights_are_codes_less_zero_points_times_scales(
+    tmp_path: Path, shape: tuple[int, ...], zero_points: bool
+) -> None:
     rng = np.random.default_rng(0)
     codes, zeros = (rng.integers(-128, 128, size).astype(np.int8) for size in ((OUT, IN), shape))
     scale = f16(rng.normal(0.01, 0.002, shape))

@@ -62,7 +62,7 @@ def test_what_a_layer_keeps(spec: type) -> None:
     assert spec.__repr__ is not object.__repr__
 
 
-def test_a_request() -> None:
+def test_all_of_a_request_that_keys_and_values_depend_on_names_its_pages() -> None:
     named = {"prompt_ids", "pictures", "adapter", "cache_salt"}
     answer = {"params", "stop_ids", "prompt_logits", "grammar", "breakers", "reports_prompt"}
     who = {"id", "owner", "tenant", "id_slot", "from_peer", "priority", "page_priority"}

@@ -207,7 +207,9 @@ def test_refusals_say_what_to_do(
         hub.resolve("org/tiny")
 
 
-def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
     with pytest.raises(DownloadError, match=r"cannot be reached \(Connection refused\)") as caught:
         hub.resolve("org/tiny")

@@ -113,7 +113,7 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
         ],
     ),
 )
-def test_mixed_batches(
+def test_rows_of_mixed_settings_get_the_tokens_of_the_twin(
     kind: str, dtype: mx.Dtype, num_rows: int, vocab_size: int, masked: bool
 ) -> None:
     check_batch(kind, dtype, num_rows, vocab_size, masked=masked, seed=1)
@@ -208,7 +208,7 @@ def extreme_rows() -> tuple[np.ndarray, np.ndarray, list[set[int]]]:
 
 
 @requires_compiler
-def test_extreme_rows() -> None:
+def test_extreme_logits_give_a_possible_token() -> None:
     logits, rows, expected = extreme_rows()
     machine = MetalCPU(seed=2)
     tokens = on_machine(machine, mx.array(logits), rows)

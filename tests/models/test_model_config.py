@@ -129,7 +129,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
         ("gpt_oss", {"layer_types": None}, (8, None, 8, None)),
     ],
 )  # fmt: skip
-def test_windows(case, changes, windows):
+def test_windows_of_layers_are_those_of_the_config(case, changes, windows):
     assert normalise(tiny_config(case) | changes).windows == windows
 
 
@@ -196,7 +196,7 @@ YARN = {"type": "yarn", "factor": 4.0}
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 128),
     ],
 )  # fmt: skip
-def test_max_context(changes, expected):
+def test_the_longest_context_is_read_with_its_rope_scaling(changes, expected):
     assert normalise(llama(**changes)).max_context == expected
 
 
@@ -241,7 +241,7 @@ def test_quantisation_with_exceptions():
         ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, QuantFormat(16, 4, "nvfp4")),
     ],
 )
-def test_quantisation_modes(stated, expected):
+def test_each_quantisation_mode_has_its_group_and_bits(stated, expected):
     assert normalise(llama(quantization_config=stated)).quantization.default == expected
 
 
@@ -411,7 +411,7 @@ def test_layers_share_an_indexer_as_any_spelling_says(stated):
     [b"", b"[]", b"{", b'{"model_type": NaN}', b'{"a": 1, "a": 2}', b"\xff\xfe{}", b"[" * 100_000,
      b'{"a": ' + b"9" * 10_000 + b"}"],
 )  # fmt: skip
-def test_broken_json(tmp_path, text):
+def test_a_config_that_is_no_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"config\.json (is not sound JSON|holds a list)"):
         load_config(tmp_path)

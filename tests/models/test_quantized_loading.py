@@ -60,7 +60,7 @@ def assert_same(folder: Path, config: dict, arrays: dict[str, mx.array], stated,
         for j, case in enumerate(["qwen3-v4", "llama-v5", "qwen3_moe-v5"])
     ],
 )
-def test_every_format(tmp_path, case, form):
+def test_models_of_every_format_load_as_their_dequantised_weights(tmp_path, case, form):
     config = tiny_config(case) | {"intermediate_size": 128, "moe_intermediate_size": 64}
     arrays = quantized(arrays_of(config), form)
     assert_same(tmp_path, config, arrays, form, lambda path: form)
@@ -229,7 +229,7 @@ WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64}
 
 
 @pytest.mark.parametrize("form", [FORMS[2], FORMS[5], FORMS[7]], ids=str)
-def test_latent_attention(tmp_path, form):
+def test_quantised_latent_attention_loads_as_its_dequantised_weights(tmp_path, form):
     config = tiny_config("deepseek_v3-v4") | LATENT | WIDE
     arrays = quantized(arrays_of(config), form)
     assert "model.layers.0.self_attn.kv_b_proj.scales" in arrays

@@ -126,7 +126,7 @@ def test_what_cannot_be_asked_is_refused(llm, ask, words):
         ask(llm)
 
 
-def test_long_texts(llm, judge):
+def test_texts_beyond_the_context_are_refused_or_truncated(llm, judge):
     long = " ".join(["w7"] * 60)
     with pytest.raises(ContextLengthError, match="input 1 has 62 tokens"):
         llm.embed(["w5", long])

@@ -50,7 +50,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
     return [(block.name, block.input) for block in message.content if block.type == "tool_use"]
 
 
-def test_an_answer(demo: anthropic.Anthropic) -> None:
+def test_an_answer_is_a_message_of_the_library(demo: anthropic.Anthropic) -> None:
     answer = ask(demo, max_tokens=12, temperature=0, system="Be brief.", top_k=5, top_p=0.9)
     strictly(Message, answer)
     assert [block.type for block in answer.content] == ["text"]
@@ -197,7 +197,7 @@ def test_neighbours_of_one_role_are_one_turn(
         ({"type": "none"}, []),
     ],
 )
-def test_tool_choices(
+def test_each_tool_choice_shows_its_tools_and_calls(
     client: anthropic.Anthropic, scripted: ScriptedServer, choice: Any, found: Any
 ) -> None:
     with scripted.says(f"{WEATHER}\n{NOW}"):

@@ -87,7 +87,7 @@ HUGE: list[tuple[bytes, str]] = [
 ]
 
 
-def test_huge_numbers(live: LiveServer) -> None:
+def test_numbers_beyond_any_range_are_refused_by_field(live: LiveServer) -> None:
     for raw, param in HUGE:
         expect_refusal(live, CHAT, with_raw(CHAT, raw), param=param)
 

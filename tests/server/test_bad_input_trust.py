@@ -34,7 +34,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/detokenize"])
-def test_pages_elsewhere(live: LiveServer, path: str) -> None:
+def test_pages_of_other_origins_are_refused(live: LiveServer, path: str) -> None:
     for page in (*PAGES, f"http://127.0.0.1:{live.port + 1}"):
         error = expect_refusal(live, path, GOOD[path], status=403, headers={"origin": page})
         assert page == "" or page not in error["message"]
@@ -79,7 +79,7 @@ def test_two_content_types(live: LiveServer) -> None:
         error_of(answer, CHAT)
 
 
-def test_packed_bodies(live: LiveServer) -> None:
+def test_compressed_bodies_are_refused(live: LiveServer) -> None:
     for packing in ("gzip", "br", "deflate", "zstd", "gzip, identity", "x"):
         headers = {"content-encoding": packing}
         expect_refusal(live, CHAT, GOOD[CHAT], status=415, headers=headers)
@@ -107,7 +107,7 @@ WRONG_KEYS: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_wrong_keys(locked: LiveServer, path: str) -> None:
+def test_wrong_keys_open_nothing(locked: LiveServer, path: str) -> None:
     for name, headers in WRONG_KEYS.items():
         answer = locked.post(path, GOOD[path], headers=headers)
         assert answer.status_code == 401, name

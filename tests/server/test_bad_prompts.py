@@ -58,7 +58,7 @@ CONVERSATIONS: dict[str, Any] = {
 }
 
 
-def test_conversations(live: LiveServer) -> None:
+def test_conversations_that_are_none_are_refused_by_place(live: LiveServer) -> None:
     for name, messages in CONVERSATIONS.items():
         code = expect_refusal(live, CHAT, with_fields(CHAT, messages=messages))["code"]
         assert code in (
@@ -365,7 +365,7 @@ def deep(depth: int) -> dict[str, Any]:
 NAMES: list[Any] = ["", " ", "a b", "a\nb", "a" * 300, "f(", "<|im_end|>", 'f"', None, 5, []]
 
 
-def test_names(scripted: ScriptedServer) -> None:
+def test_names_of_speakers_and_tools_are_checked(scripted: ScriptedServer) -> None:
     for name in NAMES:
         expect_refusal(scripted, CHAT, {"messages": HELLO, "tools": [tool(name)]})
         flat = {"type": "function", "name": name, "parameters": {}}

@@ -55,7 +55,7 @@ def get_weather(city: str) -> str:
     return f"rain in {city}"
 
 
-def test_langchain(server: ScriptedServer) -> None:
+def test_langchain_chats_streams_and_calls_tools(server: ScriptedServer) -> None:
     module = pytest.importorskip("langchain_openai")
     model = module.ChatOpenAI(
         base_url=f"{server.url}/v1", api_key="none", model="demo", temperature=0, max_retries=0
@@ -79,7 +79,7 @@ def test_langchain(server: ScriptedServer) -> None:
         assert model.with_structured_output(schema).invoke("How many?") == {"n": 5}
 
 
-def test_pydantic_ai(server: ScriptedServer) -> None:
+def test_pydantic_ai_calls_tools_and_gets_its_type(server: ScriptedServer) -> None:
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -97,7 +97,7 @@ def test_pydantic_ai(server: ScriptedServer) -> None:
     assert turns.num_asked == 2
 
 
-def test_openai_agents(server: ScriptedServer) -> None:
+def test_openai_agents_call_tools_over_both_apis(server: ScriptedServer) -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
 
@@ -134,7 +134,9 @@ def test_the_llm_command_answers_and_calls_tools(
     assert (done.exit_code, done.stdout.strip()) == (0, "It rains."), done.output
 
 
-def test_litellm(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_speaks_each_api_of_the_server(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library of aider and of many gateways, with each of the APIs that it speaks here."""
     monkeypatch.setenv(
         "LITELLM_LOCAL_MODEL_COST_MAP", "True"

@@ -144,7 +144,7 @@ def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
     assert after > num_accepted + 5
 
 
-def test_https(tmp_path: Path) -> None:
+def test_https_serves_with_the_given_certificate_only(tmp_path: Path) -> None:
     files: dict[str, Any] = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
     with LiveServer(**files) as server:
         assert server.url.startswith("https://")

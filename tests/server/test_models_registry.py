@@ -262,7 +262,9 @@ def test_a_start_fails_with_the_reason(machine: Machine, broken: str) -> None:
     assert not models.started
 
 
-def test_explicit_unloads(machine: Machine, models: ModelRegistry) -> None:
+def test_an_explicit_unload_waits_for_requests_and_is_safe_twice(
+    machine: Machine, models: ModelRegistry
+) -> None:
     async def work() -> None:
         await models.unload("a")  # it is not there, as was wanted
         async with models.use(models.find("a")):

@@ -78,7 +78,7 @@ def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> 
     assert "".join(part.message.thinking or "" for part in parts) == "hm"
 
 
-def test_log_probabilities(demo: ollama.Client) -> None:
+def test_log_probabilities_spell_the_answer(demo: ollama.Client) -> None:
     said = demo.chat("demo", HELLO, logprobs=True, top_logprobs=2, options=GREEDY)
     assert said.logprobs is not None
     assert "".join(logprob.token for logprob in said.logprobs) == said.message.content

@@ -174,7 +174,7 @@ def ask(client: Any, **fields: Any) -> Any:
     return client.chat.completions.create(**given)
 
 
-def test_an_answer(client: openai.OpenAI) -> None:
+def test_an_answer_is_a_chat_completion_of_the_library(client: openai.OpenAI) -> None:
     answer = ask(client)
     strictly(ChatCompletion, answer)
     assert (answer.choices[0].message.content or "").startswith(GREETING)
@@ -195,7 +195,7 @@ def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
     assert (contents[0] or "").startswith(GREETING)
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_completions_stream_echo_and_give_log_probabilities(client: openai.OpenAI) -> None:
     """Strict but for nulls that OpenAI sends in echoes and chunks and its library does not know."""
     fields: Any = {"model": "demo", "prompt": ["A page", "A token"], "max_tokens": 5}
     answer = client.completions.create(**fields, logprobs=2, temperature=0)

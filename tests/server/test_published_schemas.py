@@ -32,7 +32,9 @@ RESPONSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", RESPONSES, ids=lambda fields: ",".join(fields) or "plain")
-def test_responses(scripted: ScriptedServer, fields: dict[str, Any]) -> None:
+def test_responses_and_their_events_keep_to_the_published_schema(
+    scripted: ScriptedServer, fields: dict[str, Any]
+) -> None:
     body = {"input": "Hi", **fields}
     with scripted.says(SAID):
         answer = scripted.post("/v1/responses", body)
@@ -53,7 +55,9 @@ def test_responses(scripted: ScriptedServer, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
-def test_chat(server: LiveServer, scripted: ScriptedServer, fields: dict[str, Any]) -> None:
+def test_chat_completions_and_chunks_keep_to_the_published_schema(
+    server: LiveServer, scripted: ScriptedServer, fields: dict[str, Any]
+) -> None:
     check("chat_completion", server.post(CHAT, chat(max_tokens=5, **fields)).json())
     for chunk in server.events(CHAT, chat(max_tokens=5, stream=True, **fields))[:-1]:
         check("chat_completion_chunk", chunk)
@@ -66,13 +70,15 @@ def test_chat(server: LiveServer, scripted: ScriptedServer, fields: dict[str, An
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2, "echo": True}])
-def test_completions(server: LiveServer, fields: dict[str, Any]) -> None:
+def test_completions_keep_to_the_published_schema(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
     body = {"prompt": "Hello", "max_tokens": 3, **fields}
     check("completion", server.post("/v1/completions", body).json())
 
 
 @pytest.mark.parametrize("max_tokens", [9, 100])
-def test_messages(scripted: ScriptedServer, max_tokens: int) -> None:
+def test_messages_keep_to_the_published_schema(scripted: ScriptedServer, max_tokens: int) -> None:
     tools = [{"name": "get_weather", "input_schema": CITY}]
     body: Any = {"messages": USER, "max_tokens": max_tokens, "tools": tools}
     with scripted.says(SAID):

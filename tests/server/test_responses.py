@@ -40,7 +40,7 @@ def calls_of(response: Any) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-def test_an_answer(demo: openai.OpenAI) -> None:
+def test_an_answer_is_a_response_of_the_library(demo: openai.OpenAI) -> None:
     answer = ask(demo, temperature=0, max_output_tokens=4, metadata={"a": "b"}, user="u")
     strictly(Response, answer)
     assert answer.output_text == "Hello! I am"

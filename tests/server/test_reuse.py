@@ -64,7 +64,9 @@ SECOND = LONG[:40] + "!" * 38
         ),
     ],
 )
-def test_causes(again: Request, cause: str, position: int) -> None:
+def test_each_end_of_reuse_has_its_cause_and_position(
+    again: Request, cause: str, position: int
+) -> None:
     records, model = ReuseRecords(), Model()
     records.add("1", "one", 0, model, request(LONG))  # type: ignore[arg-type]
     records.add("2", "two", 0, model, again)  # type: ignore[arg-type]

@@ -287,7 +287,7 @@ def test_hostile_contents_take_no_time(kind):
     assert time.process_time() - began < 5
 
 
-def test_errors():
+def test_conversations_that_cannot_be_encoded_are_errors_of_ours():
     tokenizer = load_tokenizer("bytelevel")
     with pytest.raises(TemplateError, match="no chat template"):
         encode_chat(tokenizer, [{"role": "user", "content": "x"}])

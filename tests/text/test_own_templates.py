@@ -57,7 +57,7 @@ RESULTS = (say("tool", "r1"), say("tool", "r2"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns(kind):
+def test_turns_are_rendered_with_and_without_thinking(kind):
     asked = f"{BEGIN}Be brief.{USER}Hi{ANSWER}"
     assert render(kind, SYSTEM, HI) == f"{asked}<think>"
     assert render(kind, SYSTEM, HI, enable_thinking=False) == f"{asked}</think>"
@@ -105,7 +105,7 @@ def test_tools_are_described_after_the_system_text(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_levels(kind):
+def test_levels_of_thinking_are_those_of_the_model(kind):
     thinking = probe(ChatTemplate(source_of(kind))).thinking
     efforts = {"deepseek_v32": (), "deepseek_v4": ("high", "max")}
     assert thinking.levels == ("off", "on", *efforts[kind])

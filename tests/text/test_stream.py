@@ -177,7 +177,7 @@ CHANNELS = [
 ]
 
 
-def test_harmony_channels(harmony) -> None:
+def test_channels_of_harmony_are_reasoning_or_answer(harmony) -> None:
     for text, expected in CHANNELS:
         shown = answer(harmony, text, reasoning=HARMONY)
         if expected is None:  # the recipient may stand before the channel: all of it is kept
@@ -221,7 +221,7 @@ def test_splitting_does_not_depend_on_the_pieces(format, text, cuts, tail):
     assert split(format.splitter(tail), list(text)) == whole
 
 
-def test_detection(harmony):
+def test_the_form_of_reasoning_is_read_off_the_tokenizer(harmony):
     assert detect_reasoning(harmony).harmony
     tagged = load_tokenizer("bytelevel")
     assert detect_reasoning(tagged) == THINK

@@ -47,7 +47,7 @@ def test_formats_are_read_off_their_templates() -> None:
 
 
 @pytest.mark.parametrize("template", ["chatml_tools", "brackets"])
-def test_committed_templates(template):
+def test_calls_that_committed_templates_write_are_read_back(template):
     tokenizer = tokenizer_with(read_template(template))
     assert reads_back(detect_tools(tokenizer), written_calls(tokenizer))
 

@@ -23,7 +23,7 @@ def test_a_format_may_be_named():
         assert detect_tools(tokenizer_with("{{ tools }}"), known.name) is known
 
 
-def test_no_format():
+def test_a_template_without_a_format_gets_the_generic_one():
     assert detect_tools(tokenizer_with("{{ messages }}")) is GENERIC
     assert detect_tools(tokenizer_with("{{ messages }}{{ tools }}")) is GENERIC
     assert tool_format("generic") is GENERIC
@@ -49,7 +49,7 @@ def plan(choice=None, tools=TOOLS, **options):
     return ToolUse.plan(tokenizer, detect_tools(tokenizer), tools, choice, **options)
 
 
-def test_choices():
+def test_a_tool_choice_says_what_must_be_called():
     assert not plan().must_call
     assert not plan("auto").must_call
     assert plan("none") is None

@@ -239,7 +239,7 @@ def test_a_parameter_described_twice_keeps_both_schemas():
     assert not flat.required
 
 
-def test_references():
+def test_references_in_a_schema_are_resolved():
     root = {"a": 1, "b": [2]}
     for reference, value in {
         **{"#": root, "#/a": 1, "#/b/0": 2, "#/b/1": None, "#/c": None, "x#/a": None},

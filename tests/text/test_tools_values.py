@@ -80,7 +80,7 @@ python_value = st.recursive(
 
 
 @given(python_value)
-def test_python_literals(value):
+def test_python_literals_become_the_json_of_their_values(value):
     assert json.loads(python_to_json(repr(value))) == json.loads(json.dumps(value))
 
 

@@ -12,32 +12,40 @@ from .attention_plan import (
     AttentionPlan,
     AttentionPlanner,
     Ints,
+    Shape,
     page_table,
     prefill_shape,
     registers,
     threadgroup_shape,
     tile_sizes,
 )
-from .chips import FUSED_DIMS
-from .gathered_attention import gathered_attention, gathered_pages
+from .gathered_attention import (
+    FUSED,
+    GATHERED,
+    gathered_attention,
+    gathered_fused,
+    gathered_pages,
+    whole_mask,
+)
 from .kv_write import stored
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention import (
     HIDDEN,
-    QUERY_BLOCK,
     Softmax,
     paged_attention_gathered,
     paged_attention_on_metal,
 )
+from .prompt_attention import BLOCKS, WHOLE, attend_over_blocks, attend_to_all, sees_before
 from .stored import FORMATS, PLAIN, KVFormat, Plane
-from .variants import Case, Form, Kind, Variant
+from .variants import KERNEL, Case, Form, Kind, Outputs, Variant
 
 PAGE = 16
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
-QUERIES, TIMED_QUERIES = 40, 2_048  # of a chunk of a prompt
-LOADS = ((1, 512), (1, 16_384), (4, 4_096), (16, 2_048))
-PREFILL_LOADS = ((1, 2_048), (1, 6_144))
+PAIRS = f"{KERNEL}, sums in pairs"  # the way of kernels that keep no matrices in their loop
+QUERIES = 40  # of a chunk of a prompt
+LOADS = ((1, 512), (1, 16_384), (4, 4_096), (16, 2_048))  # sequences, and tokens of each
+PREFILL_LOADS = ((64, 4_096), (512, 4_096), (2_048, 4_096))  # tokens of a chunk, and up to its end
 MANY_STARTS = (8_300, 150, 40)  # of 519, 10 and 3 blocks of 16 tokens
 LOUD = 264.0  # its square is beyond float16, and it has few enough bits for bfloat16
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
@@ -251,14 +259,20 @@ def _case(variant: Variant) -> Case:
     of_sums = [8 * rounding] if form.log_sums else []
     tolerances = [t for i, size in enumerate(sizes) for t in (size * rounding, *of_sums * (i < 3))]
 
-    def outputs(on_metal: bool) -> list[mx.array]:
+    def outputs(on_metal: bool, pairs: bool = False) -> list[mx.array]:
         outputs = []
         for i, (of, plan, soft_cap) in enumerate(calls):
-            arrays = _attend(variant, of, plan, on_metal=on_metal, soft_cap=soft_cap)
+            arrays = _attend(variant, of, plan, on_metal=on_metal, soft_cap=soft_cap, pairs=pairs)
             outputs += arrays if i < 3 else arrays[:1]  # sums of extreme scores are as large
         return outputs
 
-    return Case(partial(outputs, True), partial(outputs, False), tuple(tolerances))
+    forms = {PAIRS: partial(outputs, True, True)} if has_pairs(variant) else {}
+    return Case(partial(outputs, True), partial(outputs, False), tuple(tolerances), forms)
+
+
+def has_pairs(variant: Variant) -> bool:
+    """Whether there is a form of the kernel that keeps its sums as pairs of numbers."""
+    return variant.kind == PAGED and not _decode_shape(variant.form).shares
 
 
 def _many_items(variant: Variant) -> Scene:
@@ -268,23 +282,32 @@ def _many_items(variant: Variant) -> Scene:
     return _scene(variant, np.array(starts, np.int32), 1, **how)
 
 
-def _timed(variant: Variant, sequences: int, context: int) -> Case:
-    """Sequences of so long a context, beside what the engine does without the kernel."""
-    heads, starts = 1 if variant.kind == MLA else 4, np.full(sequences, context, np.int32)
+def _timed(variant: Variant, load: int, context: int) -> Case:
+    """So many sequences, or tokens of a chunk, up to such a context.
+
+    Beside it stands all that the engine can do without the kernel. None of that gives
+    log-sum-exps, so only outputs are compared.
+    """
     if variant.kind == PREFILL:
-        starts -= min(TIMED_QUERIES, context)
-    scene = _scene(variant, starts, heads, queries=TIMED_QUERIES, shuffled=False)
+        heads, starts, queries = 4, np.array([context - load], np.int32), load
+    else:
+        heads, queries = 1 if variant.kind == MLA else 4, 0
+        starts = np.full(load, context, np.int32)
+    scene = _scene(variant, starts, heads, queries=queries, shuffled=False)
     plan = _plan(variant, scene)
     # Outputs are averages of numbers below 1: of N, so large at most. A chunk begins with few.
-    size = 1.0 if variant.kind == PREFILL else min(1.0, 6 / context**0.5)
-    rounding = ROUNDING[str(variant["dtype"])]
+    size = min(1.0, 6 / max(1, starts[0]) ** 0.5)
+
+    def attended(**how: Any) -> list[mx.array]:
+        return _attend(variant, scene, plan, **how)[:1]
+
+    forms = {PAIRS: partial(attended, on_metal=True, pairs=True)} if has_pairs(variant) else {}
     return Case(
-        lambda: _attend(variant, scene, plan, on_metal=True),
-        lambda: _attend(variant, scene, plan, on_metal=False),
-        (size * rounding, 8 * rounding) if variant.form.log_sums else (size * rounding,),
-        instead=partial(
-            _by_fused_attention if variant.kind == PREFILL else _by_gathering, variant, scene
-        ),
+        partial(attended, on_metal=True),
+        partial(attended, on_metal=False),
+        (size * ROUNDING[str(variant["dtype"])],),
+        forms,
+        _over_pages(variant, scene) if variant.kind == PREFILL else _by_gathering(variant, scene),
     )
 
 
@@ -328,12 +351,14 @@ def _attend(
     *,
     on_metal: bool,
     soft_cap: float | None = None,
+    pairs: bool = False,
 ) -> list[mx.array]:
     form, scale = variant.form, _scale(variant)
     if variant.kind == MLA:
         mla = mla_attention_on_metal if on_metal else mla_attention_gathered
         return mla(scene.queries, scene.keys, plan, scale=scale)
-    paged = paged_attention_on_metal if on_metal else paged_attention_gathered
+    form_of = partial(paged_attention_on_metal, pairs=pairs)
+    paged = form_of if on_metal else paged_attention_gathered
     num_heads = scene.queries.shape[1]
     return paged(
         scene.queries,
@@ -348,54 +373,57 @@ def _attend(
     )
 
 
-def _by_gathering(variant: Variant, scene: Scene) -> list[mx.array]:
-    """As the engine attends to short segments without a kernel."""
+def _by_gathering(variant: Variant, scene: Scene) -> dict[str, Outputs]:
+    """The ways to attend to short segments without a kernel."""
     form, size = variant.form, scene.page_size
-    pages = gathered_pages(scene.keys, scene.values, mx.array(np.stack(scene.tables)), size)
-    tails = tuple(
-        plane.decode(plane.own_tails(size), form.dtype) for plane in (scene.keys, scene.values)
-    )
     # All sequences end where a page and half a tail end: their queries lie at its front.
     seen = np.arange(2 * size) <= np.arange(form.queries)[:, None]
     mask = mx.array(np.where(seen, np.float32(0), np.float32(HIDDEN)))
     tail_mask = mx.broadcast_to(mask, (len(scene.starts), 1, *mask.shape))
-    heads = scene.queries.shape[1]
-    sinks = mx.linspace(-1, 1, heads) if form.sink_logits else None
-    keys, values = pages
-    return [
-        gathered_attention(
-            scene.queries,
-            (keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)),
-            (tails[0], tails[1]),
-            (None, tail_mask),
-            Softmax(_scale(variant), sinks),
-        )
-    ]
+    sinks = mx.linspace(-1, 1, scene.queries.shape[1]) if form.sink_logits else None
+    softmax, ids = Softmax(_scale(variant), sinks), mx.array(np.stack(scene.tables))
+    keys, values = (replace(plane, dtype=form.dtype) for plane in (scene.keys, scene.values))
+
+    def attended(fused: bool) -> list[mx.array]:
+        of_pages = gathered_pages(keys, values, ids, size)
+        pages = of_pages[0].swapaxes(0, 1), of_pages[1].swapaxes(0, 1)
+        tails = keys.decode(keys.own_tails(size)), values.decode(values.own_tails(size))
+        if fused:
+            both = whole_mask(None, tail_mask, pages)
+            outputs = gathered_fused(scene.queries, pages, tails, both, softmax)
+        else:
+            outputs = gathered_attention(scene.queries, pages, tails, (None, tail_mask), softmax)
+        return [outputs.reshape(*scene.queries.shape[:2], -1)]
+
+    ways: dict[str, Outputs] = {GATHERED: partial(attended, False)}
+    return ways if variant.kind == MLA else {**ways, FUSED: partial(attended, True)}
 
 
-def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
-    """As the engine attends to prompts without a kernel: over each sequence's pages as one view.
+def _over_pages(variant: Variant, scene: Scene) -> dict[str, Outputs]:
+    """The ways to attend to a chunk without a kernel, over the pages of its sequence as one run.
 
-    They are decoded where they are codes. Where MLX has no fused attention, in blocks of queries.
+    What is stored in codes is decoded: all of it, or a block after the other.
     """
-    form, count = variant.form, len(scene.queries) // len(scene.starts)
-    outputs: list[mx.array] = []
-    how: dict[str, Any] = {"scale": _scale(variant), "mask": "causal"}
-    block = count if form.key_dim == form.value_dim in FUSED_DIMS else QUERY_BLOCK
-    for seq, start in enumerate(scene.starts.tolist()):  # all have as many
-        run = slice(seq * (start + count), (seq + 1) * (start + count))
-        rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
-        keys, values = (
-            plane.decode([part[:, run] for part in plane.pages], rows.dtype)
-            for plane in (scene.keys, scene.values)
-        )
-        for first in range(0, count, block):
-            seen = slice(0, start + min(first + block, count))
-            some = rows[None, :, first : first + block]
-            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-            read = keys[None, :, seen], values[None, :, seen]
-            outputs.append(mx.fast.scaled_dot_product_attention(some, *read, **how))
-    return outputs
+    form, count, (start,) = variant.form, len(scene.queries), scene.starts.tolist()
+    queries, softmax = scene.queries.swapaxes(0, 1), Softmax(_scale(variant))
+    if form.sink_logits:
+        softmax = softmax._replace(sinks=mx.linspace(-1, 1, len(queries)).astype(form.dtype))
+    keys, values = (replace(plane, dtype=form.dtype) for plane in (scene.keys, scene.values))
+
+    def read(first: int, stop: int, after: mx.array | None) -> tuple[mx.array, mx.array]:
+        read_keys = keys.read_runs([(first, stop)], after)
+        return read_keys, values.read_runs([(first, stop)], after=read_keys)
+
+    def whole() -> list[mx.array]:
+        return [attend_to_all(queries, *read(0, start + count, None), softmax).swapaxes(0, 1)]
+
+    def blocks() -> list[mx.array]:
+        positions = np.arange(start + count, dtype=np.int32)
+        attended = attend_over_blocks(queries, read, positions, sees_before(start), softmax)
+        return [attended.swapaxes(0, 1)]
+
+    # Latents are expanded block by block: all at once would grow with the context.
+    return {BLOCKS: blocks} if form.log_sums else {BLOCKS: blocks, WHOLE: whole}
 
 
 def _scale(variant: Variant) -> float:
@@ -421,9 +449,18 @@ def _registers(variant: Variant) -> int:
     if variant.kind == PREFILL:
         return registers(prefill_shape(**dims), **dims, itemsize=itemsize)
     codes = form.key_format.bits + form.value_format.bits > 0
-    in_tile = 4 if codes else itemsize
-    shape = threadgroup_shape(form.queries * form.group, **dims, itemsize=in_tile)
-    return registers(shape, **dims, itemsize=itemsize, codes=codes)
+    return registers(_decode_shape(form), **dims, itemsize=itemsize, codes=codes)
+
+
+def _decode_shape(form: AttentionForm) -> Shape:
+    """The threadgroup of `form.queries` tokens of each sequence."""
+    codes = form.key_format.bits + form.value_format.bits > 0
+    return threadgroup_shape(
+        form.queries * form.group,
+        key_dim=form.key_dim,
+        value_dim=form.value_dim,
+        itemsize=4 if codes else form.dtype.size,
+    )
 
 
 _SHARED_FILES = (

@@ -13,6 +13,41 @@ using namespace metal;
 
 typedef simdgroup_matrix<float, 8, 8> Fragment;
 
+// A lane's two numbers of a fragment, and no more: a matrix is made of them for a product. A compiler
+// may spill matrices that stay for a whole loop.
+struct Pair {
+  float2 numbers;
+};
+
+// Sums that stay for a whole loop: matrices, or pairs.
+template <bool PAIRS>
+struct Sums {
+  typedef Fragment Type;
+};
+template <>
+struct Sums<true> {
+  typedef Pair Type;
+};
+
+METAL_FUNC float number(const thread Fragment& sum, int e) { return sum.thread_elements()[e]; }
+METAL_FUNC float number(const thread Pair& sum, int e) { return sum.numbers[e]; }
+
+METAL_FUNC void set_number(thread Fragment& sum, int e, float x) { sum.thread_elements()[e] = x; }
+METAL_FUNC void set_number(thread Pair& sum, int e, float x) { sum.numbers[e] = x; }
+
+METAL_FUNC void multiply_add(thread Fragment& sum, Fragment a, Fragment b) {
+  simdgroup_multiply_accumulate(sum, a, b, sum);
+}
+
+METAL_FUNC void multiply_add(thread Pair& sum, Fragment a, Fragment b) {
+  Fragment whole;
+  whole.thread_elements()[0] = sum.numbers[0];
+  whole.thread_elements()[1] = sum.numbers[1];
+  simdgroup_multiply_accumulate(whole, a, b, whole);
+  sum.numbers[0] = whole.thread_elements()[0];
+  sum.numbers[1] = whole.thread_elements()[1];
+}
+
 // Before loops over arrays that must stay in registers.
 #define UNROLL _Pragma("clang loop unroll(full)")
 

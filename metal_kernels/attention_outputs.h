@@ -85,10 +85,10 @@ METAL_FUNC void put_figures(
 
 // Brings STREAMS SIMD groups together, which saw different tokens for the same rows, and puts the
 // rows down, the first of which is `base`. `figures` and `slice` are of these SIMD groups alone.
-template <int VD, int STREAMS, bool SINKS, int ROWS, bool RAW, typename O, bool SPLIT,
+template <int VD, int STREAMS, bool SINKS, int ROWS, bool RAW, typename Sum, typename O, bool SPLIT,
           bool LOG_SUMS, typename P>
 METAL_FUNC void put_merged(
-    thread RunningSoftmax<ROWS, VD / 8, RAW>& state,
+    thread RunningSoftmax<ROWS, VD / 8, RAW, Sum>& state,
     thread const Outputs<O, SPLIT, LOG_SUMS>& to,
     threadgroup float* figures,
     threadgroup float* slice,
@@ -120,8 +120,8 @@ METAL_FUNC void put_merged(
       threadgroup float* mine = slice + (stream * 8 + at.row) * PITCH + at.column * HALF;
       UNROLL
       for (int j = 0; j < HALF; j++) {
-        mine[j] = state.outputs[r][v * HALF + j].thread_elements()[0] * fade;
-        mine[j + HALF] = state.outputs[r][v * HALF + j].thread_elements()[1] * fade;
+        mine[j] = number(state.outputs[r][v * HALF + j], 0) * fade;
+        mine[j + HALF] = number(state.outputs[r][v * HALF + j], 1) * fade;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = stream * 32 + lane; i < 8 * WIDTH; i += STREAMS * 32) {

@@ -36,10 +36,10 @@ METAL_FUNC float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(8));
 }
 
-template <int ROWS, int CHUNKS, bool RAW = false>
+template <int ROWS, int CHUNKS, bool RAW = false, typename Sum = Fragment>
 struct RunningSoftmax {
   static constant constexpr int BIASES = RAW ? CHUNKS / 8 : 1;
-  Fragment outputs[ROWS][CHUNKS];
+  Sum outputs[ROWS][CHUNKS];
   float biases[ROWS][BIASES];  // RAW: weighted sums, of this lane's columns
   float peak[ROWS];
   float total[ROWS];  // of this lane's columns; row_sum has all
@@ -50,7 +50,10 @@ struct RunningSoftmax {
       peak[r] = LOWEST;
       total[r] = 0;
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) outputs[r][c] = Fragment(0);
+      for (int c = 0; c < CHUNKS; c++) {
+        set_number(outputs[r][c], 0, 0.0f);
+        set_number(outputs[r][c], 1, 0.0f);
+      }
       UNROLL
       for (int i = 0; i < BIASES; i++) biases[r][i] = 0;
     }
@@ -66,8 +69,8 @@ struct RunningSoftmax {
         const float sum = row_sum(biases[r][i]);
         UNROLL
         for (int c = 8 * i; c < 8 * i + 8 && c < CHUNKS; c++) {
-          outputs[r][c].thread_elements()[0] += sum;
-          outputs[r][c].thread_elements()[1] += sum;
+          set_number(outputs[r][c], 0, number(outputs[r][c], 0) + sum);
+          set_number(outputs[r][c], 1, number(outputs[r][c], 1) + sum);
         }
       }
     }
@@ -100,8 +103,8 @@ struct RunningSoftmax {
       total[r] = total[r] * fade + sum;
       UNROLL
       for (int c = 0; c < CHUNKS; c++) {
-        outputs[r][c].thread_elements()[0] *= fade;
-        outputs[r][c].thread_elements()[1] *= fade;
+        set_number(outputs[r][c], 0, number(outputs[r][c], 0) * fade);
+        set_number(outputs[r][c], 1, number(outputs[r][c], 1) * fade);
       }
       UNROLL
       for (int i = 0; i < BIASES; i++) biases[r][i] *= fade;
@@ -182,9 +185,9 @@ METAL_FUNC void add_scores(
 }
 
 // outputs += weights . values of GROUPS groups of 8 tokens. `seen` of a lane's token of each.
-template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
+template <int D, int ROWS, int GROUPS, int CHUNKS, typename Sum, typename Values>
 METAL_FUNC void add_values(
-    thread RunningSoftmax<ROWS, CHUNKS, false>& state,
+    thread RunningSoftmax<ROWS, CHUNKS, false, Sum>& state,
     thread Fragment (&weights)[ROWS][GROUPS],
     const thread Values& values,
     const thread bool (&seen)[GROUPS],
@@ -208,8 +211,7 @@ METAL_FUNC void add_values(
         part.thread_elements()[1] = run.at(j + HALF);
         UNROLL
         for (int r = 0; r < ROWS; r++) {
-          thread Fragment& sum = state.outputs[r][v * HALF + j];
-          simdgroup_multiply_accumulate(sum, weights[r][g], part, sum);
+          multiply_add(state.outputs[r][v * HALF + j], weights[r][g], part);
         }
       }
     }
@@ -218,9 +220,9 @@ METAL_FUNC void add_values(
 
 // The same of codes in groups of 64: two spans of 32. `column_seen` of a lane's two columns: their
 // scales go to its weights.
-template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
+template <int D, int ROWS, int GROUPS, int CHUNKS, typename Sum, typename Values>
 METAL_FUNC void add_values(
-    thread RunningSoftmax<ROWS, CHUNKS, true>& state,
+    thread RunningSoftmax<ROWS, CHUNKS, true, Sum>& state,
     thread Fragment (&weights)[ROWS][GROUPS],
     const thread Values& values,
     const thread bool (&seen)[GROUPS],
@@ -256,8 +258,7 @@ METAL_FUNC void add_values(
           part.thread_elements()[1] = run.code(j + HALF);
           UNROLL
           for (int r = 0; r < ROWS; r++) {
-            thread Fragment& sum = state.outputs[r][v * HALF + j];
-            simdgroup_multiply_accumulate(sum, scaled[r], part, sum);
+            multiply_add(state.outputs[r][v * HALF + j], scaled[r], part);
           }
         }
       }

@@ -54,6 +54,8 @@ CHIPS = {
 # Head dims, of keys and values both, for which MLX's fused attention keeps no scores in memory
 # (scaled_dot_product_attention.cpp of its Metal backend).
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
+# Others that MLX has fused attention for, and does without by itself, except where it is faster.
+FORCED_DIMS = frozenset({192, 256})
 # Of chips that are not in the table, by the last letter of MLX's name of the architecture: phones;
 # chips without a suffix and Pro, which share a letter; Max; Ultra.
 FAMILY_CORES = {"p": 6, "g": 20, "s": 40, "d": 80}

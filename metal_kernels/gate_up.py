@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from .launch import Launch, MetalKernel
-from .variants import Case, Form, Kind, Variant, launch_of
+from .variants import IN_MLX, Case, Form, Kind, Variant, launch_of
 
 LANES, SIMD_GROUPS, PAIRS, PART = 32, 2, 2, 8  # as in gate_up.metal
 PER_THREADGROUP = SIMD_GROUPS * PAIRS  # numbers of an output row
@@ -263,7 +263,7 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
         lambda: [gate_up(x, matrix, form)],
         lambda: [gate_up_twin(x, matrix, form)],
         (ROUNDING[str(variant["dtype"])],),
-        instead=lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))],
+        instead={IN_MLX: lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))]},
     )
 
 

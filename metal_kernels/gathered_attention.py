@@ -10,6 +10,7 @@ from .paged_attention import Softmax
 from .stored import Plane
 
 Masks = tuple[mx.array | None, mx.array]
+GATHERED, FUSED = "gathered pages, scores kept", "gathered pages, MLX's attention"  # ways
 
 
 def gathered_pages(
@@ -44,7 +45,7 @@ def gathered_attention(
 
     Args:
         queries: (B * Q, H * G, D), those of a sequence one after another.
-        pages: keys (B, H, D, N) and values (B, H, N, V), padded; None: no sequence has pages.
+        pages: keys (B, H, N, D) and values (B, H, N, V), padded; None: no sequence has pages.
         tails: keys (B, H, R, D) and values (B, H, R, V).
         masks: of pages and of tails, as for `attention_weights`.
         softmax: of the layer.
@@ -55,18 +56,62 @@ def gathered_attention(
         step.
     """
     mask, tail_mask = masks
-    keys = None if pages is None else pages[0]
+    keys = None if pages is None else pages[0].swapaxes(-1, -2)
     weights = attention_weights(queries, keys, mask, tails[0], tail_mask, softmax)
     if pages is None:
         outputs = weights @ tails[1]
     else:
-        page_weights, tail_weights = mx.split(weights, [pages[0].shape[-1]], axis=-1)
+        page_weights, tail_weights = mx.split(weights, [pages[1].shape[2]], axis=-1)
         outputs = mx.addmm(page_weights @ pages[1], tail_weights, tails[1])
     outputs = outputs.astype(queries.dtype)
     num_queries = tail_mask.shape[2]
     if num_queries > 1:
         outputs = mx.unflatten(outputs, 2, (-1, num_queries)).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(len(queries), -1)
+
+
+def gathered_fused(
+    queries: mx.array,
+    pages: tuple[mx.array, mx.array] | None,
+    tails: tuple[mx.array, mx.array],
+    mask: mx.array,
+    softmax: Softmax,
+) -> mx.array:
+    """The same by MLX's own attention, which keeps no scores where MLX has a kernel for it.
+
+    Pages and tails become one array of keys and one of values. There is no soft cap.
+
+    Args:
+        queries, pages, tails, softmax: as for `gathered_attention`.
+        mask: see `whole_mask`.
+    """
+    num_seqs, _, num_queries, _ = mask.shape
+    keys, values = tails
+    if pages is not None:
+        keys, values = (mx.concatenate([a, b], axis=2) for a, b in zip(pages, tails, strict=True))
+    by_head = queries.reshape(num_seqs, num_queries, *queries.shape[1:]).swapaxes(1, 2)
+    sinks = None if softmax.sinks is None else softmax.sinks.astype(queries.dtype)
+    outputs = mx.fast.scaled_dot_product_attention(
+        by_head, keys, values, scale=softmax.scale, mask=mask, sinks=sinks
+    )  # (B, H * G, Q, V)
+    return outputs.swapaxes(1, 2).reshape(len(queries), -1)
+
+
+def whole_mask(
+    mask: mx.array | None, tail_mask: mx.array, pages: tuple[mx.array, mx.array] | None
+) -> mx.array:
+    """(B, 1, Q, N + R) bool: what is seen of pages, then of tails.
+
+    Args:
+        mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are seen.
+        tail_mask: (B, 1, Q, R) additive.
+        pages: keys and values; None: no sequence has pages.
+    """
+    if pages is None:
+        return tail_mask == 0
+    of_pages = (*tail_mask.shape[:3], pages[0].shape[2])
+    seen = mx.ones(of_pages, mx.bool_) if mask is None else mx.broadcast_to(mask == 0, of_pages)
+    return mx.concatenate([seen, tail_mask == 0], axis=-1)
 
 
 def attention_weights(

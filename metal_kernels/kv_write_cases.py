@@ -11,7 +11,7 @@ from .kv_write import Stored, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
 from .stored import FORMATS
 from .tail_write import put, write_tails, write_tails_twin
-from .variants import Case, Kind, Variant, dtype_name
+from .variants import IN_MLX, Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 CASE_PAGE = 16
@@ -52,7 +52,7 @@ def _timed_kv_write(variant: Variant, sequences: int, _: int) -> Case:
         lambda: _arrays(*kv_write(*step, heads)),
         lambda: _arrays(*kv_write_twin(*step, heads)),
         _tolerances(variant),
-        instead=lambda: _arrays(*_by_fused_operations(*step, heads)),
+        instead={IN_MLX: lambda: _arrays(*_by_fused_operations(*step, heads))},
         seen=partial(_decoded, form=heads.form),
     )
 
@@ -161,7 +161,7 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
         lambda: write_tails(*call),
         lambda: write_tails_twin(*call),
         _tolerances(variant),
-        instead=in_parts,
+        instead={IN_MLX: in_parts},
         seen=partial(_decoded, form=variant.form),
     )
 

@@ -12,7 +12,7 @@
 // Registers of a lane, in floats: outputs ROWS * D / 4 (<= 64), scores 4 * ROWS, runs of four keys
 // as they are stored (16 in 16 bits), fragments of queries and of keys 2 * ROWS + 2, peaks, totals
 // and positions 3 * ROWS, about 12 for places. That is 71 at D 128 and 8 rows, 103 at D 256, 112 at
-// D 128 and 16 rows, which is the most; of codes 16 more. Queries, which all SIMD groups share, lie in threadgroup
+// D 128 and 16 rows, which is the most; of codes 16 more. With PAIRS outputs are no matrices. Queries, which all SIMD groups share, lie in threadgroup
 // memory in the order of their fragments: 8 * ROWS * D numbers, 4 KB in 16 bits and 8 KB in 32 at
 // most. What SIMD groups found is merged 8 rows and 32 numbers at a time (4 KB and 1 KB).
 
@@ -68,7 +68,7 @@ METAL_FUNC void share_queries(
   }
 }
 
-template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, bool LOG_SUMS, typename T,
+template <int KD, int VD, int ROWS, bool SPLIT, bool SINKS, bool LOG_SUMS, bool PAIRS, typename T,
           typename Keys, typename Values, typename O, typename N, typename P>
 METAL_FUNC void paged_attention(
     const device T* queries, Keys keys, Values values, P sink_logits,
@@ -94,7 +94,7 @@ METAL_FUNC void paged_attention(
   for (int r = 0; r < ROWS; r++) {
     query_positions[r] = min(span.start + (r * 8 + at.row) / group, span.stop - 1);
   }
-  RunningSoftmax<ROWS, VD / 8, Values::RAW> state;
+  RunningSoftmax<ROWS, VD / 8, Values::RAW, typename Sums<PAIRS>::Type> state;
   state.clear();
   SharedQueries<T, KD, ROWS> rows;
   rows.pairs = shared_queries;

@@ -42,7 +42,6 @@ class Softmax(NamedTuple):
 
 
 HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be seen
-QUERY_BLOCK = 128  # queries that attend together where MLX keeps their scores
 
 
 def paged_attention_gathered(
@@ -168,7 +167,7 @@ STREAMED = """
   threadgroup float4 shared_queries[QUERIES];
   threadgroup float shared_figures[FIGURES];
   threadgroup float slices[SLICES];
-  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS, LOG_SUMS>(ARGUMENTS,
+  paged_attention<KEY_DIM, VALUE_DIM, FRAGMENTS, SPLIT, SINKS, LOG_SUMS, PAIRS>(ARGUMENTS,
       reinterpret_cast<threadgroup T*>(shared_queries), shared_figures, slices,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -220,6 +219,7 @@ class Asked(NamedTuple):
     shared_tails: bool = False  # of keys and values, side by side
     # Numbers of the stored vectors that hold keys and values both; 0: each has vectors of its own.
     joint_dim: int = 0
+    pairs: bool = False  # outputs are kept as pairs of numbers, no matrices; not in tiles
 
     @property
     def num_rows(self) -> int:
@@ -253,6 +253,7 @@ def paged_attention_on_metal(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
+    pairs: bool = False,
 ) -> list[mx.array]:
     """Attention of 1 to 8 queries of each sequence over its pages and its tail; see `has_dims`.
 
@@ -266,6 +267,7 @@ def paged_attention_on_metal(
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
         value_dim: V where it differs from D.
         log_sums: return the second array too.
+        pairs: see `has_pairs`.
 
     Returns:
         outputs (T, H * G, V) in the queries' dtype; and the logarithm of each softmax's
@@ -281,6 +283,7 @@ def paged_attention_on_metal(
         soft_cap=soft_cap,
         value_dim=value_dim,
         log_sums=log_sums,
+        pairs=pairs,
     )
     outputs, *sums = attention(queries, arrays_of(keys, values), sink_logits)
     return [outputs.reshape(*queries.shape[:2], -1), *sums]
@@ -327,6 +330,7 @@ def paged_attention(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
+    pairs: bool = False,
 ) -> AttentionCall:
     """The attention for arrays of these sizes; same arguments as `paged_attention_on_metal`.
 
@@ -356,6 +360,7 @@ def paged_attention(
         is_prefill=plan.is_prefill,
         shared_tails=values.tail_head > 0,
         joint_dim=joint_dim,
+        pairs=pairs,
     )
     return attention_call(passes(asked, _attend), plan, _numbers(scale, soft_cap or 0.0))
 
@@ -403,7 +408,7 @@ def _attend(asked: Asked, sizes: Sizes) -> Launch:
             ("SPLIT", asked.is_split),
             ("SINKS", asked.sinks),
             ("LOG_SUMS", asked.log_sums and not asked.is_split),
-            *_shape_template(shape, asked.tile_dtype),
+            *_shape_template(shape, asked),
         ],
         grid=(asked.num_items * shape.threads, asked.kv_heads, -(-asked.num_rows // shape.rows)),
         threadgroup=(shape.threads, 1, 1),
@@ -433,16 +438,17 @@ def has_dims(dtype: mx.Dtype, dims: tuple[int, int], joint_dim: int = 0) -> bool
     return set(dims) <= set(HEAD_DIMS) or (dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2)
 
 
-def _shape_template(shape: Shape, tile_dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
-    values: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
-    if shape.shares:
-        values += [
-            ("NUMBER", tile_dtype),
-            ("SIMD_GROUPS", shape.simd_groups),
-            ("PARTNERS", shape.partners),
-            ("HALVES", shape.halves),
-        ]
-    return values
+def _shape_template(shape: Shape, asked: Asked) -> list[tuple[str, TemplateValue]]:
+    if not shape.shares:
+        return [("FRAGMENTS", shape.fragments), ("PAIRS", asked.pairs)]
+    assert not asked.pairs, asked
+    return [
+        ("FRAGMENTS", shape.fragments),
+        ("NUMBER", asked.tile_dtype),
+        ("SIMD_GROUPS", shape.simd_groups),
+        ("PARTNERS", shape.partners),
+        ("HALVES", shape.halves),
+    ]
 
 
 def attention_kernel(asked: Asked, *, shares: bool) -> MetalKernel:

@@ -120,9 +120,10 @@ METAL_FUNC Plane<typename Format<BITS, D, FIRST, C, S>::Rows, C, S> plane_of(
 }
 
 // GROUPS groups of 8 tokens from `position` on join the softmax of all rows.
-template <int KD, int VD, int GROUPS, int ROWS, typename Queries, typename Keys, typename Values>
+template <int KD, int VD, int GROUPS, int ROWS, typename Sum, typename Queries, typename Keys,
+          typename Values>
 METAL_FUNC void attend_tokens(
-    thread RunningSoftmax<ROWS, VD / 8, Values::RAW>& state,
+    thread RunningSoftmax<ROWS, VD / 8, Values::RAW, Sum>& state,
     const thread Queries& queries,
     const thread Keys& keys,
     const thread Values& values,

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from .launch import Launch, MetalKernel
-from .variants import Case, Form, Kind, Variant, dtype_name, launch_of
+from .variants import IN_MLX, Case, Form, Kind, Variant, dtype_name, launch_of
 
 LANES = 32
 ROUTERS = 4  # SIMD groups of a threadgroup, one token each
@@ -253,7 +253,7 @@ def _timed(variant: Variant, sequences: int, _: int) -> Case:
         lambda: [*route(*call)],
         lambda: [*route_twin(*call)],
         (rounding, 0.0),
-        instead=lambda: [*choose_experts(*call)],
+        instead={IN_MLX: lambda: [*choose_experts(*call)]},
     )
 
 

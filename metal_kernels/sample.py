@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .bitmask import LARGE_VOCAB, SMALL_VOCAB, allowed, random_logits, random_mask
 from .launch import MAX_LAUNCHES, MIN_NUMBERS, Launch, MetalKernel
-from .variants import Case, Kind, Variant, dtype_name
+from .variants import IN_MLX, Case, Kind, Variant, dtype_name
 
 THREADS = 512
 MAX_VOCAB = 1 << 20  # bins of the draw times tokens in one of them
@@ -216,7 +216,7 @@ def _timed_sample(variant: Variant, sequences: int, _: int) -> Case:
         lambda: [sample(logits, settings, mask)],
         lambda: [sample_twin(logits, settings, mask)],
         (0.0,),
-        instead=lambda: [by_one_sort(logits, uniforms, mask)],
+        instead={IN_MLX: lambda: [by_one_sort(logits, uniforms, mask)]},
     )
 
 

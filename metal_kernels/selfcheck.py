@@ -18,7 +18,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .launch import Device, Launch, running_on
-from .variants import Case, Chosen, Kind, Loads, Outputs, Variant
+from .variants import IN_MLX, KERNEL, Case, Chosen, Kind, Loads, Outputs, Variant, is_kernel
 
 logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
@@ -51,7 +51,6 @@ FAULTY = "faulty"  # gave NaN or infinities in use, where plain MLX gave none
 TWIN = "twin"  # there is no Metal here: nothing was run
 _CHECKING = "checking"
 STATUSES = (OK, WRONG, FAILED, CRASHED, FAULTY, TWIN)
-WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
 
 
 def _all_kinds() -> dict[str, Kind]:
@@ -75,8 +74,9 @@ class Verdict:
         error: the largest difference, of the output that differed most for its tolerance.
         tolerance: of that output.
         detail: for people; empty where there is nothing to say.
-        times: sequences and tokens before them -> seconds of the kernel, and of MLX's own
-            operations; empty unless the kernel is right and was timed.
+        times: load and tokens -> way -> seconds, of kernels that are right and of MLX's own
+            operations. If the kernel is not right, these are timed where there are several ways.
+        errors: load and tokens -> the largest difference there.
         first_run_s: seconds of the first call, in which the kernel was compiled unless this
             process had it already.
     """
@@ -85,30 +85,35 @@ class Verdict:
     error: float | None = None
     tolerance: float | None = None
     detail: str = ""
-    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
     first_run_s: float | None = field(default=None, compare=False)
 
     @property
-    def speeds(self) -> dict[int, float]:
-        """The speed beside what runs instead, by number of sequences: of all their contexts."""
-        spent: dict[int, tuple[float, float]] = {}
-        for load, (kernel_s, instead_s) in self.times.items():
+    def loads(self) -> Loads:
+        """Which way is used at which load. Tokens of one load are added up."""
+        by_load: dict[int, dict[str, float]] = {}
+        for load, times in self.times.items():
             number = int(load.split()[0])
-            before = spent.get(number, (0.0, 0.0))
-            spent[number] = before[0] + kernel_s, before[1] + instead_s
-        return {number: instead_s / kernel_s for number, (kernel_s, instead_s) in spent.items()}
+            before = by_load.setdefault(number, dict.fromkeys(times, 0.0))
+            by_load[number] = {way: before[way] + times[way] for way in before if way in times}
+        return Loads(by_load, self.status == OK)
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """The speed beside the fastest of what runs instead, by load."""
+        speeds = {}
+        for load, seconds in self.loads.seconds.items():
+            kernels = [time for way, time in seconds.items() if is_kernel(way)]
+            others = [time for way, time in seconds.items() if not is_kernel(way)]
+            if kernels and others:
+                speeds[load] = min(others) / min(kernels)
+        return speeds
 
     @property
     def speed(self) -> float | None:
         """The geometric mean of `speeds`; None: not timed."""
-        return statistics.geometric_mean(self.speeds.values()) if self.times else None
-
-    @property
-    def loads(self) -> Loads:
-        """What the kernel may be used for: it is right, and faster than what runs instead."""
-        right, overall = self.status == OK, self.speed
-        faster = {number: right and speed >= WORTH for number, speed in self.speeds.items()}
-        return Loads(faster, right and (overall is None or overall >= WORTH))
+        return statistics.geometric_mean(self.speeds.values()) if self.speeds else None
 
 
 _FIELDS = {field.name for field in fields(Verdict)}
@@ -186,27 +191,30 @@ def _sound(entry: object) -> bool:
     if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
         return False
     times = entry.get("times", {})
-    if not isinstance(times, dict) or not all(map(_sound_pair, times.values())):
+    if not isinstance(times, dict) or not all(map(_sound_times, times.values())):
         return False
     return entry.get("status") in (*STATUSES, _CHECKING)
 
 
-def _sound_pair(pair: object) -> bool:
-    if not isinstance(pair, list) or len(pair) != 2:
+def _sound_times(times: object) -> bool:
+    if not isinstance(times, dict):
         return False
-    return all(isinstance(seconds, float) and seconds > 0 for seconds in pair)
+    return all(isinstance(seconds, float) and seconds > 0 for seconds in times.values())
 
 
 # -- checks -------------------------------------------------------------------------------------
 
 
-def seconds_of(case: Case) -> tuple[float, float]:
-    """Seconds of a call of the kernel and of what runs instead, measured in turns."""
-    kernel, mlx = [], []
+Calls = Mapping[str, Outputs]  # by way
+
+
+def seconds_of(calls: Calls) -> dict[str, float]:
+    """Seconds of a call of each way, measured in turns."""
+    times: dict[str, list[float]] = {way: [] for way in calls}
     for _ in range(ROUNDS + 1):  # the first compiles
-        kernel.append(_seconds(case.kernel))
-        mlx.append(_seconds(case.instead or case.twin))
-    return statistics.median(kernel[1:]), statistics.median(mlx[1:])
+        for way, call in calls.items():
+            times[way].append(_seconds(call))
+    return {way: statistics.median(seconds[1:]) for way, seconds in times.items()}
 
 
 def _seconds(call: Outputs) -> float:
@@ -222,13 +230,13 @@ class Gpu:
     Attributes:
         device: compiles a kernel as it first runs it.
         environment: chip, system and versions, in words.
-        timer: of a kernel beside MLX's own operations, on the device.
+        timer: of a kernel's forms beside MLX's own operations, on the device.
         compiled: variants that were run since the process began.
     """
 
     device: Device
     environment: str
-    timer: Callable[[Case], tuple[float, float]] = seconds_of
+    timer: Callable[[Calls], dict[str, float]] = seconds_of
     compiled: set[Variant] = field(default_factory=set, compare=False)
 
 
@@ -243,7 +251,7 @@ def this_gpu() -> Gpu | None:
 
 
 def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Chosen:
-    """The variants that may be used; twins do the work of the others.
+    """What was found about variants. Twins do the work of those that may not be used.
 
     To be called on the thread that will run them. What was not checked before is checked and timed
     now, and all that may be used is compiled. Logs how long that took, and one warning where any is
@@ -256,12 +264,16 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
     """
     began_s = time.perf_counter()
     verdicts = judge(variants, gpu=gpu, folder=folder)
-    usable = {variant: verdict.loads for variant, verdict in verdicts.items() if verdict.loads.some}
+    found = {variant: verdict.loads for variant, verdict in verdicts.items()}
+    chosen = {variant: loads for variant, loads in found.items() if loads.right or loads.seconds}
     if gpu is not None:
-        usable = {variant: loads for variant, loads in usable.items() if _compile(variant, gpu)}
+        for variant, loads in chosen.items():
+            if loads.some and not _compile(variant, loads, gpu):
+                chosen[variant] = replace(loads, right=False)
         logger.info(
             "%d of %d Metal kernels are ready, in %.1f s.",
-            *(len(usable), len(verdicts), time.perf_counter() - began_s),
+            sum(loads.some for loads in chosen.values()),
+            *(len(verdicts), time.perf_counter() - began_s),
         )
     bad = [
         f"{variant}: {verdict.status}"
@@ -276,14 +288,16 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
             len(verdicts),
             "; ".join(bad),
         )
-    return usable
+    return chosen
 
 
-def _compile(variant: Variant, gpu: Gpu) -> bool:
-    """Have a kernel compiled that was right before; whether that went well."""
+def _compile(variant: Variant, loads: Loads, gpu: Gpu) -> bool:
+    """Have the forms of a kernel compiled that will be used; whether that went well."""
     if variant in gpu.compiled:
         return True
-    result = _attempted(lambda: _ran(KINDS[variant.kind].case(variant)), gpu.device)
+    case = KINDS[variant.kind].case(variant)
+    forms = [case.forms.get(way, case.kernel) for way in loads.forms or {KERNEL}]
+    result = _attempted(lambda: [_evaluated(form) for form in forms], gpu.device)
     if isinstance(result, Verdict):
         logger.warning("%s is not used: %s", variant, result.detail)
         return False
@@ -304,8 +318,8 @@ def _attempted(call: Callable[[], Result], device: Device) -> Result | Verdict:
         return Verdict(FAILED, detail=message(error))
 
 
-def _ran(case: Case) -> list[mx.array]:
-    outputs = case.kernel()
+def _evaluated(call: Outputs) -> list[mx.array]:
+    outputs = call()
     mx.eval(outputs)
     return outputs
 
@@ -361,25 +375,54 @@ def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bo
 
 
 def _found(variant: Variant, gpu: Gpu) -> Verdict:
-    """The verdict on a variant: it is timed where it is right, also on the inputs of that."""
-    verdict = examine(variant, gpu.device)
-    if verdict.status != OK:
-        return verdict
-    gpu.compiled.add(variant)
-    first_run_s = verdict.first_run_s
-    kind, times = KINDS[variant.kind], {}
-    for sequences, context in kind.loads:
-        load = f"{sequences} x {context}"
-        case = kind.timed(variant, sequences, context)
-        large = _compared(case, gpu.device)
-        if large.status != OK:
-            return replace(large, detail=f"at {load}: {large.detail}")
-        seconds = _attempted(partial(gpu.timer, case), gpu.device)
+    """The verdict on a variant: it is timed where it is right, also on the inputs of that.
+
+    Where it is not, but MLX's own operations can be used in several ways, these are timed.
+    """
+    kind, small = KINDS[variant.kind], KINDS[variant.kind].case(variant)
+    twin = _evaluated(small.twin)
+    verdict = _judged(small, small.kernel, twin, gpu.device)
+    first_run_s, times, errors = verdict.first_run_s, {}, {}
+    forms = _right(small, small.forms, twin, gpu.device) if verdict.status == OK else {}
+    for number, tokens in kind.loads:
+        load, case = f"{number} x {tokens}", kind.timed(variant, number, tokens)
+        if verdict.status != OK and len(case.instead) < 2:
+            break
+        twin = _evaluated(case.twin)
+        if verdict.status == OK:
+            large = _judged(case, case.kernel, twin, gpu.device)
+            errors[load] = large.error or 0.0
+            verdict = max(verdict, large, key=_share)
+            if large.status != OK:
+                verdict = replace(large, detail=f"at {load}: {large.detail}")
+        forms = _right(case, {way: case.forms[way] for way in forms}, twin, gpu.device)
+        calls = {KERNEL: case.kernel, **forms} if verdict.status == OK else {}
+        calls |= _in_mlx(case, twin, gpu.device)
+        seconds = _attempted(partial(gpu.timer, calls), gpu.device)
         if isinstance(seconds, Verdict):
-            return seconds
+            return seconds if verdict.status == OK else verdict
         times[load] = seconds
-        verdict = max(verdict, large, key=_share)
-    return replace(verdict, times=times, first_run_s=first_run_s)
+    if verdict.status == OK:
+        gpu.compiled.add(variant)
+    else:
+        times = {load: _without_kernels(seconds) for load, seconds in times.items()}
+    return replace(verdict, times=times, errors=errors, first_run_s=first_run_s)
+
+
+def _without_kernels(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {way: time for way, time in seconds.items() if not is_kernel(way)}
+
+
+def _right(case: Case, calls: Calls, twin: Sequence[mx.array], device: Device) -> Calls:
+    """Those of several ways that run and give what the twin gives."""
+    right = {way for way, call in calls.items() if _judged(case, call, twin, device).status == OK}
+    return {way: call for way, call in calls.items() if way in right}
+
+
+def _in_mlx(case: Case, twin: Sequence[mx.array], device: Device) -> Calls:
+    """The ways of MLX's own operations: the first, and those of the others that are right."""
+    first, *others = (case.instead or {IN_MLX: case.twin}).items()
+    return {**dict([first]), **_right(case, dict(others), twin, device)}
 
 
 def condemn(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> None:
@@ -405,18 +448,22 @@ def condemned(gpu: Gpu | None, folder: Path) -> frozenset[str]:
 
 
 def examine(variant: Variant, device: Device) -> Verdict:
-    """Run a variant and its twin on small inputs and compare them."""
-    return _compared(KINDS[variant.kind].case(variant), device)
+    """Run a variant, all forms of its kernel, and its twin on small inputs and compare them."""
+    case = KINDS[variant.kind].case(variant)
+    twin = _evaluated(case.twin)
+    verdict = _judged(case, case.kernel, twin, device)
+    for form in case.forms.values():
+        if verdict.status == OK:
+            verdict = _judged(case, form, twin, device)
+    return verdict
 
 
-def _compared(case: Case, device: Device) -> Verdict:
-    """Run a kernel and its twin, and compare them."""
-    twin = case.twin()
-    mx.eval(twin)
+def _judged(case: Case, call: Outputs, twin: Sequence[mx.array], device: Device) -> Verdict:
+    """Run a call and compare it with the twin's outputs."""
     begun_s = time.perf_counter()
-    kernel = _attempted(lambda: _ran(case), device)
+    outputs = _attempted(lambda: _evaluated(call), device)
     first_run_s = time.perf_counter() - begun_s
-    verdict = kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
+    verdict = outputs if isinstance(outputs, Verdict) else compare(outputs, twin, case)
     return replace(verdict, first_run_s=first_run_s)
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from .launch import MIN_NUMBERS, Launch, MetalKernel, TemplateValue
-from .variants import Case, Form, Kind, Variant, launch_of
+from .variants import IN_MLX, Case, Form, Kind, Variant, launch_of
 
 SOURCES = 4  # arrays
 PLAN = 3  # numbers of a sequence in the plan: source, row (-1: zeros), tokens that count
@@ -210,7 +210,7 @@ def _timed(variant: Variant, sequences: int, rounding: dict[str, float]) -> Case
         lambda: [*step.in_kernel(arrays, sources, plan)],
         lambda: [*step.twin(arrays, sources, plan)],
         (rounding[str(variant["dtype"])],) * 2,
-        instead=lambda: [*step.in_mlx(arrays, sources[0], None)],
+        instead={IN_MLX: lambda: [*step.in_mlx(arrays, sources[0], None)]},
     )
 
 

@@ -1,5 +1,6 @@
 """Forms, variants, uses and self-checks of kernels in general. Knows no kernel."""
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
@@ -29,29 +30,77 @@ def never(rows: int, sequences: int = ALL_LOADS) -> bool:
     return False
 
 
+KERNEL = "kernel"  # names of ways: the kernel, another form of it that begins so,
+IN_MLX = "MLX"  # and MLX's own operations, where there is one way to use them
+WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
+Fastest = Callable[[int, int, tuple[str, ...]], str]
+"""`fastest(rows, load, ways)`: the way to compute that is the fastest for so many rows at a load.
+
+A load is what the kind is timed at: sequences at once, or tokens of a prompt.
+"""
+
+
+def first_way(rows: int, load: int, ways: tuple[str, ...]) -> str:
+    """The way that is used where nothing was timed."""
+    return ways[0]
+
+
+def is_kernel(way: str) -> bool:
+    return way.startswith(KERNEL)
+
+
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """For how many sequences at once a kernel is faster than what runs instead.
+    """How long each way of a computation takes at each load, and so which one is used.
 
     Attributes:
-        faster: by the numbers of sequences that were timed; empty: all are.
-        overall: whether it is faster over all of them.
+        seconds: of each way that was timed, by load; empty: nothing was.
+        right: whether the kernel may be used at all.
     """
 
-    faster: Mapping[int, bool] = field(default_factory=dict)
-    overall: bool = True
+    seconds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    right: bool = True
 
-    def admits(self, sequences: int) -> bool:
-        """Whether it may be used for so many: as for the next smaller number that was timed."""
-        if sequences == ALL_LOADS or not self.faster:
-            return self.overall
-        timed = [number for number in self.faster if number <= sequences]
-        return self.faster[max(timed) if timed else min(self.faster)]
+    def fastest(self, load: int, ways: tuple[str, ...]) -> str:
+        """The fastest of `ways`. If none of these was timed, a kernel that is right, or the first.
+
+        A load that was not timed is as the next smaller one that was.
+        """
+        allowed = [way for way in ways if self.right or not is_kernel(way)]
+        seconds = self._at(load)
+        timed = {way: seconds[way] for way in allowed if way in seconds}
+        if timed:
+            return min(timed, key=lambda way: timed[way] * (WORTH if is_kernel(way) else 1.0))
+        return KERNEL if KERNEL in allowed and not self.seconds else ways[0]
+
+    def admits(self, load: int) -> bool:
+        """Whether a kernel is the fastest way of all."""
+        return self.right and is_kernel(self.fastest(load, (*self._at(load), KERNEL)))
+
+    def _at(self, load: int) -> Mapping[str, float]:
+        if load == ALL_LOADS or not self.seconds:
+            return self._overall
+        timed = [number for number in self.seconds if number <= load]
+        return self.seconds[max(timed) if timed else min(self.seconds)]
+
+    @property
+    def _overall(self) -> dict[str, float]:
+        """The geometric mean over all loads, of ways that were timed at each."""
+        loads = list(self.seconds.values())
+        common = [way for way in (loads[0] if loads else ()) if all(way in load for load in loads)]
+        return {way: statistics.geometric_mean([load[way] for load in loads]) for way in common}
 
     @property
     def some(self) -> bool:
-        """Whether it may be used at all."""
-        return self.overall or any(self.faster.values())
+        """Whether a kernel may be used at any load."""
+        return any(map(self.admits, (ALL_LOADS, *self.seconds)))
+
+    @property
+    def forms(self) -> set[str]:
+        """The forms of the kernel that are the fastest at any load."""
+        loads = (ALL_LOADS, *self.seconds)
+        ways = [self.fastest(load, (*self._at(load), KERNEL)) for load in loads]
+        return {way for way in ways if self.right and is_kernel(way)}
 
 
 class Form:
@@ -143,7 +192,7 @@ class Variant:
 
 
 Chosen = Mapping[Variant, Loads]
-"""Variants that may be used, and for what."""
+"""What was found about variants; one that is not in it may not be used."""
 
 
 def everywhere(variants: Iterable[Variant]) -> Chosen:
@@ -166,11 +215,14 @@ class KernelUse:
             called again with another function when another engine takes the model over.
         at_load: keys of `variants` that are checked before the first step. Others are checked when
             the engine is idle, after a step has asked for them.
+        install_fastest: takes the function that says which of several ways is the fastest; called
+            as `install` is, for a place where the work of a kernel can be done in several ways.
     """
 
     variants: Mapping[int, Sequence[Variant]]
-    install: Callable[[ReadyFor], None]
+    install: Callable[[ReadyFor], None] = lambda ready: None
     at_load: tuple[int, ...] = (ANY_ROWS, 1)
+    install_fastest: Callable[[Fastest], None] = lambda fastest: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +255,18 @@ class Case:
     Attributes:
         kernel, twin: compute the same outputs; the kernel through `launch`.
         tolerances: the largest difference that each output may have.
-        instead: what runs where the kernel may not be used, for a case that is timed; None: the
-            twin. Its outputs are for nobody.
+        forms: other forms of the kernel, by way. They are used where they are right and faster.
+        instead: what runs where the kernel may not be used, by way, for a case that is timed; the
+            first is used where nothing is known. Empty: the twin. Outputs are as the kernel's
+            where there are several.
         seen: what of the outputs is compared; None: all, as they are.
     """
 
     kernel: Outputs
     twin: Outputs
     tolerances: tuple[float, ...]
-    instead: Outputs | None = None
+    forms: Mapping[str, Outputs] = field(default_factory=dict)
+    instead: Mapping[str, Outputs] = field(default_factory=dict)
     seen: Callable[[list[mx.array]], list[mx.array]] | None = None
 
 
@@ -223,9 +278,10 @@ class Kind:
         name: as in `Variant.kind`.
         files: files of this folder that the computation depends on; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
-        timed: a variant on an input as large as in use: of so many sequences, with so many tokens
-            before them where that matters. It is compared, too, and timed beside what runs instead.
-        loads: sequences and tokens to time it at.
+        timed: a variant on an input as large as in use: at a load, which is a number of sequences
+            or of a prompt's tokens, with so many tokens in all where that matters. It is compared,
+            too, and timed beside what runs instead.
+        loads: loads and tokens to time it at.
         registers: 32-bit registers of a lane at its peak: an estimate from what the source keeps,
             and about 12 for places and loops.
         samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.

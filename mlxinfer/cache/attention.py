@@ -26,9 +26,15 @@ from ..metal_kernels.attention_plan import (
     page_table,
     tile_sizes,
 )
-from ..metal_kernels.gathered_attention import gathered_attention
+from ..metal_kernels.gathered_attention import (
+    FUSED,
+    GATHERED,
+    gathered_attention,
+    gathered_fused,
+    whole_mask,
+)
 from ..metal_kernels.paged_attention import HIDDEN, AttentionCall, Softmax
-from ..metal_kernels.variants import never
+from ..metal_kernels.variants import ANY_ROWS, KERNEL, first_way, never
 from .chunks import Chunk
 from .inputs import Ints, Segments, StepMetadata
 from .paged import PagedLayer, SequencePlace, TailPlace
@@ -66,7 +72,8 @@ def prepare(
     if not metadata.long:  # most steps
         return Prepared(metadata, group, place, short, order)
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None
-    if any(layer.tiles for layer in layers) and all(chunk.spans is None for chunk in chunks):
+    ask = any(layer.fastest_prompt is not first_way for layer in layers)
+    if ask and all(chunk.spans is None for chunk in chunks):
         tiles = tiled_part(reduce(Segments.joined, metadata.long), group)
     return Prepared(metadata, group, place, short, order, chunks, tiles)
 
@@ -254,6 +261,7 @@ class Gathered:
         tail_mask: (B, 1, Q, R) additive.
         page_ids: (B, n) of the pages that are gathered; None: no segment sees any.
         mask: (B, 1, 1 or Q, n * page_size) additive; None: all of the pages is seen.
+        _whole_mask: of both, for MLX's own attention, once a layer asked for it.
     """
 
     rows: slice | mx.array | None
@@ -262,6 +270,7 @@ class Gathered:
     tail_mask: mx.array
     page_ids: mx.array | None
     mask: mx.array | None
+    _whole_mask: mx.array | None = None
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (B * Q, heads, D) -> what the segments see, (T', heads * V)."""
@@ -270,10 +279,23 @@ class Gathered:
             # Without the dependency all layers might gather first.
             ids = mx.depends([self.page_ids], [queries])[0]
             keys, values = layer.read_pages(ids)
-            pages = keys.transpose(1, 0, 3, 2), values.swapaxes(0, 1)
-        masks, tails = (self.mask, self.tail_mask), layer.read_tails(self.slots)
-        outputs = gathered_attention(queries, pages, tails, masks, softmax)
+            pages = keys.swapaxes(0, 1), values.swapaxes(0, 1)
+        tails = layer.read_tails(self.slots)
+        if layer.fastest is not first_way and self._is_fused(layer, softmax):
+            if self._whole_mask is None:
+                self._whole_mask = whole_mask(self.mask, self.tail_mask, pages)
+            outputs = gathered_fused(queries, pages, tails, self._whole_mask, softmax)
+        else:
+            masks = self.mask, self.tail_mask
+            outputs = gathered_attention(queries, pages, tails, masks, softmax)
         return outputs if self.unpad is None else outputs[self.unpad]
+
+    def _is_fused(self, layer: PagedLayer, softmax: Softmax) -> bool:
+        """Whether MLX's own attention is faster here."""
+        if softmax.soft_cap is not None:
+            return False
+        num_sequences, _, num_queries, _ = self.tail_mask.shape
+        return layer.fastest(num_queries, num_sequences, (GATHERED, FUSED)) == FUSED
 
 
 def _gathered_part(
@@ -487,11 +509,21 @@ class Prepared:
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """Attention of queries (T, heads, D) of all rows, (T, heads * V)."""
-        parts = self._tiled if layer.tiles else self._parts
+        parts = self._parts
+        if self._tiled is not parts and self._is_tiled(layer, queries.shape[-1], softmax):
+            parts = self._tiled
         if len(parts) == 1:
             rows = parts[0].rows
             return parts[0].attend(layer, queries if rows is None else queries[rows], softmax)
         return self.joined([attend_rows(part, layer, queries, softmax) for part in parts])
+
+    def _is_tiled(self, layer: PagedLayer, key_dim: int, softmax: Softmax) -> bool:
+        """Whether the kernel is faster for chunks: for the one with the most work."""
+        if layer.fastest_prompt is first_way:
+            return False
+        chunk = max(self.chunks, key=lambda chunk: chunk.num_queries * chunk.num_keys)
+        ways = *chunk.ways_of(layer, key_dim, softmax), KERNEL
+        return layer.fastest_prompt(ANY_ROWS, chunk.num_queries, ways) == KERNEL
 
     def joined(self, outputs: Sequence[mx.array]) -> mx.array:
         """Outputs of all parts, (T, ...) in flat order."""

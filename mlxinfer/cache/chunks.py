@@ -1,42 +1,35 @@
 """One prefill chunk in plain MLX: it reads pages alone, at once or in blocks.
 
 n = query tokens of a chunk, H = KV heads, S = keys that a chunk reads, V = value dim.
-
-MLX's fused attention on Metal keeps no scores. It takes more than 8 queries at head dims up to 128
-(`FUSED_DIMS`). At 192 and 256 it has kernels, but MLX prefers to materialise the scores, except in
-one case on the newest GPUs (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32.2). All other
-attention is done in blocks of queries and keys. Then neither the scores nor the decoded part of the
-cache grow with the context. With several blocks of keys, the softmax is updated block by block
-(FlashAttention-2, arXiv:2307.08691).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metal_kernels.chips import FUSED_DIMS
-from ..metal_kernels.gathered_attention import capped
-from ..metal_kernels.paged_attention import QUERY_BLOCK, Softmax
+from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.prompt_attention import (
+    BLOCKS,
+    KEY_BLOCK,
+    QUERY_BLOCK,
+    WHOLE,
+    Read,
+    attend_over_blocks,
+    attend_to_all,
+    ways_over_all,
+)
 from ..metal_kernels.stored import Runs
+from ..metal_kernels.variants import ANY_ROWS
 from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
 
-KEY_BLOCK = 2048
-LOWEST = -1e30  # a peak before anything was seen
-
-KeysValues = tuple[mx.array, mx.array]
-Read = Callable[[int, int, mx.array | None], KeysValues]  # keys from, to; not before this is there
 Block = tuple[slice, slice, mx.array | str]
 """Some rows of a chunk, the keys that they can see among those that the chunk reads, and which of
 these: "causal", or bool (queries, keys)."""
-
-Running = tuple[mx.array, mx.array, mx.array]
-"""A softmax over the keys so far, of H heads and some rows of each, float32: outputs (H, rows, V)
-that are not divided by the totals, peaks (H, rows, 1) and totals (H, rows, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,52 +78,63 @@ class Chunk:
         return sum([stop - start for start, stop in self.ranges])
 
     @property
+    def num_queries(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
     def sees_all_before(self) -> bool:
         """Whether each token sees exactly itself and all tokens before it."""
         return self.window.size is None and self.spans is None
 
+    def ways(self, dims: tuple[int, int], token_bytes: int, softmax: Softmax) -> tuple[str, ...]:
+        """The ways to attend in plain MLX, the first where nothing was timed.
+
+        Args:
+            dims: D and V.
+            token_bytes: of a token's keys and values, where they are not read as they are stored.
+            softmax: of the layer.
+        """
+        if not self.sees_all_before or not mx.metal.is_available():
+            return (BLOCKS,)
+        return ways_over_all(dims, self.num_queries, self.num_keys * token_bytes, softmax)
+
+    def ways_of(self, layer: PagedLayer, key_dim: int, softmax: Softmax) -> tuple[str, ...]:
+        """The ways for queries of a layer that keeps keys and values."""
+        as_stored = layer.keys.as_stored and layer.values.as_stored
+        dims = key_dim, layer.values.read_dim
+        return self.ways(dims, 0 if as_stored else layer.read_bytes, softmax)
+
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """Attention of queries (n, heads, D), (n, heads * V)."""
 
-        def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
+        def read(start: int, stop: int, after: mx.array | None) -> tuple[mx.array, mx.array]:
             runs = cut_runs(self.reads, start, stop)
             keys = layer.keys.read_runs(runs, after)
             return keys, layer.values.read_runs(runs, after=keys)  # never both half decoded
 
-        dims = queries.shape[-1], layer.values.read_dim
-        output = self.attend_to(queries.swapaxes(0, 1), read, dims, softmax)
+        ways = self.ways_of(layer, queries.shape[-1], softmax)
+        way = layer.fastest_prompt(ANY_ROWS, self.num_queries, ways)
+        output = self.attend_to(queries.swapaxes(0, 1), read, softmax, way)
         return output.swapaxes(0, 1).flatten(1)
 
-    def attend_to(
-        self, queries: mx.array, read: Read, dims: tuple[int, int], softmax: Softmax
-    ) -> mx.array:
+    def attend_to(self, queries: mx.array, read: Read, softmax: Softmax, way: str) -> mx.array:
         """Queries (heads, n, D) of the chunk over what it reads.
 
         Args:
             queries: of the chunk.
-            read: tokens from, to, counted in `reads`, and what must be there before -> their keys
-                (H, S, D) and values (H, S, V).
-            dims: D and V.
+            read: of tokens counted in `reads`.
             softmax: of the layer.
+            way: one of `ways`.
 
         Returns:
             (heads, n, V).
         """
-        scale, sinks, soft_cap = softmax
-        if (
-            self.sees_all_before
-            and soft_cap is None
-            and mx.metal.is_available()
-            and is_fused(*dims)
-        ):
+        if way == WHOLE:
             keys, values = read(0, self.num_keys, None)
-            output = mx.fast.scaled_dot_product_attention(
-                queries[None], keys[None], values[None], scale=scale, mask="causal", sinks=sinks
-            )
-            return output[0]
-        if self.num_keys <= KEY_BLOCK and soft_cap is None:
-            return self._over_one_block(queries, read, scale, sinks)
-        return self._over_blocks(queries * scale, read, sinks, soft_cap)
+            return attend_to_all(queries, keys, values, softmax)
+        if self.num_keys <= KEY_BLOCK and softmax.soft_cap is None:
+            return self._over_one_block(queries, read, softmax.scale, softmax.sinks)
+        return attend_over_blocks(queries, read, self._key_positions(), self._seen, softmax)
 
     def _over_one_block(
         self, queries: mx.array, read: Read, scale: float, sinks: mx.array | None
@@ -149,32 +153,6 @@ class Chunk:
                 )
             )
         return outputs[0][0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)[0]
-
-    def _over_blocks(
-        self, queries: mx.array, read: Read, sinks: mx.array | None, soft_cap: float | None
-    ) -> mx.array:
-        """Each block of keys is read once, for all queries; `queries` are scaled."""
-        num_heads, count, _ = queries.shape
-        places = [
-            slice(first, min(first + QUERY_BLOCK, count)) for first in range(0, count, QUERY_BLOCK)
-        ]
-        states: list[Running | None] = [None] * len(places)
-        positions, after = self._key_positions(), None
-        for start in range(0, len(positions), KEY_BLOCK):
-            key_positions = positions[start : start + KEY_BLOCK]
-            keys, values = read(start, start + len(key_positions), after)
-            for i, place in enumerate(places):
-                seen = self._seen(place, key_positions)
-                if seen is False:
-                    continue
-                state = states[i] or _begun(queries[:, place], values, sinks)
-                some = queries[:, place] if after is None else mx.depends(queries[:, place], after)
-                states[i] = state = _joined(state, some, keys, values, seen, soft_cap)
-                after = state[0]
-        outputs = [state[0] / state[2] for state in states if state is not None]
-        return mx.concatenate(
-            [some.reshape(num_heads, -1, some.shape[-1]) for some in outputs], axis=1
-        ).astype(queries.dtype)
 
     def _key_positions(self) -> Ints:
         """(S,) of what is read."""
@@ -215,11 +193,6 @@ class Chunk:
         return blocks
 
 
-def is_fused(key_dim: int, value_dim: int) -> bool:
-    """Whether MLX on Metal attends to keys and values of these dims without keeping scores."""
-    return key_dim == value_dim and key_dim in FUSED_DIMS
-
-
 def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
     """The runs that hold tokens [start, stop) of those in `runs`, counted one after another."""
     cut, first = [], 0
@@ -229,43 +202,3 @@ def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
             cut.append((begin, end))
         first += high - low
     return cut
-
-
-def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Running:
-    """The running softmax before any key. A sink logit is already in it."""
-    num_heads, count, _ = queries.shape
-    kv_heads, _, dim = values.shape
-    shape = kv_heads, num_heads // kv_heads * count, 1
-    outputs = mx.zeros((*shape[:2], dim), mx.float32)
-    if sinks is None:
-        return outputs, mx.full(shape, LOWEST), mx.zeros(shape, mx.float32)
-    peaks = mx.repeat(sinks.astype(mx.float32), count).reshape(shape)
-    return outputs, peaks, mx.ones(shape, mx.float32)
-
-
-def _joined(
-    state: Running,
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    seen: mx.array | bool,
-    soft_cap: float | None,
-) -> Running:
-    """The running softmax after more keys.
-
-    Queries (heads, n, D), keys (H, S, D), values (H, S, V).
-    """
-    kv_heads, num_keys, _ = keys.shape
-    _, count, dim = queries.shape
-    outputs, old_peaks, old_totals = state
-    scores = queries.reshape(kv_heads, -1, dim) @ keys.swapaxes(1, 2)
-    scores = (scores if soft_cap is None else capped(scores, soft_cap)).astype(mx.float32)
-    if isinstance(seen, mx.array):
-        by_query = scores.reshape(kv_heads, -1, count, num_keys)
-        scores = mx.where(seen, by_query, -mx.inf).reshape(scores.shape)
-    peaks = mx.maximum(old_peaks, scores.max(axis=-1, keepdims=True))
-    weights, fade = mx.exp(scores - peaks), mx.exp(old_peaks - peaks)
-    added = weights.astype(values.dtype) @ values
-    totals = old_totals * fade + weights.sum(axis=-1, keepdims=True)
-    # Else totals wait for the last block, and the weights of all blocks with them.
-    return mx.depends(outputs * fade + added, totals), peaks, totals

@@ -13,7 +13,7 @@ import numpy as np
 from ..config import KVOptions
 from ..core import KVSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_cases import PAGED, PREFILL, AttentionForm
+from ..metal_kernels.attention_cases import PAGED, PAIRS, PREFILL, AttentionForm
 from ..metal_kernels.attention_heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.attention_plan import (
     MAX_QUERIES,
@@ -30,11 +30,11 @@ from ..metal_kernels.paged_attention import (
     has_dims,
     paged_attention,
 )
+from ..metal_kernels.prompt_attention import is_fused
 from ..metal_kernels.stored import Affine, Plane
 from ..metal_kernels.tail_write import write_tails
-from ..metal_kernels.variants import Variant
+from ..metal_kernels.variants import KERNEL, Variant
 from .attention import Prepared
-from .chunks import is_fused
 from .paged import KEY_BIAS, Choice, Formats, GroupKey, PagedLayer, Stored, unrotated
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
@@ -287,9 +287,9 @@ class KeyValueLayer(PagedLayer):
         }
 
     def prefill_variant(self, mixer: Any) -> Variant | None:
-        """See `PagedLayer`: attention in tiles, if MLX has no fused attention for these sizes.
+        """See `PagedLayer`: attention in tiles, unless MLX has fused attention for what is stored.
 
-        Quantised keys use it too: MLX's attention would need a whole context decoded at once.
+        Quantised keys may use it too: for MLX's attention all of them are decoded at once.
         """
         form = self._form(mixer)
         has_kernel = self._in_kernels and tile_queries(form.group, **self._dims)
@@ -342,6 +342,8 @@ class KeyValueLayer(PagedLayer):
         return self._heads
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
+        load = plan.max_queries, plan.num_spans
+        pairs = not plan.is_prefill and self.fastest(*load, (KERNEL, PAIRS)) == PAIRS
         return paged_attention(
             queries,
             self.keys,
@@ -351,6 +353,7 @@ class KeyValueLayer(PagedLayer):
             sinks=softmax.sinks is not None,
             soft_cap=softmax.soft_cap,
             value_dim=self.values.read_dim,
+            pairs=pairs,
         )
 
     def kernel_arrays(self) -> list[mx.array]:

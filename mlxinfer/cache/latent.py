@@ -30,7 +30,7 @@ from ..metal_kernels.paged_attention import (
     has_dims,
 )
 from ..metal_kernels.stored import PLAIN, KVFormat, Plane, Runs
-from ..metal_kernels.variants import Variant
+from ..metal_kernels.variants import ANY_ROWS, KERNEL, Variant
 from .attention import Prepared, attend_rows
 from .chunks import Chunk, cut_runs
 from .keys_values import rotatable
@@ -208,11 +208,19 @@ class LatentLayer(PagedLayer):
             shared = mx.broadcast_to(rotary, (len(keys), *rotary.shape))
             return mx.concatenate([keys, shared], axis=-1), values
 
-        num_values = projection.value_dim
-        if self.tiles and chunk.sees_all_before:
-            return attend_in_tiles(queries, read, chunk.start, num_values, scale=scale)
-        dims = queries.shape[-1], num_values
-        output = chunk.attend_to(queries.swapaxes(0, 1), read, dims, Softmax(scale))
+        softmax, (_, heads, key_dim), value_dim = (
+            Softmax(scale),
+            queries.shape,
+            projection.value_dim,
+        )
+        token_bytes = heads * (key_dim + value_dim) * queries.itemsize
+        ways = chunk.ways((key_dim, value_dim), token_bytes, softmax)
+        if chunk.sees_all_before:
+            ways += (KERNEL,)
+        way = self.fastest_prompt(ANY_ROWS, chunk.num_queries, ways)
+        if way == KERNEL:
+            return attend_in_tiles(queries, read, chunk.start, value_dim, scale=scale)
+        output = chunk.attend_to(queries.swapaxes(0, 1), read, softmax, way)
         return output.swapaxes(0, 1)
 
     def _absorbed(

@@ -23,7 +23,7 @@ from ..core import (
 from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
-from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
+from ..metal_kernels.variants import ANY_ROWS, Fastest, KernelUse, ReadyFor, Variant
 from .entries import EntryLayer
 from .index import BlockLayer
 from .keys_values import KeyValueLayer
@@ -64,7 +64,8 @@ def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
             short.setdefault(by_count, []).append(layer)
         prefill, heads = layer.prefill_variant(mixer), layer.heads_of(mixer)
         if prefill is not None:
-            uses.append(KernelUse({ANY_ROWS: [prefill]}, partial(_install_tiles, layer)))
+            install = partial(setattr, layer, "fastest_prompt")
+            uses.append(KernelUse({ANY_ROWS: [prefill]}, install_fastest=install))
         if heads is not None:
             form, dtype = heads.form, layer.dtype
             variants = kv_write_variant(form, dtype), tail_write_variant(form, dtype)
@@ -72,7 +73,9 @@ def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
                 uses.append(KernelUse({ANY_ROWS: [variant]}, partial(kernel, layer, heads)))
     for variants_of, alike in short.items():
         by_rows = {count: [variant] for count, variant in variants_of}
-        uses.append(KernelUse(by_rows, partial(_install_attention, alike)))
+        fastest = partial(_install_fastest, alike)
+        install = partial(_install_attention, alike)
+        uses.append(KernelUse(by_rows, install, install_fastest=fastest))
     return uses
 
 
@@ -81,8 +84,9 @@ def _install_attention(layers: Sequence[PagedLayer], ready: ReadyFor) -> None:
         layer.ready = ready
 
 
-def _install_tiles(layer: PagedLayer, ready: ReadyFor) -> None:
-    layer.tiles = ready(1)
+def _install_fastest(layers: Sequence[PagedLayer], fastest: Fastest) -> None:
+    for layer in layers:
+        layer.fastest = fastest
 
 
 def _install_heads(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:

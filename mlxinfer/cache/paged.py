@@ -25,7 +25,7 @@ from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.gathered_attention import gathered_pages
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
-from ..metal_kernels.variants import ReadyFor, Variant, never
+from ..metal_kernels.variants import Fastest, ReadyFor, Variant, first_way, never
 from .inputs import Ints, StepMetadata
 
 MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
@@ -230,7 +230,8 @@ class PagedLayer(ABC):
         tail_bytes_each: that are kept of one token in a tail.
         read_bytes: of one token's keys and values, as they are attended to.
         ready: for how many query tokens of a sequence the attention kernel may be used.
-        tiles: prefill chunks attend through a kernel.
+        fastest: of several ways in which short segments attend, for query tokens and sequences.
+        fastest_prompt: the same of a prefill chunk, for its tokens.
         write_heads: norm, rope and storage format in one kernel; None: the mixer does them.
         writes_tails: decode steps write to tails in the kernel of `write_heads`.
         subtracts_bias: what a bias adds to keys is not stored, see `KeyValueLayer`.
@@ -260,7 +261,9 @@ class PagedLayer(ABC):
     ) -> None:
         self.spec, self.formats, self.dtype = spec, formats, dtype
         self.ready: ReadyFor = never
-        self.tiles = self.writes_tails = False
+        self.fastest: Fastest = first_way
+        self.fastest_prompt: Fastest = first_way
+        self.writes_tails = False
         self.write_heads: Heads | None = None
         self.num_slots = self.num_pages = self.page_size = 0
         self.planes: list[Plane] = []

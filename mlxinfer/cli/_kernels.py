@@ -13,7 +13,6 @@ from ..layers.recurrence_check import SHAPES, TOLERANCE, difference
 from ..metal_kernels.selfcheck import (
     CRASHED,
     KINDS,
-    WORTH,
     Gpu,
     Verdict,
     Verdicts,
@@ -21,6 +20,7 @@ from ..metal_kernels.selfcheck import (
     key_of,
     this_gpu,
 )
+from ..metal_kernels.variants import WORTH, is_kernel
 from ._output import table
 
 
@@ -34,21 +34,28 @@ class KernelRow:
     tolerance: float | None
     detail: str
     speed: float | None = None  # how much faster than MLX's own operations
-    # Sequences and tokens before them -> microseconds of a call of the kernel, and of MLX's own.
-    times_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # Load and tokens -> way -> microseconds of a call.
+    times_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)  # largest difference, by load and tokens
+    used: dict[int, str] = field(default_factory=dict)  # the way at each load,
+    instead: dict[int, str] = field(default_factory=dict)  # and the one that a refusal leads to
     first_run_s: float | None = None  # compiling included
 
     @property
     def cells(self) -> list[str]:
         """A line of the table."""
-        unused = ", not used" if self.speed is not None and self.speed < WORTH else ""
+        is_used = any(map(is_kernel, self.used.values())) or self.speed is None
+        unused = "" if is_used else ", not used"
         figures = [_figure(figure) for figure in (self.error, self.tolerance, self.speed)]
         return [self.variant, self.status, *figures[:2], figures[2] + unused]
 
     @property
     def remarks(self) -> list[str]:
         """Lines below the table."""
-        times = [f"{load}: {a:.0f} us, MLX {b:.0f} us" for load, (a, b) in self.times_us.items()]
+        times = [
+            f"{load}: {', '.join(f'{way} {time:.0f} us' for way, time in of.items())}"
+            for load, of in self.times_us.items()
+        ]
         return [f"{self.variant}: {text}" for text in ("; ".join(times), self.detail) if text]
 
 
@@ -111,8 +118,9 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
         if key not in keys and text in texts:
             rows.append(_row(name, verdict))
     about = (
-        f"{gpu.environment}. A kernel is used where it is right, and at least {WORTH} times as "
-        "fast as MLX's own operations, over so many sequences x tokens before them."
+        f"{gpu.environment}. A kernel is used at a load where it is right, and at least {WORTH} "
+        "times as fast as any way of MLX's own operations. A load is a number of sequences, or of "
+        "a prompt's tokens; x tokens of each."
     )
     if any(row.status == CRASHED for row in rows):
         about += f" What crashed is not run again; delete {folder} to have it run."
@@ -123,9 +131,25 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
 
 
 def _row(variant: str, verdict: Verdict) -> KernelRow:
-    times_us = {load: (a * 1e6, b * 1e6) for load, (a, b) in verdict.times.items()}
-    cells = (verdict.status, verdict.error, verdict.tolerance, verdict.detail)
-    return KernelRow(variant, *cells, verdict.speed, times_us, verdict.first_run_s)
+    """What a person or a program needs to see of a verdict."""
+    ways = {load: tuple(seconds) for load, seconds in verdict.loads.seconds.items()}
+    in_mlx = {load: tuple(way for way in of if not is_kernel(way)) for load, of in ways.items()}
+    return KernelRow(
+        variant,
+        verdict.status,
+        verdict.error,
+        verdict.tolerance,
+        verdict.detail,
+        verdict.speed,
+        times_us={
+            load: {way: time * 1e6 for way, time in of.items()}
+            for load, of in verdict.times.items()
+        },
+        errors=verdict.errors,
+        used={load: verdict.loads.fastest(load, of) for load, of in ways.items()},
+        instead={load: verdict.loads.fastest(load, of) for load, of in in_mlx.items() if of},
+        first_run_s=verdict.first_run_s,
+    )
 
 
 def _figure(value: float | None) -> str:

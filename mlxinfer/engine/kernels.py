@@ -18,14 +18,18 @@ from ..metal_kernels.variants import (
     ALL_LOADS,
     ANY_ROWS,
     Chosen,
+    Fastest,
     KernelUse,
     Loads,
     ReadyFor,
     Variant,
+    first_way,
+    is_kernel,
     never,
 )
 
 Chooser = Callable[[Sequence[Variant]], Chosen]
+REFUSED = Loads(right=False)
 KERNELS_VARIABLE = "MLXINFER_KERNELS"  # of the environment; "off": models use plain MLX
 
 
@@ -58,14 +62,14 @@ class Kernels:
     ) -> None:
         self._uses, self._chooser = uses, chooser
         self._when_idle = when_idle
-        self._ready: dict[Variant, Loads] = {}
-        self._known: set[Variant] = set()  # ready or refused
+        self._loads: dict[Variant, Loads] = {}  # of all that were checked
         self.asked: dict[Variant, None] = {}  # in order, until they are known
         self._left_out: frozenset[str] = frozenset()
         self._faulty: frozenset[str] = frozenset()  # kinds that gave NaN in use, now or earlier
         if chooser is choose_none:
             for use in uses:
                 use.install(never)
+                use.install_fastest(first_way)
             return
         self._faulty = condemned(this_gpu(), default_kernel_folder())
         self._prepare(
@@ -91,7 +95,8 @@ class Kernels:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds that steps may use now."""
-        return frozenset(v.kind for v in self._ready) - self._left_out - self._faulty
+        ready = {variant.kind for variant, loads in self._loads.items() if loads.some}
+        return frozenset(ready) - self._left_out - self._faulty
 
     def leave_out(self, kinds: Collection[str]) -> None:
         """Use plain MLX in place of these kinds, and of no others that were left out before."""
@@ -101,26 +106,28 @@ class Kernels:
     def condemn(self, kind: str) -> None:
         """Do without a kind from now on, on this machine: it gave NaN in use."""
         self._faulty |= {kind}
-        variants = [variant for variant in self._ready if variant.kind == kind]
+        variants = [v for v, loads in self._loads.items() if v.kind == kind and loads.some]
         condemn(variants, gpu=this_gpu(), folder=default_kernel_folder())
         self.leave_out(self._left_out)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of variants, and the kinds that are left out, if any, because of NaN."""
-        refused = len(self._known) - len(self._ready)
-        stats = {"ready": len(self._ready), "refused": refused, "asked": len(self.asked)}
+        ready = sum(loads.some for loads in self._loads.values())
+        refused = len(self._loads) - ready
+        stats = {"ready": ready, "refused": refused, "asked": len(self.asked)}
         left_out = sorted(self._left_out | self._faulty)
         return {**stats, "left_out": left_out} if left_out else stats
 
     def _install(self) -> None:
         for use in self._uses:
             use.install(self._ready_for(use))
+            use.install_fastest(self._fastest_for(use))
 
     def _prepare(self, variants: Iterable[Variant]) -> None:
-        new = [variant for variant in dict.fromkeys(variants) if variant not in self._known]
+        new = [variant for variant in dict.fromkeys(variants) if variant not in self._loads]
         if new:
-            self._known.update(new)
-            self._ready |= self._chooser(new)
+            self._loads |= dict.fromkeys(new, REFUSED)
+            self._loads |= self._chooser(new)
 
     def _ready_for(self, use: KernelUse) -> ReadyFor:
         """A function that says for what the kernels of a place may be used now."""
@@ -137,14 +144,40 @@ class Kernels:
 
         return ready
 
+    def _fastest_for(self, use: KernelUse) -> Fastest:
+        """A function that says in which way the work of a place's kernel is done now."""
+        chosen: dict[tuple[int, int, tuple[str, ...]], str] = {}
+
+        def fastest(rows: int, load: int, ways: tuple[str, ...]) -> str:
+            key = (rows if rows in use.variants else ANY_ROWS), load, ways
+            way = chosen.get(key)
+            if way is None:
+                (variant,) = use.variants.get(key[0], (None,))
+                loads = None if variant is None else self._loads_of(variant)
+                if loads is None:  # not yet known
+                    return ways[0]
+                if variant is not None and self._is_left_out(variant):
+                    ways = tuple(way for way in ways if not is_kernel(way)) or ways
+                way = chosen[key] = loads.fastest(load, ways)
+            return way
+
+        return fastest
+
+    def _is_left_out(self, variant: Variant) -> bool:
+        return variant.kind in self._left_out or variant.kind in self._faulty
+
     def _admits(self, variant: Variant, sequences: int) -> bool:
         """Whether a variant may be used now; a variant that is not known yet is asked for."""
-        if variant.kind in self._left_out or variant.kind in self._faulty:
+        if self._is_left_out(variant):
             return False
-        if variant not in self._known:
+        loads = self._loads_of(variant)
+        return loads is not None and loads.admits(sequences)
+
+    def _loads_of(self, variant: Variant) -> Loads | None:
+        """What was found about a variant; None: it is asked for."""
+        if variant not in self._loads:
             if self._when_idle:
                 self.asked[variant] = None
-                return False
+                return None
             self._prepare([variant])
-        loads = self._ready.get(variant)
-        return loads is not None and loads.admits(sequences)
+        return self._loads[variant]

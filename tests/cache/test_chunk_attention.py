@@ -12,7 +12,9 @@ from mlxinfer.cache.chunks import Chunk
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels import prompt_attention
 from mlxinfer.metal_kernels.paged_attention import Softmax
+from mlxinfer.metal_kernels.prompt_attention import BLOCKS, WHOLE
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 PLAIN: Bits = (None, None)
@@ -50,7 +52,8 @@ def test_blocks_of_keys_change_nothing(
     queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
     softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
     whole = plan.attend(layer, queries, softmax)
-    monkeypatch.setattr(chunks, "KEY_BLOCK", 64)
+    for module in (chunks, prompt_attention):
+        monkeypatch.setattr(module, "KEY_BLOCK", 64)
     attended = plan.attend(layer, queries, softmax)
     assert mx.allclose(attended, whole, rtol=1e-4, atol=1e-5).item()
 
@@ -74,3 +77,33 @@ def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
     long = min(transient_bytes(9_000) for _ in range(3))
     assert long <= 1.25 * short
     assert long <= 48 << 20
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "count", "most_bytes", "expected"),
+    [
+        (64, PLAIN, 300, 0, (WHOLE, BLOCKS)),  # read as they are stored: nothing is decoded
+        (64, (8, 4), 300, 800 * 2 * KV_HEADS * 64 * 4, (WHOLE, BLOCKS)),
+        (64, (8, 4), 300, 800 * 2 * KV_HEADS * 64 * 4 - 1, (BLOCKS,)),
+        (256, PLAIN, 300, 0, (BLOCKS, WHOLE)),  # MLX has it, and does without by itself
+        (256, PLAIN, 8, 0, (BLOCKS,)),
+        (112, PLAIN, 300, 0, (BLOCKS,)),
+    ],
+)
+def test_all_keys_at_once_need_a_kernel_of_mlx_and_room(
+    dim: int,
+    bits: Bits,
+    count: int,
+    most_bytes: int,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_attention, "MOST_DECODED", most_bytes)
+    layer, softmax = filled_layer(2_000, bits, dim), Softmax(0.2)
+    plan = chunk(800 - count, count, AttentionWindow(), [0, 200, 400, 600])
+    assert plan.ways_of(layer, dim, softmax) == (BLOCKS,), "without Metal all would keep scores"
+    monkeypatch.setattr(chunks.mx.metal, "is_available", lambda: True)
+    assert plan.ways_of(layer, dim, softmax) == expected
+    assert plan.ways_of(layer, dim, softmax._replace(soft_cap=2.0)) == (BLOCKS,)
+    behind = chunk(500, 300, AttentionWindow(size=150), [0, 200, 400])
+    assert behind.ways_of(layer, dim, softmax) == (BLOCKS,), "MLX's causal mask has no window"

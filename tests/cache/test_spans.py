@@ -13,6 +13,7 @@ from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
 from mlxinfer.core import KVSpec
 from mlxinfer.engine.batch import step_metadata
+from mlxinfer.metal_kernels import prompt_attention
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, GROUP, DIM, PAGES = 2, 2, 32, 12
@@ -143,15 +144,17 @@ def test_a_span_in_one_step_is_full_attention_over_it(
 def test_over_several_blocks_of_keys(
     window: AttentionWindow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "KEY_BLOCK", 32)
-    monkeypatch.setattr(chunks, "QUERY_BLOCK", 16)
+    for module in (chunks, prompt_attention):
+        monkeypatch.setattr(module, "KEY_BLOCK", 32)
+        monkeypatch.setattr(module, "QUERY_BLOCK", 16)
     attended(window, (None, None), [(37, 60), (5, 9)], 1)
 
 
 def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
     """Here is no GPU: a kernel could not run."""
     layer = layer_of(KVSpec(HEADS, DIM, DIM), num_pages=2 * PAGES, num_slots=2)
-    layer.tiles, layer.ready = True, lambda _: True
+    layer.ready = lambda _: True
+    layer.fastest_prompt = lambda rows, load, ways: ways[-1]
     sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
     sequences[1].spans[:] = [[0], [6]]
     outputs_of = step(layer, list(zip(sequences, (20, 6), strict=True)), WINDOWS[0])

@@ -54,7 +54,10 @@ def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
     assert [row["status"] for row in kept["kernels"]] == ["ok", "ok"]
     assert all(row["speed"] == pytest.approx(2) for row in kept["kernels"])
     assert all(set(row["times_us"]) == {"1 x 0", "8 x 0"} for row in kept["kernels"])
-    assert "bitmask dtype=float32: 1 x 0: 10 us, MLX 20 us; 8 x 0: 10 us, MLX 20 us" in lines
+    assert (
+        "bitmask dtype=float32: 1 x 0: kernel 10 us, MLX 20 us; 8 x 0: kernel 10 us, MLX 20 us"
+        in lines
+    )
 
 
 @pytest.mark.usefixtures("bitmask_only")
@@ -65,7 +68,10 @@ def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
     store = Verdicts(tmp_path / "mlxinfer" / "kernels", fake_gpu.CHIP)
     text = key_of(fake_gpu.BITMASK).partition("#")[2]
     with store.exclusively():
-        store.put(f"bitmask dtype=of-a-model #{text}", Verdict("ok", times={"1 x 0": (1e-6, 3e-6)}))
+        store.put(
+            f"bitmask dtype=of-a-model #{text}",
+            Verdict("ok", times={"1 x 0": {"kernel": 1e-6, "MLX": 3e-6}}),
+        )
         store.put("bitmask dtype=before #1", Verdict("ok"))
     seen = outcome("doctor", "--kernels")
     assert seen.code == 0
@@ -123,7 +129,7 @@ def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPat
     assert (check.status, check.advice) == (WARN, "mlxinfer doctor --kernels")
     assert "1 of 2: bitmask (wrong)" in check.detail
     assert judge_kernels({"sample #2": Verdict("ok")}).status == OK
-    slow = judge_kernels({"sample #2": Verdict("ok", times={"1 x 0": (1.0, 1.0)})})
+    slow = judge_kernels({"sample #2": Verdict("ok", times={"1 x 0": {"kernel": 1.0, "MLX": 1.0}})})
     assert (slow.status, "MLX is as fast as 1" in slow.detail) == (OK, True)
     assert (
         "bitmask (its check crashed, or is under way)" in judge_kernels({}, ["bitmask #1"]).detail

@@ -22,6 +22,7 @@ from mlxinfer.metal_kernels.bitmask import bitmask_variant
 from mlxinfer.metal_kernels.sample import sample_variant
 from mlxinfer.metal_kernels.variants import (
     ANY_ROWS,
+    Fastest,
     KernelUse,
     Loads,
     ReadyFor,
@@ -201,12 +202,32 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
 def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
     variant = bitmask_variant(mx.float16)
     asked: list[ReadyFor] = []
-    use = KernelUse({ANY_ROWS: [variant]}, asked.append)
-    faster = Loads({1: True, 4: False, 16: True}, overall=False)
-    Kernels([use], lambda variants: dict.fromkeys(variants, faster))
-    (ready,) = asked
+    ways: list[Fastest] = []
+    use = KernelUse({ANY_ROWS: [variant]}, asked.append, install_fastest=ways.append)
+    fast, slow = {"kernel": 1.0, "MLX": 9.0}, {"kernel": 9.0, "MLX": 1.0, "other": 0.9}
+    loads = Loads({1: fast, 4: slow, 16: fast})
+    kernels = Kernels([use], lambda variants: dict.fromkeys(variants, loads))
+    (ready,), (fastest,) = asked, ways
     assert [n for n in range(1, 40) if ready(1, n)] == [1, 2, 3, *range(16, 40)]
-    assert not ready(1), "a place that does not say how many gets what is faster over all"
-    Kernels([use], lambda variants: dict.fromkeys(variants, Loads({8: False}, overall=True)))
-    assert asked[-1](1)
-    assert not asked[-1](1, 2)
+    assert [fastest(1, n, ("MLX", "other", "kernel")) for n in (3, 4)] == ["kernel", "other"]
+    assert fastest(1, 4, ("MLX", "kernel")) == "MLX"
+    assert ready(1), "a place that does not say how many gets what is faster over all"
+    kernels.leave_out([variant.kind])
+    assert not asked[-1](1, 1)
+    assert ways[-1](1, 1, ("MLX", "kernel")) == "MLX"
+    assert kernels.stats()["ready"] == 1
+
+
+def test_a_kernel_that_is_refused_leaves_the_fastest_way_of_mlx() -> None:
+    variant = bitmask_variant(mx.float16)
+    asked: list[ReadyFor] = []
+    ways: list[Fastest] = []
+    use = KernelUse({ANY_ROWS: [variant]}, asked.append, install_fastest=ways.append)
+    loads = Loads({1: {"MLX": 2.0, "other": 1.0}, 16: {"MLX": 1.0, "other": 2.0}}, right=False)
+    kernels = Kernels([use], lambda variants: dict.fromkeys(variants, loads))
+    assert not asked[-1](1, 1)
+    assert [ways[-1](1, n, ("MLX", "other", "kernel")) for n in (1, 16)] == ["other", "MLX"]
+    assert (kernels.stats()["ready"], kernels.stats()["refused"]) == (0, 1)
+    assert kernels.kinds == frozenset()
+    Kernels([use], lambda variants: {})
+    assert ways[-1](1, 1, ("MLX", "other", "kernel")) == "MLX"

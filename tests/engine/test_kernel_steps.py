@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 
+import mlx.core as mx
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, prompt
@@ -14,11 +15,16 @@ from models.random_weights import random_tensor, tiny_tensors
 from models.runs import every
 from models.tiny import tiny_checkpoint, write
 
+from mlxinfer.cache import attention, chunks
+from mlxinfer.cache.chunks import Chunk
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.kernels import Chooser, choose_none
-from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.variants import Chosen, Variant, everywhere
+from mlxinfer.metal_kernels.attention_cases import PAIRS
+from mlxinfer.metal_kernels.gathered_attention import FUSED, GATHERED
+from mlxinfer.metal_kernels.launch import Launch, running_on
+from mlxinfer.metal_kernels.prompt_attention import BLOCKS, WHOLE
+from mlxinfer.metal_kernels.variants import Chosen, Loads, Variant, everywhere
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
@@ -190,6 +196,48 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
     ran = {report.kernel for report in machine.reports}
     assert name not in ran
     assert ("bitmask" in ran) == (missing == "sample")
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("way", "refused"),
+    [(PAIRS, ()), (FUSED, ("paged_attention",)), (WHOLE, ()), (WHOLE, ("prefill_attention",))],
+)
+def test_any_way_may_be_the_fastest(
+    way: str,
+    refused: tuple[str, ...],
+    wide: tuple[Model, list[Outcome]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A form of the kernel, MLX's attention on gathered pages, and on a layer's decoded pages."""
+    model, plain = wide
+    ran: set[str] = set()
+    kind, first = ("prefill_attention", BLOCKS) if way == WHOLE else ("paged_attention", GATHERED)
+    times = {1: {"kernel": 2.0, first: 3.0, way: 1.0}}
+
+    def choose(variants: Sequence[Variant]) -> Chosen:
+        return {v: Loads(times if v.kind == kind else {}, v.kind not in refused) for v in variants}
+
+    monkeypatch.setattr(Chunk, "ways", lambda *_: (BLOCKS, WHOLE))  # as on a Mac
+    for name, module, function in (
+        (FUSED, attention, "gathered_fused"),
+        (WHOLE, chunks, "attend_to_all"),
+    ):
+        call = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *a, c=call, n=name: (ran.add(n), c(*a))[1])
+    machine = MetalCPU(checked=False)
+
+    def device(launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+        names = {name for name, value in launch.template if value is True}
+        ran.update({PAIRS} if "PAIRS" in names else {launch.kernel.name})
+        return machine(launch, inputs)
+
+    with running_on(device):
+        outcomes = run(model, EIGHT, choose)
+    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
+    assert way in ran
+    assert ("paged_attention" in ran) == (way == WHOLE)
+    assert ("tiled_attention" in ran) == (way != WHOLE)
 
 
 @requires_compiler

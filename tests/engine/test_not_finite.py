@@ -128,7 +128,7 @@ def test_a_kernel_that_writes_nan_is_named_and_no_request_sees_it(
     assert {(key.split()[0], verdict.status) for key, verdict in known.items()} == {(kind, FAULTY)}
     later = Kernels([*model.kernels()], choose_all(set()))
     assert f"-{kind}" in later.identity, "pages on disk are others from now on"
-    ready = [v for v in harness.loop.kernels._ready if v.kind == kind]
+    ready = [v for v in harness.loop.kernels._loads if v.kind == kind]
     chosen = judge(ready, gpu=gpu, folder=tmp_path, again=True)
     assert {v.status for v in chosen.values()} == {FAULTY}, "a check of small inputs would pass it"
 

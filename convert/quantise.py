@@ -181,9 +181,8 @@ class QuantisationMethod:
         if self.form.mode != "affine":
             return floats.nearest(places, self.form)
         codes = np.rint(places)
-        codes.clip(
-            ZERO, np.float32(2**self.form.bits - 1), out=codes
-        )  # np.clip takes twice as long
+        np.maximum(codes, ZERO, out=codes)  # both together take a fifth of the time of np.clip
+        np.minimum(codes, np.float32(2**self.form.bits - 1), out=codes)
         return codes, codes
 
     def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
@@ -237,11 +236,12 @@ def _tile(
 ) -> tuple[QuantisedRows, ErrorStats]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
+    errors = None
     if method.feedback is None:
         scales = method.scales(groups, importance)
         codes = method.codes(groups, scales)
     else:
-        codes, scales = _fed_back(groups, method, method.feedback, importance)
+        codes, scales, errors = _fed_back(groups, method, method.feedback, importance)
     packed = pack(codes.astype(np.uint8, copy=False).reshape(values.shape), form.bits)
     if form.mode == "affine":
         scale, bias = (narrow(part[..., 0], method.dtype) for part in scales)
@@ -250,14 +250,29 @@ def _tile(
         rows = QuantisedRows(packed, scales[0][..., 0], None)
     if not measured:
         return rows, ErrorStats()
+    if errors is not None:
+        return rows, _stats_of(errors, values, method.importance)
     decoded = method.decode(codes, scales)
     return rows, compare(decoded.reshape(values.shape), values, method.importance)
 
 
+def _stats_of(errors: Floats, values: Floats, importance: Floats | None) -> ErrorStats:
+    """Of errors (in_dims, method.rows), which become squares, of values (R, in_dims)."""
+    rows = len(values)
+    largest = max(errors[:, :rows].max(initial=0.0), -errors[:, :rows].min(initial=0.0))
+    errors *= errors
+    squares = errors.sum(axis=0)
+    weighted = squares if importance is None else np.dot(importance, errors)
+    sums = (float(part[:rows].sum(dtype=np.float64)) for part in (squares, weighted))
+    return ErrorStats(*sums, squares_of(values), float(largest))
+
+
 def _fed_back(
     groups: Floats, method: QuantisationMethod, feedback: ErrorFeedback, importance: Floats | None
-) -> tuple[NDArray[np.uint8], Scales]:
+) -> tuple[NDArray[np.uint8], Scales, Floats]:
     """Codes (R, G, group_size) and scales (R, G, 1) each, group by group; R <= method.rows.
+
+    And the errors, (in_dims, method.rows): value - rounded.
 
     Columns lie behind each other in memory. Rows are filled up with zeros, so that a product is
     always of one shape, and a row's result the same wherever it stands.
@@ -287,9 +302,9 @@ def _fed_back(
             block[last:] += factor[first:last, last:].T @ errors[first:last]
         block_start += len(block)
     joined = np.ascontiguousarray(codes[:, :rows].T).reshape(groups.shape)
-    return joined, tuple(
-        np.concatenate([p[:rows] for p in parts], axis=1) for parts in zip(*scales, strict=True)
-    )
+    of_groups = zip(*scales, strict=True)
+    joined_scales = (np.concatenate([p[:rows] for p in parts], axis=1) for parts in of_groups)
+    return joined, tuple(joined_scales), columns
 
 
 def _round_columns(

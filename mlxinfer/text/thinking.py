@@ -35,6 +35,9 @@ _ON_WORDS = (
 )  # fmt: skip
 _TAUGHT = ("low", "medium", "high")  # where a template writes any level: those of the first API
 _TOKENS = {"minimal": 512, "low": 1024, "medium": 4096, "high": 8192, "xhigh": 16384, "max": None}
+# Where a template takes a number from 0, no thinking, to 1. Source: Inkling's documentation, which
+# names the numbers that it was trained with.
+_SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99}
 _MAX_WORDS = 12  # values of its own that a template is tried with
 Variables = dict[str, Any]
 Render = Callable[[Variables], str | None]  # None: the template refuses
@@ -166,6 +169,8 @@ class _Probe:
             return None
         top = self._prompt(rungs[max(rungs)]) or ""
         for name in self._matching(_EFFORT):
+            if self._takes_numbers(name):
+                return {name: 0.0}
             known = [word for word in _OFF_WORDS if word in self._words]
             for word in (*known, "none", *EFFORTS[1:3]):
                 prompt = self._prompt({name: word})
@@ -183,7 +188,7 @@ class _Probe:
         """Return {place in EFFORTS: variables} of the efforts that the template distinguishes."""
         base = on or {}
         for name in self._matching(_EFFORT):
-            rungs = self._values(name, base)
+            rungs = self._values(name, base) or self._shares(name, base)
             if rungs:
                 return rungs
         flags = {
@@ -211,6 +216,16 @@ class _Probe:
             return {}
         usual = EFFORTS.index("high")  # stands for the values that make no difference
         return {place: accepted[place] for place in sorted({*special, usual}) if place in accepted}
+
+    def _shares(self, name: str, base: Variables) -> dict[int, Variables]:
+        """Return numbers for efforts, where a variable takes numbers and no words."""
+        if not self._takes_numbers(name):
+            return {}
+        return {EFFORTS.index(word): {**base, name: share} for word, share in _SHARES.items()}
+
+    def _takes_numbers(self, name: str) -> bool:
+        """Whether a variable takes numbers from 0 to 1; one that writes any word does not."""
+        return self._differs({name: 0.2}, {name: 0.7}) and _UNKNOWN not in self._text(name)
 
     def _budget_rungs(self, name: str, base: Variables) -> dict[int, Variables]:
         """Return numbers of tokens for efforts; the highest effort has no limit."""

@@ -63,6 +63,19 @@ GENERATION = {  # template -> (levels, {wish: variables})
         (OFF, ON, "high"),
         {OFF: {"reasoning_effort": "minimal"}, "low": {"reasoning_effort": "high"}},
     ),
+    "a number": (
+        turns("Thinking effort level: {{ reasoning_effort | default(0.9) | float }}"),
+        (OFF, ON, "minimal", "low", "medium", "high", "xhigh"),
+        {
+            **{OFF: {"reasoning_effort": 0.0}, ON: {}, "minimal": {"reasoning_effort": 0.1}},
+            **{"high": {"reasoning_effort": 0.9}, "max": {"reasoning_effort": 0.99}},
+        },
+    ),
+    "a number that refuses words": (
+        turns("{{ '%.2f' | format(effort if effort is defined else 0.9) }}"),
+        (OFF, ON, "minimal", "low", "medium", "high", "xhigh"),
+        {OFF: {"effort": 0.0}, "low": {"effort": 0.2}},
+    ),
     "budget": (
         turns("{{ thinking_budget }}{{ '</think>' if thinking_budget == 0 }}"),
         (OFF, ON, *EFFORTS[1:]),

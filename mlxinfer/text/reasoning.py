@@ -25,6 +25,11 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TAIL = 64  # tokens at the end of a prompt among which a start tag ends it
 _ASSISTANT = "<|start|>assistant"
 _NO_MARK = re.compile("[^<]+")
+_TOOL_NAME = re.compile(r"[\w.:/-]{0,128}")
+MODEL_BLOCK, THOUGHT_BLOCK, TEXT_BLOCK, CALL_BLOCK, BLOCK_END = BLOCKS = (  # of Inkling
+    "<|message_model|>", "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>",
+    "<|end_message|>",
+)  # fmt: skip
 _RECIPIENT = re.compile(r"\sto=([^\s<]*)")
 _TO, _TO_USER = ">>>", "all\n"  # of Functionary
 
@@ -316,6 +321,50 @@ class RecipientSplitter(Splitter):
         return f"{_TO if is_call else mark}{name}{line or ''}"
 
 
+class BlockSplitter(Splitter):
+    """Splits blocks, each behind a mark of its kind: thoughts, texts and calls, in any order.
+
+    A header may stand before the mark of a call, the name of its tool, and is dropped. The call
+    stays in the text with the mark, so that a tool-call parser finds it. Text without any mark is
+    the answer. Source: tml-renderers 0.4.2, which writes and reads what Inkling writes.
+
+    Args:
+        opened: the prompt ends within a thought.
+    """
+
+    def __init__(self, *, opened: bool = False) -> None:
+        super().__init__()
+        self.is_thinking = opened
+        self._header: str | None = None if opened else ""  # None: within a block
+        self._in_call = False
+
+    def _read(self) -> Parse[None]:
+        reader = self._reader
+        while (yield from reader.more()):
+            mark = yield from reader.accept(*BLOCKS)
+            if mark is not None:
+                self._mark(mark)
+            else:
+                self._text((yield from reader.run(_NO_MARK)) or reader.take())
+        self._shown.append(self._header or "")
+
+    def _text(self, text: str) -> None:
+        if self._header is not None:
+            text, self._header = self._header + text, self._header + text
+            if _TOOL_NAME.fullmatch(text):
+                return  # the name of a tool, or an answer without marks
+            self._header = None
+        (self._thought if self.is_thinking else self._shown).append(text)
+
+    def _mark(self, mark: str) -> None:
+        if mark == CALL_BLOCK or (self._in_call and mark == BLOCK_END):
+            self._shown.append(mark)
+        elif mark == BLOCK_END and self._header:  # of an answer without a mark before it
+            self._shown.append(self._header)
+        self._header = None if mark in (THOUGHT_BLOCK, TEXT_BLOCK, CALL_BLOCK) else ""
+        self.is_thinking, self._in_call = mark == THOUGHT_BLOCK, mark == CALL_BLOCK
+
+
 def channel_of(header: str) -> str:
     """Return "analysis", "tool" or "final" for a message with this header."""
     recipient = _RECIPIENT.search(f" {header}")
@@ -331,7 +380,8 @@ class ReasoningFormat:
 
     With `answer`, the answer after the reasoning stands between two tags of its own. `implied` and
     `final`: see TagSplitter. `channels` say how messages are marked, with `harmony`. `recipient` is
-    the header of an answer without reasoning, see RecipientSplitter.
+    the header of an answer without reasoning, see RecipientSplitter. With `blocks` all text is in
+    blocks, see BlockSplitter.
     """
 
     start: str = "<think>"
@@ -342,18 +392,23 @@ class ReasoningFormat:
     final: str = ""
     channels: Channels = GPT_OSS
     recipient: str = ""
+    blocks: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that this format looks for, whether they are special tokens or not."""
         if self.harmony:
             return (*self.channels.marks, *self.channels.ends)
+        if self.blocks:
+            return BLOCKS
         return (self.start, self.end, *filter(None, (*self.answer, self.final)))
 
     def splitter(self, prefix: str = "") -> Splitter:
         """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
         if self.recipient:
             return RecipientSplitter()
+        if self.blocks:
+            return BlockSplitter(opened=self.is_open(prefix))
         if not self.harmony:
             opened, thought = self.is_open(prefix), prefix.partition(self.start)[2]
             continued = opened and bool(thought.strip())
@@ -498,6 +553,9 @@ KIMI_K3 = ReasoningFormat(
     final="<|close|>message<|sep|>",
 )
 SOLAR = ReasoningFormat("<|think|>", "<|end|><|begin|>assistant", answer=("<|content|>", "<|end|>"))
+INKLING = ReasoningFormat(
+    THOUGHT_BLOCK, f"{BLOCK_END}{MODEL_BLOCK}", answer=(TEXT_BLOCK, BLOCK_END), blocks=True
+)
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
 
@@ -519,6 +577,8 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
         return KIMI_K3
     if all(mark in sources for mark in (SOLAR.start, *SOLAR.answer)):
         return SOLAR
+    if all(mark in added or mark in sources for mark in BLOCKS):
+        return INKLING
     if f"{_TO}{_TO_USER.strip()}" in sources:
         return ReasoningFormat(recipient=_TO_USER)
     in_template = [tags for tags in TAGS if all(tag in sources for tag in tags)]

@@ -2,14 +2,16 @@
 
 A format cannot be read off these published templates: gpt-oss writes the header of a call in
 another order than its template. The values of Gemma 4 and FunctionGemma are no JSON. The template
-of LFM2 writes no calls. The template of Kimi K2 fails on calls in jinja's sandbox. Hermes's form is
-for templates that ask for it and write no calls, as those of several fine-tuned models.
+of LFM2 writes no calls. Inkling names a tool twice. The template of Kimi K2 fails on calls in
+jinja's sandbox. Hermes's form is for templates that ask for it and write no calls, as those of
+several fine-tuned models.
 """
 
 import re
 
 from ...errors import InvalidRequestError, TemplateError
 from ..reader import Malformed, Parse, TextReader
+from ..reasoning import BLOCK_END, CALL_BLOCK, MODEL_BLOCK
 from ..template import ChatTemplate
 from ..tokenizer import Tokenizer
 from .cores import (
@@ -91,6 +93,21 @@ class Muse(TemplateFormat):
         return lark.repeated(lark.one_of(options), between, parallel=parallel)
 
 
+class Inkling(TemplateFormat):
+    """Inkling: the name of the tool before the mark of a call, and in the call again.
+
+    The reasoning splitter drops the first. Source: tml-renderers 0.4.2.
+    """
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """Blocks with one call each; the prompt has begun the first block."""
+        options = []
+        for tool in tools:
+            call = super().grammar(lark, Toolbox([tool]), parallel=False)
+            options.append(f"{lark.text(tool.name)} {call}")
+        return lark.repeated(lark.one_of(options), MODEL_BLOCK, parallel=parallel)
+
+
 class Functionary(TemplateFormat):
     """Functionary v3.2: the name of the tool in a line, then its arguments.
 
@@ -144,6 +161,11 @@ KIMI_K3 = TemplateFormat(
     ),
     "kimi_k3",
 )
+INKLING = Inkling(
+    CallSyntax(("", ""), (CALL_BLOCK, BLOCK_END)),
+    ObjectCore(f'{{"name":"{NAME}","args":{ARGUMENT_OBJECT}}}', "name", "args"),
+    "inkling",
+)
 GRANITE = TemplateFormat(
     CallSyntax(("<|tool_call|>[", "]"), ("", ""), ", "),
     ObjectCore(f'{{"name": "{NAME}", "arguments": {ARGUMENT_OBJECT}}}', "name", "arguments"),
@@ -153,7 +175,7 @@ FUNCTIONARY = Functionary(CallSyntax(("", ""), (">>>", "")), NamedCore("\n"), "f
 GENERIC = _hermes("generic")
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY, FUNCTIONARY, GEMMA4, FUNCTION_GEMMA, KIMI, KIMI_K3, MINIMAX_M3, MUSE, LFM2, GRANITE,
-    _hermes("hermes"),
+    INKLING, _hermes("hermes"),
 )  # fmt: skip
 _BY_NAME = {format.name: format for format in (*FORMATS, GENERIC)}
 
@@ -196,6 +218,8 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
         return HARMONY
     if f"{FUNCTIONARY.begins[0]}all" in literals:
         return FUNCTIONARY
+    if INKLING.begins[0] in tokens or INKLING.begins[0] in literals:
+        return INKLING
     if {"<|open|>", "<|close|>", "<|sep|>"} <= tokens or "<|open|>" in literals:
         return KIMI_K3
     written = written_calls(tokenizer)

@@ -218,5 +218,6 @@ class AnswerGrammar:
         if self._reasoning is None or self._is_over:
             return ""
         final = self._reasoning.channels.final if self._reasoning.harmony else ""
+        final = self._reasoning.answer[0] if self._reasoning.blocks else final
         header = self._reasoning.recipient or final
         return self._lark.text(header) if header else ""

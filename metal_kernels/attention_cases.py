@@ -463,13 +463,22 @@ def _decode_shape(form: AttentionForm) -> Shape:
     )
 
 
+def _accumulators(variant: Variant) -> int:
+    form: AttentionForm = variant.form
+    if variant.kind == MLA:  # an eighth of 16 rows
+        return form.value_dim // 32
+    dims: dict[str, Any] = {"key_dim": form.key_dim, "value_dim": form.value_dim}
+    shape = prefill_shape(**dims) if variant.kind == PREFILL else _decode_shape(form)
+    return shape.fragments * form.value_dim // 8 // shape.halves
+
+
 _SHARED_FILES = (
     "attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h",
     "stored_codes.h", "attention_reduce.metal", "attention_plan.py", "paged_attention.py",
     "chips.py", "stored.py",
 )  # fmt: skip
 PAGED_FILES = ("paged_attention.metal", "tiled_attention.metal", *_SHARED_FILES)
-_kind = partial(Kind, case=_case, timed=_timed, registers=_registers)
+_kind = partial(Kind, case=_case, timed=_timed, registers=_registers, accumulators=_accumulators)
 PAGED_ATTENTION = _kind(
     name=PAGED,
     files=PAGED_FILES,
@@ -482,6 +491,7 @@ PAGED_ATTENTION = _kind(
         _sample(PAGED, 256, 2, dtype=mx.bfloat16),
         _sample(PAGED, 80, 1, (4, 4)),
         _sample(PAGED, 512, 8, (8, 8), joint_dim=640),
+        _sample(PAGED, 128, 8, queries=2),  # twice as many sums as the first
     ),
 )
 PREFILL_ATTENTION = _kind(

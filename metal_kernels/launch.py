@@ -6,6 +6,7 @@ in the tests a machine that executes the same source on the CPU.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 MAX_LAUNCHES = 512  # that are remembered
+MOST_THREADS = 1024  # of a threadgroup, on any GPU
 Size = tuple[int, int, int]
 TemplateValue = int | bool | mx.Dtype
 
@@ -77,6 +79,28 @@ class Launch:
     def __post_init__(self) -> None:
         self.function = compiled(self.kernel, tuple(self.template), math.prod(self.threadgroup))
 
+    def most_threads(self, inputs: Sequence[mx.array]) -> int | None:
+        """Threads of a threadgroup for which the compiler leaves room, if none are declared.
+
+        It is Metal's `maxTotalThreadsPerThreadgroup`: fewer, the more registers a thread takes. MLX
+        says it where it refuses a launch with one thread more than any GPU takes. Nothing is run.
+        None: it said something else.
+        """
+        threads = MOST_THREADS + 1
+        try:
+            outputs = compiled(self.kernel, tuple(self.template), 0)(
+                inputs=inputs,
+                grid=(threads, 1, 1),
+                threadgroup=(threads, 1, 1),
+                output_shapes=self.output_shapes,
+                output_dtypes=self.output_dtypes,
+            )
+            mx.eval(outputs)
+        except (ValueError, RuntimeError) as error:
+            said = re.search(r"maximum allowed threads per threadgroup \((\d+)\)", str(error))
+            return int(said[1]) if said else None
+        return None
+
     def on_metal(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Lazy outputs, from MLX. Raises RuntimeError: there is no Metal here."""
         return self.function(
@@ -105,7 +129,7 @@ def compiled(
     The kernel is declared for threadgroups of at most `num_threads`. The compiler then gives each
     thread the registers that this leaves, and spills the rest. Without the declaration it may
     choose registers for fewer threads, and then MLX refuses the launch. The attribute ends the
-    header, right before the `[[kernel]]` that MLX writes.
+    header, right before the `[[kernel]]` that MLX writes. With 0 nothing is declared.
 
     Template values stand in the body, because MLX would turn its own template arguments into text
     in every call. The name of a compiled kernel has all of its values except the types of its
@@ -114,7 +138,8 @@ def compiled(
     """
     body = "\n".join([*(_declared(name, value) for name, value in template), kernel.body])
     header = f'{kernel.header}\n#line 1 "{kernel.name}, as MLX calls it"\n'
-    header += f"[[max_total_threads_per_threadgroup({num_threads})]]\n"
+    if num_threads:
+        header += f"[[max_total_threads_per_threadgroup({num_threads})]]\n"
     compiled_text = "\n".join([*kernel.inputs, *kernel.outputs, body, header])
     return mx.fast.metal_kernel(
         name=f"{kernel.name}_{sha256(compiled_text.encode()).hexdigest()[:16]}",

@@ -425,6 +425,24 @@ def _in_mlx(case: Case, twin: Sequence[mx.array], device: Device) -> Calls:
     return {**dict([first]), **_right(case, dict(others), twin, device)}
 
 
+def thread_limits(variant: Variant) -> dict[str, int]:
+    """`Launch.most_threads` of each kernel of a variant, of each of its forms; runs nothing."""
+    limits: dict[str, int] = {}
+
+    def asked(launch: Launch, inputs: Sequence[mx.array], form: str) -> list[mx.array]:
+        name = f"{launch.kernel.name}, {form}" if form else launch.kernel.name
+        if name not in limits and (limit := launch.most_threads(inputs)) is not None:
+            limits[name] = limit
+        shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in shapes]
+
+    case = KINDS[variant.kind].case(variant)
+    for form, call in {"": case.kernel, **case.forms}.items():
+        with running_on(partial(asked, form=form)):
+            call()
+    return limits
+
+
 def condemn(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> None:
     """Remember that variants gave NaN or infinities in use; `gpu`, `folder` as for `choose`."""
     if gpu is None:

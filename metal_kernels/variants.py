@@ -284,6 +284,7 @@ class Kind:
         loads: loads and tokens to time it at.
         registers: 32-bit registers of a lane at its peak: an estimate from what the source keeps,
             and about 12 for places and loops.
+        accumulators: matrices of 8x8 sums that a SIMD group keeps in its loop; 0: it has no such.
         samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.
     """
 
@@ -294,6 +295,7 @@ class Kind:
     registers: Callable[[Variant], int]
     samples: tuple[Variant, ...]
     loads: tuple[tuple[int, int], ...] = ((1, 0), (8, 0))
+    accumulators: Callable[[Variant], int] = lambda variant: 0
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

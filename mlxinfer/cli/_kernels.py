@@ -4,7 +4,7 @@ The report is kept; what models had checked is in it.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from ..layers.recurrence_check import SHAPES, TOLERANCE, difference
 from ..metal_kernels.selfcheck import (
     CRASHED,
     KINDS,
+    OK,
     Gpu,
     Verdict,
     Verdicts,
     judge,
     key_of,
     this_gpu,
+    thread_limits,
 )
 from ..metal_kernels.variants import WORTH, is_kernel
 from ._output import table
@@ -40,6 +42,9 @@ class KernelRow:
     used: dict[int, str] = field(default_factory=dict)  # the way at each load,
     instead: dict[int, str] = field(default_factory=dict)  # and the one that a refusal leads to
     first_run_s: float | None = None  # compiling included
+    accumulators: int = 0  # 8x8 sums that a SIMD group keeps in its loop
+    # Most threads of a threadgroup, by kernel and form: Metal's maxTotalThreadsPerThreadgroup.
+    most_threads: dict[str, int] = field(default_factory=dict)
 
     @property
     def cells(self) -> list[str]:
@@ -110,7 +115,14 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
     """Check and time every sample, add what models had checked, and keep the report in `folder`."""
     variants = [variant for kind in KINDS.values() for variant in kind.samples]
     samples = judge(variants, gpu=gpu, folder=folder, again=True)
-    rows = [_row(str(variant), verdict) for variant, verdict in samples.items()]
+    rows = [
+        replace(
+            _row(str(variant), verdict),
+            accumulators=(sums := KINDS[variant.kind].accumulators(variant)),
+            most_threads=thread_limits(variant) if sums and verdict.status == OK else {},
+        )
+        for variant, verdict in samples.items()
+    ]
     keys = {key_of(variant) for variant in samples}
     texts = {key.partition("#")[2] for key in keys}  # of the kernels as they are now
     for key, verdict in Verdicts(folder, gpu.environment).read().items():

@@ -16,12 +16,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -35,6 +35,7 @@ from ..files import write_whole
 from ..llm import LLM
 from ..memory import human_bytes, total_memory_bytes
 from ..memory.roofline import Machine, estimate, machine
+from ..session.options import PAGES_VARIABLE
 from ._inspect import Summary, summarise
 from ._kernels import kernel_report
 from ._model import fetch
@@ -81,6 +82,7 @@ class Extent:
         models: of random weights, each measured in a part of its own.
         tokens: of each answer.
         steps: of greedy decoding with and without kernels.
+        long: tokens of a prompt before such steps.
         soak_s: seconds of requests while memory is watched.
         speed_s: no measurement of a model begins after so many seconds.
     """
@@ -88,6 +90,7 @@ class Extent:
     models: tuple[RandomModel, ...]
     tokens: int
     steps: int
+    long: int
     soak_s: float
     speed_s: float
 
@@ -103,7 +106,7 @@ SMALL = RandomModel("0.6B, random", (512, 4096), _sizes(1024, 3072, 28, 16, 8, 1
 LARGE = RandomModel("8B, random", (512, 2048), _sizes(4096, 12_288, 36, 32, 8, 128, 151_936, False))
 TINY = RandomModel("tiny, random", (128, 512), _sizes(256, 768, 4, 4, 2, 64, 4096, True))
 LARGE_MEMORY, LARGE_DISK = 30 << 30, 12 * 10**9  # bytes that LARGE needs to be measured too
-ON_CPU = Extent((TINY,), 16, 500, 5, 30)
+ON_CPU = Extent((TINY,), 16, 500, 600, 5, 30)
 
 
 def extent_here() -> Extent:
@@ -113,7 +116,7 @@ def extent_here() -> Extent:
     free = shutil.disk_usage(tempfile.gettempdir()).free
     large = total_memory_bytes() >= LARGE_MEMORY and free >= LARGE_DISK
     models = (SMALL, LARGE) if large else (SMALL,)
-    return Extent(models, 64, 500, 60, 120)
+    return Extent(models, 64, 500, 4_200, 60, 120)
 
 
 # -- the report -------------------------------------------------------------------------------
@@ -160,6 +163,7 @@ def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> 
         "machine": checks,
         "kernels": lambda: kernel_report().as_dict(),
         "tokens": partial(tokens_part, extent.steps),
+        "tokens, long": partial(long_tokens_part, find, extent.long, extent.steps),
         **speeds,
         "soak": partial(soak_part, find, contexts[-1], extent.soak_s),
     }
@@ -273,55 +277,110 @@ def machine_part(checks: Sequence[Data]) -> Data:
     }
 
 
+class Way(NamedTuple):
+    """How an answer is computed on kernels."""
+
+    speculate: Literal["off", "auto"] = "off"  # auto: steps verify proposals
+    page_size: int = 16
+
+
 def tokens_part(steps: int) -> Data:
     """Greedy answers of the bundled model with kernels, beside those of plain MLX alone."""
-    ways = {"kernels": "off", "kernels and proposals": "auto"}  # whether steps verify proposals
+    ways = {"kernels": Way(), "kernels and proposals": Way("auto")}
+    return _same_tokens(
+        "demo", lambda llm: dict(zip(PROMPTS, _encoded(llm), strict=True)), ways, steps
+    )
+
+
+def _encoded(llm: LLM) -> list[list[int]]:
+    return [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+def long_tokens_part(find: Callable[[], Path], length: int, steps: int) -> Data:
+    """The same after prompts of `length` random words, and with pages of 32 tokens."""
+
+    def drawn(llm: LLM) -> dict[str, list[int]]:
+        most = min(length, (llm.model_info.max_context or 0) - steps)
+        ids = prompts(llm.tokenizer, most, 2, "long")
+        return {f"{len(some)} random tokens, {i}": some for i, some in enumerate(ids)}
+
+    ways = {"kernels": Way(), "kernels, pages of 32": Way(page_size=32)}
+    return _same_tokens(find(), drawn, ways, steps)
+
+
+def _same_tokens(
+    source: str | Path,
+    prompts_of: Callable[[LLM], dict[str, list[int]]],
+    ways: Mapping[str, Way],
+    steps: int,
+) -> Data:
+    """Where answers of several ways differ from those of plain MLX, and how long each took."""
     answers: dict[str, GreedyAnswers] = {}
-    for way, speculate in ways.items():
-        with LLM("demo", speculate=speculate) as llm:
-            answers[way] = _greedy(llm, steps)
+    for name, way in ways.items():
+        pages = variable(PAGES_VARIABLE, str(way.page_size))
+        with pages, LLM(source, speculate=way.speculate) as llm:
+            answers[name] = _greedy(llm, prompts_of(llm), steps)
             kernels = llm.stats()["kernels"]
-    with plain_mlx(), LLM("demo", speculate="off") as llm:
-        answers["plain MLX"] = plain = _greedy(llm, steps)
+    with plain_mlx(), LLM(source, speculate="off") as llm:
+        prompts_ids = prompts_of(llm)
+        answers["plain MLX"] = plain = _greedy(llm, prompts_ids, steps)
         differences = [
-            {"way": way, "prompt": prompt, **difference}
-            for way in ways
-            for prompt, *tokens in zip(PROMPTS, answers[way].tokens, plain.tokens, strict=True)
-            if (difference := _first_difference(llm, prompt, *tokens)) is not None
+            {"way": name, "prompt": prompt, **difference}
+            for name in ways
+            for (prompt, ids), *tokens in zip(
+                prompts_ids.items(), answers[name].tokens, plain.tokens, strict=True
+            )
+            if (difference := _first_difference(llm, ids, *tokens)) is not None
         ]
-    seconds = {way: answer.seconds for way, answer in answers.items()}
-    return {"steps": steps, "kernels": kernels, "seconds": seconds, "differences": differences}
+    seconds = {name: answer.seconds for name, answer in answers.items()}
+    lengths = [len(ids) for ids in prompts_ids.values()]
+    return {
+        "steps": steps,
+        "prompts": lengths,
+        "kernels": kernels,
+        "seconds": seconds,
+        "differences": differences,
+    }
+
+
+def plain_mlx() -> AbstractContextManager[None]:
+    """Models that are loaded meanwhile use no kernels."""
+    return variable(KERNELS_VARIABLE, "off")
 
 
 @contextmanager
-def plain_mlx() -> Iterator[None]:
-    """Models that are loaded meanwhile use no kernels."""
-    before = os.environ.get(KERNELS_VARIABLE)
-    os.environ[KERNELS_VARIABLE] = "off"
+def variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment has this value meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[KERNELS_VARIABLE]
+            del os.environ[name]
         else:
-            os.environ[KERNELS_VARIABLE] = before
+            os.environ[name] = before
 
 
-def _greedy(llm: LLM, steps: int) -> GreedyAnswers:
+def _greedy(llm: LLM, prompts_ids: Mapping[str, list[int]], steps: int) -> GreedyAnswers:
     begun_s = time.perf_counter()
-    results = llm.generate(list(PROMPTS), max_tokens=steps, temperature=0, ignore_eos=True)
+    results = llm.generate(
+        list(prompts_ids.values()), max_tokens=steps, temperature=0, ignore_eos=True
+    )
     return GreedyAnswers(
         [list(result.token_ids) for result in results], time.perf_counter() - begun_s
     )
 
 
-def _first_difference(llm: LLM, prompt: str, tokens: list[int], plain: list[int]) -> Data | None:
-    """Where an answer differs first, and how close its two tokens are; None: nowhere."""
+def _first_difference(
+    llm: LLM, prompt: Sequence[int], tokens: list[int], plain: list[int]
+) -> Data | None:
+    """Where an answer to `prompt` differs first, how close its two tokens are; None: nowhere."""
     pairs = zip(tokens, plain, strict=True)
     place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:
         return None
-    ids = [*llm.tokenizer.encode(prompt), *plain[:place]]
+    ids = [*prompt, *plain[:place]]
     result = llm.generate(ids, max_tokens=1, temperature=0, ignore_eos=True, logprobs=5)
     assert result.logprobs is not None
     return {

@@ -30,12 +30,21 @@ if TYPE_CHECKING:
     from ..models.language import LanguageModel
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together, where a model needs no more
+PAGES_VARIABLE = "MLXINFER_PAGE_SIZE"  # of the environment; 32: pages of twice as many
 PREFILL_SLICE_MS = 250
 FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_WITH_SPANS = 288  # where a step computes a whole picture: Gemma 4 has 280 tokens of one
 KVBits = Literal[8, 4]
+
+
+def _page_size() -> int:
+    """Tokens a page. Raises InvalidRequestError: the environment asks for other pages."""
+    given = os.environ.get(PAGES_VARIABLE, str(PAGE_SIZE))
+    if given not in (str(PAGE_SIZE), str(2 * PAGE_SIZE)):
+        raise InvalidRequestError(f"{PAGES_VARIABLE} is {given!r}; it can be 16 or 32.")
+    return int(given)
 
 
 class EngineArguments(TypedDict, total=False):
@@ -325,7 +334,7 @@ class EngineOptions:
             most = max(fixed, most) if has_spans else fixed
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
         feature_bytes = min(kv_bytes // FEATURE_SHARE, MOST_FEATURES) if model.tower else 0
-        page_size = lcm(PAGE_SIZE, *(spec.unit for spec in model.cache_specs))
+        page_size = lcm(_page_size(), *(spec.unit for spec in model.cache_specs))
         return EngineConfig(
             page_size=page_size,
             max_batch=self.max_batch,

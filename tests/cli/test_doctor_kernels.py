@@ -15,7 +15,9 @@ import fake_gpu
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
 from mlxinfer.layers.recurrence_check import DeltaShape
-from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, Verdict, Verdicts, key_of
+from mlxinfer.metal_kernels import launch
+from mlxinfer.metal_kernels.attention_cases import PAIRS, has_pairs
+from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, Verdict, Verdicts, key_of, thread_limits
 
 TIMED_HEADER = ["VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED"]
 
@@ -53,7 +55,12 @@ def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
     kept = json.loads((tmp_path / "mlxinfer" / "kernels" / "report.json").read_text())
     assert [row["status"] for row in kept["kernels"]] == ["ok", "ok"]
     assert all(row["speed"] == pytest.approx(2) for row in kept["kernels"])
-    assert all(set(row["times_us"]) == {"1 x 0", "8 x 0"} for row in kept["kernels"])
+    for row in kept["kernels"]:
+        assert set(row["times_us"]) == set(row["errors"]) == {"1 x 0", "8 x 0"}
+        assert (row["used"], row["instead"]) == (
+            {"1": "kernel", "8": "kernel"},
+            {"1": "MLX", "8": "MLX"},
+        )
     assert (
         "bitmask dtype=float32: 1 x 0: kernel 10 us, MLX 20 us; 8 x 0: kernel 10 us, MLX 20 us"
         in lines
@@ -138,3 +145,50 @@ def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPat
     fine = Gpu(fake_gpu.FakeDevice(), fake_gpu.CHIP)
     monkeypatch.setattr("mlxinfer.metal_kernels.selfcheck.this_gpu", lambda: fine)
     assert kernels().name == "kernels"
+
+
+class Refusing:
+    """MLX's answer to a threadgroup that is too large."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __call__(self, **call: Any) -> Any:
+        assert call["threadgroup"] == call["grid"] == (1025, 1, 1)
+        raise ValueError(self.message)
+
+
+@pytest.mark.parametrize(
+    ("message", "limits"),
+    [
+        (
+            "Thread group size (1025) is greater than  the maximum allowed threads per threadgroup "
+            "(832).",
+            {"paged_attention": 832, "attention_reduce": 832},
+        ),
+        ("[metal_kernel] No Metal back-end.", {}),
+    ],
+)
+def test_how_many_threads_a_compiler_leaves_room_for(
+    message: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both forms of the kernel; nothing is declared, and nothing run."""
+    declared: list[int] = []
+
+    def compiled(kernel: Any, template: Any, num_threads: int) -> Refusing:
+        declared.append(num_threads)
+        return Refusing(message)
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    of_pairs = {f"{name}, {PAIRS}": limit for name, limit in limits.items()}
+    variant = KINDS["paged_attention"].samples[0]
+    assert KINDS["paged_attention"].accumulators(variant) == 16
+    assert thread_limits(variant) == limits | of_pairs
+    assert 0 in declared
+
+
+def test_a_twice_as_large_sample_has_twice_the_sums() -> None:
+    kind = KINDS["paged_attention"]
+    assert [kind.accumulators(kind.samples[i]) for i in (0, -1)] == [16, 32]
+    assert has_pairs(kind.samples[0])
+    assert has_pairs(kind.samples[-1])

@@ -27,15 +27,17 @@ from mlxinfer.cli._report import (
     run_parts,
 )
 from mlxinfer.engine.kernels import KERNELS_VARIABLE, choose_none, choose_on_this_machine
+from mlxinfer.errors import InvalidRequestError
 from mlxinfer.memory.roofline import machine
 from mlxinfer.metal_kernels.selfcheck import KINDS
+from mlxinfer.session.options import PAGES_VARIABLE
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> Extent:
     """Parts of a second or less."""
     sizes = {**TINY.sizes, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
     model = RandomModel("tiny, random", (16, 40), sizes)
-    extent = Extent((model,), tokens=3, steps=4, soak_s=0.2, speed_s=60)
+    extent = Extent((model,), tokens=3, steps=4, long=40, soak_s=0.2, speed_s=60)
     monkeypatch.setattr(_report, "extent_here", lambda: extent)
     return extent
 
@@ -59,15 +61,17 @@ def test_every_part_has_its_data_and_its_table(
     path = tmp_path / "out.json"
     seen = outcome("doctor", "--report", str(path))
     assert seen.code == 0, seen.err
-    assert "[4/5] speed of tiny, random: ok" in seen.err
+    assert "[5/6] speed of tiny, random: ok" in seen.err
     report = json.loads(path.read_text())
     assert (report["ok"], report["running"]) == (True, None)
     assert list(report["parts"]) == [
-        "machine", "kernels", "tokens", "speed of tiny, random", "soak",
+        "machine", "kernels", "tokens", "tokens, long", "speed of tiny, random", "soak",
     ]  # fmt: skip
     data = {name.partition(" of ")[0]: entry["data"] for name, entry in report["parts"].items()}
     assert "no Metal here" in data["kernels"]["about"]
-    assert data["tokens"]["differences"] == []
+    assert data["tokens"]["differences"] == data["tokens, long"]["differences"] == []
+    assert data["tokens, long"]["prompts"] == [40, 40]
+    assert set(data["tokens, long"]["seconds"]) == {"kernels", "kernels, pages of 32", "plain MLX"}
     cells = data["speed"]["cells"]
     assert [(cell["context"], cell["batch"]) for cell in cells] == [
         (16, 1),
@@ -103,7 +107,7 @@ def test_a_part_that_fails_is_an_entry_and_the_others_go_on(
     text = path.read_text()
     parts = json.loads(text)["parts"]
     by_name = {name: entry["status"] for name, entry in parts.items()}
-    fine = dict.fromkeys(("machine", "speed of demo-draft", "soak"), "ok")
+    fine = dict.fromkeys(("machine", "tokens, long", "speed of demo-draft", "soak"), "ok")
     assert by_name == {**fine, "kernels": "fail", "tokens": "error"}
     assert "in broken" in parts["tokens"]["traceback"]
     rows = parts["kernels"]["data"]["kernels"]
@@ -175,7 +179,8 @@ def test_the_first_difference_is_told_with_its_probabilities() -> None:
     with LLM("demo", speculate="off") as llm:
         plain = list(llm.generate("Once upon a time", max_tokens=6, ignore_eos=True).token_ids)
         other = [*plain[:3], plain[3] + 1, *plain[4:]]
-        difference = _report._first_difference(llm, "Once upon a time", other, plain)
+        prompt = llm.tokenizer.encode("Once upon a time")
+        difference = _report._first_difference(llm, prompt, other, plain)
     assert difference is not None
     assert (difference["step"], difference["tokens"]) == (3, [plain[3] + 1, plain[3]])
     assert difference["most_probable"][0][0] == plain[3]
@@ -188,6 +193,17 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with _report.plain_mlx():
         assert choose_on_this_machine() is choose_none
     assert KERNELS_VARIABLE not in os.environ
+
+
+def test_pages_have_as_many_tokens_as_the_environment_says() -> None:
+    with _report.variable(PAGES_VARIABLE, "32"), LLM("demo") as llm:
+        assert llm.stats()["page_size"] == 32
+    with (
+        _report.variable(PAGES_VARIABLE, "24"),
+        pytest.raises(InvalidRequestError, match="16 or 32"),
+    ):
+        LLM("demo")
+    assert PAGES_VARIABLE not in os.environ
 
 
 def test_a_gpu_is_given_the_shapes_of_real_models(monkeypatch: pytest.MonkeyPatch) -> None:

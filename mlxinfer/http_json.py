@@ -84,10 +84,17 @@ def _parsed(base: str, answer: bytes | bytearray) -> Any:
 
 def _pieces(base: str, answer: "httpx2.Response") -> Iterator[bytes]:
     """The body of an answer; raises ServerError where its end is missing."""
+    with reading(base):
+        yield from answer.iter_bytes()
+
+
+@contextmanager
+def reading(base: str) -> Iterator[None]:
+    """Around the reading of an answer: raises ServerError where its end is missing."""
     import httpx2
 
     try:
-        yield from answer.iter_bytes()
+        yield
     except (httpx2.RemoteProtocolError, httpx2.ReadError):
         raise _broken(base) from None
 

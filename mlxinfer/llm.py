@@ -48,7 +48,7 @@ class LLM:
     Args:
         model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id. Or the
             address of a server, such as "http://studio.local:8080". Then the server runs the model,
-            and options of the engine are refused.
+            which it loads if it has not, and options of the engine are refused.
         progress: show bars of downloads, loading and batches; None: in notebooks, and if stderr is
             a terminal.
         api_key: key for a server; None: the environment variable MLXINFER_API_KEY.
@@ -91,7 +91,8 @@ class LLM:
                 options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
             from .remote.session import connect
 
-            session: ModelSession = connect(name, api_key, served_model, options)
+            with progress_bar(f"load {served_model or name}", wanted=progress) as show:
+                session: ModelSession = connect(name, api_key, served_model, options, show)
         elif api_key is not None or served_model is not None:
             raise InvalidRequestError(
                 f"api_key and served_model go with the address of a server; {name} runs here."

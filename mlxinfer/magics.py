@@ -2,14 +2,19 @@
 
 import ast
 import shlex
+from dataclasses import dataclass, field
 from typing import Any
 
+from .cli._open import default_model, open_llm
 from .errors import InvalidRequestError
 from .llm import LLM
 
 VARIABLE = "llm"  # of the notebook: the model that answers
-CONTINUE, MODEL = ("-c", "--continue"), ("-m", "--model")
-USAGE = "expected `%%llm`, then any of -m MODEL, -c, and arguments of chat such as temperature=0."
+CONTINUE, MODEL, LOCAL = ("-c", "--continue"), ("-m", "--model"), "--local"
+USAGE = (
+    "expected `%%llm`, then any of -m MODEL, --local, -c, and arguments of chat such as "
+    "temperature=0."
+)
 
 
 class Magics:
@@ -26,27 +31,26 @@ class Magics:
     def ask(self, line: str, cell: str | None = None) -> None:
         """Ask the text of the cell, or without one that of the line.
 
-        The variable `llm` of the notebook answers. `-m MODEL` loads another one into it; where
-        there is none, the demo is loaded. `-c` goes on with the last conversation. The answer is
-        shown as by `llm.show`, and its Result is in `llm.last`.
+        The variable `llm` of the notebook answers. `-m MODEL` puts another one into it; where
+        there is none, it is the demo. A running server that has the model answers, unless there is
+        `--local`. `-c` goes on with the last conversation. The answer is shown as by `llm.show`,
+        and its Result is in `llm.last`.
 
         Raises:
             InvalidRequestError: an argument of the line is none of these.
         """
-        model, goes_on, options = (None, False, {}) if cell is None else _arguments_of(line)
-        if model is not None:
-            self._load(model)
-        if not goes_on:
+        given = Arguments() if cell is None else _arguments_of(line)
+        if given.model is not None or self._variables.get(VARIABLE) is None:
+            self._open(given.model or default_model("demo", local=given.local), local=given.local)
+        if not given.goes_on:
             self._messages = []
-        self._show((line if cell is None else cell).strip(), options)
+        self._show((line if cell is None else cell).strip(), given.options)
 
-    def _load(self, model: str) -> LLM:
-        llm = self._variables[VARIABLE] = LLM(model)
-        return llm
+    def _open(self, model: str, *, local: bool) -> None:
+        self._variables[VARIABLE] = open_llm(model, local=local)
 
     def _show(self, text: str, options: dict[str, Any]) -> None:
-        given = self._variables.get(VARIABLE)
-        llm = given if given is not None else self._load("demo")
+        llm = self._variables[VARIABLE]
         if not isinstance(llm, LLM):
             raise InvalidRequestError(f"The variable {VARIABLE} is no LLM; give -m MODEL.")
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -55,23 +59,41 @@ class Magics:
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def _arguments_of(line: str) -> tuple[str | None, bool, dict[str, Any]]:
-    """The model, whether the conversation goes on, and arguments of `chat`, of a magic's line."""
-    model, goes_on, options = None, False, dict[str, Any]()
+@dataclass(slots=True)
+class Arguments:
+    """The line of a `%%llm`.
+
+    Attributes:
+        model: that is opened.
+        local: it is loaded in this process.
+        goes_on: with the last conversation.
+        options: of `chat`.
+    """
+
+    model: str | None = None
+    local: bool = False
+    goes_on: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _arguments_of(line: str) -> Arguments:
+    given = Arguments()
     words = iter(shlex.split(line))
     for word in words:
         name, is_given, value = word.partition("=")
         if word in MODEL:
-            model = next(words, None)
-            if model is None:
+            given.model = next(words, None)
+            if given.model is None:
                 raise InvalidRequestError(f"{word} has no model; {USAGE}")
         elif word in CONTINUE:
-            goes_on = True
+            given.goes_on = True
+        elif word == LOCAL:
+            given.local = True
         elif is_given and name.isidentifier():
             try:
-                options[name] = ast.literal_eval(value)
+                given.options[name] = ast.literal_eval(value)
             except (SyntaxError, ValueError):
-                options[name] = value
+                given.options[name] = value
         else:
             raise InvalidRequestError(f"{word} is no argument of %%llm; {USAGE}")
-    return model, goes_on, options
+    return given

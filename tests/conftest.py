@@ -17,6 +17,7 @@ import pytest
 from tests.bench.blas import preload_openblas
 
 preload_openblas()
+os.environ["MLXINFER_SERVER"] = "off"  # commands ask no server that runs on this machine
 os.environ["MLXINFER_HISTORY"] = "off"  # tests write to no user's history
 os.environ["MLXINFER_SERVE_STORE"] = "false"  # ... or to the stored responses
 os.environ["MLXINFER_SERVE_FILES"] = "false"  # ... or to the files of batches

@@ -31,7 +31,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "files": {"errors"},
     "progress": set(),
     "program": {"core", "errors", "files", "outputs", "progress", "session"},
-    "remote": LEAVES | {"http_json", "images", "session", "text"},
+    "remote": LEAVES | {"http_json", "images", "progress", "session", "text"},
     "config": {"core", "errors"},
     "config.file": {"errors"},
     "mcp_tools": {"config.file", "errors", "text", "threads"},

@@ -121,7 +121,7 @@ def test_errors_of_the_server_are_the_errors_of_the_model(llm: LLM, server: Live
 
 
 def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveServer) -> None:
-    for name in ("tokenizer", "end_ids", "path", "chat_params"):
+    for name in ("tokenizer", "end_ids", "path"):
         with pytest.raises(InvalidRequestError, match=f"{name} is not there"):
             getattr(llm, name)
     for ask in (llm.pin, llm.logits):
@@ -139,6 +139,12 @@ def test_what_does_not_go_over_http_is_refused_by_name(llm: LLM, server: LiveSer
         LLM(server.url, api_key=KEY, kv_bits=8)
     with pytest.raises(InvalidRequestError, match="api_key and served_model go with the address"):
         LLM("demo-draft", api_key=KEY)
+
+
+def test_it_answers_with_the_models_own_values(llm: LLM, here: LLM) -> None:
+    assert llm.chat_params == here.chat_params
+    facts = [(m.sees, m.chats, m.thinking, m.vocab_size) for m in (llm.model_info, here.model_info)]
+    assert facts[0] == facts[1]
 
 
 def test_it_says_what_it_is(server: LiveServer) -> None:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..core import EFFORTS, FUNCTIONS, SamplingParams
-from ..errors import InvalidRequestError, TemplateError
+from ..errors import InvalidRequestError, ServerError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result, ToolCall
 from ._options import SAMPLING
@@ -205,10 +206,8 @@ class ChatSession:
 
     def _opened(self, model: str) -> Any:
         """Return the loaded model; raise unless it has a chat template."""
-        from ._model import has_chat_template
-
         llm = self.open_model(model)
-        if has_chat_template(llm.model_info.path):
+        if llm.model_info.chats:
             return llm
         llm.close()
         raise TemplateError(
@@ -379,23 +378,29 @@ def _edit(session: ChatSession, text: str) -> CommandReply:
 
 
 def _stats(session: ChatSession, _: str) -> CommandReply:
-    stats, info = session.llm.stats(), session.llm.model_info
-    last = session.last.summary if session.last is not None else "no answer yet"
-    read = stats.get("prompt_tokens_computed", 0) + stats.get("prompt_tokens_reused", 0)
-    reused = stats.get("prompt_tokens_reused", 0)
-    speculation = stats.get("speculation") or {}
+    info = session.llm.model_info
     rows = [
         ("model", f"{info.name}, {info.summary}"),
         ("chat", f"{counted(len(session.messages), 'message')}, {session.params.words}"),
-        ("last answer", last),
-        ("memory", _memory(stats)),
-        (
-            "saved",
-            f"{reused:,} of {read:,} prompt tokens found in the cache, "
-            f"{counted(speculation.get('accepted', 0), 'token')} verified ahead",
-        ),
+        ("last answer", session.last.summary if session.last is not None else "no answer yet"),
     ]
+    with suppress(ServerError):  # which not every key may ask for its figures
+        rows += _figures(session.llm.stats())
     return CommandReply(table(rows))
+
+
+def _figures(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    """Memory, and the work that was saved; a server says of these only its weights."""
+    if "groups" not in stats:
+        return [("memory", f"{human_bytes(stats['weights_bytes'])} of weights at the server")]
+    read = stats.get("prompt_tokens_computed", 0) + stats.get("prompt_tokens_reused", 0)
+    reused = stats.get("prompt_tokens_reused", 0)
+    accepted = (stats.get("speculation") or {}).get("accepted", 0)
+    saved = (
+        f"{reused:,} of {read:,} prompt tokens found in the cache, "
+        f"{counted(accepted, 'token')} verified ahead"
+    )
+    return [("memory", _memory(stats)), ("saved", saved)]
 
 
 def _memory(stats: dict[str, Any]) -> str:

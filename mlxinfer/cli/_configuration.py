@@ -290,10 +290,12 @@ def name_and_source(given: str) -> tuple[str, str]:
     A folder is served under its own name, so that requests and answers do not reveal its path.
     """
     name, separator, source = given.partition("=")
-    if separator and name and "/" not in name:
-        return name, source
-    is_folder = os.path.isdir(given)
-    return (os.path.basename(os.path.abspath(given)) if is_folder else given), given
+    if not (separator and name and "/" not in name):
+        name, source = "", given
+    if not os.path.isdir(source):
+        return name or source, source
+    folder = os.path.abspath(source)
+    return name or os.path.basename(folder), folder
 
 
 def _of_table(name: str, config: ConfigFile, *, preload: bool) -> RequestedModel:

@@ -1,13 +1,12 @@
 """Facts about a model folder from its JSON files and safetensors headers. Loads no weights."""
 
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from .. import hub
-from ..errors import CheckpointError, MlxinferError, TemplateError, UnsupportedModelError
+from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..hub.remote import Listing, RemoteFile, read_beginning
 from ..memory import weights_bytes
 from ..memory.fit import Fit, FitVerdict, fit_of
@@ -26,7 +25,7 @@ from ..models.weights.files import (
     row_table_bytes,
 )
 from ..text import Tokenizer
-from ..text.samples import facts_of
+from ..text.samples import thinking_levels
 from ._model import has_chat_template
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -80,18 +79,11 @@ def summarise(folder: Path) -> Summary:
         problems.append(error)
     try:
         weights = count_weights(folder, config)
-        thinking = _levels(Tokenizer.from_folder(folder))
+        thinking = thinking_levels(Tokenizer.from_folder(folder).template)
     except MlxinferError as error:
         problems.append(error)
     problem = problems[0] if problems else None
     return Summary(folder, _model_type(folder), config, weights, template, thinking, problem)
-
-
-def _levels(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the levels of thinking; a template that is broken or does not end has none."""
-    with suppress(TemplateError):
-        return facts_of(tokenizer.template).thinking.levels if tokenizer.template else ()
-    return ()
 
 
 def _model_type(folder: Path) -> str | None:

@@ -113,6 +113,11 @@ adapter_option = click.option(
     metavar="PATH",
     help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
 )
+local_option = click.option(
+    "--local",
+    is_flag=True,
+    help="Load the model here, even if a running server has it; so do options of the engine.",
+)
 named_models = click.argument(
     "named", nargs=-1, metavar="[MODEL]...", is_eager=True, expose_value=False, callback=keep_named
 )

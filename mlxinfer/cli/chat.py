@@ -18,13 +18,14 @@ from ..history import data_folder
 from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
-from ._model import ADAPTER, open_llm
+from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
     adapter_option,
     effort_option,
     engine_options,
     llm_arguments,
+    local_option,
     model_option,
     peer_options,
     rank_options,
@@ -85,6 +86,7 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Let the model call the functions of a Python file; each call asks first.",
 )
+@local_option
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
 @rank_options()
@@ -102,12 +104,14 @@ def command(
     log = None
     if continued is not None or (history and sys.stdin.isatty()):
         log = open_log(continued=continued, keep=history)
-    if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
-        model = log.model or model
-    arguments, adapter = llm_arguments(options), options["adapter"]
+    arguments, adapter, local = llm_arguments(options), options["adapter"], options["local"]
+    if ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
+        model = (log.model if log is not None else None) or default_model(model, local=local)
     session = ChatSession(
         model,
-        lambda name: open_llm(name, adapter=adapter if name == model else None, **arguments),
+        lambda name: open_llm(
+            name, adapter=adapter if name == model else None, local=local, **arguments
+        ),
         sampling_values(options),
         options["system"],
         think=wish_of(options),

@@ -204,9 +204,9 @@ def demo_model() -> Check:
 def generation() -> Check:
     """Whether the bundled model generates a few tokens."""
     from ..core import SamplingParams
-    from ._model import open_llm
+    from ._open import open_llm
 
-    with open_llm("demo", max_memory="1GB") as llm:
+    with open_llm("demo", local=True, max_memory="1GB") as llm:
         result = llm.generate("Once", SamplingParams(max_tokens=8, ignore_eos=True))
     rate = result.timing.tokens_per_s
     speed = f", {rate:.0f} tok/s" if rate else ""

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
-from ._model import ADAPTER, has_chat_template, open_llm
+from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
     adapter_option,
@@ -22,6 +22,7 @@ from ._options import (
     engine_options,
     json_option,
     llm_arguments,
+    local_option,
     model_option,
     peer_options,
     rank_options,
@@ -88,6 +89,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     help="Keep the last answer, for --continue.",
 )
 @click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
+@local_option
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
 @rank_options()
@@ -112,9 +114,10 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     if options["continued"] is not None or (options["history"] and not options["raw"]):
         log = open_run_log(options["continued"], keep=options["history"])
     if ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
-        default = SEEING_DEMO if images else model
+        default = default_model(SEEING_DEMO if images else model, local=options["local"])
         model = log.model if log is not None and log.model else default
-    with open_llm(model, adapter=options["adapter"], **arguments) as llm:
+    opened = open_llm(model, adapter=options["adapter"], local=options["local"], **arguments)
+    with opened as llm:
         try:
             deltas = start(llm, text, images, values, form, log, model, options)
             result, interrupted = show(deltas, options)
@@ -183,7 +186,7 @@ def start(
         click.UsageError: an option needs a chat template, and the model has none.
         UnsupportedFieldError: there are pictures, and the model does not see.
     """
-    raw = options["raw"] or not has_chat_template(llm.model_info.path)
+    raw = options["raw"] or not llm.model_info.chats
     if raw and not options["raw"]:
         if options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
@@ -366,15 +369,12 @@ def thinking(llm: Any, wish: str | None) -> dict[str, Any]:
     """
     if wish is None:
         return {}
-    from ..text import Thinking, facts_of
-
-    template = llm.tokenizer.template
-    known = Thinking() if template is None else facts_of(template).thinking
-    if wish in ("on", "off") and "off" in known.wishes:
+    levels: tuple[str, ...] = llm.model_info.thinking
+    if wish in ("on", "off") and "off" in levels:
         return {"chat_template_kwargs": {"enable_thinking": wish == "on"}}
-    if wish in EFFORTS and known.efforts:
+    if wish in EFFORTS and not {*EFFORTS}.isdisjoint(levels):
         return {"reasoning_effort": wish}
     raise InvalidRequestError(
         f"{llm.model_info.name} has no {'switch' if wish in ('on', 'off') else 'levels'} for "
-        f"thinking: its chat template takes {', '.join(known.levels) or 'none'}."
+        f"thinking: its chat template takes {', '.join(levels) or 'none'}."
     )

@@ -22,10 +22,11 @@ class RemoteRequests:
 
     Args:
         model: name of the server's model.
+        chat_params: the model's own values for conversations; None: the server's defaults hold.
     """
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, chat_params: SamplingParams | None = None) -> None:
+        self._model, self._chat_params = model, chat_params
 
     def request_of(self, given: Input) -> Request:
         """The request of an input.
@@ -51,8 +52,9 @@ class RemoteRequests:
         return path, body
 
     def conversation(self, given: ChatInput, max_context: int | None) -> Request:
-        """A chat completion; what the input does not say is the server's to choose."""
-        values = given.sampling if given.params is None else _values(given)
+        """A chat completion, with the values by which the model would answer in this process."""
+        default = given.params or self._chat_params
+        values = given.sampling if default is None else _values(given, default)
         body = {"messages": _messages(given.messages), **_sampling(values)}
         if (limit := body.pop("max_reasoning_tokens", None)) is not None:
             body["thinking_budget_tokens"] = limit
@@ -76,7 +78,7 @@ class RemoteRequests:
         if not isinstance(prompt, str):
             check_sequence(prompt)
             prompt = list(prompt)
-        values = _values(given)
+        values = _values(given, given.params or SamplingParams())
         if values.pop("max_reasoning_tokens") is not None:
             raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
         body = {"prompt": prompt, **_sampling(values)}
@@ -129,8 +131,8 @@ def _video_url(image: ImagePart) -> str:
     return f"data:video/mp4;base64,{b64encode(data).decode()}"  # the data say their own format
 
 
-def _values(given: Input) -> dict[str, Any]:
-    params = (SamplingParams() if given.params is None else given.params).changed(given.sampling)
+def _values(given: Input, default: SamplingParams) -> dict[str, Any]:
+    params = default.changed(given.sampling)
     return {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
 
 

@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from ..errors import EngineClosedError, InvalidRequestError, ServerError
-from ..http_json import client_options, failures
+from ..core import SamplingParams
+from ..errors import EngineClosedError, InvalidRequestError, ServerError, SilentServerError
+from ..http_json import client_options, failures, reading
 from ..outputs import Result
+from ..progress import Watch, unwatched
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession
 from ..session.inputs import EmbedInput, EncodedPrompt, Input, ScoreInput
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 API_KEY = "MLXINFER_API_KEY"  # environment variable
 ASK_S = 30.0  # that a server may take to say what it is
+POLL_S = 1.0  # between two looks at how far a model is loaded
 PARALLEL = 64  # requests of one batch at once
 
 
@@ -36,7 +39,25 @@ class RemoteInfo:
 
     name: str
     url: str
-    max_context: int | None  # tokens; None: the model has not been loaded yet
+    max_context: int | None  # tokens
+    vocab_size: int | None
+    sees: bool  # it reads pictures
+    chats: bool
+    thinking: tuple[str, ...]  # what its template can be told
+
+    @classmethod
+    def of(cls, url: str, card: Mapping[str, Any]) -> "RemoteInfo":
+        """The facts of a model's entry in /v1/models; those of other servers say less."""
+        able = card.get("capabilities") or {}
+        return cls(
+            name=card["id"],
+            url=url,
+            max_context=card.get("max_model_len"),
+            vocab_size=card.get("vocab_size"),
+            sees=able.get("vision", False),
+            chats=able.get("chat", False),
+            thinking=tuple(card.get("thinking") or ()),
+        )
 
     @property
     def summary(self) -> str:
@@ -47,7 +68,7 @@ class RemoteInfo:
 _REASONS = {  # why a server's model has no such part
     "pin": "a server keeps prefixes for all its clients by their use",
     "logits": "a server gives tokens, not logits",
-    "chat_params": "the server has them, and uses them",
+    "chat_params": "the server does not say them",
     "path": "the files are the server's",
     "tokenizer": "it is the server's; POST /tokenize asks it",
     "end_ids": "they are the server's",
@@ -61,6 +82,7 @@ class RemoteSession(ModelSession):
         url: of the server, with or without /v1.
         api_key: None: MLXINFER_API_KEY.
         served_model: name or alias; None: the first.
+        watch: is called with the bytes of weights that the server has loaded, and of all.
 
     Attributes:
         info: what the server says of the model.
@@ -70,22 +92,43 @@ class RemoteSession(ModelSession):
         ServerError: no server answers there, it refused, or it has no such model.
     """
 
-    def __init__(self, url: str, api_key: str | None, served_model: str | None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, served_model: str | None, watch: Watch = unwatched
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         if not urlsplit(self._url).hostname:
             raise InvalidRequestError(f"{url} is no address; one looks like http://host:8080.")
         key = api_key or os.environ.get(API_KEY)
         self._key = key
         self._closed = False
-        self.info = _chosen(self._url, self.ask("/v1/models", timeout_s=ASK_S), served_model)
+        card = _chosen(self._url, self.ask("/v1/models", timeout_s=ASK_S), served_model)
+        if card.get("capabilities", {}) is None:
+            card = self._loaded(card["id"], watch)
+        self.info = RemoteInfo.of(self._url, card)
+        if card.get("chat_sampling"):
+            self.chat_params = SamplingParams(max_tokens=None, **card["chat_sampling"])
+
+    def _loaded(self, name: str, watch: Watch) -> dict[str, Any]:
+        """Let the server load a model, and return its entry."""
+        path = f"/v1/models/{quote(name, safe='')}"
+        while True:
+            try:
+                self.ask("/api/show", {"model": name}, timeout_s=POLL_S)
+            except SilentServerError:  # the load goes on
+                progress = self.ask(path, timeout_s=ASK_S).get("load_progress")
+                if progress is not None:
+                    watch(progress["loaded_bytes"], progress["total_bytes"])
+            else:
+                return dict(self.ask(path, timeout_s=ASK_S))
 
     def start(self, *inputs: Input) -> "RemoteAnswers":
         """The answers to conversations and texts; nothing is sent before they are read."""
-        return RemoteAnswers(self, list(map(RemoteRequests(self.info.name).request_of, inputs)))
+        requests = RemoteRequests(self.info.name, self.chat_params)
+        return RemoteAnswers(self, list(map(requests.request_of, inputs)))
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
         """The token ids of an input, as the server makes them."""
-        path, body = TokenizeRequests(self.info.name).request_of(given)
+        path, body = TokenizeRequests(self.info.name, self.chat_params).request_of(given)
         return EncodedPrompt(self.ask(path, body)["tokens"])
 
     # -- vectors and scores ---------------------------------------------------------------------
@@ -178,7 +221,11 @@ class RemoteSession(ModelSession):
 
 
 def connect(
-    url: str, api_key: str | None, served_model: str | None, options: Mapping[str, Any]
+    url: str,
+    api_key: str | None,
+    served_model: str | None,
+    options: Mapping[str, Any],
+    watch: Watch = unwatched,
 ) -> RemoteSession:
     """A server's model; raises InvalidRequestError for options of an engine."""
     if options:
@@ -187,7 +234,7 @@ def connect(
             "started (`mlxinfer serve --help`); leave these out.",
             param=next(iter(options)),
         )
-    return RemoteSession(url, api_key, served_model)
+    return RemoteSession(url, api_key, served_model, watch)
 
 
 class RemoteAnswers:
@@ -219,9 +266,10 @@ class RemoteAnswers:
         ):
             if response.status_code != 200:
                 raise _refusal(response.status_code, response.read())
-            for line in response.iter_lines():
-                if (delta := answer.push(line)) is not None:
-                    yield [AnswerStep(index, delta)]
+            with reading(self._session.info.url):
+                for line in response.iter_lines():
+                    if (delta := answer.push(line)) is not None:
+                        yield [AnswerStep(index, delta)]
         yield [AnswerStep(index, answer.finish())]
 
     async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
@@ -236,9 +284,10 @@ class RemoteAnswers:
                 ):
                     if response.status_code != 200:
                         raise _refusal(response.status_code, await response.aread())
-                    async for line in response.aiter_lines():
-                        if (delta := answer.push(line)) is not None:
-                            yield [AnswerStep(index, delta)]
+                    with reading(self._session.info.url):
+                        async for line in response.aiter_lines():
+                            if (delta := answer.push(line)) is not None:
+                                yield [AnswerStep(index, delta)]
             yield [AnswerStep(index, answer.finish())]
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
@@ -260,8 +309,8 @@ class RemoteAnswers:
             return list(pool.map(one, range(count)))
 
 
-def _chosen(url: str, reply: Any, name: str | None) -> RemoteInfo:
-    """The model of this name or alias, or the first."""
+def _chosen(url: str, reply: Any, name: str | None) -> dict[str, Any]:
+    """The entry of the model of this name or alias, or the first."""
     try:
         models = {entry["id"]: entry for entry in reply["data"]}
         names = {alias: m for m in models.values() for alias in m.get("aliases") or ()} | models
@@ -270,8 +319,7 @@ def _chosen(url: str, reply: Any, name: str | None) -> RemoteInfo:
     if not models or (name is not None and name not in names):
         said = f"has no model {name!r}; it has {', '.join(models)}" if models else "has no model"
         raise ServerError(f"The server at {url} {said}.")
-    model = next(iter(models.values())) if name is None else names[name]
-    return RemoteInfo(name=model["id"], url=url, max_context=model.get("max_model_len"))
+    return dict(next(iter(models.values())) if name is None else names[name])
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -413,7 +413,7 @@ class ModelRegistry:
     def _take_in(self, slot: ModelSlot, served: ServedModel) -> None:
         slot.weights_bytes = served.session.info.weights_bytes
         slot.max_context, slot.capabilities = served.session.limits.max_context, served.capabilities
-        slot.defaults = served.defaults
+        slot.defaults, slot.facts = served.defaults, served.facts
         slot.served = served
         slot.state = State.LOADED
         slot.used_s = self._clock()

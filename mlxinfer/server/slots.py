@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -91,6 +92,11 @@ class ServedModel:
         return cast(PoolingSession, self.session)
 
     @property
+    def facts(self) -> "ModelFacts":
+        info = self.session.info
+        return ModelFacts(info.vocab_size, info.thinking, self.session.chat_params)
+
+    @property
     def capabilities(self) -> dict[str, bool]:
         """The abilities of the model that requests may use."""
         can = self.session.capabilities
@@ -150,6 +156,11 @@ class RegistryEntry:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     stop: Callable[[], None] = lambda: None
 
+    @property
+    def root(self) -> str:
+        """The repository or bundled name of the model; of a folder its name, and not its path."""
+        return self.name if os.path.isabs(self.source) else self.source or self.name
+
 
 class State(StrEnum):
     """Whether a model is in memory, or being loaded or unloaded."""
@@ -158,6 +169,21 @@ class State(StrEnum):
     LOADING = "loading"
     LOADED = "loaded"
     UNLOADING = "unloading"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a client needs that asks a model as if it ran there.
+
+    Attributes:
+        vocab_size: number of tokens.
+        thinking: what the chat template can be told, see ModelInfo.
+        chat_params: how LLM.chat chooses tokens; None: it does not chat.
+    """
+
+    vocab_size: int
+    thinking: tuple[str, ...]
+    chat_params: SamplingParams | None
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +219,7 @@ class ModelSlot:
     max_context: int | None = None  # known once it was loaded
     capabilities: dict[str, bool] | None = None  # the same
     defaults: SamplingParams | None = None  # the same
+    facts: "ModelFacts | None" = None  # the same
     num_loads: int = 0
     num_failures: int = 0  # loads that failed
     unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault

@@ -37,6 +37,8 @@ class ModelInfo:
     quantization: str | None  # "4-bit affine, group 64"
     eos_token_ids: tuple[int, ...]
     sees: bool = False  # it reads pictures
+    chats: bool = False  # it has a chat template
+    thinking: tuple[str, ...] = ()  # what its template can be told: "off" and "on", or levels
     alone_because: str | None = None  # why it runs one sequence after another; None: batched
     task: str = "generate"  # or "embed", "score"
     embedding_dim: int | None = None  # numbers of a vector, of models that embed

@@ -8,7 +8,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -19,7 +19,6 @@ from ..engine.own_pages import OwnPages
 from ..errors import (
     InvalidRequestError,
     PromptTooLongError,
-    TemplateError,
     UnsupportedFieldError,
     shown,
 )
@@ -48,6 +47,7 @@ from ..text import (
     generic_messages,
     has_calls,
     read_messages,
+    thinking_levels,
 )
 from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
@@ -113,9 +113,6 @@ class RequestBuilder:
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
         self.reasoning = detect_reasoning(tokenizer)
-        if tokenizer.template is not None:
-            with suppress(TemplateError):  # conversations say why
-                facts_of(tokenizer.template)  # now, and not in the first request
         self._tool_format_name = tool_format
         self.guidance = Guidance(
             tokenizer, self.reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
@@ -468,6 +465,9 @@ class Session(LocalSession):
             most = most if in_step is None else min(most, in_step)
             pictures = PictureReader.of(self.info, tokenizer, most)
             self.builder = RequestBuilder(tokenizer, self.info, tool_format, pictures)
+            template = tokenizer.template
+            levels = thinking_levels(template)  # also: no request has to find out how it is written
+            self.info = replace(self.info, chats=template is not None, thinking=levels)
         except BaseException:  # Ctrl-C too: no caller has the engine yet
             engine.close()
             raise

@@ -4,7 +4,7 @@ from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
 from .probe import TemplateFacts
 from .reasoning import ReasoningFormat, detect_reasoning
-from .samples import facts_of
+from .samples import facts_of, thinking_levels
 from .stream import StopMatcher, TextStream
 from .template import (
     ChatTemplate,
@@ -57,5 +57,6 @@ __all__ = [
     "has_calls",
     "joined",
     "read_messages",
+    "thinking_levels",
     "tool_format",
 ]

@@ -62,6 +62,13 @@ def facts_of(template: ChatTemplate) -> TemplateFacts:
     return _known_of(template)[1]
 
 
+def thinking_levels(template: ChatTemplate | None) -> tuple[str, ...]:
+    """What a client may ask of a model's thinking; a template that does not end has none."""
+    with suppress(TemplateError):
+        return facts_of(template).thinking.levels if template is not None else ()
+    return ()
+
+
 def _known_of(template: ChatTemplate) -> _Known:
     known = _known.get(template)
     if known is None:

@@ -22,11 +22,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     """The LLM that every command opens; its folder has a chat template."""
     llm = FakeLLM(tmp_path / "model")
 
-    def open_fake(name: str, *, adapter: str | None = None, **arguments: Any) -> FakeLLM:
+    def open_fake(
+        name: str, *, adapter: str | None = None, local: bool = False, **arguments: Any
+    ) -> FakeLLM:
         llm.opened.append((name, arguments | ({"adapter": adapter} if adapter else {})))
         return llm
 
-    for module in ("run", "chat", "_model"):
+    for module in ("run", "chat", "_open"):
         monkeypatch.setattr(f"mlxinfer.cli.{module}.open_llm", open_fake, raising=True)
     return llm
 

@@ -1,6 +1,5 @@
 """FakeLLM: an LLM with a given answer, one word a step."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,20 +7,21 @@ from typing import Any, Self
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.outputs import Delta, ReasoningPart, Result, TextPart, Timing
-from mlxinfer.text import ChatTemplate
 
 
 class FakeLLM:
     def __init__(self, folder: Path, *, template: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({"chat_template": "{{ messages }}"} if template else {})
-        )
         self.model_info = SimpleNamespace(
-            name="fake", path=folder, vocab_size=100, summary="qwen3, 1 MB", sees=False
+            name="fake",
+            path=folder,
+            vocab_size=100,
+            summary="qwen3, 1 MB",
+            sees=False,
+            chats=template,
+            thinking=("off", "on"),
         )
         self.chat_params = SamplingParams(max_tokens=None)
-        self.tokenizer = SimpleNamespace(template=ChatTemplate("{{ enable_thinking }}"))
         self.options: list[dict[str, Any]] = []
         self.ends = FinishReason.STOP
         self.says = "Hello there."

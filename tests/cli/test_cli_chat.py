@@ -12,7 +12,6 @@ from mlxinfer.cli import chat
 from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import ContextLengthError, OverloadedError
-from mlxinfer.text import ChatTemplate
 
 
 class Typist:
@@ -279,7 +278,7 @@ def test_files_and_the_switch_of_thinking_go_with_a_message(
 def test_a_switch_that_the_model_has_not_is_an_error(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llm.tokenizer.template = ChatTemplate("{{ messages }}")
+    llm.model_info.thinking = ()
     talk(session, "/think on", "hi")
     assert "fake has no switch for thinking" in capsys.readouterr().err
     assert llm.options == [{}]

@@ -30,11 +30,11 @@ def test_the_traceback_can_be_had(
     assert "Traceback (most recent call last)" in outcome("run", "hi").err
 
 
-def test_a_server_is_no_model(outcome: Any) -> None:
+def test_a_server_that_is_not_there_is_named(outcome: Any) -> None:
     for command in (["run", "hi"], ["chat"]):
         seen = outcome(*command, "-m", "http://127.0.0.1:1/v1")
         assert seen.code == 1
-        assert "is the address of a server" in seen.err
+        assert "No server answers at http://127.0.0.1:1" in seen.err
 
 
 def test_version_and_help(outcome: Any) -> None:

@@ -11,7 +11,6 @@ from fake_llm import FakeLLM
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.errors import OverloadedError
-from mlxinfer.text import ChatTemplate
 
 EVERY_OPTION = """
     -m org/x --system sys
@@ -126,7 +125,7 @@ def test_thinking_is_switched_and_shown_beside_a_pipe(fake: FakeLLM, outcome: An
     assert (seen.out, seen.err) == ("Hello there.\n", "let me see ")
     assert fake.options == [{"chat_template_kwargs": {"enable_thinking": False}}]
     assert outcome("run", "--raw", "--think", "hi").code == 2
-    fake.tokenizer.template = ChatTemplate("{{ reasoning_effort }}")
+    fake.model_info.thinking = ("low", "medium", "high")
     fake.options.clear()
     outcome("run", "--reasoning-effort", "high", "hi")
     assert fake.options == [{"reasoning_effort": "high"}]

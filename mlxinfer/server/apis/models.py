@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
+from ...core import SamplingParams
 from ..call import Call
 from ..http import Plain, page_of
 from ..slots import ModelSlot
@@ -46,7 +47,12 @@ def _adapter_card(slot: ModelSlot, adapter: str) -> Plain:
 
 
 def _card(slot: ModelSlot) -> Plain:
-    """A model; its context length, abilities and sampling are null before its first load."""
+    """A model; what its files say is null before its first load.
+
+    `sampling` holds for requests that leave a field out. `chat_sampling` are the values by which
+    LLM.chat asks it: those of generation_config.json, or else greedy.
+    """
+    facts = slot.facts
     return {
         "id": slot.entry.name,
         "object": "model",
@@ -55,13 +61,19 @@ def _card(slot: ModelSlot) -> Plain:
         "max_model_len": slot.max_context,  # tokens of prompt and answer
         "context_length": slot.max_context,  # the same
         "capabilities": slot.capabilities,
-        "sampling": None
-        if slot.defaults is None
-        else {n: getattr(slot.defaults, n) for n in SAMPLING},
+        "sampling": _sampling(slot.defaults),
+        "chat_sampling": None if facts is None else _sampling(facts.chat_params),
+        "thinking": None if facts is None else list(facts.thinking),
+        "vocab_size": None if facts is None else facts.vocab_size,
         "state": slot.state,
         "aliases": list(slot.entry.aliases),  # other names that requests may use
+        "root": slot.entry.root,
         "parent": None,  # of an adapter: the model that it changes
     }
+
+
+def _sampling(params: SamplingParams | None) -> Plain | None:
+    return None if params is None else {name: getattr(params, name) for name in SAMPLING}
 
 
 def _anthropic_card(slot: ModelSlot) -> Plain:

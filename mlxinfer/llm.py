@@ -15,7 +15,7 @@ from .library import resolve
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .session.answers import adeltas, deltas, last
+from .session.answers import PromptWatch, adeltas, deltas, last
 from .session.base import ModelSession
 from .session.inputs import (
     ChatArguments,
@@ -167,10 +167,17 @@ class LLM:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
+        *,
+        prompt_progress_callback: PromptWatch | None = None,
         **options: Unpack[TextArguments],
     ) -> Iterator[Delta]:
-        """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return deltas(self._session.start(text_input("stream", prompt, params, options)))
+        """Continue one prompt and yield what each step adds; leaving the loop ends the request.
+
+        `prompt_progress_callback` is mlx-lm's: it is called with the tokens of the prompt that are
+        computed, and with all of them, after each step that computes some.
+        """
+        given = text_input("stream", prompt, params, options)
+        return self._deltas(given, prompt_progress_callback)
 
     async def agenerate(
         self,
@@ -185,10 +192,13 @@ class LLM:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
+        *,
+        prompt_progress_callback: PromptWatch | None = None,
         **options: Unpack[TextArguments],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return adeltas(self._session.start, text_input("astream", prompt, params, options))
+        given = text_input("astream", prompt, params, options)
+        return self._adeltas(given, prompt_progress_callback)
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -238,10 +248,16 @@ class LLM:
         self,
         messages: str | Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        prompt_progress_callback: PromptWatch | None = None,
         **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
-        """Answer a conversation and yield what each step adds; same arguments as `chat`."""
-        return deltas(self._session.start(self._chat("stream_chat", messages, params, options)))
+        """Answer a conversation and yield what each step adds; same arguments as `chat`.
+
+        `prompt_progress_callback`: see `stream`.
+        """
+        given = self._chat("stream_chat", messages, params, options)
+        return self._deltas(given, prompt_progress_callback)
 
     async def achat(
         self,
@@ -258,10 +274,13 @@ class LLM:
         self,
         messages: str | Sequence[Message],
         params: SamplingParams | None = None,
+        *,
+        prompt_progress_callback: PromptWatch | None = None,
         **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return adeltas(self._session.start, self._chat("astream_chat", messages, params, options))
+        given = self._chat("astream_chat", messages, params, options)
+        return self._adeltas(given, prompt_progress_callback)
 
     def apply_chat_template(
         self,
@@ -326,6 +345,14 @@ class LLM:
         from .display.show import Heat
 
         return Heat.of(result, self.tokenizer.token_bytes, self.end_ids)
+
+    def _deltas(self, given: Input, watch: PromptWatch | None) -> Iterator[Delta]:
+        given = replace(given, reports_prompt=watch is not None)
+        return deltas(self._session.start(given), watch)
+
+    def _adeltas(self, given: Input, watch: PromptWatch | None) -> AsyncIterator[Delta]:
+        given = replace(given, reports_prompt=watch is not None)
+        return adeltas(self._session.start, given, watch)
 
     def _chat(
         self,

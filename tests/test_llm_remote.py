@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "server"))
 
+from lazy_server import LazyServer
 from live_server import LiveServer
 
 from mlxinfer import (
@@ -23,6 +24,7 @@ from mlxinfer import (
     SamplingParams,
 )
 from mlxinfer.errors import ServerError
+from mlxinfer.remote.session import connect
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
 
@@ -145,6 +147,36 @@ def test_it_answers_with_the_models_own_values(llm: LLM, here: LLM) -> None:
     assert llm.chat_params == here.chat_params
     facts = [(m.sees, m.chats, m.thinking, m.vocab_size) for m in (llm.model_info, here.model_info)]
     assert facts[0] == facts[1]
+
+
+def test_the_prompt_is_reported_as_it_is_here(llm: LLM, here: LLM) -> None:
+    reports: list[list[tuple[int, int]]] = []
+    for model, text in ((llm, "word " * 700), (here, "word " * 700)):
+        seen: list[tuple[int, int]] = []
+        reports.append(seen)
+        read: Any = lambda *report, seen=seen: seen.append(report)  # noqa: E731
+        for _ in model.stream(text, max_tokens=1, prompt_progress_callback=read):
+            assert seen
+        assert [report[1] for report in seen] == [seen[-1][0]] * len(seen)
+    assert reports[0][-1] == reports[1][-1]
+
+
+def test_it_waits_until_the_server_has_loaded_the_model() -> None:
+    with LazyServer() as server:
+        server.go_on.clear()
+        (_, slot) = server.service.models.slots()
+        seen: list[tuple[int, int]] = []
+
+        def watch(done: int, total: int) -> None:
+            seen.append((done, total))
+            slot.entry.progress(total // 2, total)
+            if done:
+                server.go_on.set()
+
+        session = connect(server.url, None, "small", {}, watch)
+        assert [done for done, _ in seen][:2] == [0, seen[0][1] // 2]
+        assert session.info.vocab_size
+        assert server.states() == {"big": "unloaded", "small": "loaded"}
 
 
 def test_it_says_what_it_is(server: LiveServer) -> None:

@@ -12,6 +12,7 @@ from ..core import EFFORTS, FUNCTIONS, SamplingParams
 from ..errors import InvalidRequestError, ServerError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result, ToolCall
+from ..progress import Watch, unwatched
 from ._options import SAMPLING
 from ._output import counted, cut, printable, table
 from ._pictures import check_sees, check_videos, picture_data, with_its_images
@@ -40,6 +41,7 @@ class ChatSession:
     adapter: str | None = None  # that the first model answers with
     tools: Tools | None = None  # that answers may call
     allowed: set[str] = field(default_factory=set)  # tools that the user allowed for this chat
+    watch: Watch = unwatched  # of the prompt of the next answer
     _llm: Any = None
 
     @property
@@ -113,7 +115,9 @@ class ChatSession:
         answer, thoughts, self.last = "", "", None
         try:
             messages = [*prompt, *map(with_its_images, self.messages)]
-            for delta in self.llm.stream_chat(messages, self.params, **switch):
+            for delta in self.llm.stream_chat(
+                messages, self.params, prompt_progress_callback=self.watch, **switch
+            ):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
                 self.last = delta.result

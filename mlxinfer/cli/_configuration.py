@@ -192,7 +192,7 @@ def entry_of(
     """
     from ..memory import parse_bytes
     from ..models import stoppable
-    from ..server.slots import RegistryEntry
+    from ..server.slots import LoadProgress, RegistryEntry
 
     options, served = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
@@ -200,7 +200,8 @@ def entry_of(
     if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
         kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
-    watch, stop = stoppable(None)
+    progress = LoadProgress()
+    watch, stop = stoppable(progress)
     return RegistryEntry(
         name=requested.name,
         load=partial(
@@ -211,6 +212,7 @@ def entry_of(
             {**served, "created_s": created_s, "watch": watch},
         ),
         stop=stop,
+        progress=progress,
         weights_bytes=_held_bytes(folder, options),
         aliases=requested.entry.aliases,
         kv_bytes=kv_bytes,

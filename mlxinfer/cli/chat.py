@@ -37,6 +37,7 @@ from ._options import (
 from ._output import counted, note, printable, wrapped
 from ._pictures import dropped
 from ._tools import conversation_tools
+from ._waiting import WaitingLine, until_first_word
 from .history import open_log
 from .run import wish_of
 
@@ -292,14 +293,19 @@ def answer(
     thoughts: bool = True,
 ) -> None:
     """Show an answer as it arrives; Ctrl-C ends it and keeps the text so far."""
+    from rich.console import Console
+
     from ._markdown import AnswerStream, PlainStream
 
     shown: AnswerStream | PlainStream = PlainStream(console.file, None)
     if console.is_terminal:
         shown = AnswerStream(console, thoughts=thoughts)
+    line = WaitingLine(Console(stderr=True))
+    session.watch = line.read
     try:
-        for delta in deltas:
-            shown.feed(delta)
+        with until_first_word(line, deltas) as watched:
+            for delta in watched:
+                shown.feed(delta)
     except KeyboardInterrupt:
         deltas.close()
         shown.finish()

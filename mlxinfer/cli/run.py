@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
+from ..session.answers import PromptWatch
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
@@ -35,6 +36,7 @@ from ._output import counted, emit_json, note
 from ._pictures import check_sees, check_videos, read_pictures, with_its_images
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
+from ._waiting import WaitingLine, until_first_word
 from .history import ChatLog, open_run_log
 
 if TYPE_CHECKING:
@@ -117,10 +119,14 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
         default = default_model(SEEING_DEMO if images else model, local=options["local"])
         model = log.model if log is not None and log.model else default
     opened = open_llm(model, adapter=options["adapter"], local=options["local"], **arguments)
+    from rich.console import Console
+
     with opened as llm:
         try:
-            deltas = start(llm, text, images, values, form, log, model, options)
-            result, interrupted = show(deltas, options)
+            line = WaitingLine(Console(stderr=True))
+            deltas = start(llm, text, images, values, form, log, model, options, line.read)
+            with until_first_word(line, deltas) as watched:
+                result, interrupted = show(watched, options)
         except InvalidRequestError as error:
             raise about_schema(error, options["schema"]) from error
     if log is not None:
@@ -179,6 +185,7 @@ def start(
     log: ChatLog | None,
     model: str,
     options: dict[str, Any],
+    watch: PromptWatch,
 ) -> Iterator[Delta]:
     """Return the stream of the answer to the plain text, or to a conversation.
 
@@ -194,7 +201,9 @@ def start(
             if given:
                 raise click.UsageError(f"{flag} needs a chat template, and {model} has none.")
         note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
-    extra: dict[str, Any] = {} if form is None else {"response_format": form}
+    extra: dict[str, Any] = {"prompt_progress_callback": watch}
+    if form is not None:
+        extra["response_format"] = form
     if options["adapter"] is not None:
         extra["adapter"] = ADAPTER
     if raw:

@@ -17,6 +17,7 @@ from ..outputs import (
     ToolCallDelta,
     joined_calls,
 )
+from ..session.answers import AnswerStep, PromptProgress
 
 _CLASSES = {  # by code; of several with one code the first
     error.code: error
@@ -26,9 +27,14 @@ _CLASSES = {  # by code; of several with one code the first
 
 
 class RemoteAnswer:
-    """The answer to one request, event by event. The last delta has the Result."""
+    """The answer to one request, event by event. The last step has the Result.
 
-    def __init__(self) -> None:
+    Args:
+        index: of the steps.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
         self._parts: list[Part] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -36,7 +42,7 @@ class RemoteAnswer:
         self._timings: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
 
-    def push(self, line: str) -> Delta | None:
+    def push(self, line: str) -> AnswerStep | None:
         """Add a line of the stream; None: it adds nothing.
 
         Raises:
@@ -47,6 +53,8 @@ class RemoteAnswer:
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             raise error_of(event["error"], None)
+        if progress := event.get("prompt_progress"):
+            return AnswerStep(self._index, Delta(), progress=_progress(progress))
         self._usage = event.get("usage") or self._usage
         parts: list[Part] = []
         ids: list[int] = []
@@ -58,10 +66,12 @@ class RemoteAnswer:
             self._timings = choice.get("timings") or self._timings
         self._parts += parts
         self._ids += ids
-        return Delta(parts=parts, token_ids=ids) if parts or ids else None
+        if not (parts or ids):
+            return None
+        return AnswerStep(self._index, Delta(parts=parts, token_ids=ids))
 
-    def finish(self) -> Delta:
-        """The last delta.
+    def finish(self) -> AnswerStep:
+        """The last step.
 
         Raises:
             ServerError: the stream ended before the answer had.
@@ -83,7 +93,7 @@ class RemoteAnswer:
             cached_tokens=details.get("cached_tokens", 0),
             timing=_timing(self._timings),
         )
-        return Delta(parts=ends, result=result)
+        return AnswerStep(self._index, Delta(parts=ends, result=result))
 
     def _ends_of_calls(self) -> list[ToolCallDelta]:
         """The last piece of each call: cut, where its arguments are no whole JSON."""
@@ -145,6 +155,15 @@ def _logprobs(choice: dict[str, Any]) -> list[float]:
     logprobs = choice.get("logprobs") or {}
     of_chat = [entry["logprob"] for entry in logprobs.get("content") or ()]
     return of_chat + (logprobs.get("token_logprobs") or [])
+
+
+def _progress(given: dict[str, Any]) -> PromptProgress:
+    return PromptProgress(
+        computed=given["processed"],
+        cached=given["cache"],
+        total=given["total"],
+        seconds=given["time_ms"] / 1e3,
+    )
 
 
 def _timing(given: dict[str, Any]) -> Timing:

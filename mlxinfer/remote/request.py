@@ -40,6 +40,8 @@ class RemoteRequests:
         path, body = given.read_by(self)
         if given.response_format is not None:
             body["response_format"] = dict(given.response_format)
+        if given.reports_prompt:
+            body["return_progress"] = True
         if given.cache_salt is not None:
             body["cache_salt"] = given.cache_salt
         body.update(

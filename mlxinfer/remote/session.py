@@ -258,7 +258,7 @@ class RemoteAnswers:
         """The steps of one answer; leaving the loop hangs up, which ends it at the server."""
         import httpx2
 
-        answer, (path, body) = RemoteAnswer(), self._requests[index]
+        answer, (path, body) = RemoteAnswer(index), self._requests[index]
         with (
             failures(self._session.info.url),
             httpx2.Client(**self._session.options()) as client,
@@ -268,15 +268,15 @@ class RemoteAnswers:
                 raise _refusal(response.status_code, response.read())
             with reading(self._session.info.url):
                 for line in response.iter_lines():
-                    if (delta := answer.push(line)) is not None:
-                        yield [AnswerStep(index, delta)]
-        yield [AnswerStep(index, answer.finish())]
+                    if (step := answer.push(line)) is not None:
+                        yield [step]
+        yield [answer.finish()]
 
     async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
         import httpx2
 
         for index, (path, body) in enumerate(self._requests):
-            answer = RemoteAnswer()
+            answer = RemoteAnswer(index)
             with failures(self._session.info.url):
                 async with (
                     httpx2.AsyncClient(**self._session.options()) as client,
@@ -286,9 +286,9 @@ class RemoteAnswers:
                         raise _refusal(response.status_code, await response.aread())
                     with reading(self._session.info.url):
                         async for line in response.aiter_lines():
-                            if (delta := answer.push(line)) is not None:
-                                yield [AnswerStep(index, delta)]
-            yield [AnswerStep(index, answer.finish())]
+                            if (step := answer.push(line)) is not None:
+                                yield [step]
+            yield [answer.finish()]
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
         """Wait for all answers; the first error is raised, the others go on."""

@@ -697,6 +697,7 @@ class Call:
             "answers": len(answers),
             "waiting": self._waiting is not None and self._waiting.is_whole,
             "prompt_tokens": len(answers[0].request.prompt_ids),
+            "prompt_read": _read_of(answers),  # tokens; null: not known, since none asked
             "reuse": None if self.reuse is None else self.reuse.without_text(),
             "answer_tokens": sum(answer.num_tokens for answer in answers),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
@@ -772,6 +773,14 @@ async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+def _read_of(answers: Sequence[Answer]) -> int | None:
+    """Tokens of the first prompt that are computed, where the request asks for reports."""
+    request, progress = answers[0].request, answers[0].progress
+    if not request.reports_prompt:
+        return None
+    return 0 if progress is None else progress.computed
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -369,6 +369,7 @@ class ModelRegistry:
             slot.loading = None
 
     async def _open(self, slot: ModelSlot) -> ServedModel:
+        slot.entry.progress(0, slot.weights_bytes)
         slot.state = State.LOADING
         served: ServedModel | None = None
         try:

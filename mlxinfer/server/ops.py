@@ -173,6 +173,7 @@ def model_state(service: ServerState, slot: ModelSlot) -> Plain:
         "name": slot.entry.name,
         "aliases": list(slot.entry.aliases),
         "state": slot.state,
+        "load_progress": slot.load_progress,  # null: it is not being loaded
         "pinned": slot.pinned,
         "weights_bytes": slot.weights_bytes,
         "kv_bytes": slot.kv_bytes,

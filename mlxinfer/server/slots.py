@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import cast
@@ -121,6 +121,17 @@ MAX_PAUSE_S = 600.0
 BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
 
 
+@dataclass(slots=True)
+class LoadProgress:
+    """How far a model is loaded; called as the watch of a Session, from any thread."""
+
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+
+    def __call__(self, loaded_bytes: int, total_bytes: int) -> None:
+        self.loaded_bytes, self.total_bytes = loaded_bytes, total_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryEntry:
     """One model that a server may load.
@@ -140,6 +151,7 @@ class RegistryEntry:
         kv: options of its KV cache.
         adapters: that it has from its first load on: name -> folder.
         stop: makes a load that is under way raise soon, and all later ones: the server ends.
+        progress: of the last load.
     """
 
     name: str
@@ -155,6 +167,7 @@ class RegistryEntry:
     kv: KVOptions = field(default_factory=KVOptions)
     adapters: Mapping[str, Path] = field(default_factory=dict)
     stop: Callable[[], None] = lambda: None
+    progress: LoadProgress = field(default_factory=LoadProgress)
 
     @property
     def root(self) -> str:
@@ -251,6 +264,11 @@ class ModelSlot:
     @property
     def loaded(self) -> bool:
         return self.state is State.LOADED
+
+    @property
+    def load_progress(self) -> dict[str, int] | None:
+        """Bytes of weights that are loaded, and of all; None: it is not being loaded."""
+        return asdict(self.entry.progress) if self.state is State.LOADING else None
 
     @property
     def idle(self) -> bool:

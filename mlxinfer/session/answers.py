@@ -35,11 +35,15 @@ RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts befo
 SEED_STEP = 1 << 32  # between two attempts
 
 
+PromptWatch = Callable[[int, int], None]  # tokens of a prompt that are computed, and all of them
+
+
 class PromptProgress(NamedTuple):
     """How far the prompt of an answer is computed."""
 
     computed: int  # tokens, those found in the cache included
     cached: int  # tokens that were found in the cache
+    total: int  # tokens of the prompt
     seconds: float  # since the request started
 
 
@@ -95,6 +99,7 @@ class Answer:
         guard: of the caller's functions; None: there are none.
 
     Attributes:
+        progress: how far the prompt was computed, where the request asked for reports.
         result: the result of the whole answer, once it has ended.
         num_attempts: requests so far, with the running one.
         reasoning_tokens: tokens so far, up to the last one of the reasoning.
@@ -131,6 +136,7 @@ class Answer:
     def _begin(self) -> None:
         self.prompt_logits: list[NDArray[np.float32]] = []
         self.ended_early = False
+        self.progress: PromptProgress | None = None
         self.result: Result | None = None
         self.reasoning_tokens = 0
         self._stream = self._new_stream()
@@ -494,7 +500,9 @@ class Answers:
         delta, progress = answer.push(event), None
         if event.prompt_tokens:
             seconds = event.made_s - answer.request.started_s
-            progress = PromptProgress(event.prompt_tokens, event.cached_tokens, seconds)
+            total = len(answer.request.prompt_ids)
+            progress = PromptProgress(event.prompt_tokens, event.cached_tokens, total, seconds)
+            answer.progress = progress
         steps: Sequence[AnswerStep] = (AnswerStep(index, delta, event.logprobs, progress),)
         if answer.result is not None:
             del self._unfinished[event.request_id]
@@ -557,20 +565,33 @@ class RunningAnswers(Protocol):
         ...
 
 
-def deltas(answers: RunningAnswers) -> Iterator[Delta]:
-    """The deltas of a single answer; leaving the loop ends the request."""
+def deltas(answers: RunningAnswers, watch: PromptWatch | None = None) -> Iterator[Delta]:
+    """The deltas of a single answer; leaving the loop ends the request.
+
+    Args:
+        answers: of the input.
+        watch: is called where the input asked for reports.
+    """
     for steps in answers:
         for step in steps:
-            yield step.delta
+            if step.progress is None:
+                yield step.delta
+            elif watch is not None:
+                watch(step.progress.computed, step.progress.total)
 
 
-async def adeltas(start: Callable[[Input], RunningAnswers], given: Input) -> AsyncIterator[Delta]:
+async def adeltas(
+    start: Callable[[Input], RunningAnswers], given: Input, watch: PromptWatch | None = None
+) -> AsyncIterator[Delta]:
     """`deltas` for asyncio; `start` runs in a worker thread, because it may take long."""
     answers: Any = aiter(await asyncio.to_thread(start, given))
     async with aclosing(answers):
         async for steps in answers:
             for step in steps:
-                yield step.delta
+                if step.progress is None:
+                    yield step.delta
+                elif watch is not None:
+                    watch(step.progress.computed, step.progress.total)
 
 
 async def last(deltas: AsyncIterator[Delta]) -> Result:

@@ -113,6 +113,7 @@ def test_recent_chats_open_by_their_titles() -> None:
 
 
 def test_the_state_is_said_in_one_line() -> None:
+    loading = ModelStatus(name="a", state="loading", loaded=0.4)
     busy, key = Activity(models=(LOADED,), running=2, waiting=1), "key that may administer it"
     for view, text in (
         (View(url=URL), f"○ Stopped · {URL}"),
@@ -123,6 +124,14 @@ def test_the_state_is_said_in_one_line() -> None:
         ),
         (running(), "● Ready · chat"),
         (running(activity=Activity()), "● Ready · no model is loaded"),
+        (
+            running(activity=Activity(models=(loading,))),
+            "◌ Loading · a 40 %",
+        ),
+        (
+            running(activity=Activity(models=(LOADED,), reading=((300, 1200),), waiting=2)),
+            "◉ Answering · chat · reading 1,200 tokens: 25 %, 2 waiting",
+        ),
         (
             running(activity=busy, rate=31.4),
             "◉ Answering · chat · 2 answers, 1 waiting, 31 tokens/s",

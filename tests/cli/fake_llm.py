@@ -1,6 +1,6 @@
 """FakeLLM: an LLM with a given answer, one word a step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -34,7 +34,12 @@ class FakeLLM:
         self.ended_streams = 0
 
     def stream(
-        self, prompt: object, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: object,
+        params: SamplingParams | None = None,
+        *,
+        prompt_progress_callback: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> Iterator[Delta]:
         self.asked.append((prompt, params))
         self.options.append(options)

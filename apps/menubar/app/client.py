@@ -23,6 +23,7 @@ class ModelStatus:
     state: str  # unloaded, loading, loaded, unloading
     pinned: bool = False
     weights_bytes: int = 0
+    loaded: float = 0.0  # share of it, while it is being loaded
     failure: str = ""  # of the last load
 
 
@@ -62,13 +63,22 @@ class Activity:
     """Models and running requests at one moment.
 
     Attributes:
+        running: requests that are being answered.
+        waiting: that wait for their turn.
+        reading: of a prompt that is being read: tokens that are computed, and all.
         tokens: of all answers since the server started.
     """
 
     models: tuple[ModelStatus, ...] = ()
     running: int = 0
     waiting: int = 0
+    reading: tuple[tuple[int, int], ...] = ()
     tokens: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a request."""
+        return bool(self.running or self.waiting or self.reading)
 
 
 class ServerClient:
@@ -87,11 +97,17 @@ class ServerClient:
         """GET /admin/state; raises ServerError, as all methods do."""
         said = self._ask("/admin/state")
         requests = said["requests"]
-        waiting = sum(bool(item["waiting"]) for item in requests)
+        unanswered = [item for item in requests if item["waiting"]]
+        reading = [
+            (item["prompt_read"], item["prompt_tokens"])
+            for item in unanswered
+            if item["prompt_read"]
+        ]
         return Activity(
             models=tuple(_model(item["state"]) for item in said["models"]),
-            running=len(requests) - waiting,
-            waiting=waiting,
+            running=len(requests) - len(unanswered),
+            waiting=len(unanswered) - len(reading),
+            reading=tuple(reading),
             tokens=sum(item["counters"]["generation_tokens"] for item in said["models"]),
         )
 
@@ -179,7 +195,9 @@ class ServerClient:
 
 
 def _model(said: Mapping[str, Any]) -> ModelStatus:
+    progress = said["load_progress"] or {"loaded_bytes": 0, "total_bytes": 0}
     return ModelStatus(
+        loaded=progress["loaded_bytes"] / max(progress["total_bytes"], 1),
         **{name: said[name] for name in ("name", "state", "pinned", "weights_bytes")},
         failure=said["failure"] or "",
     )

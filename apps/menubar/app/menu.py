@@ -111,7 +111,7 @@ STATUS = {
 
 def status_of(view: View) -> Status:
     """The state of the server, and of its answers while there are some."""
-    if view.activity.running or view.activity.waiting:
+    if view.activity.busy:
         return ANSWERING
     loading = any(model.state == "loading" for model in view.activity.models)
     return LOADING if loading else STATUS[view.phase]
@@ -125,9 +125,9 @@ def detail_text(view: View) -> str:
             Phase.FOREIGN: f"Another program answers at {view.url}",
         }
         return texts.get(view.phase, view.url)
-    loaded = [m.name.rpartition("/")[2] for m in view.activity.models if m.state == "loaded"]
-    parts = [shortened(", ".join(loaded), 32) or "no model is loaded"]
-    if view.activity.running or view.activity.waiting:
+    named = [loaded_text(m) for m in view.activity.models if m.state in ("loaded", "loading")]
+    parts = [shortened(", ".join(named), 32) or "no model is loaded"]
+    if view.activity.busy:
         parts.append(batch_text(view))
     return " · ".join(parts)
 
@@ -147,10 +147,18 @@ def first_action(view: View, usable: tuple[str, Action]) -> tuple[str, Action]:
     return "Open Settings", Action(Do.SETTINGS)
 
 
+def loaded_text(model: ModelStatus) -> str:
+    """A model that is loaded by its short name, or how far it is: "demo 42 %"."""
+    name = model.name.rpartition("/")[2]
+    return name if model.state == "loaded" else f"{name} {model.loaded:.0%}".replace("%", " %")
+
+
 def batch_text(view: View) -> str:
-    """The running requests in words: "2 answers, 1 waiting, 31 tokens/s"."""
+    """The requests in words: "2 answers, reading 12,000 tokens: 42 %, 1 waiting, 31 tokens/s"."""
     running, waiting = view.activity.running, view.activity.waiting
-    parts = [f"{running} {'answer' if running == 1 else 'answers'}"]
+    parts = [f"{running} {'answer' if running == 1 else 'answers'}"] if running else []
+    for read, total in view.activity.reading:
+        parts.append(f"reading {total:,} tokens: {100 * read // total} %")
     if waiting:
         parts.append(f"{waiting} waiting")
     return ", ".join([*parts, *filter(None, [rate_text(view)])])

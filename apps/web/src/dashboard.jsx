@@ -179,7 +179,7 @@ function Requests({ state }) {
             <tr key={each.id}>
               <td>{each.model}</td>
               <td>
-                <span class={`badge ${each.waiting ? "" : "good"}`}>{each.waiting ? "waiting or reading its prompt" : "answering"}</span>
+                <span class={`badge ${each.waiting ? "" : "good"}`}>{stateOf(each)}</span>
               </td>
               <td class="right">
                 {number(each.prompt_tokens)}
@@ -396,4 +396,10 @@ function Settings() {
       </div>
     </details>
   );
+}
+
+function stateOf({ waiting, prompt_read, prompt_tokens }) {
+  if (!waiting) return "answering";
+  if (prompt_read === null) return "waiting or reading its prompt";
+  return prompt_read ? `reading its prompt: ${Math.floor((100 * prompt_read) / prompt_tokens)} %` : "waiting for its turn";
 }

@@ -1,7 +1,7 @@
 // One message: its text as markdown, thoughts, tool calls, facts, and what can be done with it.
 import { memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { asCurl, copy, number, rateOf, seconds } from "./format.js";
+import { asCurl, bytes, copy, number, rateOf, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import {
   ask, branch, busy, canRun, children, conversation, goOn, notice, resend, rewrite, runCall, sendResults, show, tools,
@@ -182,8 +182,13 @@ function Waiting({ message: { waiting, details } }) {
   return <p class="waiting">{waitingText(waiting, details)}</p>;
 }
 
+function loadingText(model, { loaded_bytes, total_bytes }) {
+  if (!total_bytes) return `loading ${model}…`;
+  return `loading ${model}: ${Math.floor((100 * loaded_bytes) / total_bytes)} % of ${bytes(total_bytes)}`;
+}
+
 function waitingText(waiting, { model }) {
-  if (waiting?.for === "model") return `loading ${model}…`;
+  if (waiting?.for === "model") return loadingText(model, waiting);
   if (waiting?.for !== "prompt") return "waiting for its turn…";
   const { total, processed, cache, time_ms } = waiting;
   const left = processed > cache ? (time_ms * (total - processed)) / (processed - cache) / 1000 : 0;

@@ -483,7 +483,7 @@ class ChatWriter:
         delta, body = step.delta, self.body
         text, reasoning = delta.text, delta.reasoning
         if step.progress is not None:
-            progress = progress_of(self.answers, step)
+            progress = progress_of(step.progress)
             choices = [_choice(step.index, delta={})]
             yield data(self._object(CHUNK, choices, prompt_progress=progress))
             return

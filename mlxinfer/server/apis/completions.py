@@ -200,7 +200,7 @@ class CompletionWriter:
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: how far its prompt is, or the pieces of its choice."""
         if step.progress is not None:
-            progress = progress_of(self._answers, step)
+            progress = progress_of(step.progress)
             yield data(self._completion([_choice("", step.index)], prompt_progress=progress))
             return
         for piece in self._writers[step.index].write(step):

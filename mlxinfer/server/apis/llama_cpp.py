@@ -137,7 +137,7 @@ async def _answer(
         text, result, answer = step.delta.text, step.delta.result, answers.answers[step.index]
         piece = {"index": step.index, "content": text, "stop": False}
         if step.progress is not None:
-            yield data({**piece, "prompt_progress": progress_of(answers, step)})
+            yield data({**piece, "prompt_progress": progress_of(step.progress)})
             return
         logprobs = logprob_of(tokenizer, answer, step) if body.n_probs else []
         scores = [step.logprobs] if step.logprobs is not None else []

@@ -66,6 +66,7 @@ def _card(slot: ModelSlot) -> Plain:
         "thinking": None if facts is None else list(facts.thinking),
         "vocab_size": None if facts is None else facts.vocab_size,
         "state": slot.state,
+        "load_progress": slot.load_progress,  # null: it is not being loaded
         "aliases": list(slot.entry.aliases),  # other names that requests may use
         "root": slot.entry.root,
         "parent": None,  # of an adapter: the model that it changes

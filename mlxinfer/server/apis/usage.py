@@ -7,7 +7,7 @@ from typing import Any
 from ... import __version__
 from ...core import FinishReason, TokenLogprobs
 from ...outputs import Result
-from ...session.answers import Answer, Answers, AnswerStep
+from ...session.answers import Answer, Answers, AnswerStep, PromptProgress
 from ...text import Tokenizer
 from ..http import Plain
 from ..reuse import Record
@@ -43,14 +43,13 @@ def reuse_details(reuse: Record | None, is_asked: bool | None) -> Plain:
     return {"cached_tokens_details": {**reuse.shown["tiers"], **reuse.without_text()}}
 
 
-def progress_of(answers: Answers, step: AnswerStep) -> Plain:
+def progress_of(progress: PromptProgress) -> Plain:
     """How far the prompt of an answer is computed, in llama.cpp's names."""
-    assert step.progress is not None
     return {
-        "total": len(answers.answers[step.index].request.prompt_ids),
-        "cache": step.progress.cached,  # they are processed from the beginning
-        "processed": step.progress.computed,
-        "time_ms": 1e3 * step.progress.seconds,
+        "total": progress.total,
+        "cache": progress.cached,  # they are processed from the beginning
+        "processed": progress.computed,
+        "time_ms": 1e3 * progress.seconds,
     }
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -58,6 +58,7 @@ class RunningAnswer:
         details: of its message.
         waiting: what the answer waits for; None: it speaks, or has ended.
         problem: why the answer is not stored; None: it is.
+        load_progress: of its model: bytes that are loaded, and all; None: it is not being loaded.
         task: generates the answer; ends after it was stored.
         followers: streams that have begun and not ended.
     """
@@ -66,6 +67,7 @@ class RunningAnswer:
         self.conversation, self.id = conversation, start.id
         self.details = {**start.details, "grows": True}  # stays where the server ends before it
         self.waiting: Plain | None = {"for": "model"}
+        self.load_progress: Callable[[], Plain | None] = lambda: None
         self.problem: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.followers = 0
@@ -121,7 +123,7 @@ class RunningAnswer:
                         "content": "".join(fresh),
                         "reasoning": "".join(thoughts),
                         "details": self.details,
-                        "waiting": self.waiting,
+                        "waiting": self._waited_for(),
                         "problem": self.problem,
                     }
                 )
@@ -134,6 +136,11 @@ class RunningAnswer:
                 await asyncio.sleep(DRAW_S)
         finally:
             self.followers -= 1
+
+    def _waited_for(self) -> Plain | None:
+        if self.waiting is None or self.waiting["for"] != "model":
+            return self.waiting
+        return {**self.waiting, **(self.load_progress() or {})}
 
     async def cancel(self) -> None:
         """End the answer where it is, and wait until it is stored."""
@@ -310,6 +317,8 @@ class AnswerRoutes:
         self, owner: str, running: RunningAnswer, call: Call, request: ChatRequest
     ) -> None:
         await self._save(owner, running, call)
+        slot = call.service.models.find(request.model)
+        running.load_progress = lambda: slot.load_progress
         reply = await chat(call, request)
         assert isinstance(reply, Events)
         running.waiting = {"for": "turn"}

@@ -1,0 +1,58 @@
+"""The line that says what an answer waits for."""
+
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from mlxinfer.cli import _waiting
+from mlxinfer.cli._waiting import WaitingLine, until_first_word
+from mlxinfer.outputs import Delta
+from tests.waiting import wait_until
+
+
+def screen(*, terminal: bool = True) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=80)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_it_names_the_turn_then_the_prompt_and_is_gone_at_the_first_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_waiting, "PATIENCE_S", 0.0)
+    console = screen()
+    line = WaitingLine(console)
+
+    def deltas() -> Iterator[Delta]:
+        wait_until(lambda: "waiting for its turn" in text_of(console))
+        line.read(2000, 8000)
+        wait_until(lambda: "reading 8,000 tokens: 25 %" in text_of(console))
+        yield Delta()
+        shown = len(text_of(console))
+        yield Delta()
+        assert len(text_of(console)) == shown
+
+    with until_first_word(line, deltas()) as watched:
+        assert len(list(watched)) == 2
+    assert text_of(console).endswith("\x1b[2K")
+
+
+def test_it_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([10.0, 14.0])
+    monkeypatch.setattr(_waiting.time, "monotonic", lambda: next(now_s))
+    line = WaitingLine(screen())
+    line.read(1000, 9000)
+    line.read(3000, 9000)
+    assert line._text == "reading 9,000 tokens: 33 %, 12 s left"
+
+
+def test_it_writes_nothing_where_an_answer_comes_soon_or_there_is_no_terminal() -> None:
+    for console in (screen(), screen(terminal=False)):
+        with until_first_word(WaitingLine(console), iter([Delta()])) as watched:
+            list(watched)
+        assert text_of(console) == ""

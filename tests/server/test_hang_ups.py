@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,6 @@ from mlxinfer.server.slots import read_defaults
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: bool) -> None:
-    body = json.dumps(long_chat(stream=stream)).encode()
-    before = server.stats()["tokens_sampled"]
-    with connect(server) as connection:
-        connection.sendall(post(CHAT, body))
-        wait_until(lambda: server.stats()["running"] == 1)
-    wait_until(server.is_idle)
-    assert server.stats()["tokens_sampled"] - before < 1800
-
-
-def test_a_client_that_leaves_while_it_sends_is_forgotten(server: LiveServer) -> None:
-    with connect(server) as connection:
-        connection.sendall(post(CHAT, b'{"messages": [', length=1000))
-        time.sleep(0.05)
-    wait_until(server.is_idle)
 
 
 @pytest.fixture(scope="module")

@@ -263,8 +263,8 @@ def _stats_of(errors: Floats, values: Floats, importance: Floats | None) -> Erro
     errors *= errors
     squares = errors.sum(axis=0)
     weighted = squares if importance is None else np.dot(importance, errors)
-    sums = (float(part[:rows].sum(dtype=np.float64)) for part in (squares, weighted))
-    return ErrorStats(*sums, squares_of(values), float(largest))
+    plain, other = (float(part[:rows].sum(dtype=np.float64)) for part in (squares, weighted))
+    return ErrorStats(plain, other, squares_of(values), float(largest))
 
 
 def _fed_back(

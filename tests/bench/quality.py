@@ -95,7 +95,9 @@ class StoredLogits:
 
 
 def compared(
-    windows: Sequence[Sequence[int]], reference: Iterable[StoredLogits], others: Iterable[Logits]
+    windows: Sequence[Sequence[int]],
+    reference: Iterable[StoredLogits],
+    others: Iterable[StoredLogits],
 ) -> Figures:
     """Compare two sets of logits, (T, vocab) for each window.
 

@@ -125,8 +125,8 @@ def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any
             bits = 8 * sum(group["page_bytes"] for group in llm.stats()["groups"])
             logits = held_out.stored(lambda ids: [llm.logits(ids)])
         plain = caches[0]["page_bits"] if caches else bits
-        size = {"page_bits": bits, "bits": 32 * bits / plain}  # the plain one has float32 here
-        caches.append({"label": f"mlxinfer {label}", **size, **held_out.compare(logits)})
+        sizes = {"page_bits": bits, "bits": 32 * bits / plain}  # the plain one has float32 here
+        caches.append({"label": f"mlxinfer {label}", **sizes, **held_out.compare(logits)})
         print(caches[-1], file=sys.stderr, flush=True)
     model = Rounded(folder) if peer else None
     for label, (size, keys, values) in OTHERS.items() if model else ():

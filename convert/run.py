@@ -175,6 +175,10 @@ class Conversion:
         files = [path for path in place.root.rglob("*") if path.is_file()]
         there = sum(path.stat().st_blocks * 512 for path in files)
         check_target(place, label, max(0, self.disk_bytes() - there))
+        self.check_memory()
+
+    def check_memory(self) -> None:
+        """Raise if `max_memory` is too small."""
         limit, needed = self.options.max_memory, self.budget.peak_bytes
         if limit is not None and needed > limit:
             words = self.arranged.config.vocab_size

@@ -365,6 +365,7 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
         measured=conversion.options.targeted,
     )
     emit_json(plan) if as_json else show_plan(plan)
+    conversion.check_memory()
 
 
 # -- fuse -----------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ def test_a_dry_run_writes_nothing_and_is_right(
     assert "peak memory" in table.out
     aimed = outcome(source, tmp_path / "other", "--dry-run", "--target-bpw", 5)
     assert "sizes above are those of 4bit; what meets the target follows" in aimed.out
+    refused = outcome(source, tmp_path / "other", "--dry-run", "--max-memory", "50MB")
+    assert refused.code == 1
+    assert "peak memory" in refused.out, "the plan is shown all the same"
+    assert "max_memory is 50 MB, but about" in refused.err
 
 
 @pytest.mark.parametrize("option", ["--target-bpw", "--learn"])

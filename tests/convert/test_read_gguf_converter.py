@@ -9,29 +9,74 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+import yaml
 from convert_cases import logits
+from models.dense_kv import DenseCache
+from models.picture_cases import PICTURE_CASES, QWEN_CASES, prompt
 from models.runs import every
+from models.test_qwen_pictures import Prompt, placed_pictures, run, seen
+from models.test_towers import features, tiles
 from models.tiny import write
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.read import open_source
+from mlxinfer.convert.read import SourceModel
+from mlxinfer.convert.read.gguf.source import open_gguf
+from mlxinfer.models import load
 
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 LOGITS = np.load(DATA / "logits.npz")
+CASES = yaml.safe_load((DATA / "cases.yml").read_text())
 FILES = sorted(path.name.removesuffix(".gguf.xz") for path in DATA.glob("*.gguf.xz"))
+TOWERS = [name.removeprefix("mmproj-") for name in FILES if name.startswith("mmproj-")]
+TEXTS = [name for name in FILES if name not in TOWERS and not name.startswith("mmproj-")]
 
 
-@pytest.mark.parametrize("name", every(3, FILES))
+def unpacked(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.gguf"
+    path.write_bytes(lzma.decompress((DATA / f"{path.name}.xz").read_bytes()))
+    return path
+
+
+def written(folder: Path, source: SourceModel) -> Path:
+    """The folder of a source, in float32."""
+    arranged = arrange(source)
+    tensors = {output.name: arranged.whole(output) for output in arranged.outputs}
+    arrays = {name: array.astype(mx.float32) for name, array in tensors.items()}
+    return write(folder, dict(source.config), arrays)
+
+
+def logits_with_pictures(folder: Path, case: str) -> np.ndarray:
+    """Of a prompt of models/pictures.yml."""
+    model, (ids, places) = load(folder), prompt(case)
+    cache = DenseCache(model)
+    if case in QWEN_CASES:
+        pictures = placed_pictures(case)
+        vectors = [seen(model.tower, one.picture.tiles[0]) for one in pictures]
+        return run(model, cache, [("a", Prompt(ids, pictures, vectors), 0, len(ids))])
+    assert case in PICTURE_CASES
+    placed = [
+        (place.start, mx.concatenate([features(model.tower, tile) for tile in pieces]))
+        for place, pieces in zip(places, tiles(case), strict=True)
+    ]
+    cache.see("a", placed)
+    return np.array(cache.run(model, [("a", ids)]))
+
+
+@pytest.mark.parametrize("name", every(3, TEXTS))
 def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
-    source = open_source(path)
-    arranged = arrange(source)
-    tensors = {output.name: arranged.whole(output) for output in arranged.outputs}
-    tensors = {name: array.astype(mx.float32) for name, array in tensors.items()}
+    source = open_gguf(unpacked(tmp_path, name))
     expected = LOGITS[name.rpartition("-")[0]]
     ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
-    actual = logits(write(tmp_path / "folder", dict(source.config), tensors), ids)
+    actual = logits(written(tmp_path / "folder", source), ids)
+    assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("name", every(3, TOWERS))
+def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    case = name.rpartition("-")[0]
+    text, tower = (unpacked(tmp_path, one) for one in (name, f"mmproj-{name}"))
+    folder = written(tmp_path / "folder", open_gguf(text, projector=tower))
+    actual, expected = logits_with_pictures(folder, CASES[case]["seeing"]), LOGITS[case]
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()

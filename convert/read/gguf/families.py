@@ -324,7 +324,8 @@ def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Con
 
 def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Qwen3-Next too: as the later models have it, with a matrix for each projection."""
-    facts.read("rope.dimension_sections")  # in a text all positions are the same
+    # In a text all positions are the same; tensors say which layers recur.
+    facts.read("rope.dimension_sections", "attention.recurrent_layers")
     layers = range(config["num_hidden_layers"])
     recurs = [f"model.layers.{i}.linear_attn.A_log" in shapes for i in layers]
     values, inner = facts.integer("ssm.time_step_rank"), facts.integer("ssm.inner_size")
@@ -342,7 +343,7 @@ def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         "linear_value_head_dim": inner // values,
         "linear_num_key_heads": facts.integer("ssm.group_count"),
         "linear_num_value_heads": values,
-        "attention_bias": False,
+        "attention_bias": any(name.endswith(".q_proj.bias") for name in shapes),
     }
     if facts.architecture == "qwen35":
         return fields | {"intermediate_size": facts.integer("feed_forward_length")}

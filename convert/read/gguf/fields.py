@@ -141,8 +141,12 @@ class ArchitectureFields:
         if key not in self._read:
             self.expect(key, *values)
 
-    def refuse_unread(self) -> None:
-        """Raise UnsupportedModelError where the architecture has fields that nothing has read."""
+    def refuse_unread(self, aside: tuple[str, ...] = _OF_TOWERS) -> None:
+        """Raise UnsupportedModelError where the architecture has fields that nothing has read.
+
+        Args:
+            aside: how fields of parts begin that are not read.
+        """
         for key, values in _WITHOUT_EFFECT.items():
             self.check_default(key, *values)
         prefix = f"{self.architecture}."
@@ -151,7 +155,7 @@ class ArchitectureFields:
             for name, value in self.all.values.items()
             if name.startswith(prefix)
             and value is not None
-            and not name.removeprefix(prefix).startswith(_OF_TOWERS)
+            and not name.removeprefix(prefix).startswith(aside)
             and name.removeprefix(prefix) not in self._read | _NO_FACT
         )
         if unread:

@@ -21,10 +21,11 @@ from ..codes import AffineMatrix, Octets, Triple, affine_format, float_reader
 from ..schemes.floats import MXFP4
 from ..source import MLXFormat, SourceTensor, TensorReader
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
-from .header import BlockType
+from .header import BlockType, TensorEntry
 from .layout import PLAIN, Order, TensorLayout
 
 Decoded = tuple[Array, Array, Array]
+Entry = tuple[TensorEntry, StoredArray]  # a tensor of a file, and where its bytes are
 
 
 def half(octets: Array) -> Array:

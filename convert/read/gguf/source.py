@@ -1,13 +1,16 @@
 """GGUF files, one or split into several, as a SourceModel."""
 
+import json
 import mmap
-import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....hub import Progress
@@ -21,21 +24,27 @@ from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import HALVES, layout_of, part_layout
 from .names import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, hf_names
-from .readers import GGUFTensor, reader_of
+from .readers import Entry, GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
+from .towers import KINDS, read_tower
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
 _FACTORS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
+_PICTURES = ("image", "IMG")  # in the templates of models that see
+_SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees
+WITHOUT_TOWER = (
+    "{name} reads text only: pictures need the mmproj file of this model beside it, or --mmproj."
+)
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
-Entry = tuple[TensorEntry, StoredArray]
 
 
 def open_gguf(
     path: Path,
     side_files: Mapping[str, bytes | Path] | None = None,
     progress: Progress = lambda *_: None,
+    projector: Path | None = None,
 ) -> SourceModel:
     """A GGUF file; of a split one, any part.
 
@@ -43,6 +52,7 @@ def open_gguf(
         path: of the file.
         side_files: tokenizer and templates from elsewhere, instead of those in the file.
         progress: called while the header is read.
+        projector: the file of the tower, if the model sees.
 
     Raises:
         CheckpointError: a broken file, or parts that do not go together.
@@ -51,22 +61,20 @@ def open_gguf(
     """
     label, parts = str(path), split_parts(path)
     digest = blake2b(digest_of(side_files or {}), digest_size=20)
-    headers: dict[Path, GGUFHeader] = {}
-    for part in parts:
-        headers[part], raw = _read_header(part, progress)
-        digest.update(f"{part.name} {file_state(part)} ".encode() + raw)
+    headers = _headers(parts, digest.update, progress)
     metadata = headers[parts[0]].metadata
     architecture = _architecture(metadata, label)
     _check_parts(list(headers.values()), label)
     entries = _entries(headers, label)
-    named = _named(entries, ArchitectureFields(metadata, label))
+    facts = ArchitectureFields(metadata, label)
+    named, notes = _named(entries, facts)
     shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
     config = make_config(metadata, shapes, _rope_factors(entries), label)
     from_metadata: SideFiles = dict
     sizes = _bytes_by_type(entries)
     if side_files is None and check_tokenizer(metadata, label):
         from_metadata = cache(partial(tokenizer_files, metadata, label))
-    return SourceModel(
+    source = SourceModel(
         label=label,
         format="GGUF",
         config={key: value for key, value in config.items() if key != HALVES},
@@ -75,8 +83,54 @@ def open_gguf(
         readers=_readers(named, architecture, config),
         side_files=from_metadata if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
+        notes=notes,
         origin=origin_of_metadata(metadata),
     )
+    if projector is None:
+        return replace(source, notes=(*notes, *_without_tower(facts)))
+    return _seeing(source, projector, facts)
+
+
+def _headers(
+    parts: Iterable[Path], digest: Callable[[bytes], None], progress: Progress = lambda *_: None
+) -> dict[Path, GGUFHeader]:
+    """The headers of all parts; `digest` is called with what identifies each."""
+    headers: dict[Path, GGUFHeader] = {}
+    for part in parts:
+        headers[part], raw = _read_header(part, progress)
+        digest(f"{part.name} {file_state(part)} ".encode() + raw)
+    return headers
+
+
+def _seeing(source: SourceModel, projector: Path, facts: ArchitectureFields) -> SourceModel:
+    """The model with the tower of another file."""
+    digest = blake2b(source.fingerprint.encode(), digest_size=20)
+    headers = _headers([projector], digest.update)
+    entries = _entries(headers, str(projector))
+    tower = read_tower(headers[projector].metadata, entries, facts, str(projector))
+    sections = facts.all.get(f"{facts.architecture}.rope.dimension_sections")
+    turns = [] if sections is None else np.asarray(sections).tolist()
+    processor = json.dumps(tower.processor).encode()
+    return replace(
+        source,
+        config=tower.around(dict(source.config), turns),
+        readers={**source.readers, **tower.readers},
+        side_files=lambda: {**source.side_files(), "preprocessor_config.json": processor},
+        fingerprint=digest.hexdigest(),
+        notes=(*source.notes, *tower.notes),
+    )
+
+
+def _without_tower(facts: ArchitectureFields) -> tuple[str, ...]:
+    """A note, if the model sees in its original form."""
+    template = facts.all.text("tokenizer.chat_template", default="")
+    speaks = any(mark in template for mark in _PICTURES) and not (
+        facts.architecture == "gemma3" and facts.integer("embedding_length") < _SEEING_GEMMA3
+    )
+    of_kind = any(facts.architecture in kind.models for kind in KINDS.values())
+    if of_kind and (speaks or facts.has("rope.dimension_sections")):
+        return (WITHOUT_TOWER.format(name=Path(facts.all.where).name),)
+    return ()
 
 
 def _architecture(metadata: Mapping[str, Any], label: str) -> str:
@@ -174,14 +228,16 @@ def _check_parts(headers: list[GGUFHeader], label: str) -> None:
             )
 
 
-def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str, Entry]:
+def _named(
+    entries: Mapping[str, Entry], facts: ArchitectureFields
+) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """Tensors by the names of transformers, and a note on those that are left out."""
     named: dict[str, Entry] = {}
-    if aside := sorted(name for name in entries if name.startswith(_ASIDE)):
-        warnings.warn(
-            f"{facts.all.where} is read as a language model: {len(aside)} tensors ({aside[0]} …) "
-            "of parts that see, hear or predict ahead are left out.",
-            stacklevel=2,
-        )
+    aside = sorted(name for name in entries if name.startswith(_ASIDE))
+    note = (
+        f"{facts.all.where} is read as a language model: {len(aside)} tensors ({', '.join(aside[:1])} …) of "
+        "parts that see, hear or predict ahead are left out."
+    )
     for name, entry in entries.items():
         if name in aside:
             continue
@@ -192,7 +248,7 @@ def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str,
                 f"{facts.architecture} architecture."
             )
         named |= dict.fromkeys(ours, entry)
-    return named
+    return named, (note,) if aside else ()
 
 
 def _rope_factors(entries: Mapping[str, Entry]) -> dict[str, Array]:

@@ -5,7 +5,8 @@ as vendor/llama.cpp), which nothing else here does:
 
     python tests/data/gguf/make.py LLAMA_CPP [CASE ...]
 
-Matrices hold three values each, which Q8_0 has exactly: files in float32 and in Q8_0 have the same
+Of a model that sees, text and tower are files of their own, and the logits are those of a prompt with
+pictures. Matrices hold three values each, which Q8_0 has exactly: files in float32 and in Q8_0 have the same
 logits, and xz makes kilobytes of them. Vocabularies are left out; tests/convert has theirs.
 """
 
@@ -22,13 +23,16 @@ import numpy as np
 import torch
 import transformers
 import yaml
+from safetensors.numpy import save_file
 from transformers.models.auto import modeling_auto as auto
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from data.pictures.generate import reference  # noqa: E402
 from data.torch_models import loaded, read_config, saved_shapes  # noqa: E402
 from models.cases import CASES  # noqa: E402
+from models.picture_cases import ALL_PICTURE_CASES, picture_tensor  # noqa: E402
 from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
 
 LENGTH = 24
@@ -42,20 +46,26 @@ root = Path(sys.argv[1])
 sys.path[:0] = [str(root), str(root / "gguf-py")]
 from conversion import get_model_class
 from conversion.base import TextModel
+from conversion.llama import LlamaModel
+TextModel.set_vocab = LlamaModel.set_vocab = TextModel._set_vocab_none
 for architecture, arguments in json.loads(sys.stdin.read()):
     try:
-        get_model_class(architecture).set_vocab = TextModel._set_vocab_none
+        if "--mmproj" not in arguments:
+            get_model_class(architecture).set_vocab = TextModel._set_vocab_none
         sys.argv = ["convert_hf_to_gguf.py", *arguments]
         runpy.run_path(str(root / "convert_hf_to_gguf.py"), run_name="__main__")
     except BaseException as error:
         print(arguments[0], "FAILED", repr(error)[:500])
+        import traceback; traceback.print_exc()
 """
 Job = tuple[str, list[str]]  # a class, and the converter's arguments
 
 
 def case_config(case: dict[str, Any]) -> dict[str, Any]:
     """The config of a case: that of a tiny model, with changes."""
-    name = case.get("from")
+    name = case.get("from", case.get("seeing"))
+    if name in ALL_PICTURE_CASES:
+        return merged(ALL_PICTURE_CASES[name].config, case.get("config", {}))
     base = CASES.get(name) or WRAPPERS.get(name, {}).get("config", {})
     return merged(base, case.get("config", {}))
 
@@ -65,25 +75,26 @@ def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = dict(config)
     for key, value in changes.items():
         nested = key.endswith("_config") and isinstance(value, dict)
-        result[key] = merged(config[key], value) if nested else value
+        result[key] = merged(config.get(key) or {}, value) if nested else value
     return result
 
 
-def coarse_tensor(name: str, shape: tuple[int, ...], less_one: bool) -> np.ndarray:
-    """Random values that cost few bits; matrices have three of them, exact in every type."""
-    values = random_tensor(name, shape, 0, less_one=less_one)
+def coarse(values: np.ndarray, name: str) -> np.ndarray:
+    """Values that cost few bits; matrices have three of them, exact in every type."""
     if values.dtype.kind == "i":
         return values
-    if values.ndim < 2 or shape[-1] % 32:
-        return np.round(values * 256) / np.float32(256)
+    if values.ndim < 2:
+        return np.asarray(np.round(values * 256) / np.float32(256))
     spread = float(values.std())
-    step = np.float32(127) * np.float32(np.float16(spread * 1.22 / 127))
+    in_blocks = values.ndim < 4 and values.shape[-1] % 32 == 0 and "mm_input" not in name
+    step = 127 * np.float32(np.float16(spread * 1.22 / 127)) if in_blocks else np.float32(np.round(spread * 312) / 256)
     return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step
 
 
-def model_class(config: dict[str, Any]) -> Any:
+def model_class(config: dict[str, Any], seeing: bool) -> Any:
     """The class of transformers."""
-    for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"):
+    kinds = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    for kind in reversed(kinds) if seeing else kinds:
         names = getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
         if config["model_type"] in names:
             return getattr(transformers, names[config["model_type"]])
@@ -96,17 +107,54 @@ def checkpoint(case: dict[str, Any], folder: Path) -> tuple[str, np.ndarray]:
     config = case_config(case)
     text = config.get("text_config", config)
     less_one = text["model_type"].startswith(LESS_ONE)
-    kind = model_class(config)
+    kind = model_class(config, "seeing" in case)
     config.setdefault("architectures", [kind.__name__])
     read = read_config(config, folder)
     saved = saved_shapes(kind._from_config(read), folder)
-    tensors = {key: coarse_tensor(key, shape, less_one) for key, shape in saved.items()}
+    tensors = {
+        key: coarse(
+            picture_tensor(key, shape, 0, config["model_type"])
+            if "seeing" in case
+            else random_tensor(key, shape, 0, less_one=less_one),
+            key,
+        )
+        for key, shape in saved.items()
+    }
     model = loaded(kind, read, tensors, folder)
     (folder / "config.json").write_text(json.dumps(config))
+    write_processor(folder, text["vocab_size"], config.get("mm_tokens_per_image", 256))
+    if "seeing" in case:
+        tensors = dict(as_published(key, tensors[key], config) for key in tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return config["architectures"][0], reference(case["seeing"], model)[1].astype(np.float32)
     ids = np.random.default_rng(1).integers(3, text["vocab_size"], LENGTH)
     with torch.no_grad():
         logits = model(torch.tensor(ids)[None]).logits[0].numpy()
     return config["architectures"][0], logits.astype(np.float32)
+
+
+def as_published(name: str, values: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
+    """Name and values as published checkpoints have them, and as the converter asks for them."""
+    kind, front = config["model_type"], "vision_tower."
+    if kind in ("gemma3", "lfm2_vl"):
+        name = name.replace(front, f"{front}vision_model.")
+    if kind == "qwen3_vl_moe" and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        values = np.ascontiguousarray(values.swapaxes(1, 2))
+    return name, values
+
+
+def write_processor(folder: Path, size: int, features: int) -> None:
+    """What the converter asks of a model that sees: colours, and names of tokens."""
+    colours = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.75, 0.25]}
+    colours |= {"image_seq_length": features}
+    vocabulary = {"model": {"vocab": {str(i): i for i in range(size)}}, "added_tokens": []}
+    breaks = {"added_tokens_decoder": {"5": {"content": "[IMG_BREAK]"}}}
+    for name, content in (
+        ("preprocessor_config.json", colours),
+        ("tokenizer.json", vocabulary),
+        ("tokenizer_config.json", breaks),
+    ):
+        (folder / name).write_text(json.dumps(content))
 
 
 def convert(jobs: list[Job], llama_cpp: Path) -> None:
@@ -121,16 +169,18 @@ def convert(jobs: list[Job], llama_cpp: Path) -> None:
 
 
 def jobs_of(name: str, architecture: str, case: dict[str, Any], scratch: Path) -> list[Job]:
-    """A file of each type."""
+    """A file of each type; of a model that sees, two."""
+    parts = {"": case.get("options", [])} | ({"mmproj-": ["--mmproj"]} if "seeing" in case else {})
     return [
         (
-            architecture,
+            case.get("text", architecture),
             [
-                *(str(scratch / name), "--outfile", str(scratch / f"{name}-{of_type}.gguf")),
-                *("--outtype", of_type, *case.get("options", [])),
+                *(str(scratch / name), "--outfile", str(scratch / f"{part}{name}-{kind}.gguf")),
+                *("--outtype", kind, *options),
             ],
         )
-        for of_type in case.get("types", TYPES)
+            for kind in case.get("types", TYPES)
+        for part, options in parts.items()
     ]
 
 

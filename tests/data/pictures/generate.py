@@ -100,12 +100,12 @@ def inputs(case: Case, tiles: list[np.ndarray], grids: list[tuple[int, int]]) ->
     }
 
 
-def reference(name: str) -> tuple[np.ndarray, np.ndarray]:
+def reference(name: str, model: torch.nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """Features (N, hidden) and logits (T, vocab_size)."""
     case = ALL_PICTURE_CASES[name]
     tiles = [tile for tiles in pixels(name) for tile in tiles]
     grids = [grid for grids in case.pictures for grid in grids]
-    model, given = hub_model(name), inputs(case, tiles, grids)
+    given = inputs(case, tiles, grids)
     ids = torch.tensor(prompt(name)[0])[None]
     types = {"gemma3": "token_type_ids"}.get(case.config["model_type"], "mm_token_type_ids")
     seen = (ids == IMAGE).long()
@@ -138,7 +138,7 @@ def unified_masks(model: torch.nn.Module, ids: torch.Tensor, seen: torch.Tensor)
 def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or ALL_PICTURE_CASES:
-        features, logits = reference(name)
+        features, logits = reference(name, hub_model(name))
         path = HERE / f"{name}.npz"
         np.savez_compressed(path, features=features, logits=logits.astype(np.float32))
         print(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import ConversionError
 from ..hub import Progress
-from ..hub.imported import ImportedFile, find_imported, imported_file, split_parts
+from ..hub.imported import GGUFModel, ImportedFile, find_imported, imported_file
 from .read import SourceModel, open_source
 from .recipes import ConversionOptions, make_recipe
 from .run import Conversion
@@ -21,11 +21,19 @@ from .run import Conversion
 _SHARE = 10  # of the bytes to show: reading a file is about this part of the work
 
 
-def import_gguf(path: Path, progress: Progress = lambda *_: None) -> Path:
+def import_gguf(
+    path: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    mmproj: Path | None = None,
+    exact: bool = False,
+) -> Path:
     """Return the folder of a GGUF file, made by the first call.
 
     Args:
         path: of the file; of a split one, any part.
+        mmproj: the file of its tower, in place of that beside it.
+        exact: a file of float32 stays float32, at twice the memory.
         progress: called with the bytes that are done and all of them.
 
     Raises:
@@ -33,24 +41,26 @@ def import_gguf(path: Path, progress: Progress = lambda *_: None) -> Path:
             was written.
         ConversionError: the disk is full or read-only.
     """
-    parts = split_parts(path)
-    if (folder := find_imported(parts)) is not None:
+    model = GGUFModel.at(path, mmproj, exact=exact)
+    if (folder := find_imported(model)) is not None:
         return folder
-    total = sum(part.stat().st_size for part in parts)
+    total = sum(part.stat().st_size for part in model.files)
     progress(0, total)
-    source = open_source(path)
-    conversion = Conversion(source, Path("model"), _options(source))
-    file = imported_file(parts, lambda done: progress(done // _SHARE, total))
+    source = open_source(path, mmproj=mmproj)
+    if exact and source.exact_dtype is None:  # nothing would be rounded
+        return import_gguf(path, progress, mmproj=mmproj)
+    conversion = Conversion(source, Path("model"), _options(source, exact))
+    file = imported_file(model, lambda done: progress(done // _SHARE, total))
     with _alone(file):
         if not file.folder.is_dir():
             _convert(conversion, file, path, lambda done: progress(done, total), total)
-        file.record(parts)
+        file.record(model, source.notes)
     return file.folder
 
 
-def _options(source: SourceModel) -> ConversionOptions:
+def _options(source: SourceModel, exact: bool) -> ConversionOptions:
     """Codes are kept. A float32 file runs in the dtype of its activations, at half the memory."""
-    recipe = make_recipe("keep", dtype=source.exact_dtype and source.dtype)
+    recipe = make_recipe("keep", dtype=None if exact else source.exact_dtype and source.dtype)
     return ConversionOptions(recipe=recipe, searched=False, check_tensors=False, figures=False)
 
 

@@ -1,5 +1,6 @@
 """Models on this disk, from Python: download, list, convert. What the commands do, with bars."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,13 +9,18 @@ from . import hub
 from .backend import require_mlx
 from .core import check_switch
 from .display.tracebacks import shorten_errors
+from .errors import InvalidRequestError
 from .hub.cache import is_gguf
+from .hub.imported import notes_of
 from .memory import human_bytes, parse_bytes
 from .progress import StepWatch, progress_bar, progress_bars
 
 if TYPE_CHECKING:
     from .convert.recipes import ConversionOptions
     from .convert.report import ConversionReport
+
+logger = logging.getLogger(__name__)
+FASTER = "{name} is a GGUF file; an MLX format may be faster: mlxinfer convert {name} OUT"
 
 
 class LocalModels(list[hub.LocalModel]):
@@ -34,24 +40,44 @@ class LocalModels(list[hub.LocalModel]):
         return card(html_table(rows, header=("model", "size", "state")))
 
 
-def resolve(name: str, show: StepWatch, *, download: bool = True) -> Path:
+def resolve(
+    name: str,
+    show: StepWatch,
+    *,
+    download: bool = True,
+    mmproj: str | Path | None = None,
+    dtype: str = "auto",
+) -> Path:
     """Return the folder of a model, downloaded or imported if need be.
 
     Args:
         name: see `hub.locate`; or a GGUF file of this disk.
         download: fetch a repository that is not here.
         show: called with what is done ("import x.gguf"), how far, and of how much.
+        mmproj: of a GGUF file the file of its tower, in place of that beside it.
+        dtype: that the model will run in: float32 of a GGUF file stays so in float32.
 
-    Raises: those of `hub.locate`, and of `convert.imports.import_gguf`.
+    Raises: those of `hub.locate`, and of `convert.imports.import_gguf`; and InvalidRequestError:
+        `mmproj` for a folder.
     """
     path = Path(name).expanduser()
     if not is_gguf(path):
         path = hub.locate(name, download=download, progress=partial(show, f"download {name}"))
     if path.is_dir():
+        if mmproj is not None:
+            raise InvalidRequestError.of("mmproj", f"goes with a GGUF file; {name} is a folder.")
         return path
     from .convert.imports import import_gguf
 
-    return import_gguf(path, partial(show, f"import {path.name}"))
+    folder = import_gguf(
+        path,
+        partial(show, f"import {path.name}"),
+        mmproj=None if mmproj is None else Path(mmproj).expanduser(),
+        exact=dtype == "float32",
+    )
+    for note in [*notes_of(folder), FASTER.format(name=name)]:
+        logger.warning("%s", note)
+    return folder
 
 
 def list_models() -> LocalModels:

@@ -663,7 +663,8 @@ def load_session(
         require_mlx()
         from .session.pooling_session import open_session
 
-        folder, show_load = find(name), patient(show)
+        folder = resolve(name, show, mmproj=options.mmproj, dtype=options.dtype)
+        show_load = patient(show)
         return open_session(
             name,
             folder,

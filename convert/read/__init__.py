@@ -7,7 +7,7 @@ from pathlib import Path
 from ...errors import CheckpointError, ModelNotFoundError
 from ...hub import Progress, is_bundled, locate
 from ...hub.cache import is_gguf
-from ...hub.imported import part_names
+from ...hub.imported import is_projector, part_names
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf
 from .source import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
@@ -29,6 +29,7 @@ def open_source(
     source: str | Path,
     *,
     tokenizer: Path | None = None,
+    mmproj: Path | None = None,
     progress: Progress = lambda *_: None,
     reading: Progress = lambda *_: None,
 ) -> SourceModel:
@@ -38,6 +39,7 @@ def open_source(
         source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
             or a hub repository as org/name[@revision], with :QUANT or /file.gguf behind it.
         tokenizer: a folder with a tokenizer, taken instead of the source's own.
+        mmproj: of a GGUF file the file of its tower, in place of that beside it.
         progress: called while a repository of the hub is downloaded.
         reading: called while the header of a GGUF file is read.
 
@@ -50,21 +52,24 @@ def open_source(
     files = None if tokenizer is None else _tokenizer_of(tokenizer)
     path = locate(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
     if path.exists():
-        return _open(path, files, reading)
+        return _open(path, files, reading, mmproj)
     if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
         raise ModelNotFoundError(f"There is no {str(source)!r}.")
-    return replace(_open(locate(source, progress=progress), files, reading), label=source)
+    return replace(_open(locate(source, progress=progress), files, reading, mmproj), label=source)
 
 
 def _open(
-    path: Path, tokenizer: Mapping[str, bytes | Path] | None, reading: Progress
+    path: Path,
+    tokenizer: Mapping[str, bytes | Path] | None,
+    reading: Progress,
+    mmproj: Path | None,
 ) -> SourceModel:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
         return open_folder(path, tokenizer)
     if path.suffix == ".gguf" or is_gguf(path):
-        return open_gguf(path, tokenizer, reading)
+        return open_gguf(path, tokenizer, reading, mmproj)
     raise _unreadable(path)
 
 
@@ -79,7 +84,7 @@ def _only_gguf(folder: Path) -> Path | None:
 
 def _of_model(path: str) -> bool:
     """Whether a GGUF file holds a language model, not what sees for one."""
-    return path.endswith(".gguf") and "mmproj" not in path
+    return path.endswith(".gguf") and not is_projector(path)
 
 
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:

@@ -196,7 +196,7 @@ def entry_of(
 
     options, served = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
-    folder = fetch(requested.entry.source)
+    folder = fetch(requested.entry.source, mmproj=options.mmproj, dtype=options.dtype)
     if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
         kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
@@ -221,6 +221,7 @@ def entry_of(
         ttl_s=ttl_s if requested.entry.ttl_s is None else requested.entry.ttl_s,
         created_s=created_s,
         source=requested.entry.source,
+        folder=folder,
         kv=options.kv,
     )
 

@@ -1,7 +1,7 @@
 """Model names on the command line to folders, with a progress bar for a download."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..library import resolve
 from ..progress import progress_bars
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from ..pooling.config import PoolingConfig
 
 
-def fetch(name: str, *, download: bool = True) -> Path:
+def fetch(name: str, *, download: bool = True, **how: Any) -> Path:
     """resolve() with a progress bar."""
     with progress_bars() as show:
-        return resolve(name, show, download=download)
+        return resolve(name, show, download=download, **how)
 
 
 def has_chat_template(folder: Path | str) -> bool:

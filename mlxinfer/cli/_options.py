@@ -192,11 +192,11 @@ ENGINE_NAMES = (
     "kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice",
     "max_context", "max_batch",
     "max_image_tokens", "adapter_memory", "expert_memory", "slow_experts",
-    "speculate", "draft", "max_draft", "acceptance", "chat_template",
+    "speculate", "draft", "max_draft", "acceptance", "mmproj", "chat_template",
     "prefix_cache", "disk_cache_dir", "prefill_chunk", "dtype",
 )  # fmt: skip
 # Flags that no --help lists; docs/options.md does.
-RARE = ("prefix_cache", "disk_cache_dir", "prefill_chunk", "dtype")
+RARE = ("prefix_cache", "disk_cache_dir", "prefill_chunk", "dtype", "mmproj")
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 PEER_NAMES = ("peers", "prefill_at", "gives_pages")
 USUAL = ("max_tokens", "temperature", "seed", "stop")  # of SAMPLING: in no group
@@ -221,6 +221,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "speculate": {"metavar": "|".join(METHODS)},
     "draft": {"metavar": "MODEL"},
     "acceptance": {"metavar": "|".join(ACCEPTANCES)},
+    "mmproj": {"metavar": "FILE"},
     "chat_template": {"metavar": "FILE"},
     "hostfile": {"type": click.Path(exists=True, dir_okay=False, path_type=Path)},
 }

@@ -62,6 +62,8 @@ OPTIONS = (
                  "figure."),
     click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER",
                  help="Folder with the tokenizer to use instead of the source's."),
+    click.option("--mmproj", type=click.Path(path_type=Path), metavar="FILE",
+                 help="File of what sees pictures for a GGUF file.  [default: that beside it]"),
     click.option("--max-memory", type=Size(), metavar="SIZE",
                  help="Memory that the conversion may take, such as 2GB.  [default: as much as is "
                  "useful]"),
@@ -332,6 +334,7 @@ def _opened(
     opened = open_source(
         source,
         tokenizer=given["tokenizer"],
+        mmproj=given["mmproj"],
         progress=partial(progress, "download"),
         reading=partial(progress, "open"),
     )

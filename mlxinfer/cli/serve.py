@@ -485,12 +485,11 @@ def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
     """Refuse a model that would not fit alone; the sum of several is the registry's."""
     from ..memory.fit import require_fit
 
-    if entry.kv_bytes is None:
-        folder = hub.resolve(entry.source, download=False)
+    if entry.kv_bytes is None and entry.folder is not None:
         try:
             require_fit(
                 entry.name,
-                folder,
+                entry.folder,
                 weights_bytes=entry.weights_bytes,
                 limit_bytes=limit_bytes,
                 kv=entry.kv,

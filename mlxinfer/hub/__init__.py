@@ -25,7 +25,7 @@ from .cache import (
 from .download import DownloadPlan, Progress, is_locked, plan_download
 from .download import download as download_repo
 from .gguf import GGUFName, files_of, find_gguf, parse_gguf_name
-from .imported import find_imported, split_parts
+from .imported import GGUFModel, find_imported
 
 __all__ = [
     "DownloadPlan",
@@ -209,7 +209,7 @@ def _imported(file: Path) -> Path:
             f"{str(file)!r} is a file; expected the folder with its config.json and .safetensors, "
             "or a GGUF file."
         )
-    folder = find_imported(split_parts(file))
+    folder = find_imported(GGUFModel.at(file))
     if folder is None:
         raise ModelNotFoundError(
             f"{str(file)!r} is a GGUF file that was not imported yet; mlxinfer run does so."

@@ -2,7 +2,7 @@
 
 Of a repository that has safetensors a bare name means these. Of one that has GGUF files alone it
 means a file that is here already, else the largest quantised one that fits this machine. That file
-alone is downloaded, with all of its parts where it is split.
+alone is downloaded, with all of its parts where it is split, and with the file of its tower.
 """
 
 import logging
@@ -15,7 +15,7 @@ from ..errors import CheckpointError, InsufficientMemoryError, ModelNotFoundErro
 from ..memory import human_bytes, models_limit_bytes
 from .cache import RepoName, find_snapshot, missing_files, parse_repo_name
 from .download import needed
-from .imported import part_names
+from .imported import choose_projector, is_projector, part_names
 from .remote import Listing
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,18 @@ def files_of(name: GGUFName, listing: Listing) -> set[str]:
     plain = any(path.endswith(".safetensors") and "/" not in path for path in sizes)
     if name.is_bare and (plain or not any(map(_of_model, sizes))):
         return needed(listing)
-    return set(_parts(_chosen(name, sizes)))
+    chosen = _chosen(name, sizes)
+    return {*_parts(chosen), *_projector(chosen, sizes)}
+
+
+def _projector(chosen: str, sizes: Iterable[str]) -> list[str]:
+    """The file of the tower, beside the chosen one or at the top; [] where there is none."""
+    for folder in dict.fromkeys([PurePosixPath(chosen).parent, PurePosixPath(".")]):
+        here = [PurePosixPath(path) for path in sorted(sizes) if is_projector(path)]
+        names = [path.name for path in here if path.parent == folder]
+        if (name := choose_projector(PurePosixPath(chosen).name, names)) is not None:
+            return [(folder / name).as_posix()]
+    return []
 
 
 def _chosen(name: GGUFName, sizes: Mapping[str, int]) -> str:
@@ -122,7 +133,10 @@ def _chosen(name: GGUFName, sizes: Mapping[str, int]) -> str:
     if not name.is_bare:
         return matching[0]
     limit = models_limit_bytes()
-    fitting = [one for one in matching if _size(one, sizes) * (1 + KV_SHARE) <= limit]
+    towers = {one: sum(sizes[path] for path in _projector(one, sizes)) for one in matching}
+    fitting = [
+        one for one in matching if (_size(one, sizes) + towers[one]) * (1 + KV_SHARE) <= limit
+    ]
     if not fitting:
         least = min(matching, key=lambda one: _size(one, sizes))
         raise InsufficientMemoryError(
@@ -149,7 +163,7 @@ def _size(first: str, sizes: Mapping[str, int | Path]) -> int:
 
 def _of_model(path: str) -> bool:
     """Whether a path is of a GGUF file of a language model, not of what sees for one."""
-    if not path.endswith(".gguf") or "mmproj" in path:
+    if not path.endswith(".gguf") or is_projector(path):
         return False
     try:
         return bool(_parts(path))

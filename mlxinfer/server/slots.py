@@ -148,6 +148,7 @@ class RegistryEntry:
         ttl_s: seconds without a request after which it is unloaded; None: never.
         created_s: seconds since 1970.
         source: a repository, a folder or a bundled name by which the model was asked for.
+        folder: of the model.
         kv: options of its KV cache.
         adapters: that it has from its first load on: name -> folder.
         stop: makes a load that is under way raise soon, and all later ones: the server ends.
@@ -164,6 +165,7 @@ class RegistryEntry:
     ttl_s: float | None = None
     created_s: int = 0
     source: str = ""
+    folder: Path | None = None
     kv: KVOptions = field(default_factory=KVOptions)
     adapters: Mapping[str, Path] = field(default_factory=dict)
     stop: Callable[[], None] = lambda: None

@@ -64,6 +64,7 @@ class EngineArguments(TypedDict, total=False):
     prefill_slice: int | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     task: Literal["auto", "generate", "embed", "score"]
+    mmproj: str | Path | None
     chat_template: str | Path | None
     num_pages: int | None
     adapter_memory: str | int | None
@@ -140,6 +141,10 @@ class EngineOptions:
     task: Annotated[
         str, "Use of the model: generate, embed, score, or auto (from its files and name)."
     ] = "auto"
+    mmproj: Annotated[
+        str | Path | None,
+        "File of what sees pictures for a GGUF file. Default: the mmproj file beside it.",
+    ] = None
     chat_template: Annotated[
         str | Path | None, "File with a chat template, used instead of the model's own."
     ] = None

@@ -1,5 +1,6 @@
 """A GGUF file runs: it is imported exactly, once, and found again by what is in it."""
 
+import lzma
 import os
 import shutil
 from pathlib import Path
@@ -22,7 +23,14 @@ from mlxinfer.convert.imports import import_gguf
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
-from mlxinfer.errors import ConversionError, UnsupportedModelError
+from mlxinfer.errors import (
+    ConversionError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from mlxinfer.library import resolve
+from mlxinfer.models import load
 
 BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)]]
 TOKENS = [*BYTES, *(chr(256 + n) for n in range(256 - len(BYTES))), "ab"]
@@ -33,6 +41,7 @@ TOKENIZER = {
     "types": [1] * len(TOKENS),
     "merges": ["a b"],
 }
+DATA = Path(__file__).parents[1] / "data" / "gguf"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
 
 
@@ -77,6 +86,9 @@ def test_float32_is_kept_by_a_recipe_that_keeps_and_bfloat16_where_a_file_runs(
     assert convert_as(path, tmp_path / "kept", None) == {mx.float32}
     assert convert_as(path, tmp_path / "stated", "float16") == {mx.float16}
     assert number_types(import_gguf(path)) == {mx.bfloat16}
+    exact = resolve(str(path), lambda *_: None, dtype="float32")
+    assert number_types(exact) == {mx.float32}
+    assert import_gguf(path, exact=True) == exact != import_gguf(path)
 
 
 def test_a_file_answers_as_its_converted_folder_does(tmp_path: Path) -> None:
@@ -92,6 +104,50 @@ def test_a_file_answers_as_its_converted_folder_does(tmp_path: Path) -> None:
     folder = hub.resolve(str(path))
     weights = {name: data for name, data in contents(out).items() if name.endswith("safetensors")}
     assert weights.items() <= contents(folder).items()
+
+
+def unpacked(path: Path, name: str) -> Path:
+    """A file that llama.cpp's converter wrote."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
+    return path
+
+
+def test_the_tower_beside_a_file_is_imported_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = unpacked(tmp_path / "a" / "see-Q8_0.gguf", "see-qwen3_vl-q8_0")
+    blind = resolve(str(text), lambda *_: None)
+    assert load(blind).tower is None
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "see-Q8_0.gguf reads text only",
+        f"{text} is a GGUF file; an MLX format may be faster",
+    ]
+    tower = unpacked(tmp_path / "a" / "mmproj-F32.gguf", "mmproj-see-qwen3_vl-f32")
+    caplog.clear()
+    seeing = resolve(str(text), lambda *_: None)
+    assert load(seeing).tower is not None
+    assert len(caplog.messages) == 1
+    assert hub.resolve(str(text), download=False) == seeing
+    other = unpacked(tmp_path / "b" / "other.gguf", "see-gemma3-f32")
+    assert "preprocessor_config.json" in {path.name for path in seeing.iterdir()}
+    with pytest.raises(UnsupportedModelError, match=r"sees for qwen3vl .* is gemma3 of width 64"):
+        resolve(str(other), lambda *_: None, mmproj=tower)
+    shutil.copy(tower, other.with_name("mmproj-F16.gguf"))
+    caplog.clear()
+    assert load(resolve(str(other), lambda *_: None)).tower is None
+    assert "reads text only" in caplog.messages[0]
+    gemma = unpacked(tmp_path / "tower.gguf", "mmproj-see-gemma3-f32")
+    assert load(resolve(str(other), lambda *_: None, mmproj=gemma)).tower is not None
+    tower.unlink()
+    assert resolve(str(text), lambda *_: None) == blind
+
+
+def test_a_tower_is_refused_where_there_is_no_file_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="mmproj"):
+        resolve(str(write_file(tmp_path / "m.gguf")), lambda *_: None, mmproj="none.gguf")
+    with pytest.raises(InvalidRequestError, match="mmproj goes with a GGUF file"):
+        resolve("demo", lambda *_: None, mmproj="x.gguf")
 
 
 def test_a_file_of_a_repository_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,6 @@ def test_a_file_of_the_converter_gives_the_logits_of_transformers(
 def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
     case = name.rpartition("-")[0]
     text, tower = (unpacked(tmp_path, one) for one in (name, f"mmproj-{name}"))
-    folder = written(tmp_path / "folder", open_gguf(text, projector=tower))
+    folder = written(tmp_path / "folder", open_gguf(text, mmproj=tower))
     actual, expected = logits_with_pictures(folder, CASES[case]["seeing"]), LOGITS[case]
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()

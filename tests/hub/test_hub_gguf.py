@@ -10,6 +10,7 @@ from hub.standin import Repo, StandIn
 from mlxinfer import hub
 from mlxinfer.errors import InsufficientMemoryError, MlxinferError, ModelNotFoundError
 from mlxinfer.hub import gguf as hub_gguf
+from mlxinfer.hub.imported import choose_projector, projector_beside
 
 MB = 1 << 20
 SIZES = {  # of files in a repository as publishers lay them out
@@ -23,6 +24,7 @@ SIZES = {  # of files in a repository as publishers lay them out
     "m-imatrix.dat": 1,
 }
 Q8_0 = {name for name in SIZES if "Q8_0" in name}
+TOWER = "mmproj-m-F16.gguf"  # comes with every file
 
 
 @pytest.fixture
@@ -59,14 +61,16 @@ def downloaded(folder: Path) -> set[str]:
 def test_the_file_that_is_named_is_downloaded_alone_and_once(
     served: StandIn, wanted: str, files: set[str]
 ) -> None:
-    name = f"org/m-GGUF{wanted}"
+    name, path_of_first = f"org/m-GGUF{wanted}", min(files)
+    files = {*files, TOWER}
     plan = hub.plan_pull(name)
     assert {file.path for file in plan.files} == files
     assert plan.missing_bytes == sum(SIZES[file] for file in files) * MB
     seen: list[tuple[int, int]] = []
     path = hub.locate(name, progress=lambda *step: seen.append(step))
-    assert path.name == Path(min(files)).name
-    snapshot = path.parents[Path(min(files)).as_posix().count("/")]
+    assert path.name == Path(path_of_first).name
+    snapshot = path.parents[path_of_first.count("/")]
+    assert projector_beside(path) == snapshot / TOWER
     assert downloaded(snapshot) == files
     assert seen[-1] == (plan.total_bytes, plan.total_bytes)
     served.log.clear()
@@ -79,8 +83,8 @@ def test_the_file_that_is_named_is_downloaded_alone_and_once(
     ("limit", "files"),
     [
         (100, Q8_0),  # full precision is not needed
-        (8, {"m-UD-Q4_K_XL.gguf"}),  # beside 8 MB there is no room for a KV cache
-        (4, {"m-Q4_K_S.gguf"}),
+        (9, {"m-UD-Q4_K_XL.gguf"}),  # beside 10 MB there is no room for a KV cache
+        (6, {"m-Q4_K_S.gguf"}),
     ],
 )
 def test_a_bare_name_means_the_best_that_fits(
@@ -91,10 +95,28 @@ def test_a_bare_name_means_the_best_that_fits(
     files: set[str],
 ) -> None:
     room(limit)
-    assert downloaded(hub.locate("org/m-GGUF").parent) == files
+    assert downloaded(hub.locate("org/m-GGUF").parent) == {*files, TOWER}
     (message,) = caplog.messages
     assert min(files) in message
     assert "org/m-GGUF has 5 GGUF models" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "chosen"),
+    [
+        ("gemma-3-4b-it-Q4_K_M.gguf", ["mmproj-F16.gguf", "mmproj-BF16.gguf"], "mmproj-BF16.gguf"),
+        ("gemma-3-4b-it-Q4_K_M.gguf", ["mmproj-model-f16.gguf"], "mmproj-model-f16.gguf"),
+        ("gemma-3-4b-it-Q8_0.gguf", ["mmproj-qwen3-f16.gguf", "gemma-3-4b-it-mmproj-f16.gguf"],
+         "gemma-3-4b-it-mmproj-f16.gguf"),
+        ("m-Q8_0-00001-of-00002.gguf", ["mmproj-m-Q8_0.gguf", "mmproj-F32.gguf"],
+         "mmproj-m-Q8_0.gguf"),
+        ("gemma-3-4b-it-Q4_K_M.gguf", ["mmproj-gemma-3-12b-it-f16.gguf"], None),
+    ],
+)  # fmt: skip
+def test_a_tower_is_that_of_the_models_name(
+    model: str, names: list[str], chosen: str | None
+) -> None:
+    assert choose_projector(model, names) == chosen
 
 
 def test_full_precision_is_taken_where_there_is_nothing_else(

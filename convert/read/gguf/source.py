@@ -14,7 +14,7 @@ import numpy as np
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....hub import Progress
-from ....hub.imported import split_parts
+from ....hub.imported import GGUFModel
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
@@ -39,12 +39,11 @@ WITHOUT_TOWER = (
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 
-
 def open_gguf(
     path: Path,
     side_files: Mapping[str, bytes | Path] | None = None,
     progress: Progress = lambda *_: None,
-    projector: Path | None = None,
+    mmproj: Path | None = None,
 ) -> SourceModel:
     """A GGUF file; of a split one, any part.
 
@@ -52,14 +51,15 @@ def open_gguf(
         path: of the file.
         side_files: tokenizer and templates from elsewhere, instead of those in the file.
         progress: called while the header is read.
-        projector: the file of the tower, if the model sees.
+        mmproj: the file of the tower, in place of that beside the file.
 
     Raises:
         CheckpointError: a broken file, or parts that do not go together.
         ModelNotFoundError: a part is missing.
         UnsupportedModelError: an architecture, tensor type or tokenizer that is not known.
     """
-    label, parts = str(path), split_parts(path)
+    model = GGUFModel.at(path, mmproj)
+    label, parts = str(path), model.parts
     digest = blake2b(digest_of(side_files or {}), digest_size=20)
     headers = _headers(parts, digest.update, progress)
     metadata = headers[parts[0]].metadata
@@ -86,9 +86,14 @@ def open_gguf(
         notes=notes,
         origin=origin_of_metadata(metadata),
     )
-    if projector is None:
+    if model.projector is None:
         return replace(source, notes=(*notes, *_without_tower(facts)))
-    return _seeing(source, projector, facts)
+    try:
+        return _seeing(source, model.projector, facts)
+    except UnsupportedModelError as error:
+        if mmproj is not None:
+            raise
+        return replace(source, notes=(*notes, f"{path.name} reads text only. {error}"))
 
 
 def _headers(
@@ -235,8 +240,8 @@ def _named(
     named: dict[str, Entry] = {}
     aside = sorted(name for name in entries if name.startswith(_ASIDE))
     note = (
-        f"{facts.all.where} is read as a language model: {len(aside)} tensors ({', '.join(aside[:1])} …) of "
-        "parts that see, hear or predict ahead are left out."
+        f"{facts.all.where} is read as a language model: {len(aside)} tensors "
+        f"({', '.join(aside[:1])} …) of parts that see, hear or predict ahead are left out."
     )
     for name, entry in entries.items():
         if name in aside:

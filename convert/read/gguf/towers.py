@@ -66,7 +66,7 @@ class TowerKind:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """What a file adds to a text: fields of the config, tensors, preprocessor_config.json, notes."""
+    """What a file adds to a text: fields of its config, tensors, preprocessor_config.json."""
 
     config: Config
     readers: Mapping[str, TensorReader]
@@ -80,8 +80,15 @@ class Tower:
         if kind == "mistral3" and inner["model_type"] == "llama":  # as older files call it
             inner["model_type"] = "mistral"
         if sections:
-            turns = {"mrope_section": sections[:3], "mrope_interleaved": not kind.startswith("qwen2")}
-            inner["rope_scaling"] = {"rope_type": "default", **(text["rope_scaling"] or {}), **turns}
+            turns = {
+                "mrope_section": sections[:3],
+                "mrope_interleaved": not kind.startswith("qwen2"),
+            }
+            inner["rope_scaling"] = {
+                "rope_type": "default",
+                **(text["rope_scaling"] or {}),
+                **turns,
+            }
         if kind == "gemma4" and not text["hidden_size_per_layer_input"]:
             inner["use_bidirectional_attention"] = "vision"
         outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -133,7 +140,8 @@ def _kind(facts: ArchitectureFields, text: ArchitectureFields) -> tuple[TowerKin
     kind = KINDS.get(name)
     if kind is None:
         raise UnsupportedModelError(
-            f"The projector of {facts.all.where} is {name[:40]!r}; supported are {', '.join(KINDS)}."
+            f"The projector of {facts.all.where} is {name[:40]!r}; supported are "
+            f"{', '.join(KINDS)}."
         )
     model_type = kind.models.get(text.architecture, "")
     width, expected = facts.integer("vision.projection_dim"), text.integer("embedding_length")
@@ -203,7 +211,10 @@ def _name(kind: TowerKind, name: str, deep: list[int]) -> str | None:
         return kind.top.get(name)
     stem, suffix = parts[1], parts[2].removesuffix(".1")
     if block and block[1] == "deepstack":
-        stem, front = f"deepstack.{stem}", f"visual.deepstack_merger_list.{deep.index(int(block[2]))}."
+        stem, front = (
+            f"deepstack.{stem}",
+            f"visual.deepstack_merger_list.{deep.index(int(block[2]))}.",
+        )
     else:
         front = f"{kind.blocks}.{block[2]}." if block else ""
     module = (kind.block if block else kind.top).get(stem)
@@ -228,10 +239,8 @@ _WITHOUT_SUFFIX = {
 }
 
 
-def _layout(
-    kind: TowerKind, name: str, shape: tuple[int, ...], vision: Config
-) -> TensorLayout:
-    """What is undone as in texts: rows of Pixtral's Q and K as of llama's, Gemma's norm plus one."""
+def _layout(kind: TowerKind, name: str, shape: tuple[int, ...], vision: Config) -> TensorLayout:
+    """What is undone as in texts: rows of Pixtral's Q and K, and the one of Gemma's norm."""
     if kind.blocks == _PIXTRAL_BLOCKS:
         heads = vision["num_attention_heads"]
         counts = {"num_attention_heads": heads, "num_key_value_heads": heads}
@@ -297,7 +306,9 @@ def _joined(readers: list[TensorReader]) -> TensorReader:
 
     def codes(rows: slice) -> Packed:
         packed = [r.codes(slice(0, r.info.shape[0])) for r in readers if r.codes is not None]
-        weight, scales = (mx.concatenate([getattr(p, n) for p in packed])[rows] for n in ("weight", "scales"))
+        weight, scales = (
+            mx.concatenate([getattr(p, n) for p in packed])[rows] for n in ("weight", "scales")
+        )
         biases = [p.biases for p in packed if p.biases is not None]
         return Packed(weight, scales, mx.concatenate(biases)[rows] if biases else None)
 
@@ -315,9 +326,7 @@ def _colours_last(values: mx.array) -> mx.array:
 # -- vision_config of each kind -----------------------------------------------------------------
 
 
-def _sizes(
-    facts: ArchitectureFields, hidden: str, layers: str, heads: str, **more: Any
-) -> Config:
+def _sizes(facts: ArchitectureFields, hidden: str, layers: str, heads: str, **more: Any) -> Config:
     return {
         hidden: facts.integer("vision.embedding_length"),
         layers: facts.integer("vision.block_count"),
@@ -399,7 +408,7 @@ def _pixtral_whole(facts: ArchitectureFields, shapes: Shapes) -> Config:
 def _qwen(facts: ArchitectureFields, shapes: Shapes, **more: Any) -> Config:
     return _sizes(
         facts,
-        **dict(hidden="hidden_size", layers="depth", heads="num_heads"),
+        *("hidden_size", "depth", "num_heads"),
         spatial_merge_size=facts.integer("vision.spatial_merge_size", 2),
         temporal_patch_size=2,
         **more,
@@ -633,7 +642,5 @@ KINDS: Mapping[str, TowerKind] = {
     "qwen2.5vl_merger": TowerKind(
         {"qwen2vl": "qwen2_5_vl"}, "visual.blocks", _QWEN2_5_BLOCK, _QWEN2_TOP, _qwen2_5
     ),
-    "qwen3vl_merger": TowerKind(
-        _QWEN3_MODELS, "visual.blocks", _QWEN3_BLOCK, _QWEN3_TOP, _qwen3
-    ),
+    "qwen3vl_merger": TowerKind(_QWEN3_MODELS, "visual.blocks", _QWEN3_BLOCK, _QWEN3_TOP, _qwen3),
 }

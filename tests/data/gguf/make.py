@@ -5,9 +5,10 @@ as vendor/llama.cpp), which nothing else here does:
 
     python tests/data/gguf/make.py LLAMA_CPP [CASE ...]
 
-Of a model that sees, text and tower are files of their own, and the logits are those of a prompt with
-pictures. Matrices hold three values each, which Q8_0 has exactly: files in float32 and in Q8_0 have the same
-logits, and xz makes kilobytes of them. Vocabularies are left out; tests/convert has theirs.
+Of a model that sees, text and tower are files of their own, and the logits are those of a prompt
+with pictures. Matrices hold three values each, which Q8_0 has exactly: files in float32 and in Q8_0
+have the same logits, and xz makes kilobytes of them. Vocabularies are left out; tests/convert has
+theirs.
 """
 
 import json
@@ -87,7 +88,11 @@ def coarse(values: np.ndarray, name: str) -> np.ndarray:
         return np.asarray(np.round(values * 256) / np.float32(256))
     spread = float(values.std())
     in_blocks = values.ndim < 4 and values.shape[-1] % 32 == 0 and "mm_input" not in name
-    step = 127 * np.float32(np.float16(spread * 1.22 / 127)) if in_blocks else np.float32(np.round(spread * 312) / 256)
+    step = (
+        127 * np.float32(np.float16(spread * 1.22 / 127))
+        if in_blocks
+        else np.float32(np.round(spread * 312) / 256)
+    )
     return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step
 
 
@@ -179,7 +184,7 @@ def jobs_of(name: str, architecture: str, case: dict[str, Any], scratch: Path) -
                 *("--outtype", kind, *options),
             ],
         )
-            for kind in case.get("types", TYPES)
+        for kind in case.get("types", TYPES)
         for part, options in parts.items()
     ]
 

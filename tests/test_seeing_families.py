@@ -27,6 +27,10 @@ FILES: dict[str, dict[str, Any]] = {  # of a model type: what preprocessor_confi
     "gemma4": {"max_soft_tokens": 70},
     "lfm2": {"tile_size": 64, "min_image_tokens": 4, "max_image_tokens": 16},
 }
+TABLES = (
+    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight"),
+    *(".embed.weight", ".unembed.weight"),
+)
 NAMES = [name for name, case in ALL_PICTURE_CASES.items() if "text_config" in case.config]
 ASKED: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "logprobs": 0}
 
@@ -39,8 +43,7 @@ def family_folder(folder: Path, name: str) -> Path:
     whole = ALL_PICTURE_CASES[name].config
     kind, old = whole["model_type"], whole["text_config"]["vocab_size"]
     text = {**whole["text_config"], "vocab_size": size, "max_position_embeddings": 2048}
-    if "vocab_size_per_layer_input" in text:
-        text["vocab_size_per_layer_input"] = size
+    text |= dict.fromkeys(text.keys() & {"vocab_size_per_layer_input", "unpadded_vocab_size"}, size)
     begin = MORE[0] if kind == "gemma3" else MARKS[2]
     config = {**whole, "text_config": {**text, "eos_token_id": token(MARKS[1])}}
     for ending in ("token_id", "token_index"):
@@ -48,7 +51,7 @@ def family_folder(folder: Path, name: str) -> Path:
         config |= {f"{what}_{ending}": value for what, value in ids.items()}
     tensors, rng = picture_tensors(name), np.random.default_rng(0)
     for key, array in tensors.items():
-        if ("embed_tokens" in key or "lm_head" in key) and len(array) == old:
+        if key.endswith(TABLES) and len(array) == old:
             tensors[key] = rng.normal(size=(size, *array.shape[1:])).astype(np.float32) * 0.3
     write(folder, config, tensors)
     tokenizer.save(str(folder / "tokenizer.json"))

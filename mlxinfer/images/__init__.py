@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .gemma import Gemma3Processor, Gemma4Processor, Gemma4Videos
+from .inkling import InklingProcessor
 from .lfm2 import Lfm2Processor
 from .load import (
     data_url,
@@ -54,6 +55,7 @@ PROCESSORS: dict[str, type[ImageProcessor]] = {
     ),
     "gemma3": Gemma3Processor,
     **dict.fromkeys(("gemma4", "gemma4_unified"), Gemma4Processor),
+    "inkling2_loop": InklingProcessor,
     "lfm2_vl": Lfm2Processor,
     **dict.fromkeys(("pixtral", "mistral3"), PixtralProcessor),
 }  # fmt: skip

@@ -92,7 +92,7 @@ CASES = tuple([name for name in NAMED if not (ALL_SEE and name.startswith("zoo "
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
 NEAR_TIE = 0.1
 # Such a step can also change an expert, and these weigh what experts add by 8.
-LOUD_EXPERTS, FURTHER_TIE = ("inkling2",), 0.4
+LOUD_EXPERTS, FURTHER_TIE = "inkling2", 0.4
 # A matrix with an adapter merged into it is rounded otherwise than the two products.
 NEAREST_TIE = 1e-3
 
@@ -444,7 +444,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             for name, plain in plains.items():
                 near_tie = NEAREST_TIE if run[int(name)].adapter else 0.0
                 if options.bits != (None, None):
-                    near_tie = FURTHER_TIE if case.startswith(LOUD_EXPERTS) else NEAR_TIE
+                    near_tie = FURTHER_TIE if LOUD_EXPERTS in case else NEAR_TIE
                 assert_same(harness.outcomes[name], plain, near_tie=near_tie)
             stats = proposer.stats() if proposer is not None else {}
             assert not stats.get("switched_off"), stats

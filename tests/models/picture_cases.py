@@ -75,7 +75,7 @@ def picture_tensors(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 
 def picture_tensor(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.ndarray:
     """float32 values that depend on name, shape and seed alone; no kind is trivial."""
-    if "language_model." in name or name.startswith("lm_head"):
+    if "language_model." in name or name.startswith(("lm_head", "model.llm.", "model.attn_res")):
         less_one = model_type.startswith(("gemma3", "qwen3_5"))
         result = random_tensor(name, shape, seed, less_one=less_one)
         if model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
@@ -146,6 +146,8 @@ def older_names(tensors: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _older(name: str, model_type: str) -> str:
+    if model_type == "inkling2_loop":
+        return name
     if model_type in ("gemma4", "gemma4_unified"):  # as conversions for MLX have them
         name = name.removeprefix("model.")
         return name.replace("language_model.", "language_model.model.", 1)

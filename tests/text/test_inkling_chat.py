@@ -69,6 +69,15 @@ def test_a_conversation_is_that_of_its_authors():
     assert rendered == f"{WRITTEN}<|message_model|>"
 
 
+def test_a_picture_is_a_block_of_its_own():
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    text = ChatTemplate(SOURCE).render([{"role": "user", "content": parts}])
+    assert text.endswith(
+        "<|message_user|><|content_image|><|unused_200054|><|end_message|>"
+        "<|message_user|><|content_text|>What?<|end_message|><|message_model|>"
+    )
+
+
 @pytest.mark.parametrize(
     ("effort", "written"), [("none", "0"), ("low", "0.2"), (None, "0.9"), ("max", "0.99")]
 )

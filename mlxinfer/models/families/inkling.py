@@ -260,11 +260,14 @@ class Inkling2Loop(Family):
         return stored.reordered(range(self.config.vocab_size)).projection()
 
     def entry(self) -> Entry:
-        """The norm over embeddings; they begin the vector of the first block."""
+        """The norm over embeddings, not over features; they begin the vector of the first block."""
         norm = self.norm("model.embed_norm")
 
         def enter(ids: mx.array, x: mx.array, step: Step) -> mx.array:
-            return norm(x)
+            x = norm(x)
+            if step.features is not None:
+                x[step.features.rows] = step.features.vectors.astype(x.dtype)
+            return x
 
         return enter
 

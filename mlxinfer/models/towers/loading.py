@@ -22,6 +22,7 @@ TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module h
     "gemma3": ("siglip", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Tower"),
     "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),
+    "inkling2_loop": ("inkling", "InklingTower"),
     "lfm2_vl": ("siglip", "Lfm2Tower"),
     "lfm2-vl": ("siglip", "Lfm2Tower"),
     "mistral3": ("pixtral", "Mistral3Tower"),

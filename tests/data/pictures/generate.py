@@ -40,7 +40,11 @@ def hub_model(name: str) -> torch.nn.Module:
         folder = Path(made)
         read = read_config(ALL_PICTURE_CASES[name].config, folder)
         record(
-            TENSORS, name, saved_shapes(kind.from_config(read), folder, save_original_format=False)
+            TENSORS,
+            name,
+            saved_shapes(
+                kind.from_config(read), folder, save_original_format=name.startswith("inkling")
+            ),
         )
         return loaded(kind, read, picture_tensors(name), folder)
 
@@ -86,6 +90,18 @@ def inputs(case: Case, tiles: list[np.ndarray], grids: list[tuple[int, int]]) ->
             "pixel_values": padded([channels_last(tile) for tile in tiles], 0.0),
             "spatial_shapes": torch.tensor(grids),
             "pixel_attention_mask": padded([np.ones(len(tile), np.int64) for tile in tiles], 0),
+        }
+    if kind == "inkling2_loop":  # squares of 2 x 2 patches, colours last
+        cells = [
+            picture(tile, grid)
+            .reshape(3, grid[0] // 2, 8, grid[1] // 2, 8)
+            .transpose(1, 3, 2, 4, 0)
+            .reshape(-1, 8, 8, 3)
+            for tile, grid in zip(tiles, grids, strict=True)
+        ]
+        return {
+            "pixel_values": torch.tensor(np.concatenate(cells)),
+            "image_grid_thw": torch.tensor([(1, grid[0] // 2, grid[1] // 2) for grid in grids]),
         }
     if kind.startswith("qwen"):  # the patches of a feature lie together
         return {

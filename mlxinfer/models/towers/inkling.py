@@ -1,0 +1,199 @@
+"""The tower of Inkling 2: a class token before the patches, layer scales, 2 x 2 patches a feature.
+
+Heads turn in neighbouring pairs, by columns with the first half of them and by rows with the
+second; places count from 1, and the class token has place 0. Source: transformers 5.24,
+models/inkling2.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ...images import Tile
+from ...layers.linear import Projection
+from ...layers.mlp import MLP
+from ...layers.norm import LayerNorm
+from ...layers.rope import rotary_order
+from ..jsonfields import Fields
+from ..weights.weights import Weights
+from .parts import (
+    PatchAttention,
+    PatchBlock,
+    PatchTower,
+    TowerSizes,
+    Turn,
+    frequencies,
+    layer_norm,
+    linear,
+    plain_activation,
+    rope_theta,
+    rows_and_columns,
+    text_width,
+    turn_by,
+    vision_config,
+)
+from .tower import Features
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 23,
+    "num_attention_heads": 16,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+_BODY = "vision.backbone"
+
+
+class LayerScale:
+    """Multiplies the output of a block by a weight for each number."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: mx.array) -> None:
+        self.weight = weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.weight
+
+
+class InklingEmbed:
+    """Pixels and a place for each patch behind a class token, normed.
+
+    Args:
+        proj: (P, row) -> (P, hidden).
+        places: (side, side, hidden), stretched over the patches of a picture.
+        first: (1, hidden) the class token.
+        norm: over all of them.
+        frequencies: (D / 4,) of rows, and of columns.
+    """
+
+    __slots__ = ("first", "frequencies", "norm", "places", "proj")
+
+    def __init__(
+        self,
+        proj: Projection,
+        places: mx.array,
+        first: mx.array,
+        norm: LayerNorm,
+        frequencies: NDArray[np.float64],
+    ) -> None:
+        self.proj = proj
+        self.places = places
+        self.first = first
+        self.norm = norm
+        self.frequencies = frequencies
+
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
+        """(1 + P, hidden), the class token first."""
+        _, rows, columns = tile.grid
+        x = self.proj(patches.astype(self.first.dtype))
+        x = x + self._places(rows, columns).reshape(x.shape).astype(x.dtype)
+        at = np.concatenate([[[0, 0]], rows_and_columns(tile.grid) + 1])  # (1 + P, 2)
+        angles = np.concatenate(
+            [at[:, 1:] * self.frequencies, at[:, :1] * self.frequencies], axis=-1
+        )
+        return self.norm(mx.concatenate([self.first, x])), turn_by(angles[:, None])
+
+    def _places(self, rows: int, columns: int) -> mx.array:
+        """(rows, columns, hidden) float32."""
+        side, _, hidden = self.places.shape
+        down, across = (mx.array(centred(side, count)) for count in (rows, columns))
+        table = self.places.astype(mx.float32).reshape(side, -1)
+        return across @ (down @ table).reshape(rows, side, hidden)
+
+
+def centred(places: int, count: int) -> NDArray[np.float32]:
+    """(count, places) weights of places for points of which each is the middle of a part."""
+    at = (np.arange(count, dtype=np.float32) + np.float32(0.5)) * np.float32(places / count)
+    at = (at - np.float32(0.5)).clip(0, places - 1)
+    weights = 1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))
+    return np.asarray(weights.clip(min=0), np.float32)
+
+
+class InklingProject:
+    """A feature of each square of patches, without the class token.
+
+    Args:
+        mlp: (N, side * side * hidden) -> (N, text hidden).
+        side: patches of a square's side.
+    """
+
+    __slots__ = ("mlp", "side")
+
+    def __init__(self, mlp: MLP, side: int) -> None:
+        self.mlp = mlp
+        self.side = side
+
+    def __call__(self, x: mx.array, tile: Tile) -> Features:
+        """(1 + P, hidden) -> (P / side / side, text hidden)."""
+        _, rows, columns = tile.grid
+        side = self.side
+        cells = x[1:].reshape(rows // side, side, columns // side, side, -1).swapaxes(1, 2)
+        return Features(self.mlp(cells.reshape(-1, side * side * x.shape[-1])))
+
+
+class InklingTower:
+    """Builds the tower of Inkling 2 Mini."""
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> PatchTower:
+        vision, width = vision_config(config), text_width(config)
+        sizes = TowerSizes.of(vision, _DEFAULTS)
+        side = vision.integer("spatial_merge_size", "adapter_merge_size", high=64, default=2)
+        inner = vision.integer("projection_hidden_dim", high=2**20, default=4096)
+        mlp = MLP(
+            linear(weights, "vision.proj_in", inner, side * side * sizes.hidden),
+            linear(weights, "vision.proj_out", width, inner),
+            plain_activation(sizes.activation),
+        )
+        blocks = [_block(weights, f"{_BODY}.layers.{i}", sizes) for i in range(sizes.depth)]
+        embed = _embed(vision, weights, sizes)
+        return PatchTower(embed, blocks, InklingProject(mlp, side), width=width)
+
+
+def _embed(vision: Fields, weights: Weights, sizes: TowerSizes) -> InklingEmbed:
+    path, hidden = f"{_BODY}.embeddings", sizes.hidden
+    patch = vision.integer("patch_size", "native_patch_size", high=256, default=20)
+    side = vision.integer("posemb_grid_size", high=2**10, default=32)
+    first = sum(
+        weights.take(f"{path}.{name}", (hidden,))
+        for name in ("class_embedding", "cls_position_embedding")
+    )
+    return InklingEmbed(
+        linear(weights, f"{path}.patch_embedding", hidden, 3 * patch * patch),
+        weights.take(f"{path}.position_embedding", (side * side, hidden)).reshape(side, side, -1),
+        mx.array(first)[None],
+        layer_norm(weights, f"{_BODY}.ln_pre", hidden, sizes.eps),
+        frequencies(rope_theta(vision, 10_000.0), sizes.head_dim // 2),
+    )
+
+
+def _block(weights: Weights, path: str, sizes: TowerSizes) -> PatchBlock:
+    hidden, heads, dim = sizes.hidden, sizes.heads, sizes.head_dim
+    order = rotary_order(heads, 0, dim, dim)
+    qkv = weights.fused(
+        [f"{path}.self_attn.{name}_proj" for name in "qkv"],
+        [hidden] * 3,
+        hidden,
+        bias=True,
+        orders=[order, order, None],
+    )
+    mlp = MLP(
+        linear(weights, f"{path}.mlp.c_fc", sizes.inner, hidden),
+        linear(weights, f"{path}.mlp.c_proj", hidden, sizes.inner),
+        plain_activation(sizes.activation),
+    )
+    return PatchBlock(
+        PatchAttention(
+            qkv,
+            linear(weights, f"{path}.self_attn.out_proj", hidden, hidden),
+            heads=(heads, heads),
+            scale=dim**-0.5,
+        ),
+        mlp,
+        before=[layer_norm(weights, f"{path}.ln_{i}", hidden, sizes.eps) for i in (1, 2)],
+        after=[LayerScale(weights.take(f"{path}.ls_{i}.gamma", (hidden,))) for i in (1, 2)],
+    )

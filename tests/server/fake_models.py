@@ -11,7 +11,7 @@ from typing import Any
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.server.models import ModelRegistry
-from mlxinfer.server.slots import RegistryEntry
+from mlxinfer.server.slots import ModelFacts, RegistryEntry
 
 MB = 10**6
 
@@ -27,6 +27,7 @@ class FakeModel:
     max_context: int = 2048
     capabilities: dict[str, bool] = field(default_factory=dict)
     defaults: SamplingParams = field(default_factory=SamplingParams)
+    facts: ModelFacts | None = None
     created_s: int = 1
     adapters: list[str] = field(default_factory=list)
 

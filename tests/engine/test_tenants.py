@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import combinations
 
 import pytest
 from engine.spelled import segments_of
@@ -291,3 +292,46 @@ def test_a_tenant_alone_takes_the_pages_of_one_that_left() -> None:
         step(scheduler)
     assert large.finished
     assert_only_cached(scheduler)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tenants_with_work_differ_by_a_slice_in_random_programs(seed: int) -> None:
+    """Each time in which two tenants both wait: their work for their weight, from any turn on.
+
+    Weights, lengths and times of requests are random; some of it is in the background.
+    """
+    rnd = random.Random(seed)
+    scheduler = build(pages=4000, max_batch=rnd.randint(1, 6), chunk=64)
+    tenants = [Tenant(str(i), rnd.choice([0.5, 1, 1, 2])) for i in range(rnd.randint(2, 4))]
+    tenants.append(tenants[0].at(1))
+    longest = {tenant: rnd.choice([5, 40, 150]) for tenant in tenants}
+    wants = dict.fromkeys(tenants, True)
+    got, number = dict.fromkeys(tenants, 0.0), 0
+    ahead: dict[tuple[Tenant, Tenant], tuple[float, float]] = {}  # the least and the most
+    for _ in range(700):
+        counts = Counter(s.request.tenant for s in scheduler.queues.waiting)
+        for tenant in tenants:
+            if rnd.random() < 0.01:
+                wants[tenant] = not wants[tenant]
+            for _ in range(8 - counts[tenant] if wants[tenant] else 0):
+                number += 1
+                sizes = rnd.randint(1, longest[tenant]), rnd.randint(1, longest[tenant])
+                add(scheduler, f"r{number}", tenant, *sizes)
+        if scheduler.queues.idle:
+            continue
+        batch = scheduler.next_batch()
+        if batch is None:
+            continue
+        scheduler.commit(batch, [7] * len(batch.sampling))
+        for tenant, work in work_of(batch).items():
+            got[tenant] += work / tenant.weight
+        waiting = {s.request.tenant for s in scheduler.queues.waiting}
+        for pair in combinations(tenants, 2):
+            if not waiting.issuperset(pair):
+                ahead.pop(pair, None)
+                continue
+            now = got[pair[0]] - got[pair[1]]
+            least, most = ahead.get(pair, (now, now))
+            ahead[pair] = min(least, now), max(most, now)
+            bound = sum((SLICE + 64) / tenant.weight for tenant in pair)
+            assert ahead[pair][1] - ahead[pair][0] <= bound, f"seed {seed}"

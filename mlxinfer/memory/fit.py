@@ -279,7 +279,7 @@ def _unread_bytes(folder: Path) -> int:
         return 0
     config = load_config(folder)
     kind = family(config.model_type)
-    num_read = max(len(kind.mtp_blocks(config)), 1) if kind.has_mtp else 0  # layers
+    num_read = max(len(kind.mtp_blocks(config)), 1) if kind.mtp else 0  # layers
     return sum(
         info.end - info.start
         for tensors in read_headers(folder).values()

@@ -6,7 +6,7 @@ the architecture.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -36,23 +36,46 @@ from .weights.weights import Weights
 PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of Q and K.
+
+    Attributes:
+        names: of both in a checkpoint.
+        values: V has one too, without weights.
+    """
+
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MTPForm:
+    """How the predictor of an architecture is read.
+
+    Attributes:
+        norm_offset: what is added to its stored norm weights; None: as in the model.
+        before_norm: it reads hidden states before the last norm, not behind it.
+    """
+
+    norm_offset: float | None = None
+    before_norm: bool = False
+
+
 class Family:
     """Reads the config of one architecture and builds its decoder.
 
     Attributes:
         defaults: values of config.json where it is silent, as transformers has them.
         fits_float16: whether hidden states stay below 65,504.
-        head_norms: Q and K have an RMS norm over each head, before the rope.
-        norms_values: V has one too, without weights.
-        norm_last: the norm of Q and K comes behind the rope instead.
+        head_norms: Q and K have an RMS norm over each head; None: they have none.
+        norm_last: the norm of Q and K comes behind the rope, else before it.
         sinks: attention has learned logits that take part in each softmax.
         soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
-        has_mtp: a predictor (MTP) is read, where a checkpoint has one.
-        mtp_norm_offset: the same in a predictor; None: as in the model.
-        mtp_before_norm: a predictor reads hidden states before the last norm, not behind it.
-        output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
-            of the norms of Q and K, and of the norm behind the last layer.
+        mtp: how a predictor (MTP) is read, where a checkpoint has one; None: it is not.
+        output_proj, final_norm: the checkpoint's names of attention's output projection, and of
+            the norm behind the last layer.
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         bidirectional: the config may say that tokens see what comes after them.
@@ -70,15 +93,12 @@ class Family:
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     fits_float16: ClassVar[bool] = True
-    head_norms: ClassVar[bool] = False
-    norms_values: ClassVar[bool] = False
+    head_norms: ClassVar[HeadNorms | None] = None
     norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
-    has_mtp: ClassVar[bool] = False
-    mtp_norm_offset: float | None = None
-    mtp_before_norm: ClassVar[bool] = False
+    mtp: ClassVar[MTPForm | None] = None
     axes_in_turn: ClassVar[bool] = False
     scaled_embeddings: ClassVar[bool] = False
     windows: ClassVar[bool] = True
@@ -91,7 +111,6 @@ class Family:
     transposed_experts: ClassVar[bool] = False
     alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
-    qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
     final_norm: ClassVar[str] = "model.norm"
 
     # -- the config -----------------------------------------------------------------------------
@@ -419,9 +438,14 @@ class Family:
         """A factor of the queries of a layer that depends on their positions; None: 1."""
         return None
 
+    @property
+    def norms_values(self) -> bool:
+        """Whether V has a norm over each head."""
+        return self.head_norms is not None and self.head_norms.values
+
     def has_head_norms(self) -> bool:
         """Whether Q and K have a norm over each head."""
-        return self.head_norms
+        return self.head_norms is not None
 
     def wide_qk_norm(self, index: int) -> WideQKNorm:
         """One norm over the whole of Q, and one over the whole of K."""
@@ -444,12 +468,13 @@ class Family:
         """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
         path, (kv_heads, dim) = f"model.layers.{index}.self_attn", self.config.heads_of(index)
         counts = self.config.num_heads_of(index), kv_heads
+        names = (self.head_norms or HeadNorms()).names
         parts = [
             mx.broadcast_to(
                 self.weights.take(f"{path}.{name}.weight", (dim,), offset=self.norm_offset),
                 (count, dim),
             )
-            for name, count in zip(self.qk_norms, counts, strict=True)
+            for name, count in zip(names, counts, strict=True)
         ]
         return mx.concatenate(parts)
 

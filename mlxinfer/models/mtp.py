@@ -18,7 +18,7 @@ from ..errors import InvalidRequestError
 from ..layers.step import FINAL
 from .config import SLIDING, ModelConfig
 from .decoder import Model
-from .family import PACKED, Family
+from .family import PACKED, Family, MTPForm
 from .predictor import (
     JoinedBlock,
     Predictor,
@@ -66,7 +66,7 @@ def load_mtp(folder: Path, model: Model) -> Predictor:
             "checkpoint with `mlxinfer convert`.",
             param="speculate",
         )
-    if not kind.has_mtp:
+    if kind.mtp is None:
         raise InvalidRequestError(
             f"speculate is 'mtp', and the head of {model.config.model_type} is not read here; use "
             "'auto'.",
@@ -74,7 +74,7 @@ def load_mtp(folder: Path, model: Model) -> Predictor:
         )
     sparse = f"model.layers.{index}.mlp.gate.weight" in weights
     config = _longer(model.config, kind.mtp_blocks(model.config), sparse=sparse)
-    head = _head(kind(config, weights), model)
+    head = _head(kind(config, weights), kind.mtp, model)
     weights.finish()
     weights.evaluate(head.arrays())
     return head
@@ -134,24 +134,23 @@ def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> Mode
     return replace(config, num_layers=config.num_layers + count, blocks=blocks, **more)
 
 
-def _head(builder: Family, model: Model) -> Predictor:
+def _head(builder: Family, form: MTPForm, model: Model) -> Predictor:
     """The predictor as more layers; the tables are the model's own."""
     config, weights, first = builder.config, builder.weights, model.config.num_layers
     path = f"model.layers.{first}"
     for table in ("embed_tokens", "shared_head.head"):
         weights.drop_below([f"{path}.{table}."])
     weights.drop(f"{path}.shared_head.weight")
-    if builder.mtp_norm_offset is not None:
-        builder.norm_offset = builder.mtp_norm_offset
+    if form.norm_offset is not None:
+        builder.norm_offset = form.norm_offset
     norm = builder.mtp_norm(path)
-    before = builder.mtp_before_norm
     return Predictor(
         model,
         config,
-        taps=(first - 1 if before else FINAL,),
+        taps=(first - 1 if form.before_norm else FINAL,),
         block=_block(builder, first),
         norm=model.norm if norm is None else norm,
-        chains_normed=not before,
+        chains_normed=not form.before_norm,
     )
 
 

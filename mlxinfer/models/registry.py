@@ -306,7 +306,7 @@ def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
     """
     layers = {layer_ahead(name, config.num_layers) for name in names} - {None}
     kind = family(config.model_type) if config.definition == "native" else None
-    if kind is None or not kind.has_mtp:
+    if kind is None or kind.mtp is None:
         return len(layers), 0
     num_heads = -(-len(layers) // max(len(kind.mtp_blocks(config)), 1))
     return num_heads, int(0 in layers)

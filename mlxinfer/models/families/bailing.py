@@ -8,7 +8,7 @@ from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated, limited_swiglu
 from ...layers.rope import RopeSpec
 from ..config import ModelConfig
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
 
@@ -45,7 +45,7 @@ class BailingHybrid(KimiLinear):
         "kda_lower_bound": -5.0,
         "rope_interleave": True,
     }
-    has_mtp = True
+    mtp = MTPForm()
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -16,7 +16,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, shared_expert, with_experts
 from .llama import Ernie4_5
@@ -33,7 +33,7 @@ class Dots1(Family):
         "first_k_dense_replace": 0,
         "norm_topk_prob": False,
     }
-    head_norms = True
+    head_norms: ClassVar[HeadNorms | None] = HeadNorms()
     dense_matrices = (".mlp.gate",)
 
     @classmethod
@@ -104,7 +104,7 @@ class HyV3(Dots1):
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.826,
     }
-    has_mtp = True
+    mtp = MTPForm()
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -211,7 +211,7 @@ class Ernie4_5MoE(Ernie4_5):
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     }
-    has_mtp = True
+    mtp = MTPForm()
     dense_matrices = (".mlp.gate",)
 
     @classmethod

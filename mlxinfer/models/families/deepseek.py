@@ -22,7 +22,7 @@ from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import ModelConfig
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 
 PLAIN_ROUTING: Mapping[str, Any] = {  # of configs: one group, weights that sum to 1, no factor
@@ -76,7 +76,7 @@ class DeepseekV3(Family):
         "first_k_dense_replace": 3,
         "max_position_embeddings": 4096,
     }
-    has_mtp = True
+    mtp: ClassVar[MTPForm | None] = MTPForm()
     inner_eps: ClassVar[float | None] = _INNER_EPS  # None: that of the config
     dense_matrices = (".mlp.gate",)
     folded = (".self_attn.kv_b_proj", ".self_attn.embed_q", ".self_attn.unembed_out")

@@ -9,7 +9,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, read_layer_types
-from ..family import PACKED, Family
+from ..family import PACKED, Family, HeadNorms
 from ..jsonfields import Fields
 
 
@@ -32,7 +32,7 @@ class Flint(Family):
         "shared_expert_intermediate_size": 1024,
         "mlp_only_layers": [0, 1],
     }
-    head_norms = True
+    head_norms = HeadNorms()
     sinks = True
     dense_matrices = (".mlp.gate",)
 

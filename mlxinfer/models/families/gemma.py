@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 SPANS = "sees_spans"  # our own key: features of a picture see each other
@@ -77,7 +77,7 @@ class Gemma3(Gemma2):
         "tie_word_embeddings": True,
     }
     soft_caps = False
-    head_norms = True
+    head_norms = HeadNorms()
     bidirectional = True  # EmbeddingGemma
     attention_biases = False
 

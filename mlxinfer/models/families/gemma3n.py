@@ -20,7 +20,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
 from ..decoder import Entry
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .gemma import language_fields
@@ -241,8 +241,7 @@ class Gemma3n(Family):
     }
     fits_float16 = False
     scaled_embeddings = True
-    head_norms = True
-    norms_values = True
+    head_norms = HeadNorms(values=True)
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

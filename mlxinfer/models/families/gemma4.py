@@ -26,7 +26,7 @@ from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import PACKED, Family
+from ..family import PACKED, Family, HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
@@ -165,8 +165,7 @@ class Gemma4(Family):
     bidirectional_default: ClassVar[str | None] = None  # "vision": features see each other
     fits_float16 = False
     scaled_embeddings = True
-    head_norms = True
-    norms_values = True
+    head_norms = HeadNorms(values=True)
     attention_biases = False
 
     @classmethod

@@ -9,7 +9,7 @@ from ...layers.mlp import FeedForward
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .deepseek import (
@@ -102,7 +102,7 @@ class Glm4MoE(Family):
         "first_k_dense_replace": 1,
         "use_qk_norm": False,
     }
-    has_mtp = True
+    mtp = MTPForm()
     dense_matrices = (".mlp.gate",)
 
     @classmethod

@@ -15,7 +15,7 @@ from ...layers.moe import ExpertChoice, MoE, Routed
 from ...layers.norm import Norm
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from .biased_experts import with_deepseek_names
 from .deepseek import shared_expert
@@ -143,7 +143,7 @@ class K2Horizon(Family):
         dim, counts = config.head_dim, (config.num_heads, config.num_kv_heads)
         parts = [
             self.weights.take(f"{path}.{name}.weight", (count * dim,)).reshape(count, dim)
-            for name, count in zip(self.qk_norms, counts, strict=True)
+            for name, count in zip(HeadNorms().names, counts, strict=True)
         ]
         return mx.concatenate(parts)[:, mx.array(self._order(1))]
 

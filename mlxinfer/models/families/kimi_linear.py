@@ -14,7 +14,7 @@ from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ...layers.recurrent import CausalConv
 from ..config import FULL, ModelConfig
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .mixtral import name_projections
@@ -61,7 +61,7 @@ class KimiLinear(DeepseekV3):
         "linear_conv_kernel_dim": 4,
         "rope_interleave": False,  # nothing turns
     }
-    has_mtp = False  # no definition of one is published
+    mtp: ClassVar[MTPForm | None] = None  # no definition of one is published
     windows = False
     positions = False
 

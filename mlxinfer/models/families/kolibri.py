@@ -34,7 +34,7 @@ class Kolibri1(Exaone4):
         "shared_expert_intermediate_size": 512,
         "intermediate_size": 512,  # of no layer
     }
-    has_mtp = False
+    mtp = None
     dense_matrices = (".mlp.gate",)
     layer = Glm4.layer
 

@@ -17,7 +17,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 _PROJECTION = re.compile(r"\.w([123])\.")
@@ -39,9 +39,8 @@ class Lfm2(Family):
         "block_auto_adjust_ff_dim": True,
         "tie_word_embeddings": True,
     }
-    head_norms = True
+    head_norms = HeadNorms(("q_layernorm", "k_layernorm"))
     output_proj = "out_proj"
-    qk_norms = ("q_layernorm", "k_layernorm")
     final_norm = "model.embedding_norm"
     attention_biases = False
     windows = False
@@ -128,7 +127,7 @@ class Lfm3(Lfm2):
         "tie_word_embeddings": True,
     }
     output_proj = "o_proj"
-    qk_norms = ("q_norm", "k_norm")
+    head_norms = HeadNorms()
     attention_biases = True
 
     @classmethod

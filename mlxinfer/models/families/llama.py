@@ -14,7 +14,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 PARTIAL = "partial_rotary_factor"
@@ -140,9 +140,8 @@ class HunYuanDense(Family):
     """
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
-    head_norms = True
+    head_norms = HeadNorms(("query_layernorm", "key_layernorm"))
     norm_last = True
-    qk_norms = ("query_layernorm", "key_layernorm")
     windows = False
 
 

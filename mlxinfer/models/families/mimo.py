@@ -11,6 +11,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
+from ..family import MTPForm
 from ..jsonfields import Fields
 from .biased_experts import Dots1
 from .deepseek import PLAIN_ROUTING
@@ -47,8 +48,8 @@ class MiMoV2Flash(Dots1):
         "first_k_dense_replace": 1,
         "mtp_layer_types": [SLIDING],
     }
-    has_mtp = True
-    head_norms = False
+    mtp = MTPForm()
+    head_norms = None
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -15,7 +15,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Rope, Step
 from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
-from ..family import PACKED
+from ..family import PACKED, HeadNorms
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
 from .mixtral import MiniMaxM2
@@ -117,7 +117,7 @@ class MiniMaxM3(MiniMaxM2):
         "index_local_blocks": 1,
     }
     windows = False
-    head_norms = True
+    head_norms = HeadNorms()
     norm_offset = 1.0
 
     @classmethod

@@ -12,7 +12,7 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
 from ..decoder import Entry, ResidualLayer
-from ..family import Family
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 
@@ -33,6 +33,7 @@ class MuseGlimmer(Family):
         "final_logit_softcapping": 20.0,
     }
     norm_offset = 1.0
+    head_norms = HeadNorms()
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -74,9 +75,6 @@ class MuseGlimmer(Family):
             before=[self.norm(f"{path}.{name}") for name in before],
             after=[self.norm(f"{path}.{name}", eps=eps) for name in after],
         )
-
-    def has_head_norms(self) -> bool:
-        return True
 
     def head_norm_weight(self, index: int) -> mx.array:
         """Queries are scaled, keys are not: (num_heads + num_kv_heads, head_dim)."""

@@ -20,7 +20,7 @@ from ...layers.norm import Norm
 from ...layers.step import Layer, Passed, Step
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, with_experts
 from .mamba import MambaDims, plain_mamba_mixer
@@ -126,7 +126,7 @@ class NemotronH(Family):
         "moe_shared_expert_intermediate_size": 7688,
         "first_k_dense_replace": 0,
     }
-    has_mtp = True
+    mtp = MTPForm()
     positions = False
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"

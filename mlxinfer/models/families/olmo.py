@@ -12,7 +12,7 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Layer
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import joint_conv
 from .qwen_hybrid import conv_widths, value_heads, with_delta_states
@@ -143,8 +143,8 @@ class Exaone4(PostNormFamily):
         "sliding_window_pattern": 4,
         "mtp_layer_types": [SLIDING],
     }
-    has_mtp = True  # EXAONE 4.5
-    head_norms = True
+    mtp: ClassVar[MTPForm | None] = MTPForm()  # EXAONE 4.5
+    head_norms = HeadNorms()
     attention_biases = False
 
     @classmethod

@@ -7,7 +7,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, stated_layer_types
-from ..family import PACKED, Family
+from ..family import PACKED, Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 
@@ -46,7 +46,7 @@ class Qwen3(_Qwen):
     """Qwen 3, dense: an RMS norm over each head of Q and K."""
 
     defaults: ClassVar = {"head_dim": 128, "sliding_window": 4096}
-    head_norms = True
+    head_norms = HeadNorms()
     axes_in_turn = True  # in Qwen3-VL
 
 
@@ -59,7 +59,7 @@ class Qwen3MoE(_Qwen):
         "norm_topk_prob": False,
         "sliding_window": 4096,
     }
-    head_norms = True
+    head_norms = HeadNorms()
     axes_in_turn = True  # in Qwen3-VL-MoE
     transposed_experts = True  # where they are stacks: inside of Qwen3-VL
 
@@ -99,7 +99,7 @@ class Mellum(Qwen3MoE):
         },
         "mtp_layer_types": [SLIDING],
     }
-    has_mtp = True
+    mtp = MTPForm()
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

@@ -22,6 +22,7 @@ from ...layers.recurrent import CausalConv
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import Entry
+from ..family import MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.weights import Weights
@@ -45,7 +46,7 @@ class Qwen4Exp(Qwen3_5MoE):
         "heads_per_ngram": 8,
     }
 
-    mtp_before_norm = True  # it reads all streams
+    mtp = MTPForm(norm_offset=1.0, before_norm=True)  # it reads all streams
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -16,7 +16,7 @@ from ...layers.moe import ExpertChoice, GatedExpert
 from ...layers.norm import RMSNorm
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
-from ..family import PACKED, Family
+from ..family import PACKED, Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
@@ -45,9 +45,8 @@ class Qwen3Next(Family):
         "num_experts": 512,
         "norm_topk_prob": True,
     }
-    head_norms = True
-    has_mtp = True
-    mtp_norm_offset = 1.0  # in MLX checkpoints, too
+    head_norms = HeadNorms()
+    mtp: ClassVar[MTPForm | None] = MTPForm(norm_offset=1.0)  # in MLX checkpoints, too
     axes_in_turn = True  # in Qwen 3.5
     windows = False
     sigmoid_gates: bool = False  # of Gated DeltaNet; else silu

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig, read_rope
-from ..family import Family
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited
@@ -44,8 +44,7 @@ class Step3p5(Laguna):
     }
     supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
     gate_activation = Family.gate_activation
-    has_mtp = True
-    mtp_before_norm = True  # as in vLLM and SGLang; transformers 5.24 reads them behind it
+    mtp = MTPForm(before_norm=True)  # as in vLLM and SGLang; transformers 5.24 reads them behind it
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)

@@ -14,7 +14,7 @@ class FakePlatform(Platform):
         said: messages to the user.
         copied: texts on the clipboard, the last one last.
         titles: beside the icon, the one that shows last.
-        press_hotkey, click, reopen, escape: what the app wants to be called.
+        press_hotkey, click, drop, reopen, escape: what the app wants to be called.
     """
 
     def __init__(self, *, missing: bool = False) -> None:
@@ -28,6 +28,7 @@ class FakePlatform(Platform):
         self.front_window: Any = None
         self.press_hotkey: Callable[[], object] = lambda: None
         self.click: Callable[[], object] = lambda: None
+        self.drop: Callable[[list[Path]], object] = lambda _: None
         self.reopen: Callable[[], object] = lambda: None
         self.escape: Callable[[], object] = lambda: None
 
@@ -36,6 +37,9 @@ class FakePlatform(Platform):
 
     def on_click(self, icon: Any, action: Callable[[], object]) -> None:
         self.click = action
+
+    def on_drop(self, icon: Any, action: Callable[[list[Path]], object]) -> None:
+        self.drop = action
 
     def on_reopen(self, app: Any, action: Callable[[], object]) -> None:
         self.reopen = action

@@ -25,7 +25,7 @@ try:
 except ImportError:
     missing("Toga", 'pip install -e ".[test]"', module=True)
 
-from mlxinfer.app.application import COMPACT, MenubarApp, in_thread
+from mlxinfer.app.application import COMPACT, MAX_ATTACHED, MenubarApp, in_thread
 from mlxinfer.app.client import Activity, Chat, Transfer
 from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
@@ -192,6 +192,29 @@ def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: Page
     run(scenario)
 
 
+def test_files_that_are_dropped_on_the_icon_go_with_the_next_question(
+    run: Any, server: PageServer, tmp_path: Path
+) -> None:
+    notes, large = tmp_path / "notes.txt", tmp_path / "large.bin"
+    notes.write_text("Buy milk.")
+    with large.open("wb") as file:
+        file.truncate(MAX_ATTACHED + 1)
+
+    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+        platform.drop([notes])
+        await app._attach([notes])
+        app.chat.web._impl.simulate_page_loaded()
+        scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
+        assert '("notes.txt", "text/plain", "QnV5IG1pbGsu")' in scripts[-1]["javascript"]
+        assert app.chat.window.visible
+        await app._attach([large])
+        assert app.controller.view.problem == "large.bin is larger than 105 MB."
+        await app._attach([tmp_path / "none"])
+        assert "none" in app.controller.view.problem
+
+    run(scenario)
+
+
 def test_a_picture_may_spell_anything_in_base64(run: Any) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         app._show_chat()
@@ -199,7 +222,7 @@ def test_a_picture_may_spell_anything_in_base64(run: Any) -> None:
         for spelled in ("NAME", "DATA"):
             assert app.chat.attach("a.png", base64.b64decode(spelled))
             scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
-            assert scripts[-1]["javascript"].endswith(f'("a.png", "{spelled}")')
+            assert scripts[-1]["javascript"].endswith(f'("a.png", "image/png", "{spelled}")')
 
     run(scenario)
 

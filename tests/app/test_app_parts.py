@@ -1,6 +1,7 @@
 """Parts of the app without server and widgets: menu, settings, hotkeys, one instance, login."""
 
 import plistlib
+import re
 import stat
 import sys
 import threading
@@ -24,6 +25,8 @@ from mlxinfer.app.controller import Phase, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do, MenuEntry, menu_of, state_text, transfer_text
 from mlxinfer.app.platforms import (
+    ACCENT,
+    BAD,
     KEYS,
     MODIFIERS,
     Hotkey,
@@ -36,6 +39,8 @@ from mlxinfer.app.platforms import (
 from mlxinfer.app.settings import Settings
 from mlxinfer.errors import InvalidRequestError
 from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 URL = "http://127.0.0.1:8080"
 LOADED = ModelStatus(name="chat", state="loaded", weights_bytes=4_620_000_000)
@@ -362,3 +367,24 @@ def test_a_hotkey_is_registered_once_and_replaced(
     carbon.RegisterEventHotKey.return_value = -9878  # eventHotKeyExistsErr
     assert not platform.set_hotkey(parse_hotkey("cmd+l"), print)
     assert platform.set_hotkey(None, print)
+
+
+def test_files_that_are_dropped_on_a_macs_icon_are_handed_over(cocoa: Any) -> None:
+    platform, icon, dropped = cocoa.CocoaPlatform(bundled=True), MagicMock(), list[Path]()
+    target = cocoa.DropTarget()
+    cocoa.DropTarget = MagicMock()
+    cocoa.DropTarget.alloc().init.return_value = target
+    platform.on_drop(icon, dropped.extend)
+    window = icon._impl.native.button.window
+    window.registerForDraggedTypes.assert_called_once_with([cocoa.FILE_NAMES])
+    drag = MagicMock()
+    drag.draggingPasteboard.propertyListForType.return_value = ["/a/notes.txt", "/a/b.png"]
+    assert window.delegate.draggingEntered_(drag) == cocoa.COPY
+    assert window.delegate.performDragOperation_(drag)
+    assert dropped == [Path("/a/notes.txt"), Path("/a/b.png")]
+
+
+def test_the_app_has_the_colours_of_the_page() -> None:
+    style = (ROOT / "apps" / "web" / "src" / "style.css").read_text(encoding="utf-8")
+    for name, tones in (("accent", ACCENT), ("bad", BAD)):
+        assert re.findall(rf"--{name}: (#\w+);", style)[:2] == list(tones)

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import toga
 
 from ..errors import MlxinferError
+from ..memory import human_bytes
 from .client import ServerClient
 from .controller import AppController, View
 from .instance import Instance
@@ -33,12 +34,13 @@ WATCHED_S, IDLE_S = 1.0, 3.0  # between two looks at the server: a window is ope
 EVERYTHING_EVERY = 10  # looks, to also read what changes rarely
 
 
-class ScreenshotError(MlxinferError):
-    """There is no picture of the screen, or no chat that takes it."""
+class AttachError(MlxinferError):
+    """No file can go with a question, or no part of the screen was chosen."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MAX_ATTACHED = 100 << 20  # bytes, as on the page
 COMPACT = "/?compact=1&shell=1"
 
 
@@ -189,6 +191,7 @@ class MenubarApp(toga.App):
         commands.on_change = self.status_icons._impl.create
         commands.on_change()
         self.platform.on_click(self.status, self.toggle_chat)
+        self.platform.on_drop(self.status, self.ask_about)
 
     def _commands_of(self, entries: tuple[MenuEntry, ...], group: Any) -> list[toga.Command]:
         commands = []
@@ -286,16 +289,34 @@ class MenubarApp(toga.App):
         else:
             self._window_actions()[action.do](action.target)
 
+    def ask_about(self, paths: list[Path]) -> None:
+        """Attach files, which were dropped on the icon, to the next question of the chat."""
+        self.loop.create_task(self._attach(paths))
+
+    async def _attach(self, paths: list[Path]) -> None:
+        try:
+            for path in paths:
+                if path.stat().st_size > MAX_ATTACHED:
+                    raise AttachError(f"{path.name} is larger than {human_bytes(MAX_ATTACHED)}.")
+                self._attach_file(path.name, await in_thread(path.read_bytes))
+        except (MlxinferError, OSError) as error:
+            self.controller.say(str(error))
+            self.show_up()
+        await self.refresh()
+
+    def _attach_file(self, name: str, data: bytes) -> None:
+        self._show_chat()
+        if not self.chat.attach(name, data):
+            raise AttachError("The chat is not shown here, so no file can go with it.")
+
     async def _ask_about_screen(self) -> None:
         """Attach a part of the screen, which the user chooses, to the next question of the chat."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "screenshot.png")
             if not await in_thread(self.platform.screenshot, path):
-                raise ScreenshotError("No part of the screen was chosen.")
+                raise AttachError("No part of the screen was chosen.")
             data = path.read_bytes()
-        self._show_chat()
-        if not self.chat.attach("screenshot.png", data):
-            raise ScreenshotError("The chat is not shown here, so no picture can go with it.")
+        self._attach_file("screenshot.png", data)
 
     def _browse(self, fragment: str) -> None:
         if not self.controller.view.usable:

@@ -14,7 +14,7 @@ from rubicon.objc import SEL, NSObject, ObjCClass, objc_method, objc_property
 from rubicon.objc.runtime import load_library
 from toga_cocoa.app import AppDelegate
 
-from .platforms import Hotkey, LoginAgent, Look, Platform, below, guarded, run_quietly
+from .platforms import ACCENT, Hotkey, LoginAgent, Look, Platform, below, guarded, run_quietly
 
 VARIABLE_LENGTH = -1.0  # NSVariableStatusItemLength
 IMAGE_LEFT = 2  # NSImageLeft
@@ -24,6 +24,7 @@ CONTROL = 1 << 18  # NSEventModifierFlagControl
 FLOATING = 3  # NSFloatingWindowLevel
 EVERY_SPACE = 1 << 0 | 1 << 8  # NSWindowCollectionBehavior: all spaces, beside full screens
 CORNER, BORDER = 10, 2  # points, of a card
+FILE_NAMES, COPY = "NSFilenamesPboardType", 1  # NSDragOperationCopy
 LOGIN_ENABLED = 1  # SMAppServiceStatusEnabled
 CARBON = "/System/Library/Frameworks/Carbon.framework/Carbon"
 KEYBOARD, HOTKEY_PRESSED = int.from_bytes(b"keyb", "big"), 5
@@ -69,6 +70,27 @@ class ClickTarget(NSObject):
         self.clicked()
 
 
+class DropTarget(NSObject):
+    """The delegate of the status item's window, which hands it what is dragged there.
+
+    Source: NSDraggingDestination.
+    """
+
+    dropped = objc_property(object)
+
+    @objc_method
+    def draggingEntered_(self, info) -> ctypes.c_ulong:  # type: ignore[no-untyped-def]
+        """Take a copy."""
+        return COPY  # type: ignore[return-value]  # which rubicon-objc makes of it
+
+    @objc_method
+    def performDragOperation_(self, info) -> bool:  # type: ignore[no-untyped-def]
+        """The files of the pasteboard."""
+        names = info.draggingPasteboard.propertyListForType(FILE_NAMES)
+        self.dropped([Path(str(name)) for name in names or ()])
+        return True
+
+
 class EventTypeSpec(ctypes.Structure):
     """Carbon's."""
 
@@ -101,16 +123,20 @@ class CocoaPlatform(Platform):
 
     @guarded()
     def style(self, widget: Any, look: Look) -> None:
-        """By colours of the system, which are others in a dark window."""
+        """By colours of the system, which are others in a dark window, and the page's accent."""
         native, colors = widget._impl.native, ObjCClass("NSColor")
+        appearance = ObjCClass("NSApplication").sharedApplication.effectiveAppearance
+        red, green, blue = bytes.fromhex(ACCENT["Dark" in str(appearance.name)][1:])
+        accent = colors.colorWithSRGBRed(red / 255, green=green / 255, blue=blue / 255, alpha=1.0)
         if look is Look.PRIMARY:
             native.keyEquivalent = "\r"
+            native.bezelColor = accent
         elif look is Look.QUIET:
             native.textColor = colors.secondaryLabelColor
         elif look in (Look.CARD, Look.CHOSEN):
             native.layer.cornerRadius = CORNER
             native.layer.backgroundColor = colors.quaternaryLabelColor.CGColor
-            native.layer.borderColor = colors.controlAccentColor.CGColor
+            native.layer.borderColor = accent.CGColor
             native.layer.borderWidth = BORDER if look is Look.CHOSEN else 0
 
     @guarded()
@@ -144,6 +170,16 @@ class CocoaPlatform(Platform):
         native.button.target = target
         native.button.action = SEL("onClick:")
         native.button.sendActionOn(LEFT_UP | RIGHT_UP)
+
+    @guarded()
+    def on_drop(self, icon: Any, action: Callable[[list[Path]], object]) -> None:
+        """The window of the item's button takes files, and asks its delegate."""
+        target = DropTarget.alloc().init()
+        target.dropped = action
+        self._kept["drop"] = target
+        window = icon._impl.native.button.window
+        window.registerForDraggedTypes([FILE_NAMES])
+        window.delegate = target
 
     @guarded()
     def on_reopen(self, app: Any, action: Callable[[], object]) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..memory import human_bytes
 from .client import ModelStatus, Transfer, is_local
 from .controller import Phase, View
+from .platforms import ACCENT, BAD, Tones
 
 MAX_TITLE = 48  # characters of a conversation's title
 
@@ -93,13 +94,13 @@ class Status(NamedTuple):
 
     icon: str
     word: str
-    colour: str
+    tones: Tones
 
 
-GREEN, BLUE, AMBER, GREY, RED = "#34c759", "#0a84ff", "#ff9f0a", "#8e8e93", "#ff453a"
-ANSWERING, LOADING = Status("◉", "Answering", BLUE), Status("◌", "Loading", AMBER)
+AMBER, GREY, RED = Tones("#9a6200", "#ff9f0a"), Tones("#6e6e73", "#8e8e93"), BAD
+ANSWERING, LOADING = Status("◉", "Answering", ACCENT), Status("◌", "Loading", AMBER)
 STATUS = {
-    Phase.RUNNING: Status("●", "Ready", GREEN),
+    Phase.RUNNING: Status("●", "Ready", ACCENT),
     Phase.STOPPED: Status("○", "Stopped", GREY),
     Phase.STARTING: Status("◌", "Starting", AMBER),
     Phase.STOPPING: Status("◌", "Stopping", AMBER),

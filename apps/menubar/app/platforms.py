@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import InvalidRequestError
 
@@ -24,6 +24,16 @@ MODIFIERS = ("ctrl", "alt", "shift", "cmd")
 KEYS = ("space", *"abcdefghijklmnopqrstuvwxyz0123456789", *(f"f{n}" for n in range(1, 13)))
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Tones(NamedTuple):
+    """A colour, as it is on a light and on a dark ground."""
+
+    light: str
+    dark: str
+
+
+ACCENT, BAD = Tones("#0a6b52", "#55cba8"), Tones("#a52a2a", "#ff9d92")  # those of the page
 
 
 class Look(StrEnum):
@@ -81,6 +91,9 @@ class Platform:
 
     def on_click(self, icon: Any, action: Callable[[], object]) -> None:
         """Call `action` when the icon is clicked; its menu opens by the other button."""
+
+    def on_drop(self, icon: Any, action: Callable[[list[Path]], object]) -> None:
+        """Call `action` with the files that are dropped on the icon."""
 
     def on_reopen(self, app: Any, action: Callable[[], object]) -> None:
         """Call `action` when the app is opened while it runs."""

@@ -3,21 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
+import toga
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication, QKeySequence, QShortcut
 from PySide6.QtWidgets import QSystemTrayIcon
 
-from .platforms import Look, Platform, guarded
+from .platforms import ACCENT, Look, Platform, guarded
 
 SHOWN_MS = 8000  # of a message
-CARD = "background: palette(base); border-radius: 10px; border: 2px solid palette({});"
-STYLES = {
-    Look.PRIMARY: "QPushButton { padding: 4px 16px; border-radius: 4px; } "
-    "QPushButton:enabled { background: palette(highlight); color: palette(highlighted-text); } "
-    "QPushButton:!enabled { background: palette(midlight); }",
+CARD = "background: palette(base); border-radius: 10px; border: 2px solid {0};"
+STYLES = {  # {0}: the accent
+    Look.PRIMARY: "QPushButton {{ padding: 4px 16px; border-radius: 4px; }} "
+    "QPushButton:enabled {{ background: {0}; color: palette(base); }} "
+    "QPushButton:!enabled {{ background: palette(midlight); }}",
     Look.QUIET: "color: palette(placeholder-text);",
-    Look.CARD: CARD.format("midlight"),
-    Look.CHOSEN: CARD.format("highlight"),
+    Look.CARD: CARD.replace("{0}", "palette(midlight)"),
+    Look.CHOSEN: CARD,
     Look.BAR: "color: transparent;",
 }
 
@@ -36,7 +37,7 @@ class QtPlatform(Platform):
     def style(self, widget: Any, look: Look) -> None:
         """By colours of the palette, which is another in a dark theme."""
         widget._impl.native.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        widget._impl.native.setStyleSheet(STYLES[look])
+        widget._impl.native.setStyleSheet(STYLES[look].format(ACCENT[bool(toga.App.app.dark_mode)]))
 
     @guarded()
     def set_title(self, icon: Any, text: str) -> None:

@@ -9,6 +9,7 @@ import json
 import textwrap
 import time
 from collections.abc import Callable
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from .menu import (
     status_of,
     transfer_text,
 )
-from .platforms import Look, Platform, parse_hotkey
+from .platforms import BAD, Look, Platform, parse_hotkey
 from .settings import Settings
 
 RESOURCES = Path(__file__).parent / "resources"
@@ -44,12 +45,12 @@ PLACES = (
     ("address", "For other programs", "", "Copy Address", Do.COPY_URL),
 )
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
-ATTACH = """(function attach(name, data) {
+ATTACH = """(function attach(name, type, data) {
   const field = document.getElementById("question");
-  if (!field) return setTimeout(attach, 100, name, data);
+  if (!field) return setTimeout(attach, 100, name, type, data);
   const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
   const given = new DataTransfer();
-  given.items.add(new File([bytes], name, { type: "image/png" }));
+  given.items.add(new File([bytes], name, { type }));
   const fields = { bubbles: true, cancelable: true, dataTransfer: given };
   field.dispatchEvent(new DragEvent("drop", fields));
 })"""  # as if the file had been dropped; the page may still be loading
@@ -110,7 +111,7 @@ class Head:
         platform.style(self.first, Look.PRIMARY)
         self.icon = toga.Label("", font_size=TITLE)
         self.word = bold(font_size=TITLE)
-        self.detail, self.problem = quiet(platform), toga.Label("", color="#d93025")
+        self.detail, self.problem = quiet(platform), toga.Label("")
         lines = column(row(self.icon, self.word), self.detail, margin=0, gap=0)
         self.others = row()
         line = row(picture("icon", 48), lines, space(), self.others, self.first)
@@ -119,7 +120,8 @@ class Head:
     def show(self, view: View) -> None:
         status = status_of(view)
         self.icon.text, self.word.text = status.icon, status.word
-        self.icon.style.color = status.colour
+        is_dark = bool(toga.App.app.dark_mode)
+        self.icon.style.color, self.problem.style.color = status.tones[is_dark], BAD[is_dark]
         self.detail.text, self.problem.text = detail_text(view), wrapped(view.problem)
         first = first_action(view, self._usable)
         self.first.text, self._action = first
@@ -142,7 +144,7 @@ class ChatWindow:
         self._loaded = False
         if self.web is not None:
             self.web.on_webview_load = self._on_load
-        self._head = Head(act, platform, "Open in browser", Action(Do.BROWSER))
+        self._head = Head(act, platform, "Open in Browser", Action(Do.BROWSER))
         self._icon = toga.Icon(str(RESOURCES / "chat.png"))
         self._shown: tuple[Chat, ...] = ()
         self.chats = toga.DetailedList(on_select=self._on_select, flex=1)
@@ -159,11 +161,12 @@ class ChatWindow:
         self._wanted = fragment
 
     def attach(self, name: str, data: bytes) -> bool:
-        """Attach a PNG to the next question, once the page is there; False: no page is shown."""
+        """Attach a file to the next question, once the page is there; False: no page is shown."""
         if self.web is None or not self._url:
             return False
         encoded = base64.b64encode(data).decode()
-        self._scripts.append(f"{ATTACH}({json.dumps(name)}, {json.dumps(encoded)})")
+        given = (name, guess_type(name)[0] or "", encoded)
+        self._scripts.append(f"{ATTACH}({', '.join(map(json.dumps, given))})")
         if self._loaded:
             self._on_load()
         return True

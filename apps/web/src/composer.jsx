@@ -10,6 +10,7 @@ import {
 import { weightOf } from "./tree.js";
 import { IconButton } from "./widgets.jsx";
 
+const DRAGS = ["dragover", "dragleave", "drop"];
 const FOLDED_CHARS = 4000; // a longer text that is pasted becomes a file
 const MAX_FILE_BYTES = 20 * 2 ** 20;
 
@@ -104,6 +105,18 @@ export function Composer({ edit }) {
     if (matchMedia("(hover: hover)").matches) field.current.focus();
   }, [conversation.value.id]);
 
+  useEffect(() => {
+    // a file may be dropped anywhere on the chat
+    const dragged = ({ type, relatedTarget }) => setOver(type === "dragover" || (type === "dragleave" && !!relatedTarget));
+    const dropped = (event) => attach(event.dataTransfer.files);
+    for (const type of DRAGS) addEventListener(type, dragged);
+    addEventListener("drop", dropped);
+    return () => {
+      for (const type of DRAGS) removeEventListener(type, dragged);
+      removeEventListener("drop", dropped);
+    };
+  }, []);
+
   const before = useRef(Promise.resolve()); // files are attached in the order in which they came
 
   function attach(list) {
@@ -176,16 +189,6 @@ export function Composer({ edit }) {
       onSubmit={(event) => {
         event.preventDefault();
         send();
-      }}
-      onDragOver={(event) => {
-        event.preventDefault();
-        setOver(true);
-      }}
-      onDragLeave={() => setOver(false)}
-      onDrop={(event) => {
-        event.preventDefault();
-        setOver(false);
-        attach(event.dataTransfer.files);
       }}
     >
       {(attached.length > 0 || reading > 0) && (

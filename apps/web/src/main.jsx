@@ -47,6 +47,7 @@ function ofInputMethod(event) {
 }
 
 addEventListener("keydown", ofInputMethod, { capture: true });
+for (const type of ["dragover", "drop"]) addEventListener(type, (event) => event.preventDefault()); // else the browser opens the file
 addEventListener("hashchange", () => (sidebarOpen.value = false)); // it would hide the place
 
 function onKey(event) {

@@ -65,8 +65,8 @@ class Held(LiveServer):
     def has_all_back(self) -> bool:
         """Places in the queue, workers, slots, pages, the tower, and shares."""
         service = self.service
-        pools = service.workers, service.long_workers, service.picture_workers
-        pools += service.pdf_workers, service.grammar_workers
+        pools = [service.workers, service.long_workers, service.picture_workers]
+        pools += [service.pdf_workers, service.grammar_workers]
         return (
             not service.calls
             and not any(pool.num_pending for pool in pools)

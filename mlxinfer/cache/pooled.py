@@ -237,27 +237,30 @@ class PooledLayer(BlocksLayer):
 
 
 class PooledChoice(ChosenTokens):
-    """The blocks of the best keys.
+    """The blocks of the best keys. They are ranked once for all layers that share the choice.
 
     Args:
         layer: the index.
         queries, weights: see `PooledLayer.choose`.
     """
 
-    __slots__ = ("_queries", "_weights")
+    __slots__ = ("_blocks", "_queries", "_weights")
 
     layer: PooledLayer
 
     def __init__(self, layer: PooledLayer, queries: mx.array, weights: mx.array) -> None:
         super().__init__(layer)
         self._queries, self._weights = queries, weights
+        self._blocks: dict[tuple[int, int], mx.array] = {}  # by rows of the step
 
     def _best(self, place: SequencePlace, rows: slice, keys: mx.array) -> tuple[mx.array, mx.array]:
         """For rows `own` (n) of the step: blocks that each sees (n, S // r), positions (n, 1)."""
-        spec, positions = self.layer.spec, place.positions(rows)
-        complete = mx.arange(len(keys)) < (positions + 1) // spec.ratio
-        queries, weights = self._queries[rows], self._weights[rows]
-        return ranked(queries, weights, keys, complete, spec.num_ranked), positions
+        spec, positions, key = self.layer.spec, place.positions(rows), (rows.start, rows.stop)
+        if key not in self._blocks:
+            complete = mx.arange(len(keys)) < (positions + 1) // spec.ratio
+            queries, weights = self._queries[rows], self._weights[rows]
+            self._blocks[key] = ranked(queries, weights, keys, complete, spec.num_ranked)
+        return self._blocks[key], positions
 
     def mask(self, place: SequencePlace, rows: slice, keys: mx.array) -> mx.array:
         """See `ChosenTokens`, (n, S)."""

@@ -3,10 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.harness import alone
 from models.dense_kv import logits
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_config, write
+from models.tiny import arrays_of, tiny_config, write
 
+from mlxinfer.cache import pooled
+from mlxinfer.core import SamplingParams
 from mlxinfer.models import load
 
 CASE = "glm5_next_text-v4"
@@ -81,3 +84,14 @@ def test_a_quantised_checkpoint_of_mlx(tmp_path):
     actual = logits(load(write(tmp_path / "codes", {**NESTED, "quantization": FORM}, codes)))
     expected = logits(load(write(tmp_path / "whole", NESTED, whole)))
     np.testing.assert_allclose(actual, expected, atol=1e-4 * expected.std())
+
+
+def test_layers_that_share_an_index_rank_once(tmp_path, monkeypatch):
+    """The prompt is longer than what an index chooses; layer 2 sees what layer 1 chose."""
+    config = tiny_config("glm5_next_text-v5")
+    assert config["indexer_types"] == ["full", "full", "shared", "full"]
+    ranks, calls = pooled.ranked, []
+    monkeypatch.setattr(pooled, "ranked", lambda *args: calls.append(1) or ranks(*args))
+    model = load(write(tmp_path, config, arrays_of(config)))
+    alone(model, list(range(5, 45)), SamplingParams(max_tokens=1))
+    assert len(calls) == 2 * 2  # layers 1 and 3, for the prompt and for its last token

@@ -16,6 +16,7 @@ from .schemes.experts import GPT_OSS, StackedExperts
 from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
 from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers, groups_of
+from .schemes.mimo import ShardedHeads
 from .schemes.mlx import MLXModules
 from .source import Claim, Leaves, SourceTensor, TensorReader
 from .stored import FLOATS, PLAIN, StoredArray, to_mlx
@@ -141,8 +142,11 @@ _STACKS = {  # model_type of the language model -> what MLX calls `experts`, and
 }
 
 
-def _experts(text: Mapping[str, Any]) -> tuple[Claim, ...]:
+def _laid_out(text: Mapping[str, Any], block: tuple[int, int]) -> tuple[Claim, ...]:
+    """The schemes that belong to a family rather than to a format."""
     name = str(text.get("model_type"))
+    if name == "mimo_v2":
+        return (ShardedHeads.of(text, block),)
     if name == "gpt_oss":
         return (GPT_OSS,)
     if name not in _STACKS:
@@ -169,8 +173,9 @@ def choose_method(
     """
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) and "model_type" in inner else config
-    experts = _experts(text)
     stated = _stated(config, beside)
+    block = BLOCK if stated is None else read_block(stated, "weight_block_size")
+    experts = _laid_out(text, block)
     if stated is None:
         return StorageScheme("safetensors", (*experts, FP8()))
     name = stated.text("quant_method", default="mlx")

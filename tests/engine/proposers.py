@@ -16,7 +16,7 @@ from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mt
 from speculation.head_names import MTP_CASES
 
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import BlockSpec, EntrySpec, PooledSpec
+from mlxinfer.core import BlockSpec, CacheSpec, EntrySpec, KVSpec, LatentSpec, PooledSpec
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
@@ -55,16 +55,23 @@ class RandomDepths(Controller):
         return self._rng.random() < 0.1
 
 
+def takes_no_window(spec: CacheSpec) -> bool:
+    """Whether a layer chooses what it sees among all tokens, or weighs tokens by distance."""
+    return (
+        isinstance(spec, PooledSpec | EntrySpec | BlockSpec)
+        or (isinstance(spec, LatentSpec) and bool(spec.index_dim))
+        or (isinstance(spec, KVSpec) and spec.relative)
+    )
+
+
 def draft_of(
     model: LanguageModel, rng: random.Random, answers: Mapping[str, Seq[int]]
 ) -> DraftProposer:
     """The model itself, with proposals that hold, or another one, with little or much room."""
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
     sizes = sizes_of(rng)
-    specs = draft.cache_specs
-    chosen = PooledSpec | EntrySpec | BlockSpec
-    if any(isinstance(s, chosen) or getattr(s, "index_dim", 0) for s in specs):
-        sizes = replace(sizes, kv=KVOptions())  # it chooses what it sees among all
+    if any(map(takes_no_window, draft.cache_specs)):
+        sizes = replace(sizes, kv=KVOptions())
     return made_half_right(
         HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1),
         rng,

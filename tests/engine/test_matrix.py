@@ -35,7 +35,7 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, prompt
 from engine.harness import model_of as text_model_of
 from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
-from engine.proposers import WITH_STREAMS, some_proposer
+from engine.proposers import WITH_STREAMS, some_proposer, takes_no_window
 from engine.seeing_cases import drawn_picture, seeing_model
 from engine.stages import NoOtherRanks
 from hypothesis import Phase, given, settings
@@ -44,13 +44,10 @@ from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import (
-    BlockSpec,
     CacheSpec,
-    EntrySpec,
     FinishReason,
     KVSpec,
     LatentSpec,
-    PooledSpec,
     SamplingParams,
 )
 from mlxinfer.engine import snapshots
@@ -308,14 +305,7 @@ def hides_biases(case: str) -> bool:
 
 def ranked_specs(case: str) -> list[CacheSpec]:
     """Of layers with an indexer, or with a bias by distance."""
-    specs = model_of(case).cache_specs
-    return [
-        spec
-        for spec in specs
-        if isinstance(spec, PooledSpec | EntrySpec | BlockSpec)
-        or (isinstance(spec, LatentSpec) and spec.index_dim)
-        or (isinstance(spec, KVSpec) and spec.relative)
-    ]
+    return [spec for spec in model_of(case).cache_specs if takes_no_window(spec)]
 
 
 def play(

@@ -66,7 +66,7 @@ class FP8:
         names = [leaf for leaf in known if leaf in leaves]
         if names:
             scale = leaves.pop(names[0])
-            yield _Scaled(weight, scale, _block_of(weight, scale, self.block)).reader(
+            yield ScaledMatrix(weight, scale, _block_of(weight, scale, self.block)).reader(
                 f"{path}.weight", self.powers
             )
         else:  # values that were cast, without a scale; bfloat16 holds them all
@@ -77,12 +77,16 @@ class FP8:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
-    """A matrix of eight-bit floats, with a scale for each block of rows and inputs."""
+class ScaledMatrix:
+    """A matrix of eight-bit floats, with a scale for each block of rows and inputs.
+
+    With `shards` its rows are so many matrices, each with blocks of its own.
+    """
 
     weight: StoredArray
     scale: StoredArray
     block: tuple[int, int]
+    shards: int = 1
 
     def reader(self, name: str, powers: bool) -> TensorReader:
         weight, scale = self.weight, self.scale
@@ -106,7 +110,7 @@ class _Scaled:
         if self.weight.shape[1] % self.block[1]:
             values *= self._spread(grid, rows, 1)
         else:  # the same without an array as large as the values
-            of_row = grid[np.arange(rows.start, rows.stop) // self.block[0]]
+            of_row = grid[self._row_blocks(rows)]
             grouped = values.reshape(*of_row.shape, self.block[1])
             grouped *= of_row[..., None]
         return mx.array(values)
@@ -123,13 +127,23 @@ class _Scaled:
 
     def _grid(self) -> Array:
         """The scales as (row blocks, column blocks)."""
-        rows, columns = (
-            -(-length // step) for length, step in zip(self.weight.shape, self.block, strict=True)
-        )
+        columns = -(-self.weight.shape[1] // self.block[1])
+        rows = self.shards * self._blocks_of_shard
         return np.asarray(self.scale.view()).reshape(rows, columns)
 
+    @property
+    def _blocks_of_shard(self) -> int:
+        return -(-self.weight.shape[0] // self.shards // self.block[0])
+
+    def _row_blocks(self, rows: slice) -> Array:
+        """(N,) the row of the grid that each of these rows has."""
+        shard, row = np.divmod(
+            np.arange(rows.start, rows.stop), self.weight.shape[0] // self.shards
+        )
+        return np.asarray(shard * self._blocks_of_shard + row // self.block[0])
+
     def _spread(self, grid: Array, rows: slice, step: int) -> Array:
-        of_row = np.arange(rows.start, rows.stop) // self.block[0]
+        of_row = self._row_blocks(rows)
         of_column = np.arange(0, self.weight.shape[1], step) // self.block[1]
         return grid[of_row][:, of_column]
 

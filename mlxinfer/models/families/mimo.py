@@ -130,7 +130,8 @@ class MiMoV2(MiMoV2Flash):
         path = f"model.layers.{index}.self_attn.qkv_proj"
         if f"{path}.weight" in self.weights:
             raise UnsupportedModelError(
-                f"{path} has the rows of Q, K and V in turn, for each of several machines, and "
-                "does not say how many. Conversions to MLX, in which they are three matrices, run."
+                f"{path} has the rows of Q, K and V in turn, for each of several machines, which "
+                "only FP8 scales tell apart; `mlxinfer convert` reads those. Conversions to MLX "
+                "have three matrices, and run."
             )
         return super().qkv(index)

@@ -45,8 +45,7 @@ def fused(index: int, shards: int) -> tuple[dict[str, Any], dict[str, np.ndarray
 def checkpoint(folder: Path, shards: int) -> tuple[Path, dict[str, np.ndarray]]:
     stored: dict[str, Any] = {}
     expected: dict[str, np.ndarray] = {}
-    flash = CONFIG | {"model_type": "mimo_v2_flash"}
-    for name, value in tiny_tensors(flash, 0).items():
+    for name, value in tiny_tensors(tiny_config("mimo_v2_flash-v4"), 0).items():
         if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             stored[name] = f32(value)
     for index in range(CONFIG["num_hidden_layers"]):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.blas import preload_openblas
+from benchmarks.blas import preload_openblas
 
 preload_openblas()
 os.environ["MLXINFER_SERVER"] = "off"  # commands ask no server that runs on this machine

@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = sorted(
-    str(path) for path in (ROOT / "tests" / "bench").glob("*.py") if "test_" not in path.name
-)
 FIXES = (("ruff", "check", "--fix", "--quiet", "."), ("ruff", "format", "--quiet", "."))
 CHECKS = (
     ("ruff", "format", "--check", "."),
     ("ruff", "check", "."),
-    ("mypy", "--explicit-package-bases", "mlxinfer", *BENCHMARKS, "tests/server"),
+    ("mypy", "--explicit-package-bases", "mlxinfer", "benchmarks", "tests/server"),
 )
 
 

@@ -26,9 +26,9 @@ from adapters.drawn import dense_tensors, draw, write_peft
 from huggingface_hub import constants
 from PIL import Image, ImageDraw
 
+from benchmarks.processes import free_port
 from mlxinfer import LLM, hub
 from mlxinfer.config.file import read_config_file
-from tests.bench.processes import free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
@@ -54,7 +54,7 @@ NOT_RUN = {  # how a block or a command begins -> why it is not run
     "mlx.launch": "tests/ranks starts it",
     "mlxinfer serve -m org/name --hostfile": "it needs a second machine: tests/ranks",
     "mlxinfer doctor": "minutes: tests/cli/test_doctor_report.py, and .ci/run",
-    "mlxinfer bench": "minutes: tests/bench",
+    "mlxinfer bench": "minutes: benchmarks",
     "mlxinfer convert mlx-community/": "its source is not here: tests/convert",
     "mlxinfer convert model.gguf": "its source is not here: tests/convert",
     "mlxinfer convert org/name": "minutes: tests/convert",

@@ -13,6 +13,7 @@ from models.picture_cases import QWEN_CASES, picture_tensors
 from models.published import PUBLISHED
 from models.tiny import tiny_checkpoint, write
 
+from benchmarks.checkpoints import Experts, write_checkpoint
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
@@ -33,7 +34,6 @@ from mlxinfer.memory.roofline import CHIPS, Machine, Work, estimate
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.weights.files import expert_bytes, read_headers
-from tests.bench.checkpoints import Experts, write_checkpoint
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 64},

@@ -17,6 +17,8 @@ from adapters.cases import base, folders
 from engine.harness import Harness, model_of, prompt
 from models.tiny import tiny_checkpoint
 
+from benchmarks.experts import SMALL, run
+from benchmarks.processes import free_port
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.cli import main
 from mlxinfer.errors import (
@@ -28,8 +30,6 @@ from mlxinfer.errors import (
 from mlxinfer.models import ExpertOptions, load
 from mlxinfer.models.weights import placing
 from mlxinfer.models.weights.files import expert_bytes
-from tests.bench.experts import SMALL, run
-from tests.bench.processes import free_port
 
 PAGE = (Path(__file__).parents[1] / "docs" / "larger_than_memory.md").read_text()
 

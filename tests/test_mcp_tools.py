@@ -20,6 +20,7 @@ import pytest
 from cli.fake_llm import FakeLLM
 from rich.console import Console
 
+from benchmarks.processes import free_port
 from mlxinfer.cli import _configuration, chat
 from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli._configuration import open_tools
@@ -28,7 +29,6 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.mcp_tools import McpTools
 from mlxinfer.outputs import Result, ToolCall
 from mlxinfer.text.tools.schema import Toolbox
-from tests.bench.processes import free_port
 from tests.waiting import wait_until
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "mcp_server.py"))

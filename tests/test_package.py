@@ -18,6 +18,7 @@ SHIPPED = (
     ".ci",
     ".github",
     "apps",
+    "benchmarks",
     "docs",
     "examples",
     "mlxinfer",

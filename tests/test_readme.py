@@ -11,10 +11,10 @@ import click
 import pytest
 import yaml
 
+from benchmarks.__main__ import bench
 from mlxinfer import LLM
 from mlxinfer.cli._commands import cli
 from mlxinfer.models.registry import SUPPORTED
-from tests.bench.__main__ import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -126,12 +126,12 @@ def commands(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ..
 
 
 COMMANDS = dict(commands(cli))
-OURS = {"mlxinfer": COMMANDS, "python -m tests.bench": dict(commands(bench))}
+OURS = {"mlxinfer": COMMANDS, "python -m benchmarks": dict(commands(bench))}
 CALLS = [
     (program, line.partition(program)[2])
     for line in [
         *(line for text in TEXTS.values() for line in shell_lines(text)),
-        *re.findall(r"`((?:mlxinfer|python -m tests\.bench) [^`]+)`", EVERYTHING),
+        *re.findall(r"`((?:mlxinfer|python -m benchmarks) [^`]+)`", EVERYTHING),
     ]
     for program in OURS
     if f"{program} " in line and not line.startswith("pip")
@@ -156,8 +156,8 @@ def test_options_in_the_text_belong_to_some_command() -> None:
 
 
 def test_modules_that_are_run_are_there() -> None:
-    modules = set(re.findall(r"python -m ((?:tests|examples)[\w.]*)", EVERYTHING))
-    assert {"tests.bench", "tests.lint"} <= modules
+    modules = set(re.findall(r"python -m ((?:tests|benchmarks|examples)[\w.]*)", EVERYTHING))
+    assert {"benchmarks", "tests.lint"} <= modules
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 

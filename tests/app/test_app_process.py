@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import free_port
 from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError, start_of
 from mlxinfer.app.settings import Settings
-from tests.bench.processes import free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci

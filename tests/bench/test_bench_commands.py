@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from pooling.tiny_pooling import pooling_folder
 
-from tests.bench.real import q4_0, q8_0
+from benchmarks.real import q4_0, q8_0
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
@@ -33,7 +33,7 @@ LONGEST = ("speculate", "memory", "load", "soak")
 
 
 def bench(*arguments: str) -> str:
-    command = [sys.executable, "-m", "tests.bench", *arguments]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
     )
@@ -54,7 +54,7 @@ def measured(*arguments: str) -> Any:
 )
 def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
     text = bench(name, *ALONE[name].split(), "--markdown")
-    assert f"python -m tests.bench {name}" in text
+    assert f"python -m benchmarks {name}" in text
     titles = [line for line in text.splitlines() if line.startswith("**")]
     rules = [line for line in text.splitlines() if line.startswith("| :--")]
     assert len(titles) == len(rules) >= 1
@@ -63,7 +63,7 @@ def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
 
 
 def test_wrong_numbers_are_wrong_usage() -> None:
-    command = [sys.executable, "-m", "tests.bench", "host", "--requests", "1,x"]
+    command = [sys.executable, "-m", "benchmarks", "host", "--requests", "1,x"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "1,8,64" in done.stderr

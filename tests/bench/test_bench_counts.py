@@ -8,22 +8,17 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 
-from mlxinfer.bench import peer
-from mlxinfer.bench.report import describe_machine
-from mlxinfer.errors import BackendMissingError, MlxinferError
-from mlxinfer.models import load
-from mlxinfer.models.decoder import Model
-from tests.bench import memory
-from tests.bench.checkpoints import (
+from benchmarks import memory
+from benchmarks.checkpoints import (
     TINY_WINDOWED,
     TWO_LAYERS,
     Dense,
     random_prompt,
     write_checkpoint,
 )
-from tests.bench.engines import Ask, OurEngine, Work, serve
-from tests.bench.memory import PAGE
-from tests.bench.prefix import (
+from benchmarks.engines import Ask, OurEngine, Work, serve
+from benchmarks.memory import PAGE
+from benchmarks.prefix import (
     Player,
     Scale,
     agents,
@@ -32,8 +27,13 @@ from tests.bench.prefix import (
     edited,
     tree_of_thoughts,
 )
-from tests.bench.processes import run_python
-from tests.bench.quality import compared, divergence, log_softmax
+from benchmarks.processes import run_python
+from benchmarks.quality import compared, divergence, log_softmax
+from mlxinfer.bench import peer
+from mlxinfer.bench.report import describe_machine
+from mlxinfer.errors import BackendMissingError, MlxinferError
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
 
 SCALE = Scale(
     conversations=12, opening=40, message=20, answer=4, system=96, agents=3, steps=3, catalogue=160,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from bench.bench_parts import check
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
-from tests.bench.bench_parts import check
-from tests.bench.dispatches import VIEWS, as_on_metal, our_steps, run, traced
+from benchmarks.dispatches import VIEWS, as_on_metal, our_steps, run, traced
 
 
 def test_kernels_and_fused_operations_count_once() -> None:

@@ -9,10 +9,10 @@ from models.runs import every
 from PIL import Image
 from seeing_folder import seeing_folder
 
+from benchmarks.pictures import is_right
+from benchmarks.processes import run_python
+from benchmarks.seeing_models import MODELS
 from mlxinfer.text import Tokenizer
-from tests.bench.pictures import is_right
-from tests.bench.processes import run_python
-from tests.bench.seeing_models import MODELS
 
 
 @pytest.mark.parametrize("name", every(2, MODELS))
@@ -42,7 +42,7 @@ def test_near_ties_count_as_right(tokens: list[int], right: bool) -> None:
 def test_a_photo_of_24_megapixels_takes_20_bytes_for_a_pixel(tmp_path: Path) -> None:
     photo, folder = tmp_path / "photo.jpg", seeing_folder(tmp_path / "model")
     Image.effect_noise((6000, 4000), 64).convert("RGB").save(photo)
-    ran = run_python("-m", "tests.bench.photo", str(folder), str(photo))
+    ran = run_python("-m", "benchmarks.photo", str(folder), str(photo))
     content = json.loads(ran.lines[-1])
     assert content["prompt_tokens"] > 64
     assert content["process_bytes"] < 20 * 24_000_000

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from bench.bench_parts import check
 from click.testing import CliRunner
 
 from mlxinfer.bench.load import ChatClient, ServerLoad, TimedAnswer, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError, NoServerError
-from tests.bench.bench_parts import check
 from tests.waiting import LIMIT_S
 
 

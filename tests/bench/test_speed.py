@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from bench.bench_parts import check
 from click.testing import CliRunner
 
+from benchmarks.checkpoints import TWO_LAYERS, write_checkpoint
 from mlxinfer import LLM
 from mlxinfer.bench import speed
 from mlxinfer.bench.peer import PeerGeneration
@@ -14,8 +16,6 @@ from mlxinfer.bench.report import Report, show
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 from mlxinfer.speculation.ngram import NgramProposer
-from tests.bench.bench_parts import check
-from tests.bench.checkpoints import TWO_LAYERS, write_checkpoint
 
 
 @pytest.mark.parametrize(

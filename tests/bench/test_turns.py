@@ -1,6 +1,6 @@
 """Both sides are measured in turn, and a ratio is the median over the pairs."""
 
-from tests.bench.turns import cells, in_turn
+from benchmarks.turns import cells, in_turn
 
 
 def test_sides_take_turns_and_neither_always_begins() -> None:

@@ -6,6 +6,7 @@ import click
 import pytest
 from click.core import ParameterSource
 
+from benchmarks.experts import SMALL as MIXTURE
 from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
@@ -15,7 +16,6 @@ from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes
 from mlxinfer.server.slots import RegistryEntry
 from mlxinfer.session.options import EngineOptions
-from tests.bench.experts import SMALL as MIXTURE
 
 FILE = """
 [serve]

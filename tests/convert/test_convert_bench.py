@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from convert_cases import convert, write_source
 
-from tests.bench.convert import bits_per_weight
+from benchmarks.convert import bits_per_weight
 
 
 def bench(*options: str) -> dict:
-    command = [sys.executable, "-m", "tests.bench", "convert", *options, "--json"]
+    command = [sys.executable, "-m", "benchmarks", "convert", *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -26,7 +26,7 @@ def test_sizes_are_counted_as_the_report_counts(tmp_path: Path, recipe: str) -> 
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.bench", "convert", "--skip-peer"]
+    command = [sys.executable, "-m", "benchmarks", "convert", "--skip-peer"]
     done = subprocess.run(
         [*command, "--model", str(tmp_path)], capture_output=True, text=True, env=os.environ
     )

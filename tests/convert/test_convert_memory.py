@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from convert_cases import TEXT, write_source
 
+from benchmarks.checkpoints import Dense
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import SourceModel, open_source
-from tests.bench.checkpoints import Dense
 
 WIDE = Dense(hidden=1024, inner=3072, layers=24, heads=8, kv_heads=8, head_dim=128, vocab=8192)
 MANY = Dense(hidden=192, inner=512, layers=10, heads=4, kv_heads=2, head_dim=48, vocab=32_000)
@@ -20,7 +20,7 @@ ALLOWED = 150 << 20  # bytes beside the largest tensor group
 PROGRAM = """
 import re, resource, sys
 from pathlib import Path
-from tests.bench.blas import preload_openblas
+from benchmarks.blas import preload_openblas
 preload_openblas()
 from mlxinfer.cli import main
 import mlxinfer.convert.run, mlxinfer.llm

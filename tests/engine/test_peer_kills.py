@@ -16,8 +16,8 @@ import pytest
 from engine.harness import prompt
 from engine.test_peers import PeerServer, answer, engine, plain
 
+from benchmarks.processes import free_port
 from mlxinfer.engine import pagestore, peers
-from tests.bench.processes import free_port
 
 KILLS = int(os.environ.get("MLXINFER_PEER_KILLS", "6"))
 CASES = ("qwen3-v4", "hybrid gemma3_text-v4")

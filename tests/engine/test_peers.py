@@ -16,13 +16,13 @@ import pytest
 from engine.harness import PAGE, alone, config, model_of, prompt
 from models.runs import alike, every
 
+from benchmarks.processes import free_port
 from mlxinfer.cache.disk import entry_bytes
 from mlxinfer.config import KVOptions, PeerOptions
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.own_pages import OwnPages
-from tests.bench.processes import free_port
 from tests.waiting import LIMIT_S
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states

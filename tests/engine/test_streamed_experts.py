@@ -33,6 +33,7 @@ from models.expert_layouts import with_stacks
 from models.runs import every
 from models.tiny import tiny_checkpoint
 
+from benchmarks.checkpoints import Experts, write_checkpoint
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.moe import MoE
@@ -40,7 +41,6 @@ from mlxinfer.models import ExpertOptions, load
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.language import reachable
 from mlxinfer.models.weights import expert_store
-from tests.bench.checkpoints import Experts, write_checkpoint
 from tests.waiting import wait_until
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "2"))

@@ -20,6 +20,7 @@ from models.cases import CASES
 from models.runs import every
 from models.tiny import tiny_checkpoint
 
+from benchmarks.checkpoints import Dense, Experts, write_checkpoint
 from mlxinfer import LLM
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
@@ -37,7 +38,6 @@ from mlxinfer.models.weights.tensors import (
     stacked,
 )
 from mlxinfer.models.weights.weights import Weights
-from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 
 SIZES = {
     "hidden": 256,

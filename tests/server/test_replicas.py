@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 from live_server import CHAT
 
-from tests.bench.processes import free_port
+from benchmarks.processes import free_port
 
 KEY = "replica-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

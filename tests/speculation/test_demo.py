@@ -8,6 +8,7 @@ import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness
 
+from benchmarks.speculate import PROMPTS, answers_of
 from mlxinfer import LLM, SamplingParams, hub
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
@@ -17,11 +18,10 @@ from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.sources import open_speculation
 from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
-from tests.bench.speculate import PROMPTS, answers_of
 
 pytestmark = pytest.mark.ci
 
-HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
+HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "held_out.txt"
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 8])

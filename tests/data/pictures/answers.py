@@ -1,4 +1,4 @@
-"""Greedy answers of transformers to prompts with pictures, for `python -m tests.bench pictures`.
+"""Greedy answers of transformers to prompts with pictures, for `python -m benchmarks pictures`.
 
 Needs torch, torchvision and transformers, which nothing else here does:
 

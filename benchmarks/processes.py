@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import Figures
 from mlxinfer.errors import MlxinferError
-from tests.bench.tables import Figures
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 LAUNCHER = """
 import os, sys, time

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from benchmarks.tables import Figures
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache
-from tests.bench.tables import Figures
 
 PAGE = 16
 WINDOWS: dict[str, list[int | None]] = {"full": [None], "full and window": [None, 1024]}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from benchmarks.checkpoints import random_prompt
 from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table
-from tests.bench.checkpoints import random_prompt
 
 SAMPLES = 10
 MAX_MEMORY = 32 << 20  # bytes of the KV cache

@@ -1,4 +1,4 @@
-"""A process that is shown a photo: `python -m tests.bench.photo FOLDER PHOTO`. Linux.
+"""A process that is shown a photo: `python -m benchmarks.photo FOLDER PHOTO`. Linux.
 
 It prints JSON: the most memory of the process and of MLX's arrays above what they were before, and
 the tokens of the prompt.
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.blas import preload_openblas
 from mlxinfer import LLM
-from tests.bench.blas import preload_openblas
 
 STATUS = Path("/proc/self/status")
 

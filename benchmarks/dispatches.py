@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
+from benchmarks.checkpoints import Dense, Experts, write_checkpoint
+from benchmarks.tables import SIDES, sides
 from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
@@ -29,8 +31,6 @@ from mlxinfer.engine.model_cache import attention_kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.variants import everywhere
 from mlxinfer.models import load
-from tests.bench.checkpoints import Dense, Experts, write_checkpoint
-from tests.bench.tables import SIDES, sides
 
 PAGE, SEALED, CONTEXT = 16, 32, 40  # tokens before the step: two pages and a tail
 SEQUENCE_PAGES = SEALED // PAGE + 2

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mlxinfer import SamplingParams
-from mlxinfer.bench.report import Report, Table
-from tests.bench.checkpoints import (
+from benchmarks.checkpoints import (
     FLEET,
     MIDDLE,
     TINY_WINDOWED,
@@ -22,8 +20,10 @@ from tests.bench.checkpoints import (
     random_prompt,
     write_checkpoint,
 )
-from tests.bench.engines import CLOCKS, Ask, Clock, Engine, Loaded, Segment, Served, greedy, serve
-from tests.bench.tables import SIDES, Figures, named, sides
+from benchmarks.engines import CLOCKS, Ask, Clock, Engine, Loaded, Segment, Served, greedy, serve
+from benchmarks.tables import SIDES, Figures, named, sides
+from mlxinfer import SamplingParams
+from mlxinfer.bench.report import Report, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`python -m tests.bench`: what our claims rest on, measured beside mlx-lm in one run."""
+"""`python -m benchmarks`: what our claims rest on, measured beside mlx-lm in one run."""
 
 import os
 import shlex
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import click
 
+from benchmarks.blas import preload_openblas
 from mlxinfer.bench.report import describe_machine, show
 from mlxinfer.cli._commands import guarded
 from mlxinfer.cli._options import Option, apply_options, json_option, model_option
 from mlxinfer.cli.bench import counts, markdown_option, number
-from tests.bench.blas import preload_openblas
 
 small = click.option("--small", is_flag=True, help="Seconds instead of minutes.")
 peer = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
@@ -37,7 +37,7 @@ pairs = number("--pairs", 7, "Measurements of each side, which take turns.")
 
 
 class Claim(NamedTuple):
-    """A measurement: a function of a module in tests/bench."""
+    """A measurement: a function of a module in benchmarks."""
 
     help: str
     options: tuple[Option, ...]
@@ -221,8 +221,8 @@ def command(name: str, claim: Claim) -> click.Command:
         if "skip_peer" in given:
             given["peer"] = not given.pop("skip_peer")
         module, _, function = (claim.function or f"{name}.run").partition(".")
-        report = getattr(import_module(f"tests.bench.{module}"), function)(**given)
-        line = shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]])
+        report = getattr(import_module(f"benchmarks.{module}"), function)(**given)
+        line = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
         took = f"{time.process_time():.0f} CPU seconds, {time.perf_counter() - begun:.0f} in all"
         report.machine = describe_machine(line, blas=blas or "as MLX has it", took=took)
         show(report, as_json=as_json, as_markdown=as_markdown)
@@ -236,4 +236,4 @@ for item in CLAIMS.items():
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: bench(prog_name="python -m tests.bench", standalone_mode=False)))
+    sys.exit(guarded(lambda: bench(prog_name="python -m benchmarks", standalone_mode=False)))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from benchmarks.tables import Figures
 from mlxinfer import hub
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.core import SamplingParams
@@ -24,7 +25,6 @@ from mlxinfer.outputs import Result
 from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.session import Session
-from tests.bench.tables import Figures
 
 PROMPTS = (
     "Explain paged attention.",

@@ -1,4 +1,4 @@
-"""A process whose KV cache is filled once: `python -m tests.bench.filled FOLDER BYTES`.
+"""A process whose KV cache is filled once: `python -m benchmarks.filled FOLDER BYTES`.
 
 It prints JSON: the bytes of the process before the model is loaded, and those of the weights.
 """
@@ -9,12 +9,12 @@ import sys
 import threading
 from pathlib import Path
 
+from benchmarks.blas import preload_openblas
+from benchmarks.checkpoints import random_prompt
+from benchmarks.processes import RSS_UNIT
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.session.engine_factory import open_engine
 from mlxinfer.session.options import EngineOptions
-from tests.bench.blas import preload_openblas
-from tests.bench.checkpoints import random_prompt
-from tests.bench.processes import RSS_UNIT
 
 REQUESTS, ANSWER = 12, 20  # the requests have a fifth more tokens than the KV cache holds
 

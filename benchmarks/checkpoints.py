@@ -1,6 +1,6 @@
 """Random checkpoints, made where they are needed; speed does not depend on the values.
 
-`python -m tests.bench.checkpoints FOLDER KIND BYTES TOKENIZER` makes a large one, of bfloat16
+`python -m benchmarks.checkpoints FOLDER KIND BYTES TOKENIZER` makes a large one, of bfloat16
 weights in shards, in a process of its own.
 """
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from benchmarks.engines import CLOCKS, Clock
+from benchmarks.processes import ROOT, Peer
+from benchmarks.seeing_models import MODELS, Seeing
+from benchmarks.tables import Figures, medians
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.session.inputs import chat_input
-from tests.bench.engines import CLOCKS, Clock
-from tests.bench.processes import ROOT, Peer
-from tests.bench.seeing_models import MODELS, Seeing
-from tests.bench.tables import Figures, medians
 
 ANSWER = 8  # tokens
 NEAR_TIE = 5e-3  # in log-probability: rounding may turn such a choice
@@ -30,7 +30,7 @@ REFERENCE = ROOT / "tests" / "data" / "pictures" / "answers.py"
 PEER = """
 import json, sys, time
 sys.path.insert(0, sys.argv[2])
-from tests.bench.blas import preload_openblas
+from benchmarks.blas import preload_openblas
 preload_openblas()
 from mlx_vlm import load, stream_generate
 from mlx_vlm.generate import PromptCacheState

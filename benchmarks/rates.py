@@ -17,13 +17,13 @@ from typing import Any
 import mlx.core as mx
 from models.random_weights import tiny_tensors
 
+from benchmarks.checkpoints import LAPTOP, SMALL, with_tokenizer, write_served
+from benchmarks.tables import Figures
+from benchmarks.turns import COLUMNS, cells, in_turn
 from mlxinfer import LLM, hub
 from mlxinfer.bench.peer import PeerGeneration
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, generation_rate, token_times
-from tests.bench.checkpoints import LAPTOP, SMALL, with_tokenizer, write_served
-from tests.bench.tables import Figures
-from tests.bench.turns import COLUMNS, cells, in_turn
 
 VOCAB = 2048  # of the demo's tokenizer, which is the smallest: all models have these ids
 STREAMS = (1, 8)  # answers at once

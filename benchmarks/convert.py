@@ -14,6 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.processes import run_python
+from benchmarks.quality import COLUMNS, MODEL, HeldOut, cells
+from benchmarks.tables import Figures
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.convert.calibration.texts import read_text
@@ -24,9 +27,6 @@ from mlxinfer.errors import ModelNotFoundError
 from mlxinfer.memory import parse_bytes
 from mlxinfer.models.config import load_config
 from mlxinfer.models.weights.files import read_headers
-from tests.bench.processes import run_python
-from tests.bench.quality import COLUMNS, MODEL, HeldOut, cells
-from tests.bench.tables import Figures
 
 # -- recipes by what they do to the answers -------------------------------------------------------
 
@@ -152,7 +152,7 @@ def conversions(
     conversions = []
     for label in ("dense", "mixture of experts"):
         source, out = scratch / label.replace(" ", "-"), scratch / "out"
-        making = ["tests.bench.checkpoints", str(source), label, str(num_bytes), str(tokenizer)]
+        making = ["benchmarks.checkpoints", str(source), label, str(num_bytes), str(tokenizer)]
         run_python("-m", *making)
         ours = ["mlxinfer.cli", "convert", str(source), str(out), "--bits", "4"]
         commands = {name: [*ours, *options] for name, (_, options) in VARIANTS.items()}

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.checkpoints import Experts, with_tokenizer
+from benchmarks.engines import CLOCKS, Clock
+from benchmarks.load import simulated_disk
+from benchmarks.tables import Figures
 from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
 from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models.language import reachable
-from tests.bench.checkpoints import Experts, with_tokenizer
-from tests.bench.engines import CLOCKS, Clock
-from tests.bench.load import simulated_disk
-from tests.bench.tables import Figures
 
 GROUP, BITS = 64, 4
 SKEW = 0.5  # of the logarithms of the lengths of routers' rows

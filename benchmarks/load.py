@@ -7,7 +7,7 @@ the limit, since whatever holds the weights has to fault that memory in. (Numpy 
 which MLX's allocator does not, and which macOS has not.) `mlxinfer` loads what a Mac would: MLX's
 CPU backend needs dense experts of 16 bits in 32, which is left out. Reading from the system's
 cache takes all cores' time, reading from a disk little: so one of a stated rate can be simulated.
-`python -m tests.bench.load SIDE FOLDER RATE` is one such process.
+`python -m benchmarks.load SIDE FOLDER RATE` is one such process.
 """
 
 import gc
@@ -26,11 +26,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.processes import run_python
+from benchmarks.tables import Figures
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.memory import parse_bytes
-from tests.bench.processes import run_python
-from tests.bench.tables import Figures
 
 DTYPE = "bfloat16"  # as it is stored: nothing is converted
 THREADS, CHUNK_BYTES = 8, 4 << 20
@@ -147,7 +147,7 @@ def _files(folder: Path) -> list[Path]:
 def apart(side: str, folder: Path, disk: float | None) -> Figures:
     """The same in a process of its own, from the system's cache or a simulated disk (GB/s)."""
     quiet = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads spin after its import
-    ran = run_python("-m", "tests.bench.load", side, str(folder), str(disk or ""), **quiet)
+    ran = run_python("-m", "benchmarks.load", side, str(folder), str(disk or ""), **quiet)
     content: Figures = json.loads(ran.lines[-1])
     return content
 
@@ -155,7 +155,7 @@ def apart(side: str, folder: Path, disk: float | None) -> Figures:
 def _write(folder: Path, kind: str, num_bytes: int) -> dict[str, Path]:
     """A random checkpoint in shards, at 16 bits and converted to 4."""
     made, small = folder / kind, folder / f"{kind}-4"
-    run_python("-m", "tests.bench.checkpoints", str(made), kind, str(num_bytes), "demo")
+    run_python("-m", "benchmarks.checkpoints", str(made), kind, str(num_bytes), "demo")
     shard = str(max(num_bytes // 8, 1_000_000))
     convert = ["mlxinfer.cli", "convert", str(made), str(small), "--fast", "--shard-size", shard]
     run_python("-m", *convert)

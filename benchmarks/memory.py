@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 
+from benchmarks.checkpoints import Dense, random_prompt, write_checkpoint
+from benchmarks.engines import Ask, Engine, Loaded, until_decoding
+from benchmarks.processes import run_python
+from benchmarks.tables import SIDES, Figures, named, sides
 from mlxinfer.bench.report import Report, Table
-from tests.bench.checkpoints import Dense, random_prompt, write_checkpoint
-from tests.bench.engines import Ask, Engine, Loaded, until_decoding
-from tests.bench.processes import run_python
-from tests.bench.tables import SIDES, Figures, named, sides
 
 WIDE = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=4, head_dim=64, vocab=256)
 DEEP = Dense(hidden=256, inner=512, layers=16, heads=16, kv_heads=16, head_dim=128, vocab=1024)
@@ -135,7 +135,7 @@ def change(engine: Engine, count: int, length: int) -> Figures:
 
 def process(folder: Path, max_memory: int) -> Figures:
     """The peak of a process with a KV cache that was filled, above what Python and MLX take."""
-    ran = run_python("-m", "tests.bench.filled", str(folder), str(max_memory))
+    ran = run_python("-m", "benchmarks.filled", str(folder), str(max_memory))
     content = json.loads(ran.lines[-1])
     promised = content["weights_bytes"] + max_memory
     return {

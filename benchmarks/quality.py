@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.tables import Figures
 from mlxinfer.llm import LLM
 from mlxinfer.memory import give_back_memory
-from tests.bench.tables import Figures
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
-MODEL = Path(__file__).parents[1] / "data" / "demo-bf16"  # knows the language of the text
+MODEL = Path(__file__).parents[1] / "tests" / "data" / "demo-bf16"  # knows the language of the text
 DTYPE: Final = "float32"  # of activations and of what is not quantised
 ROWS = 64  # positions that are compared at once
 CHUNK = 128  # tokens of a step: the logits of all in one step would be held three times

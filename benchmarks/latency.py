@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.checkpoints import LAPTOP, SMALL, random_prompt, write_checkpoint
+from benchmarks.engines import CLOCKS, Ask, Clock, Engine, Loaded, Work, engine_clock
+from benchmarks.tables import NAMES, SIDES, Figures, medians, sides
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.session.options import MOST_PREFILL, PREFILL_SLICE_MS
-from tests.bench.checkpoints import LAPTOP, SMALL, random_prompt, write_checkpoint
-from tests.bench.engines import CLOCKS, Ask, Clock, Engine, Loaded, Work, engine_clock
-from tests.bench.tables import NAMES, SIDES, Figures, medians, sides
 
 STREAM_PROMPT = 64
 STREAM_STARTED = 8  # tokens of the stream before anything else arrives

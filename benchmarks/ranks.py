@@ -4,7 +4,7 @@ A random dense model of some 50M float32 weights, in one process and in several.
 cores of one machine: what is compared is the cost of being several, not a gain. Bytes are counted
 as each side hands arrays to MLX's ring, by what they are, and compared with what the two sums of a
 layer take for each row that was computed: with proposals these are more than the tokens made.
-`python -m tests.bench.ranks FOLDER` is one rank of mlx-lm.
+`python -m benchmarks.ranks FOLDER` is one rank of mlx-lm.
 """
 
 import json
@@ -23,17 +23,17 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from benchmarks.checkpoints import LAPTOP, SMALL, write_served
+from benchmarks.processes import Peer
+from benchmarks.rates import VOCAB, measured
+from benchmarks.tables import medians
+from benchmarks.turns import in_turn
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.peer import PeerGeneration, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, token_times
 from mlxinfer.ranks.group import RankGroup, open_group
 from mlxinfer.ranks.hosts import RankOptions, local_place
-from tests.bench.checkpoints import LAPTOP, SMALL, write_served
-from tests.bench.processes import Peer
-from tests.bench.rates import VOCAB, measured
-from tests.bench.tables import medians
-from tests.bench.turns import in_turn
 
 WAYS = {"bytes_sent": "out", "bytes_received": "in"}
 KINDS = {  # of what is sent
@@ -235,7 +235,7 @@ def peer_ranks(folder: Path, size: int) -> Iterator[PeerRanks]:
     """mlx-lm's `sharded_load` in `size` processes over MLX's ring."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps(local_place(size).ring))
-    command = [sys.executable, "-m", "tests.bench.ranks", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.ranks", str(folder)]
     environment = {"MLX_HOSTFILE": str(hosts)}
     processes = [Peer(*command, MLX_RANK=str(rank), **environment) for rank in range(size)]
     try:

@@ -12,7 +12,7 @@ that waits:
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -136,12 +136,17 @@ class FairQueue(Generic[T]):
         self._waiting.setdefault(tenant, deque()).append(item)
         return lost
 
-    def take(self) -> tuple[Tenant, T] | None:
-        """Take the first item of the tenant whose turn it is; None: nothing waits."""
-        if not self._waiting:
+    def take(self, may: Callable[[Tenant], bool] = lambda _: True) -> tuple[Tenant, T] | None:
+        """Take the first item of the tenant whose turn it is; None: nothing waits.
+
+        Args:
+            may: whether a tenant may have a turn now.
+        """
+        able = [tenant for tenant in self._waiting if may(tenant)]
+        if not able:
             return None
         self.shares.advance(self._waiting)
-        tenant = min(self._waiting, key=self.shares.used)
+        tenant = min(able, key=self.shares.used)
         items = self._waiting[tenant]
         item = items.popleft()
         if not items:

@@ -31,7 +31,7 @@ from .video import load_video
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PROCESSES = 2
+PROCESSES = 3  # the last one for a tenant of a server that would wait for others
 PICTURE_CPU_S = 30.0  # of all pictures of a request
 VIDEO_CPU_S = 300.0  # of a request that has videos
 MAX_SECONDS = 600.0  # of one picture or video, on a machine that does other work as well

@@ -114,7 +114,8 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
-PICTURE_WORKERS = 4  # threads that wait for pictures, and make prompts with them
+GRAMMAR_WORKERS = 2  # threads that make prompts while one process tries grammars out
+PICTURE_WORKERS = 2  # threads that wait for pictures, and make prompts with them
 SESSION_WORKERS = 2  # threads that save, load and import sessions: gigabytes
 PAGE_WORKERS = 4  # threads that read pages of the prefix cache for peers
 ENDING_S = 2.0  # that interrupted calls get to say so
@@ -140,7 +141,7 @@ class ServerState:
     long_workers: Workers = field(init=False)
     picture_workers: Workers = field(default_factory=lambda: Workers(PICTURE_WORKERS))
     pdf_workers: Workers = field(
-        default_factory=lambda: Workers(pdf.PROCESSES, max_waiting=pdf.MAX_WAITING)
+        default_factory=lambda: Workers(pdf.PROCESSES - 1, max_waiting=pdf.MAX_WAITING)
     )
     grammar_workers: Workers = field(init=False)  # both wait for processes, and hold up no texts
     fetchers: Workers = field(init=False)  # of pictures: slow hosts hold up no texts
@@ -159,7 +160,7 @@ class ServerState:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
-        self.grammar_workers = Workers(self.config.text_workers)
+        self.grammar_workers = Workers(GRAMMAR_WORKERS)
         self.fetchers = Workers(self.config.image_fetchers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)

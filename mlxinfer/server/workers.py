@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -44,22 +45,24 @@ def apart(function: Callable[[], T], name: str) -> "asyncio.Future[T]":
 class Workers:
     """Runs functions in threads. They limit their own time: a thread cannot be interrupted.
 
-    Tenants share the threads: the next one goes to who had the least time of them.
+    Tenants share the threads: the next one goes to who had the least time of them. A tenant for
+    which no thread works does not wait for the long work of others: one more thread is for that.
 
     Args:
-        num_threads: that work at once.
+        num_threads: that work at once, for one tenant.
         max_waiting: functions that may wait for a thread.
     """
 
     def __init__(self, num_threads: int, max_waiting: int = 256) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mlxinfer-text")
-        self._num_threads = self._num_free = num_threads
+        self._pool = ThreadPoolExecutor(num_threads + 1, thread_name_prefix="mlxinfer-text")
+        self._num_threads = num_threads
+        self._running: Counter[Tenant] = Counter()
         self._turns = FairQueue[asyncio.Future[None]](max_waiting)
 
     @property
     def num_pending(self) -> int:
         """Functions that run or wait."""
-        return self._num_threads - self._num_free + len(self._turns)
+        return self._running.total() + len(self._turns)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run_for` nobody in particular."""
@@ -76,8 +79,8 @@ class Workers:
             whatever else the function raises.
         """
         loop = asyncio.get_running_loop()
-        if self._num_free:
-            self._num_free -= 1
+        if self._may_begin(tenant):
+            self._running[tenant] += 1
         else:
             await self._turn(tenant, loop.create_future())
         began_s = time.monotonic()
@@ -104,20 +107,25 @@ class Workers:
         except asyncio.CancelledError:
             self._turns.remove(tenant, turn)
             if not turn.cancelled() and turn.exception() is None:  # it had got its thread
-                self._pass_on()
+                self._release(tenant)
             raise
+
+    def _may_begin(self, tenant: Tenant) -> bool:
+        room = self._num_threads - self._running.total()
+        return room > 0 or (room == 0 and not self._running[tenant])
 
     def _ended(self, tenant: Tenant, began_s: float) -> None:
         self._turns.shares.charge(tenant, time.monotonic() - began_s)
-        self._pass_on()
+        self._release(tenant)
 
-    def _pass_on(self) -> None:
-        """Give a thread that is free to the next function."""
-        while (taken := self._turns.take()) is not None:
+    def _release(self, tenant: Tenant) -> None:
+        """Take back the thread of a tenant, and begin functions for which there is one."""
+        self._running[tenant] -= 1
+        self._running += Counter()  # without tenants that have none
+        while (taken := self._turns.take(self._may_begin)) is not None:
             if not taken[1].done():  # else it was cancelled just now
+                self._running[taken[0]] += 1
                 taken[1].set_result(None)
-                return
-        self._num_free += 1
 
     def close(self) -> None:
         """Cancel the functions that wait; those that run end by themselves."""

@@ -1,8 +1,10 @@
 """Keys beside each other: none takes what another has a share of."""
 
 import asyncio
+import random
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +18,7 @@ from mlxinfer.server.config import network_of
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, until, wait_until
 
 TABLES = {"anna": {"key": "a"}, "bob": {"key": "b"}, "carl": {"key": "c", "weight": 3}}
 KEYS = ApiKeys().with_named(TABLES, "keys")
@@ -152,6 +154,41 @@ def test_a_key_waits_for_one_piece_of_work_of_another() -> None:
     assert ended.index("light") <= 3
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tenant_without_work_gets_a_thread_at_once(seed: int) -> None:
+    """Whatever others do: one thread more than a tenant may have. Alone it may have all others."""
+    rnd = random.Random(seed)
+
+    async def run() -> None:
+        num_threads = rnd.randint(1, 3)
+        workers, running = Workers(num_threads), Counter[str]()
+
+        async def work(name: str) -> None:
+            await workers.run_for(Tenant(name), hold, name)
+
+        def hold(name: str) -> None:
+            running[name] += 1
+            go_on.wait(LIMIT_S)
+            running[name] -= 1
+
+        for _ in range(10):
+            go_on = threading.Event()
+            heavy = [asyncio.create_task(work("heavy")) for _ in range(rnd.randint(0, 9))]
+            most = min(num_threads, len(heavy))
+            await until(lambda count=most: running["heavy"] == count)  # type: ignore[misc]
+            jobs = [asyncio.create_task(work("light")) for _ in range(rnd.randint(1, 5))]
+            await until(lambda: running["light"] >= 1)
+            assert running.total() <= num_threads + 1
+            if rnd.random() < 0.5:
+                rnd.choice([*heavy, *jobs]).cancel()
+            go_on.set()
+            await asyncio.gather(*heavy, *jobs, return_exceptions=True)
+            await until(lambda: not workers.num_pending)
+        workers.close()
+
+    asyncio.run(run())
+
+
 def test_threads_come_back_from_whoever_leaves() -> None:
     """Callers that are cancelled while they wait, run, or have just got a thread."""
 
@@ -180,11 +217,12 @@ def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
         workers, go_on = Workers(1, max_waiting=3), threading.Event()
         heavy = [asyncio.create_task(workers.run_for(Tenant("b"), go_on.wait)) for _ in range(4)]
         await asyncio.sleep(0)
-        light = asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait))
+        light = [asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         go_on.set()
-        outcomes = await asyncio.gather(*heavy, light, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [bool, bool, bool, OverloadedError, bool]
+        outcomes = await asyncio.gather(*heavy, *light, return_exceptions=True)
+        assert isinstance(outcomes.pop(3), OverloadedError)
+        assert outcomes == [True] * 5
         workers.close()
 
     asyncio.run(run())

@@ -276,10 +276,15 @@ def has_pairs(variant: Variant) -> bool:
 
 
 def _many_items(variant: Variant) -> Scene:
-    """More items than the second pass has SIMD groups, and than it has threads; pages of 32."""
+    """More items than the second pass has SIMD groups, and than it has threads; pages of 32.
+
+    A page of the first sequence was released: it holds what others wrote.
+    """
     starts = MANY_STARTS[1:] if variant.kind == PREFILL else MANY_STARTS
     how: dict[str, Any] = {"page_size": 2 * PAGE}
-    return _scene(variant, np.array(starts, np.int32), 1, **how)
+    scene = _scene(variant, np.array(starts, np.int32), 1, **how)
+    scene.tables[0][2] = -1
+    return scene
 
 
 def _timed(variant: Variant, load: int, context: int) -> Case:

@@ -35,6 +35,7 @@ def _kv_write_case(variant: Variant) -> Case:
         lambda: [x for s in steps for x in _decoded(_arrays(*kv_write(*s, heads)), form)],
         lambda: [x for s in steps for x in _decoded(_arrays(*kv_write_twin(*s, heads)), form)],
         (*tolerances * 2, *(huge * tolerance for tolerance in tolerances)),
+        mean_share=1 / 64,
     )
 
 

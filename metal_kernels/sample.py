@@ -248,21 +248,26 @@ def _logits_and_mask(
     return logits, random_mask(num_rows, vocab_size) if variant["masked"] else None
 
 
+STREAM_OF_ZERO = np.uint64(2**64 - 0x9E3779B97F4A7C15)  # its first number is 0
+DRAWS_ZERO = 55  # of `repeated_settings`; of 5 tokens that it may take the first by id
+
+
 def mixed_settings() -> NDArray[np.void]:
     """(16,) SETTINGS, some rows for every way through the kernel."""
     rows = np.zeros(16, SETTINGS)
     rows["temperature"] = [0, 1, 0.7, 1, 1.2, 0.3, 100, 0.8, 1, 3, 1e-30, 1.5, 50, 9, 90, 40]
     rows["top_k"] = [0, 0, 2, 0, 0, 1, 0, 5, 1_200, 1_000, 7, 0, 3, 0, 600, 40]
-    rows["top_p"] = [1, 1, 1, 0.6, 0.96, 1, 0.5, 0.7, 1, 0.8, 0.9, 1e-9, 1, 0.1, 1, 1]
+    rows["top_p"] = [1, 1, 1, 0.6, 0.96, 1, 0.5, 0.7, 1, 0.8, 0.9, 1e-10, 1, 0.1, 1, 1]
     rows["min_p"] = [0, 0.3, 0, 0, 0, 0, 0, 0.05, 0, 0, 0, 0, 0, 0.8, 0, 0.95]
     rows["stream"] = np.arange(16, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return rows
 
 
 def repeated_settings() -> NDArray[np.void]:
-    """(64,) SETTINGS: mixed_settings four times, with numbers drawn anew."""
+    """(64,) SETTINGS: mixed_settings four times, with numbers drawn anew; one draws 0."""
     rows = np.tile(mixed_settings(), 4)
     rows["count"] = np.arange(len(rows)) * 7  # none of them next to where rounding decides
+    rows["stream"][DRAWS_ZERO], rows["count"][DRAWS_ZERO] = STREAM_OF_ZERO, 0
     return rows
 
 

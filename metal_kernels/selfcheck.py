@@ -508,7 +508,13 @@ def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) ->
     ):
         if (output.shape, output.dtype) != (wanted.shape, wanted.dtype):
             return Verdict(WRONG, detail=f"output {place} is {output.dtype} {output.shape}")
-        error = _largest_difference(_numbers(output), _numbers(wanted))
+        differences = _differences(_numbers(output), _numbers(wanted))
+        error, mean = (
+            float(differences.max(initial=0.0)),
+            float(differences.mean()) if differences.size else 0.0,
+        )
+        if case.mean_share and np.isfinite(error) and mean > case.mean_share * tolerance:
+            return Verdict(WRONG, mean, case.mean_share * tolerance, "numbers differ on average")
         share = error / tolerance if tolerance else (0.0 if error == 0 else np.inf)
         worst = max(worst, (share, error, tolerance))
     share, error, tolerance = worst
@@ -517,12 +523,11 @@ def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) ->
     return Verdict(OK if share <= 1 else WRONG, error, tolerance)
 
 
-def _largest_difference(output: NDArray[np.float64], wanted: NDArray[np.float64]) -> float:
+def _differences(output: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
     same = (output == wanted) | (np.isnan(output) & np.isnan(wanted))
     with np.errstate(invalid="ignore"):
         differences = np.where(same, 0.0, np.abs(output - wanted))
-    largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max(initial=0.0))
-    return largest
+    return np.nan_to_num(differences, nan=np.inf, posinf=np.inf)
 
 
 def _numbers(array: mx.array) -> NDArray[np.float64]:

@@ -260,6 +260,8 @@ class Case:
             first is used where nothing is known. Empty: the twin. Outputs are as the kernel's
             where there are several.
         seen: what of the outputs is compared; None: all, as they are.
+        mean_share: the part of a tolerance that the mean difference may be; 0: any. A kernel that
+            rounds in other places differs in many numbers, by no more than one that is right.
     """
 
     kernel: Outputs
@@ -268,6 +270,7 @@ class Case:
     forms: Mapping[str, Outputs] = field(default_factory=dict)
     instead: Mapping[str, Outputs] = field(default_factory=dict)
     seen: Callable[[list[mx.array]], list[mx.array]] | None = None
+    mean_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

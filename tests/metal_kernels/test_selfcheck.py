@@ -276,6 +276,17 @@ def test_differences_are_measured_against_each_tolerance() -> None:
     assert (infinite.status, infinite.error) == (WRONG, None)
 
 
+def test_differences_of_many_numbers_are_refused_where_rounding_counts() -> None:
+    twin, one = mx.zeros((4, 64)), mx.zeros((4, 64))
+    one[0, 0] = 0.5
+    case = Case(list, list, (0.5,), mean_share=1 / 64)
+    assert compare([one], [twin], case) == Verdict(OK, 0.5, 0.5)
+    verdict = compare([twin + 0.01], [twin], case)
+    assert (verdict.status, verdict.detail) == (WRONG, "numbers differ on average")
+    assert compare([twin + 0.01], [twin], replace(case, mean_share=0.0)).status == OK
+    assert compare([twin * mx.inf], [twin], case).error is None
+
+
 def test_every_kernel_checks_itself() -> None:
     folder = Path(selfcheck.__file__).parent
     sources = {path.name for path in folder.iterdir() if path.suffix in (".metal", ".h")}
@@ -420,13 +431,119 @@ MISTAKES = {
     "no epsilon": Mistake(
         "routing", "(lane < K ? weight : 0.0f) + eps;", "(lane < K ? weight : 0.0f);", 1
     ),
+    "a released page": Mistake(
+        PAGED,
+        "return {page >= 0, true, head * pool_tokens + token};",
+        "return {true, true, head * pool_tokens + max(token, 0L)};",
+    ),
+    "a released page, prompts": Mistake(
+        PREFILL,
+        "return {page >= 0, true, head * pool_tokens + token};",
+        "return {true, true, head * pool_tokens + max(token, 0L)};",
+        5,
+    ),
+    "a released page, latents": Mistake(
+        MLA,
+        "return {page >= 0, true, head * pool_tokens + token};",
+        "return {true, true, head * pool_tokens + max(token, 0L)};",
+    ),
+    "a sink left out of the share": Mistake(
+        PAGED,
+        "const float share = fast::exp2(peak - all.peak) / all.total;",
+        "const float share = 1.0f / all.total;",
+        2,
+    ),
+    "rows of one query head": Mistake(
+        PAGED,
+        "const int row = query * group + query_head % group;",
+        "const int row = query * group;",
+    ),
+    "a window one too wide": Mistake(
+        PAGED, "(key > query - window || key < sinks)", "(key >= query - window || key < sinks)"
+    ),
+    "a sink too many": Mistake(
+        PAGED, "(key > query - window || key < sinks)", "(key > query - window || key <= sinks)"
+    ),
+    "half of the ring": Mistake(
+        PAGED, "* ring + position % ring}", "* ring + position % page_size}"
+    ),
+    "values from the tail of keys": Mistake(
+        PAGED, "in_pages ? vector : vector + vectors}", "vector}"
+    ),
+    "totals that do not fade": Mistake(
+        PAGED, "total[r] = total[r] * fade + sum;", "total[r] = total[r] + sum;"
+    ),
+    "a peak of half a row": Mistake(
+        PAGED, "return max(x, simd_shuffle_xor(x, ushort(8)));", "return x;"
+    ),
+    "biases that do not fade": Mistake(
+        PAGED,
+        "for (int i = 0; i < BIASES; i++) biases[r][i] *= fade;",
+        "for (int i = 0; i < BIASES; i++) biases[r][i] *= 1.0f;",
+        3,
+    ),
+    "one span's sum of queries for all": Mistake(
+        PAGED, "queries.sums[r][v] * runs[g][e].bias", "queries.sums[r][0] * runs[g][e].bias", 3
+    ),
+    "pairs added twice": Mistake(
+        PAGED,
+        "sum.numbers[1] = whole.thread_elements()[1];",
+        "sum.numbers[1] += whole.thread_elements()[1];",
+    ),
+    "one number of a pair": Mistake(PAGED, "{ sum.numbers[e] = x; }", "{ sum.numbers[0] = x; }"),
+    "a number of the other half": Mistake(
+        PAGED, "own.thread_elements()[1] += added.y;", "own.thread_elements()[1] += added.x;", 6
+    ),
+    "positions of the first team": Mistake(
+        PREFILL,
+        "min(span.start + (base + r * 8 + at.row) / group, span.stop - 1)",
+        "min(span.start + (r * 8 + at.row) / group, span.stop - 1)",
+        5,
+    ),
+    "latents: totals that do not fade": Mistake(
+        MLA, "total = total * fade + sum;", "total = total + sum;"
+    ),
+    "latents: one position for all queries": Mistake(
+        MLA, "min(span.start + my_row / query_heads, span.stop - 1)", "span.start", 1
+    ),
+    "half a turn": Mistake(
+        "kv_write",
+        "x[b] = second * cosine + first * sine;",
+        "x[b] = second * cosine - first * sine;",
+    ),
+    "codes rounded down": Mistake("kv_write", "rint((numbers[", "floor((numbers[", 2),
+    "marks of the first slot": Mistake(
+        "tail_write", "taken + head / heads * ring + first", "taken + first"
+    ),
+    "a token too many": Mistake("conv_step", "if (t >= count) {", "if (t > count) {"),
+    "keys of another head": Mistake("delta_step", "head / (HEADS / KEYS) * DK", "head % KEYS * DK"),
+    "all inputs skipped alike": Mistake(
+        "ssm_step", "output + float(skips[head]) * input", "output + input"
+    ),
+    "biases without the sum": Mistake(
+        "gate_up", "return sum + bias * total;", "return sum + bias;"
+    ),
+    "an unrounded input of a norm": Mistake(
+        "add_norm",
+        "numbers[i][j] = float(sum);",
+        "numbers[i][j] = float(x[first + place]) + float(added);",
+    ),
+    "no factor": Mistake("routing", "T(weight * factor)", "T(weight)", 2),
+    "rows for columns": Mistake("mixing", "LIMITED ? place : place % N * N + place / N", "place"),
+    "top-p with one too few": Mistake(
+        "sample", "if (above > mass.target(", "if (above >= mass.target("
+    ),
+    "a bound drawn by two": Mistake(
+        "sample", "before <= target && target <", "before < target && target <"
+    ),
+    "a mask of the next token": Mistake("bitmask", "(id % 32)", "((id + 1) % 32)"),
 }
 
 
 @requires_compiler
-@pytest.mark.parametrize("name", every(4, MISTAKES))
+@pytest.mark.parametrize("name", every(9, MISTAKES))
 def test_self_checks_refuse(name: str) -> None:
-    """What only long contexts, other pages, extreme numbers and ties show."""
+    """What long contexts, other pages, extreme numbers and ties show, and others of a line."""
     mistake = MISTAKES[name]
     sound = MetalCPU(checked=False)
     unsound = MetalCPU(checked=False, replace={mistake.old: mistake.new})

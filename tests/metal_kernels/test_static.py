@@ -6,6 +6,7 @@ Nothing is run: a variant is composed as MLX would, and read by `lint`.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from metal_cpu import requires_compiler
 from metal_cpu.capture import capture
 from metal_cpu.lint import lint
-from models.runs import every
+from models.runs import alike, every
 from scenes import Scene, build
 from test_add_norm_metal import NORMS, inputs
 from test_gate_up_metal import DTYPES, FUNCTIONS, drawn, form_of
@@ -22,6 +23,7 @@ from test_paged_attention_sweep import ALL, CHUNKS, FORMATS, ROWS
 from test_paged_attention_sweep import DTYPES as NAMED
 from test_sample_metal import one
 
+from mlxinfer import metal_kernels
 from mlxinfer.metal_kernels import gate_up
 from mlxinfer.metal_kernels.add_norm import MAX_DIMS, AddNorm, add_norm
 from mlxinfer.metal_kernels.kv_write import kv_write
@@ -40,27 +42,44 @@ class Reader:
 
     def __init__(self) -> None:
         self.refused: set[str] = set()
-        self.num_read = 0
+        self.files: set[str] = set()  # that were read
 
     def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         self.refused |= {str(fault) for fault in lint(capture(launch, inputs).kernel)}
-        self.num_read += 1
+        self.files |= {f"{launch.kernel.name}.metal", *launch.kernel.includes}
         shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
         return [mx.zeros(shape, dtype) for shape, dtype in shapes]
 
 
-def read(call: Callable[[], object]) -> None:
+def read(call: Callable[[], object]) -> set[str]:
+    """The files that were read."""
     with running_on(reader := Reader()):
         call()
-    assert reader.num_read
+    assert reader.files
     assert not reader.refused
+    return reader.files
+
+
+def read_sample(variant: Variant) -> set[str]:
+    """All forms of a kernel, with all that its self-check takes."""
+    case = KINDS[variant.kind].case(variant)
+    return set().union(*[read(form) for form in (case.kernel, *case.forms.values())])
 
 
 @pytest.mark.parametrize(
-    "variant", every(9, [v for k in KINDS.values() for v in k.samples]), ids=str
+    "variant", alike([v for k in KINDS.values() for v in k.samples[1:]]), ids=str
 )
 def test_samples_of_the_report(variant: Variant) -> None:
-    read(KINDS[variant.kind].case(variant).kernel)
+    read_sample(variant)
+
+
+def test_every_file_is_read_in_the_first_samples() -> None:
+    """Of each kind, and of attention also codes: a second or two where none was read before."""
+    first = [kind.samples[0] for kind in KINDS.values()]
+    codes = KINDS["paged_attention"].samples[1]
+    files = set().union(*map(read_sample, [*first, codes]))
+    folder = Path(metal_kernels.__file__).parent
+    assert files == {path.name for path in folder.iterdir() if path.suffix in (".metal", ".h")}
 
 
 def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: bool) -> None:

@@ -6,6 +6,7 @@ import pytest
 from engine.harness import Harness
 from models.cases import without
 from models.dense_kv import DenseCache, logits
+from models.expert_layouts import stacked
 from models.published import PUBLISHED
 from models.random_weights import tiny_tensors
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
@@ -64,20 +65,13 @@ def renamed(tensors, names):
 
 def as_mlx(tensors):
     """Experts in stacks, and a matrix for each group of heads."""
-    collected, stacks = {}, {}
+    moved = {}
     for name, value in renamed(tensors, TO_MLX).items():
-        if ".experts." in name:
-            path, _, rest = name.partition(".experts.")
-            number, kind, _ = rest.split(".")
-            stack = f"{path}.experts.switch_mlp.{kind}.weight"
-            stacks.setdefault(stack, {})[int(number)] = value
-        elif name.endswith("o_a_proj.weight"):
-            collected[name] = value.reshape(OLD["o_groups"], -1, value.shape[-1])
-        else:
-            collected[name] = value
-    return collected | {
-        n: np.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
-    }
+        if name.endswith("o_a_proj.weight"):
+            value = value.reshape(OLD["o_groups"], -1, value.shape[-1])
+        moved[name] = mx.array(value)
+    stacks = stacked(moved).items()
+    return {name.replace(".switch_mlp.", ".experts.switch_mlp."): np.array(v) for name, v in stacks}
 
 
 def test_the_names_of_the_hub_and_of_mlx(tmp_path):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from engine.harness import alone
 from models.dense_kv import logits
+from models.expert_layouts import stacked
 from models.random_weights import tiny_tensors
 from models.tiny import arrays_of, tiny_config, write
 
@@ -32,20 +33,12 @@ def as_on_the_hub(tensors):
 
 def as_mlx(tensors):
     """As mlx-lm lays out related families: channels last, stacks of experts."""
-    collected, stacks = {}, {}
+    moved = {}
     for name, value in tensors.items():
         array = mx.array(value).moveaxis(2, 1) if "conv1d" in name else mx.array(value)
         name = name.replace("model.language_model.", "language_model.model.")
-        name = name.replace("lm_head.", "language_model.lm_head.")
-        if ".experts." in name:
-            path, _, rest = name.partition(".experts.")
-            number, kind, _ = rest.split(".")
-            stacks.setdefault(f"{path}.switch_mlp.{kind}.weight", {})[int(number)] = array
-        else:
-            collected[name] = array
-    return collected | {
-        n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
-    }
+        moved[name.replace("lm_head.", "language_model.lm_head.")] = array
+    return stacked(moved)
 
 
 def as_transformers_has_them(tensors):

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from models.dense_kv import DenseCache, logits
+from models.expert_layouts import stacked
 from models.random_weights import tiny_tensors
 from models.tiny import quantized, tiny_config, write
 
@@ -48,19 +49,11 @@ def as_mlx(tensors):
 
     Norm weights stay less one.
     """
-    collected, stacks = {}, {}
+    moved = {}
     for name, value in tensors.items():
         array = mx.array(value).moveaxis(2, 1) if "conv1d" in name else mx.array(value)
-        name = f"language_model.{name.replace('embedding.shard_', 'embedding.shards.')}"
-        if ".experts." in name:
-            path, _, rest = name.partition(".experts.")
-            number, kind, _ = rest.split(".")
-            stacks.setdefault(f"{path}.switch_mlp.{kind}.weight", {})[int(number)] = array
-        else:
-            collected[name] = array
-    return collected | {
-        n: mx.stack([parts[i] for i in sorted(parts)]) for n, parts in stacks.items()
-    }
+        moved[f"language_model.{name.replace('embedding.shard_', 'embedding.shards.')}"] = array
+    return stacked(moved)
 
 
 def test_the_names_of_the_hub_and_of_mlx(tmp_path):

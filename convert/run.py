@@ -63,7 +63,7 @@ from .write import (
     written_entries,
 )
 from .zoo import NOTE as MADE
-from .zoo import arrange_made, check_opens, refuse_layers
+from .zoo import WHOLE, arrange_made, check_opens, refuse_layers, runs_by_layer
 
 NO_TOKENIZER = (
     "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
@@ -102,11 +102,10 @@ class Conversion:
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet, or a missing part."""
-        if is_native(self.source.config):
-            self.arranged = arrange(self.source)
-        else:
-            refuse_layers(self.source.label, self.options, comparing=self.compares)
-            self.arranged = arrange_made(self.source)
+        if not runs_by_layer(self.source):
+            refuse_layers(self.source, self.options, comparing=self.compares)
+        native = is_native(self.source.config)
+        self.arranged = arrange(self.source) if native else arrange_made(self.source)
         if self._comparing and not (self.options.calibration or self.options.check_text):
             raise InvalidRequestError(
                 "Comparing logits needs a text. Use calibration, or leave out the check.",
@@ -249,6 +248,8 @@ class Conversion:
             notes.append(NOT_MLX_LM.format(kind=kind))
         elif keys := passed_over(self._written_config(plan), self.arranged.family_config):
             notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
+        if self.arranged.definition is None and not runs_by_layer(self.source):
+            notes.append(WHOLE.format(kind=kind))
         if plan.stacks_for_mlx:
             notes.append(STACKED)
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:

@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from ..models import zoo
+from ..models.config import normalise
 from ..models.quantization import Quantization
-from ..models.registry import is_native
+from ..models.registry import family, is_native
 from ..models.weights.tensors import FLOATS
 from ..models.zoo.choice import choose, fill, kept_alone, lazy_arrays
 from ..models.zoo.definitions import Definition
@@ -27,6 +28,10 @@ from .read import SourceModel, SourceTensor
 from .read.source import TensorReader
 from .recipes import ConversionOptions
 
+WHOLE = (
+    "Layers of {kind} cannot run alone. So its tensors were rounded without a text for "
+    "calibration, and logits were not compared."
+)
 NOTE = (
     "mlx-lm's definition of {kind} made the tensors. They were rounded without a text for "
     "calibration, and logits were not compared."
@@ -134,25 +139,41 @@ def check_opens(folder: Path, plan: ConversionPlan, label: str) -> None:
     check_made(definition, config.quantization, tensors, label)
 
 
+def runs_by_layer(source: SourceModel) -> bool:
+    """Whether each layer can run alone, which calibration and the comparison of logits need."""
+    if not is_native(source.config):
+        return False
+    config = normalise(source.config)
+    by_layer: bool = family(config.model_type).runs_by_layer(config)
+    return by_layer
+
+
 def without_layers(source: SourceModel, options: ConversionOptions) -> ConversionOptions:
-    """The options where none was given of calibration: a definition does without."""
-    if is_native(source.config) or options.targeted or options.learn_minutes is not None:
+    """The options where none was given of calibration: a model that runs as a whole has none."""
+    if runs_by_layer(source) or options.targeted or options.learn_minutes is not None:
         return options
     return replace(options, calibration=None, check_text=None)
 
 
-def refuse_layers(label: str, options: ConversionOptions, *, comparing: bool) -> None:
-    """Raise InvalidRequestError for what runs a model layer by layer, or takes experts apart."""
+def refuse_layers(source: SourceModel, options: ConversionOptions, *, comparing: bool) -> None:
+    """Raise InvalidRequestError for what runs a model layer by layer, where none runs alone.
+
+    Experts of a definition are not taken apart either.
+    """
+    native = is_native(source.config)
     asked = {
         "learn": options.learn_minutes is not None,
         "target": options.targeted,
         "calibration": options.calibration is not None,
         "check": comparing,
-        "split_experts": options.split_experts,
+        "split_experts": options.split_experts and not native,
     }
+    reason = "its layers read more than the one before them gives"
+    if not native:
+        reason = "mlx-lm's definition runs it"
     for param in (name for name, wanted in asked.items() if wanted):
         raise InvalidRequestError(
-            f"mlx-lm's definition runs {label}, and only as a whole: {param} needs a native "
-            "family. Leave it out.",
+            f"{source.label} runs only as a whole, because {reason}: {param} is not supported. "
+            "Leave it out; such models convert without calibration, and each tensor is compared.",
             param=param,
         )

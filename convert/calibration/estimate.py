@@ -42,9 +42,6 @@ def estimated_seconds(
 
     Args:
         comparing: the source and the output are run to compare their logits.
-
-    Raises:
-        UnsupportedModelError: layers of this model cannot run alone.
     """
     if options.calibration is None:
         return 0.0

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...core import BlockSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
-from ...errors import ConversionError, UnsupportedModelError
+from ...errors import ConversionError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
@@ -235,11 +235,7 @@ class StreamedModel:
         self.see: See | None = None
         self.config = arranged.family_config
         self._module = family(self.config.model_type)
-        if not self._module.runs_by_layer(self.config):
-            raise UnsupportedModelError(
-                f"Calibration runs one layer at a time, and layers of {self.config.model_type} "
-                "cannot run alone; convert without it (--calibration none)."
-            )
+        assert self._module.runs_by_layer(self.config), self.config.model_type
         self._by_name: dict[str, OutputTensor] = {
             self._module.tensor_name(output.name): output
             for output in arranged.outputs

@@ -327,8 +327,7 @@ def _opened(
 ) -> "Conversion":
     from ..convert.read import open_source
     from ..convert.run import Conversion
-    from ..convert.zoo import without_layers
-    from ..models.registry import is_native
+    from ..convert.zoo import runs_by_layer, without_layers
 
     progress("open", 0, 1)
     opened = open_source(
@@ -339,7 +338,7 @@ def _opened(
         reading=partial(progress, "open"),
     )
     compares = checks(given) == "full"
-    if not is_native(opened.config) and given["check"] is None:
+    if given["check"] is None and not runs_by_layer(opened):
         compares = False
     if given["calibration"] is None:
         options = without_layers(opened, options)

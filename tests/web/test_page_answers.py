@@ -70,7 +70,9 @@ def test_an_answer_is_followed_by_several_clients_and_stored_once(server: PageSe
     assert answer["details"] == last["details"]
     assert answer["details"]["finish"] == "stop"
     assert answer["details"]["usage"]["answer"] > 2
-    assert server.get(PATH, headers=LEFT).status_code == 404
+    with following(server) as ended:  # for a tab that learnt of the answer too late
+        assert [event["content"] for event in ended] == ["One two"]
+    assert server.get(PATH, headers=RIGHT).status_code == 404
 
 
 def test_a_stopped_answer_keeps_what_it_said_and_a_deleted_chat_stays_deleted(

@@ -115,6 +115,24 @@ def test_two_tabs_see_each_others_messages(page: PageDriver) -> None:
     page.wait_idle()
 
 
+def test_an_answer_that_ends_before_another_tab_follows_it_is_shown_there(page: PageDriver) -> None:
+    page.answered("Both tabs")
+    other = page.new_tab()
+    page.open(tab=other)
+    other.locator(".entry", has_text="Both tabs").click()
+    other.wait_for_selector("article.assistant")
+    held: list[Any] = []
+    page.page.route("**/page/answers/*", lambda route: held.append(route), times=1)
+    page.server.script.says("Seen", " by both.")
+    page.ask("Second question", tab=other)
+    wait_until(lambda: page.page.wait_for_timeout(20) or bool(held))
+    page.server.script.go_on.set()
+    page.wait_idle(tab=other)
+    held[0].continue_()
+    page.wait_for_answer("Seen by both.")
+    page.wait_idle()
+
+
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:
     page.server.script.says("Slowly", " it comes.")
     page.ask("Background")

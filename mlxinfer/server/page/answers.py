@@ -25,6 +25,8 @@ from ..keys import ApiKey
 SAVE_S = 2.0  # between two saves of an answer that grows
 DRAW_S = 0.03  # between two events: a display shows no more
 SILENCE_S = 1.0  # after which an event says again what is waited for
+MAX_ENDED = 32  # answers that can still be followed
+Place = tuple[str, str]  # an owner and the id of a message
 _FRAME = b"data: {"
 log = logging.getLogger("mlxinfer.server")
 
@@ -231,7 +233,8 @@ class AnswerRoutes:
 
     def __init__(self, owners: Owners, history: History | None) -> None:
         self._owners, self._history = owners, history
-        self._running: dict[tuple[str, str], RunningAnswer] = {}  # by owner and message
+        self._running: dict[Place, RunningAnswer] = {}
+        self._ended: dict[Place, RunningAnswer] = {}  # the last ones, whose end a tab may not know
 
     async def begin(self, call: Call, body: AnswerFields) -> Events:
         """Begin an answer, and stream it; a second request for it follows it."""
@@ -246,12 +249,12 @@ class AnswerRoutes:
         return Events(self._follow(self._running[place]))
 
     async def follow(self, call: Call) -> Events:
-        """Stream an answer that runs: all that it has, then what it gains."""
-        return Events(self._follow(await self._found(call)))
+        """Stream an answer that runs, or has just ended: all that it has, then what it gains."""
+        return Events(self._follow(await self._found(call, {**self._ended, **self._running})))
 
     async def stop(self, call: Call) -> Plain:
         """End an answer where it is; what it has said is stored."""
-        running = await self._found(call)
+        running = await self._found(call, self._running)
         await running.cancel()
         return {"id": running.id, "stopped": True}
 
@@ -264,10 +267,13 @@ class AnswerRoutes:
         }
 
     async def end_all(self, owner: str, conversation: str) -> None:
-        """End the answers to a conversation that is deleted."""
+        """End the answers to a conversation that is deleted, and forget those that have ended."""
         for (whose, _), running in list(self._running.items()):
             if (whose, running.conversation) == (owner, conversation):
                 await running.cancel()
+        for place, ended in list(self._ended.items()):
+            if (place[0], ended.conversation) == (owner, conversation):
+                del self._ended[place]
 
     def routes(self) -> tuple[Route, ...]:
         """The routes of /page/answers."""
@@ -277,10 +283,10 @@ class AnswerRoutes:
             Route("DELETE", "/page/answers/{id}", self.stop),
         )
 
-    async def _found(self, call: Call) -> RunningAnswer:
-        """The running answer that the path names; raises HttpError if there is none."""
+    async def _found(self, call: Call, answers: Mapping[Place, RunningAnswer]) -> RunningAnswer:
+        """The answer that the path names; raises HttpError if it is none of these."""
         id = call.path_params["id"]
-        running = self._running.get((await self._owners.of(call), id))
+        running = answers.get((await self._owners.of(call), id))
         if running is None:
             raise HttpError("not_found", f"No answer {id[:64]!r} is being generated.")
         return running
@@ -309,7 +315,9 @@ class AnswerRoutes:
                     running.end()
                 await self._save(owner, running, call)
         finally:
-            del self._running[owner, running.id]
+            self._ended[owner, running.id] = self._running.pop((owner, running.id))
+            while len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
             running.close()
         log.info("answer of the page", extra=call.log)
 

@@ -49,6 +49,15 @@ how mlx-lm's definitions run, and how they were compared with transformers.
 
 | verdict | types | what it means |
 |---|---|---|"""
+MORE = """
+## parts that are not read
+
+List of 29 November 2026:
+
+- The draft of Inkling 2 Mini: no source states its config. `ngram` and draft models speculate.
+- `hy_v4_flash`, which transformers does not list: nothing defines it.
+- Texts alone are read of models that see and have no row in [models.md](models.md#models-that-see).
+"""
 MEANING = {
     Verdict.NATIVE: "a family of mlxinfer, with the logits of transformers",
     Verdict.COMPARED: "mlx-lm's definition; its logits are those of transformers",
@@ -186,7 +195,7 @@ def generating_page() -> str:
         lines.append(f"\n## {verdict}")
         for why, kinds in sorted(because.items(), key=lambda item: -len(item[1])):
             lines.append(f"\nBecause {why}:\n\n{in_full(kinds)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, MORE])
 
 
 def forget_native() -> None:

@@ -56,9 +56,11 @@ KERNEL = MetalKernel(
         const auto tokens_of_row = row_of<T, MASKED, WIDE>(
             logits + ulong(row) * vocab_size, mask + row * num_words, vocab_size, num_words * 32);
         const Bins bins = {
-            (threadgroup atomic_uint*)low, (threadgroup atomic_uint*)wide_high, parts,
+            reinterpret_cast<threadgroup atomic_uint*>(low),
+            reinterpret_cast<threadgroup atomic_uint*>(wide_high), parts,
             thread_position_in_threadgroup.x};
-        const Shared shared = {highest, first, lowest, (threadgroup atomic_uint*)&count};
+        const Shared shared = {
+            highest, first, lowest, reinterpret_cast<threadgroup atomic_uint*>(&count)};
         const uint token = sample<T>(tokens_of_row, bins, shared, settings + row * 8);
         if (thread_position_in_threadgroup.x == 0) {
             tokens[row] = int(token);

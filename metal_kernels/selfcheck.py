@@ -40,7 +40,8 @@ logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
 # Errors of the GPU that another kernel, or another process, has caused: names of Metal's.
 NOT_ITS_OWN = ("SubmissionsIgnored", "InnocentVictim", "ImpactingInteractivity")
-ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row
+ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row,
+LONG_S = 0.004  # or of one call if it takes longer: what launching it takes is lost in that
 MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
 
 OK = "ok"  # agrees with its twin
@@ -210,17 +211,20 @@ Calls = Mapping[str, Outputs]  # by way
 
 def seconds_of(calls: Calls) -> dict[str, float]:
     """Seconds of a call of each way, measured in turns."""
+    for call in calls.values():  # compiles
+        _seconds(call, 1)
+    repeats = {way: 1 if _seconds(call, 1) > LONG_S else CALLS for way, call in calls.items()}
     times: dict[str, list[float]] = {way: [] for way in calls}
-    for _ in range(ROUNDS + 1):  # the first compiles
+    for _ in range(ROUNDS):
         for way, call in calls.items():
-            times[way].append(_seconds(call))
-    return {way: statistics.median(seconds[1:]) for way, seconds in times.items()}
+            times[way].append(_seconds(call, repeats[way]))
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
-def _seconds(call: Outputs) -> float:
+def _seconds(call: Outputs, repeats: int) -> float:
     start = time.perf_counter()
-    mx.eval([call() for _ in range(CALLS)])
-    return (time.perf_counter() - start) / CALLS
+    mx.eval([call() for _ in range(repeats)])
+    return (time.perf_counter() - start) / repeats
 
 
 @dataclass(frozen=True, slots=True)

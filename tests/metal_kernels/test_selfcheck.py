@@ -240,6 +240,25 @@ def test_the_fastest_way_is_judged_for_each_load() -> None:
     assert Loads(right=False).fastest(3, ways) == "way 0"
 
 
+@pytest.mark.parametrize(("long_s", "repeats"), [(-1.0, 1), (1e9, selfcheck.CALLS)])
+def test_what_takes_long_is_called_less_often(
+    long_s: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfcheck, "LONG_S", long_s)
+    called: list[str] = []
+
+    def call(way: str) -> list[mx.array]:
+        called.append(way)
+        return [mx.zeros(1)]
+
+    times = selfcheck.seconds_of({"kernel": lambda: call("kernel"), "MLX": lambda: call("MLX")})
+    assert list(times) == ["kernel", "MLX"]
+    assert min(times.values()) > 0
+    first, rest = called[:4], called[4:]
+    assert first == ["kernel", "MLX"] * 2
+    assert rest == [*["kernel"] * repeats, *["MLX"] * repeats] * selfcheck.ROUNDS
+
+
 def test_what_is_known_to_be_right_is_compiled_before_it_is_used(tmp_path: Path) -> None:
     assert usable(ALL, gpu=gpu()[0], folder=tmp_path) == ALL
     another_process, device = gpu()

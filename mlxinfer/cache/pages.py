@@ -115,9 +115,6 @@ class PageTable:
         self.num_changes += 1
         self.rewritten = self.num_changes
 
-    def pages_from(self, page_number: int) -> list[int]:
-        return [page for page in self._numbers[page_number:] if page >= 0]
-
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""
         self._numbers.extend(pages)

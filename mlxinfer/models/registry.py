@@ -17,10 +17,6 @@ _QWEN3_5 = {"qwen3_5_text": "qwen3_5_text"}
 _COHERE = {"cohere2": "cohere2", "cohere2_moe": "cohere2_moe"}
 _GLM4V = {"glm4v_text": "glm4v_text", "glm4v": "glm4v_text"}
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
-_MINIMAX_M3 = {
-    **{"minimax_m3_vl_text": "minimax_m3_vl_text", "minimax_m3_vl": "minimax_m3_vl_text"},
-    "minimax_m2": "minimax_m3_vl_text",  # as the vendor says
-}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
     "llama4": {"llama4_text": "llama4_text"},
     "pixtral": {"mistral": "mistral"},

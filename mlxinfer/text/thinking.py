@@ -38,7 +38,6 @@ _TOKENS = {"minimal": 512, "low": 1024, "medium": 4096, "high": 8192, "xhigh": 1
 # Where a template takes a number from 0, no thinking, to 1. Source: Inkling's documentation, which
 # names the numbers that it was trained with.
 _SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99}
-_MAX_WORDS = 12  # values of its own that a template is tried with
 Variables = dict[str, Any]
 Render = Callable[[Variables], str | None]  # None: the template refuses
 

@@ -542,7 +542,8 @@ class Family:
         """
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        packed = any(
+        apart = f"{path}.experts.gate_proj.weight" in weights  # as MLX stacks, under another name
+        packed = not apart and any(
             f"{path}.experts.{name}.weight" in weights
             for name in ("gate_up_proj", "down_proj", "0.gate_up_proj")
         )
@@ -576,7 +577,10 @@ class Family:
 
     def _stacked(self, path: str, projection: str, shape: tuple[int, int, int]) -> StoredMatrix:
         single = f"{path}.experts.{{}}.{projection}_proj"
-        return self.weights.experts(f"{path}.switch_mlp.{projection}_proj", single, shape)
+        name = f"{path}.experts.{projection}_proj"
+        if f"{name}.weight" not in self.weights:
+            name = f"{path}.switch_mlp.{projection}_proj"
+        return self.weights.experts(name, single, shape)
 
     def _packed(
         self,

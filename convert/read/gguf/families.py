@@ -158,14 +158,8 @@ def _gemma2_scale(facts: ArchitectureFields, shapes: Shapes, config: Config) -> 
 
 def _granite(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.expect("rope.scaling.finetuned", True)  # else nothing turns
-    return _family(
-        "granite",
-        "GraniteForCausalLM",
-        embedding_multiplier=_number("embedding_scale", 1.0),
-        logits_scaling=_number("logit_scale", 1.0),
-        residual_multiplier=_number("residual_scale", 1.0),
-        attention_multiplier=_number("attention.scale", config["head_dim"] ** -0.5),
-    )(facts, shapes, config)
+    family = _family("granite", "GraniteForCausalLM")(facts, shapes, config)
+    return family | _multipliers(facts, config["head_dim"])
 
 
 def _no_ropes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[int]:
@@ -402,16 +396,19 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         name.endswith("e_score_correction_bias") for name in shapes
     )
     facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
+    sparse = facts.count("expert_count") > 0
     mla = "_mla" if facts.has("attention.key_length_mla") else ""
     rope = facts.integer("rope.dimension_count")
     rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
     version = 3 if sigmoid else 2
-    routing = _routing(facts)
-    if not sigmoid:
+    routing = _routing(facts) if sparse else {}
+    if sparse and not sigmoid:
         routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
-    fields = _family(f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")(
-        facts, shapes, config
-    )
+    named = (f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")
+    if not sparse:
+        facts.read("leading_dense_block_count")
+        named = ("youtu", "YoutuForCausalLM")
+    fields = _family(*named)(facts, shapes, config)
     return fields | {
         **routing,
         "num_key_value_heads": config["num_attention_heads"],
@@ -423,6 +420,213 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
         "v_head_dim": facts.integer(f"attention.value_length{mla}"),
         "attention_bias": "model.layers.0.self_attn.kv_a_proj_with_mqa.bias" in shapes,
     }
+
+
+def _by_kind(facts: ArchitectureFields, config: Config) -> Config:
+    """The ropes of layers that see everything, and of those with a window."""
+    theta, whole = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", theta)}
+    ropes = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
+    return {"rope_parameters": ropes, "rope_scaling": None}
+
+
+def _kinds_of_mlp(shapes: Shapes, config: Config) -> list[str]:
+    gate = "model.layers.{}.mlp.gate.weight"
+    layers = range(config["num_hidden_layers"])
+    return ["sparse" if gate.format(i) in shapes else "dense" for i in layers]
+
+
+def _mellum(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    made = _family("mellum", "MellumForCausalLM", sliding_window=_window)
+    return made(facts, shapes, config) | {
+        **_experts(facts),
+        **_by_kind(facts, config),
+        "layer_types": _layer_types(4)(facts, shapes, config),
+        "mlp_layer_types": _kinds_of_mlp(shapes, config),
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
+    }
+
+
+def _exaone_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    family = _family("exaone_moe", "ExaoneMoeForCausalLM", sliding_window=_window)
+    facts.expect("expert_gating_func", _SIGMOID)
+    kinds = _kinds_of_mlp(shapes, config)
+    return family(facts, shapes, config) | {
+        **_experts(facts),
+        **_routing(facts),
+        "num_shared_experts": facts.integer("expert_shared_count"),
+        "is_moe_layer": [kind == "sparse" for kind in kinds],
+        "layer_types": _layer_types(4)(facts, shapes, config),
+    }
+
+
+def _cohere2_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    family = _family("cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=_number("logit_scale", 1))
+    chosen = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
+    gating = facts.count("expert_gating_func") or _SOFTMAX
+    return family(facts, shapes, config) | {
+        **_experts(facts, size="intermediate_size"),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),  # which norms there are
+        "expert_selection_fn": chosen.get(gating, str(gating)),
+        "norm_topk_prob": facts.flag("expert_weights_norm"),
+        "num_shared_experts": facts.count("expert_shared_count"),
+        "first_k_dense_replace": facts.count("leading_dense_block_count"),
+        "prefix_dense_intermediate_size": facts.integer("feed_forward_length"),
+        "sliding_window": _window(facts, shapes, config),
+        "layer_types": _layer_types(4)(facts, shapes, config),
+    }
+
+
+def _hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    facts.expect("expert_gating_func", _SIGMOID)
+    size = facts.integer("expert_feed_forward_length")
+    shared = facts.integer("expert_shared_feed_forward_length", size)
+    return _family("hy_v3", "HYV3ForCausalLM")(facts, shapes, config) | {
+        **_experts(facts),
+        "num_shared_experts": shared // size,
+        "mlp_layer_types": _kinds_of_mlp(shapes, config),
+        "router_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "route_norm": facts.flag("expert_weights_norm", default=True),
+        "qk_norm": True,
+    }
+
+
+def _afmoe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Embeddings are scaled, and each fourth layer sees all: llama.cpp's own constants."""
+    facts.expect("expert_gating_func", _SIGMOID)
+    return _family("afmoe", "AfmoeForCausalLM")(facts, shapes, config) | {
+        **_experts(facts),
+        "num_shared_experts": facts.count("expert_shared_count"),
+        "num_dense_layers": facts.count("leading_dense_block_count"),
+        "route_scale": facts.number("expert_weights_scale", 1.0),
+        "route_norm": facts.flag("expert_weights_norm", default=True),
+        "mup_enabled": True,
+        "sliding_window": _window(facts, shapes, config),
+        "layer_types": _layer_types(4)(facts, shapes, config),
+    }
+
+
+def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Heads of queries by layer; where the file has no list, each fourth layer sees all."""
+    facts.expect("expert_gating_func", _SIGMOID)
+    facts.expect("expert_weights_norm", True)
+    facts.read("leading_dense_block_count")  # tensors say which layers have experts
+    count, dim = config["num_hidden_layers"], config["head_dim"]
+    kinds = _layer_types(1)(facts, shapes, config)
+    if not facts.has("attention.sliding_window_pattern"):
+        kinds = [_KINDS[int(i % 4 == 0)] for i in range(count)]
+    made = _by_kind(facts, config)
+    turned = {
+        kind: facts.integer(key, dim) / dim
+        for kind, key in (("full_attention", "rope.dimension_count"),
+                          ("sliding_attention", "rope.dimension_count_swa"))
+    }  # fmt: skip
+    for kind, rope in made["rope_parameters"].items():
+        rope["partial_rotary_factor"] = turned[kind]
+    heads = facts.by_layer("attention.head_count", count)
+    gates = [shapes.get(f"model.layers.{i}.self_attn.g_proj.weight", (0,))[0] for i in range(count)]
+    return _family("laguna", "LagunaForCausalLM")(facts, shapes, config) | {
+        **_experts(facts),
+        **made,
+        "num_attention_heads": heads[0],
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if gates == heads else "per-element",
+        "shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
+        "mlp_layer_types": _kinds_of_mlp(shapes, config),
+        "moe_routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "sliding_window": _window(facts, shapes, config),
+        "layer_types": kinds,
+    }
+
+
+_MAVERICK = 128  # experts: the one Llama 4 whose queries and keys are not normed
+
+
+def _llama4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Chunks, scales and layers without rope are llama.cpp's own constants."""
+    router, count = "model.layers.{}.feed_forward.router.weight", config["num_hidden_layers"]
+    experts = facts.integer("expert_count")
+    facts.read("interleave_moe_layer_step")  # tensors say which layers have experts
+    return _family("llama4_text", "Llama4ForCausalLM")(facts, shapes, config) | {
+        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+        "intermediate_size_mlp": facts.integer("feed_forward_length"),
+        "moe_layers": [i for i in range(count) if router.format(i) in shapes],
+        "no_rope_layers": _no_ropes(facts, shapes, config),
+        "use_qk_norm": experts != _MAVERICK,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+    }
+
+
+def _multipliers(facts: ArchitectureFields, head_dim: int) -> Config:
+    return {
+        "embedding_multiplier": facts.number("embedding_scale", 1.0),
+        "logits_scaling": facts.number("logit_scale", 1.0),
+        "residual_multiplier": facts.number("residual_scale", 1.0),
+        "attention_multiplier": facts.number("attention.scale", head_dim**-0.5),
+    }
+
+
+def _granite_swa(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """With experts and without; `attention.rope_pattern` says which layers turn."""
+    count = config["num_hidden_layers"]
+    turns = facts.by_layer_or_none("attention.rope_pattern", count) or [1] * count
+    made = _family("granite_swa", "GraniteSWAForCausalLM")(facts, shapes, config) | {
+        **_multipliers(facts, config["head_dim"]),
+        "sliding_window": _window(facts, shapes, config),
+        "layer_types": _layer_types(4)(facts, shapes, config),
+        "layer_rope_theta": [config["rope_theta"] if one else 0 for one in turns],
+    }
+    if not facts.count("expert_count"):
+        return made
+    shared = shapes.get("model.layers.0.shared_mlp.output_linear.weight", (0, 0))[1]
+    return made | {
+        "model_type": "granitemoe_swa",
+        "architectures": ["GraniteMoeSWAForCausalLM"],
+        **_experts(facts, count="num_local_experts", size=""),
+        "shared_intermediate_size": shared,
+    }
+
+
+def _granite_hybrid(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Layers without heads for K and V are Mamba-2."""
+    count, hidden = config["num_hidden_layers"], config["hidden_size"]
+    kv_heads = facts.by_layer("attention.head_count_kv", count)
+    heads, inner = facts.integer("ssm.time_step_rank"), facts.integer("ssm.inner_size")
+    if inner % heads or inner % hidden:
+        raise CheckpointError(
+            f"ssm.inner_size in {facts.all.where} is {inner}; expected a multiple of {heads} heads "
+            f"and of {hidden}."
+        )
+    places = ("conv1d.bias", "in_proj.bias")
+    biased = [any(name.endswith(f".mamba.{place}") for name in shapes) for place in places]
+    made = _family("granitemoehybrid", "GraniteMoeHybridForCausalLM")(facts, shapes, config) | {
+        **_multipliers(facts, config["head_dim"]),
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["attention" if one else "mamba" for one in kv_heads],
+        "position_embedding_type": "rope" if facts.flag("rope.scaling.finetuned") else "nope",
+        "shared_intermediate_size": _rows(shapes, "model.layers.0.mlp.gate_proj.weight"),
+        "attention_bias": any(name.endswith(".q_proj.bias") for name in shapes),
+        "num_local_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "mamba_n_heads": heads,
+        "mamba_n_groups": facts.integer("ssm.group_count"),
+        "mamba_d_state": facts.integer("ssm.state_size"),
+        "mamba_d_head": inner // heads,
+        "mamba_d_conv": facts.integer("ssm.conv_kernel"),
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": biased[0],
+        "mamba_proj_bias": biased[1],
+    }
+    return made
+
+
+def _rows(shapes: Shapes, name: str) -> int:
+    if name not in shapes:
+        raise CheckpointError(f"The file has no tensor for {name}.")
+    return shapes[name][0]
 
 
 def _experts(
@@ -456,6 +660,7 @@ def _routing(facts: ArchitectureFields) -> Config:
 FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
     "mistral3": _mistral3,
+    "afmoe": _afmoe,
     "arcee": _family("arcee", "ArceeForCausalLM", hidden_act="relu2"),
     "cohere2": _family(
         "cohere2",
@@ -464,6 +669,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         sliding_window=_window,
         layer_types=_layer_types(4),
     ),
+    "cohere2moe": _cohere2_moe,
     "deepseek2": _deepseek2,
     "dots1": _dots1,
     "ernie4_5": _family(
@@ -471,6 +677,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
+    "exaone-moe": _exaone_moe,
     "gemma2": _family(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -487,9 +694,15 @@ FAMILIES: dict[str, FamilyConfig] = {
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granite_swa": _granite_swa,
+    "granitehybrid": _granite_hybrid,
     "hunyuan-dense": _family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
+    "hy_v3": _hy3,
+    "laguna": _laguna,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "llama4": _llama4,
+    "mellum": _mellum,
     "minimax-m2": _minimax_m2,
     "olmo2": _olmo2,
     "phi3": _phi3,
@@ -515,7 +728,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         sliding_window=_window,
     ),
 }
-BY_LAYER = ("gemma4", "lfm2", "lfm2moe")  # heads for K and V differ between layers
+BY_LAYER = ("gemma4", "granitehybrid", "lfm2", "lfm2moe")  # heads for K and V differ between layers
 PARTIAL = (
     "qwen3next",
     "qwen35",
@@ -524,4 +737,5 @@ PARTIAL = (
     "glm4moe",
     "phi3",
     "minimax-m2",
+    "laguna",
 )  # a part of each head turns

@@ -9,6 +9,7 @@ layers add.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class TensorLayout:
 
 PLAIN = TensorLayout()
 HALVES = "gguf_rope_halves"  # in a config: numbers that turn together are stored half of them apart
-_PAIRED = ("llama", "mistral3", "arcee", "granite", "smollm3")  # stored as neighbours instead
+_PAIRED = ("llama", "mistral3", "arcee", "granite", "granite_swa", "smollm3")  # stored as neighbours instead
 _LESS_ONE = ("gemma2", "gemma3")
 
 
@@ -47,6 +48,8 @@ def layout_of(
         shape: as stored.
         config: of the model, as transformers writes it.
     """
+    if architecture == "granitehybrid":
+        return _mamba(name, shape)
     if architecture in _PAIRED:
         return _llama(name, shape, config)
     if architecture in _LESS_ONE and name.endswith("norm.weight"):
@@ -84,6 +87,17 @@ def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Tens
         raise CheckpointError(f"{name} has {shape[0]} rows, which {heads} heads do not share.")
     halves = np.arange(shape[0]).reshape(heads, -1, 2)
     return TensorLayout(rows=halves.swapaxes(1, 2).reshape(-1))
+
+
+def _mamba(name: str, shape: tuple[int, ...]) -> TensorLayout:
+    """Nothing turns here, so rows of Q and K stay as they lie."""
+    if name.endswith("mamba.A_log"):
+        return TensorLayout(change=_log_rate, shape=shape[:1])
+    if name.endswith("mamba.conv1d.weight"):
+        return TensorLayout(shape=(shape[0], 1, shape[1]))
+    if name.endswith("mamba.D"):
+        return TensorLayout(shape=shape[:1])
+    return TensorLayout(shape=(prod(shape),)) if name.endswith("mamba.norm.weight") else PLAIN
 
 
 def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:

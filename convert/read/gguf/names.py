@@ -165,6 +165,59 @@ _ERNIE_MOE = {
     **_SHARED_EXPERTS,
     "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
 }
+_HY3 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
+_HY3 |= {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_AFMOE = {
+    **_HY3,
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_LAGUNA = {
+    **_HY3,
+    "attn_gate": "self_attn.g_proj",
+    "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_LLAMA4 = {
+    **_COMMON,
+    "ffn_norm": "post_attention_layernorm",
+    **{stem: path.replace("mlp.", "feed_forward.") for stem, path in _DENSE.items()},
+    "ffn_gate_inp": "feed_forward.router",
+    **{
+        f"ffn_{part}_{kind}": f"feed_forward.{module}.{part}_proj"
+        for part in ("gate", "up", "down")
+        for kind, module in (("exps", "switch_mlp"), ("shexp", "shared_expert"))
+    },
+}
+_GRANITE_SWA = {
+    **_LLAMA,
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+    "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_GRANITE_HYBRID = {
+    **_LLAMA,
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{
+        f"ffn_{part}_{kind}": f"{module}.{part}_proj"
+        for part in ("gate", "up", "down")
+        for kind, module in (("exps", "block_sparse_moe.switch_mlp"), ("shexp", "mlp"))
+    },
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _DOTS1 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
@@ -172,14 +225,23 @@ _FAMILIES = {
     "llama": _MIXTRAL,
     "mistral3": _LLAMA,
     "arcee": _LLAMA,
+    "afmoe": _AFMOE,
     "cohere2": _LLAMA,
+    "cohere2moe": _HY3,
     "dots1": _DOTS1,
     "ernie4_5": _LLAMA,
     "ernie4_5-moe": _ERNIE_MOE,
     "exaone4": _SANDWICH,
+    "exaone-moe": _HY3,
     "gemma2": _GEMMA3,
     "granite": _LLAMA,
+    "granite_swa": _GRANITE_SWA,
+    "granitehybrid": _GRANITE_HYBRID,
     "hunyuan-dense": _HUNYUAN,
+    "hy_v3": _HY3,
+    "laguna": _LAGUNA,
+    "llama4": _LLAMA4,
+    "mellum": _QWEN3_MOE,
     "minimax-m2": _MIXTRAL,
     "olmo2": _SANDWICH,
     "phi3": _PHI3,

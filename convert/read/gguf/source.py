@@ -288,7 +288,8 @@ def make_config(
     """
     facts = ArchitectureFields(metadata, label)
     family = FAMILIES[facts.architecture]
-    hidden, heads = facts.integer("embedding_length"), facts.integer("attention.head_count")
+    hidden = facts.integer("embedding_length")
+    heads = facts.by_layer("attention.head_count", facts.num_layers)[0]
     head_dim = facts.integer("attention.key_length", max(hidden // heads, 1))
     table = shapes.get("model.embed_tokens.weight")
     if table is None or len(table) != 2 or table[1] != hidden:

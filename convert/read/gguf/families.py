@@ -4,74 +4,38 @@ Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of 
 frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import CheckpointError, UnsupportedModelError
+from ....errors import UnsupportedModelError
 from .fields import ArchitectureFields
+from .hybrids import delta_net, falcon_h1, granite_hybrid, lfm2, nemotron_h
 from .layout import HALVES
+from .parts import (
+    KINDS,
+    SIGMOID,
+    SOFTMAX,
+    Config,
+    FamilyConfig,
+    Shapes,
+    experts_of,
+    has_biases,
+    layer_types_of,
+    make_family,
+    multipliers_of,
+    number_of,
+    routing_of,
+    window_of,
+)
 
-_KINDS = ("sliding_attention", "full_attention")
 _GEMMA3_27B = 62  # layers: how llama.cpp recognises the 27B, which scales by hidden / heads
 _GEMMA2_27B = 46
-_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
-
-Shapes = Mapping[str, tuple[int, ...]]  # of the tensors, by the names of transformers
-Config = dict[str, Any]
-FamilyValue = Callable[[ArchitectureFields, Shapes, Config], Any]
-FamilyConfig = Callable[[ArchitectureFields, Shapes, Config], Config]
-
-
-def _family(model_type: str, architecture: str, **more: Any) -> FamilyConfig:
-    """A family that says what most say: a function of each of `more`'s entries, or its value."""
-
-    def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-        made = {
-            "model_type": model_type,
-            "architectures": [architecture],
-            "hidden_act": "silu",
-            "intermediate_size": facts.integer("feed_forward_length", 1),
-            "attention_bias": _biased(shapes),
-            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in shapes,
-        }
-        for key, value in more.items():
-            made[key] = value(facts, shapes, config) if callable(value) else value
-        return made
-
-    return make
-
-
-def _biased(shapes: Shapes) -> bool:
-    return "model.layers.0.self_attn.q_proj.bias" in shapes
 
 
 def _out_biased(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
     return "model.layers.0.self_attn.o_proj.bias" in shapes
-
-
-def _number(key: str, default: float | None = None) -> FamilyValue:
-    return lambda facts, shapes, config: facts.number(key, default)
-
-
-def _layer_types(period: int) -> FamilyValue:
-    """Kinds of layers; where the file has no list, the last of each period sees everything."""
-
-    def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[str]:
-        count = config["num_hidden_layers"]
-        slides = facts.by_layer_or_none("attention.sliding_window_pattern", count)
-        if slides is None:
-            period_here = facts.integer("attention.sliding_window_pattern", period)
-            slides = [int((index + 1) % period_here != 0) for index in range(count)]
-        return [_KINDS[0] if flag else _KINDS[1] for flag in slides]
-
-    return make
-
-
-def _window(facts: ArchitectureFields, shapes: Shapes, config: Config) -> int | None:
-    return facts.count("attention.sliding_window") or None
 
 
 def _halved(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
@@ -82,22 +46,22 @@ def _halved(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
 
 def _llama(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Mistral's files call themselves llama; a window or experts set them apart."""
-    window = _window(facts, shapes, config)
+    window = window_of(facts, shapes, config)
     if facts.count("expert_count"):
-        family = _family("mixtral", "MixtralForCausalLM", sliding_window=window)
-        return family(facts, shapes, config) | _experts(facts, count="num_local_experts", size="")
+        family = make_family("mixtral", "MixtralForCausalLM", sliding_window=window)
+        return family(facts, shapes, config) | experts_of(facts, count="num_local_experts", size="")
     if window:
-        family = _family("mistral", "MistralForCausalLM", sliding_window=window)
+        family = make_family("mistral", "MistralForCausalLM", sliding_window=window)
         return family(facts, shapes, config)
-    return _family("llama", "LlamaForCausalLM")(facts, shapes, config)
+    return make_family("llama", "LlamaForCausalLM")(facts, shapes, config)
 
 
 def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Ministral 3, whose queries grow with their position, and Mistral Small 3."""
-    window = _window(facts, shapes, config)
+    window = window_of(facts, shapes, config)
     beta = facts.number("attention.temperature_scale")
     if beta is None:
-        family = _family("mistral", "MistralForCausalLM", sliding_window=window)
+        family = make_family("mistral", "MistralForCausalLM", sliding_window=window)
         return family(facts, shapes, config)
     ropes = {
         **(config["rope_scaling"] or {"rope_type": "default"}),
@@ -107,7 +71,7 @@ def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
     # The logarithm's factor is mscale_all_dim itself here; what divides it is 1 in every model.
     if (all_dim := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
         ropes |= {"mscale": 1.0, "mscale_all_dim": all_dim}
-    family = _family("ministral3", "Ministral3ForCausalLM", sliding_window=window)
+    family = make_family("ministral3", "Ministral3ForCausalLM", sliding_window=window)
     return family(facts, shapes, config) | {"rope_parameters": ropes, "rope_scaling": None}
 
 
@@ -124,18 +88,18 @@ def _phi3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
                 f"phi3.rope.scaling.attn_factor in {facts.all.where} is {stated}; expected "
                 f"{follows:.5f}, which follows from {context} and {original} positions."
             )
-    return _family("phi3", "Phi3ForCausalLM")(facts, shapes, config) | {
+    return make_family("phi3", "Phi3ForCausalLM")(facts, shapes, config) | {
         "original_max_position_embeddings": original,
-        "sliding_window": _window(facts, shapes, config),
+        "sliding_window": window_of(facts, shapes, config),
     }
 
 
 def _olmo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     if not facts.count("attention.sliding_window"):
-        return _family("olmo2", "Olmo2ForCausalLM")(facts, shapes, config)
+        return make_family("olmo2", "Olmo2ForCausalLM")(facts, shapes, config)
     facts.expect("rope.freq_base_swa", config["rope_theta"])  # scaled where all is seen alone
-    windows = {"sliding_window": _window, "layer_types": _layer_types(4)}
-    return _family("olmo3", "Olmo3ForCausalLM", **windows)(facts, shapes, config)
+    windows = {"sliding_window": window_of, "layer_types": layer_types_of(4)}
+    return make_family("olmo3", "Olmo3ForCausalLM", **windows)(facts, shapes, config)
 
 
 def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
@@ -145,8 +109,8 @@ def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
         "sliding_window": windowed or None,
         "sliding_window_pattern": 4 if windowed else None,
     }
-    types = _layer_types(4) if windowed else [_KINDS[1]] * config["num_hidden_layers"]
-    family = _family("exaone4", "Exaone4ForCausalLM", layer_types=types, **windows)
+    types = layer_types_of(4) if windowed else [KINDS[1]] * config["num_hidden_layers"]
+    family = make_family("exaone4", "Exaone4ForCausalLM", layer_types=types, **windows)
     return family(facts, shapes, config)
 
 
@@ -158,8 +122,8 @@ def _gemma2_scale(facts: ArchitectureFields, shapes: Shapes, config: Config) -> 
 
 def _granite(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.expect("rope.scaling.finetuned", True)  # else nothing turns
-    family = _family("granite", "GraniteForCausalLM")(facts, shapes, config)
-    return family | _multipliers(facts, config["head_dim"])
+    family = make_family("granite", "GraniteForCausalLM")(facts, shapes, config)
+    return family | multipliers_of(facts, config["head_dim"])
 
 
 def _no_ropes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[int]:
@@ -168,17 +132,17 @@ def _no_ropes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list
 
 
 def _dots1(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("expert_gating_func", _SIGMOID)
-    window = _window(facts, shapes, config)
-    family = _family("dots1", "Dots1ForCausalLM", sliding_window=window)
-    return family(facts, shapes, config) | _routing(facts)
+    facts.expect("expert_gating_func", SIGMOID)
+    window = window_of(facts, shapes, config)
+    family = make_family("dots1", "Dots1ForCausalLM", sliding_window=window)
+    return family(facts, shapes, config) | routing_of(facts)
 
 
 def _ernie_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("expert_gating_func", _SOFTMAX)
-    family = _family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", use_bias=_biased(shapes))
+    facts.expect("expert_gating_func", SOFTMAX)
+    family = make_family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", use_bias=has_biases(shapes))
     return family(facts, shapes, config) | {
-        **_experts(facts, count="moe_num_experts", per_token="moe_k"),
+        **experts_of(facts, count="moe_num_experts", per_token="moe_k"),
         "moe_num_shared_experts": facts.count("expert_shared_count"),
         "moe_layer_start_index": facts.count("leading_dense_block_count"),
         "moe_layer_interval": facts.integer("interleave_moe_layer_step", 1),
@@ -187,9 +151,9 @@ def _ernie_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
 
 
 def _minimax_m2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("expert_gating_func", _SIGMOID)
-    return _family("minimax_m2", "MiniMaxM2ForCausalLM")(facts, shapes, config) | {
-        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+    facts.expect("expert_gating_func", SIGMOID)
+    return make_family("minimax_m2", "MiniMaxM2ForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts, count="num_local_experts", size="intermediate_size"),
         "use_qk_norm": True,
         "rotary_dim": facts.integer("rope.dimension_count"),
         "shared_intermediate_size": 0,
@@ -208,13 +172,13 @@ def _of_pictures(family: FamilyConfig) -> FamilyConfig:
     return make
 
 
-_QWEN2 = _family("qwen2", "Qwen2ForCausalLM", use_sliding_window=False)
-_QWEN3 = _family("qwen3", "Qwen3ForCausalLM", use_sliding_window=False)
+_QWEN2 = make_family("qwen2", "Qwen2ForCausalLM", use_sliding_window=False)
+_QWEN3 = make_family("qwen3", "Qwen3ForCausalLM", use_sliding_window=False)
 
 
 def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    return _family("qwen3_moe", "Qwen3MoeForCausalLM")(facts, shapes, config) | {
-        **_experts(facts),
+    return make_family("qwen3_moe", "Qwen3MoeForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts),
         "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -226,7 +190,7 @@ def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
 def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     large = config["num_hidden_layers"] == _GEMMA3_27B
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    fields = _family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
+    fields = make_family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
     del fields["hidden_act"]
     return fields | {
         **_gemma3_layers(facts, config["num_hidden_layers"]),
@@ -243,17 +207,17 @@ def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
     slides = facts.by_layer_or_none("attention.sliding_window_pattern", num_layers)
     if slides is None:
         return {"sliding_window_pattern": facts.integer("attention.sliding_window_pattern", 6)}
-    return {"layer_types": [_KINDS[0] if flag else _KINDS[1] for flag in slides]}
+    return {"layer_types": [KINDS[0] if flag else KINDS[1] for flag in slides]}
 
 
 def _gpt_oss(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     scaling = config["rope_scaling"]
-    return _family("gpt_oss", "GptOssForCausalLM")(facts, shapes, config) | {
-        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+    return make_family("gpt_oss", "GptOssForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts, count="num_local_experts", size="intermediate_size"),
         "experts_per_token": facts.integer("expert_used_count"),
         "attention_bias": True,
         "sliding_window": facts.integer("attention.sliding_window"),
-        "layer_types": [_KINDS[index % 2] for index in range(config["num_hidden_layers"])],
+        "layer_types": [KINDS[index % 2] for index in range(config["num_hidden_layers"])],
         "swiglu_limit": 7.0,
         "rope_scaling": scaling and {**scaling, "truncate": False},
     }
@@ -285,7 +249,7 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         "num_global_key_value_heads": by_kind.get(0, kv_heads[0]),
         "attention_k_eq_v": no_values,
         "num_kv_shared_layers": shared,
-        "layer_types": [_KINDS[0] if flag else _KINDS[1] for flag in slides],
+        "layer_types": [KINDS[0] if flag else KINDS[1] for flag in slides],
         "sliding_window": facts.integer("attention.sliding_window"),
         "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": table[0],
@@ -293,7 +257,7 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         "enable_moe_block": facts.count("expert_count") > 0,
     }
     if fields["enable_moe_block"]:
-        fields |= _experts(facts, per_token="top_k_experts")
+        fields |= experts_of(facts, per_token="top_k_experts")
     return fields
 
 
@@ -316,83 +280,19 @@ def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Con
     }
 
 
-def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Qwen3-Next too: as the later models have it, with a matrix for each projection."""
-    # In a text all positions are the same; tensors say which layers recur.
-    facts.read("rope.dimension_sections", "attention.recurrent_layers")
-    layers = range(config["num_hidden_layers"])
-    recurs = [f"model.layers.{i}.linear_attn.A_log" in shapes for i in layers]
-    values, inner = facts.integer("ssm.time_step_rank"), facts.integer("ssm.inner_size")
-    if inner % values:
-        raise CheckpointError(
-            f"ssm.inner_size in {facts.all.where} is {inner}, which {values} heads do not share."
-        )
-    fields = {
-        "model_type": "qwen3_5_text",
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "hidden_act": "silu",
-        "layer_types": ["linear_attention" if one else "full_attention" for one in recurs],
-        "linear_conv_kernel_dim": facts.integer("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.integer("ssm.state_size"),
-        "linear_value_head_dim": inner // values,
-        "linear_num_key_heads": facts.integer("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "attention_bias": any(name.endswith(".q_proj.bias") for name in shapes),
-    }
-    if facts.architecture == "qwen35":
-        return fields | {"intermediate_size": facts.integer("feed_forward_length")}
-    shared = shapes.get("model.layers.0.mlp.shared_expert.gate_proj.weight", (0,))[0]
-    return fields | {
-        "model_type": "qwen3_5_moe_text",
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        **_experts(facts),
-        "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
-    }
-
-
-def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Layers without heads for K and V are convolutions."""
-    kv_heads = facts.by_layer("attention.head_count_kv", config["num_hidden_layers"])
-    first = "model.layers.{}.conv.in_proj.bias"
-    fields = {
-        "model_type": "lfm2",
-        "architectures": ["Lfm2ForCausalLM"],
-        "num_key_value_heads": max(kv_heads),
-        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": facts.integer("shortconv.l_cache"),
-        "conv_bias": any(first.format(i) in shapes for i in range(len(kv_heads))),
-        "norm_eps": config["rms_norm_eps"],
-        "intermediate_size": facts.integer("feed_forward_length"),
-        "block_auto_adjust_ff_dim": False,
-    }
-    if facts.architecture == "lfm2":
-        return fields
-    facts.expect("expert_gating_func", _SIGMOID)
-    return fields | {
-        "model_type": "lfm2_moe",
-        "architectures": ["Lfm2MoeForCausalLM"],
-        **_experts(facts),
-        "num_dense_layers": facts.count("leading_dense_block_count"),
-        "use_expert_bias": any(name.endswith(".expert_bias") for name in shapes),
-        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-    }
-
-
 def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.read("rope.dimension_sections")  # rows lie as those of texts do
-    fields = _family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
-    facts.expect("expert_gating_func", _SIGMOID)
+    fields = make_family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
+    facts.expect("expert_gating_func", SIGMOID)
     return fields | {
-        **_routing(facts),
+        **routing_of(facts),
         "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
     }
 
 
 def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """DeepSeek V2 and V3, and what is built like them; older files have `kv_b` as one matrix."""
-    sigmoid = facts.count("expert_gating_func") == _SIGMOID or any(
+    sigmoid = facts.count("expert_gating_func") == SIGMOID or any(
         name.endswith("e_score_correction_bias") for name in shapes
     )
     facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
@@ -401,14 +301,14 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     rope = facts.integer("rope.dimension_count")
     rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
     version = 3 if sigmoid else 2
-    routing = _routing(facts) if sparse else {}
+    routing = routing_of(facts) if sparse else {}
     if sparse and not sigmoid:
         routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
     named = (f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")
     if not sparse:
         facts.read("leading_dense_block_count")
         named = ("youtu", "YoutuForCausalLM")
-    fields = _family(*named)(facts, shapes, config)
+    fields = make_family(*named)(facts, shapes, config)
     return fields | {
         **routing,
         "num_key_value_heads": config["num_attention_heads"],
@@ -437,52 +337,54 @@ def _kinds_of_mlp(shapes: Shapes, config: Config) -> list[str]:
 
 
 def _mellum(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    made = _family("mellum", "MellumForCausalLM", sliding_window=_window)
+    made = make_family("mellum", "MellumForCausalLM", sliding_window=window_of)
     return made(facts, shapes, config) | {
-        **_experts(facts),
+        **experts_of(facts),
         **_by_kind(facts, config),
-        "layer_types": _layer_types(4)(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
         "mlp_layer_types": _kinds_of_mlp(shapes, config),
         "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
     }
 
 
 def _exaone_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    family = _family("exaone_moe", "ExaoneMoeForCausalLM", sliding_window=_window)
-    facts.expect("expert_gating_func", _SIGMOID)
+    family = make_family("exaone_moe", "ExaoneMoeForCausalLM", sliding_window=window_of)
+    facts.expect("expert_gating_func", SIGMOID)
     kinds = _kinds_of_mlp(shapes, config)
     return family(facts, shapes, config) | {
-        **_experts(facts),
-        **_routing(facts),
+        **experts_of(facts),
+        **routing_of(facts),
         "num_shared_experts": facts.integer("expert_shared_count"),
         "is_moe_layer": [kind == "sparse" for kind in kinds],
-        "layer_types": _layer_types(4)(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
     }
 
 
 def _cohere2_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    family = _family("cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=_number("logit_scale", 1))
-    chosen = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
-    gating = facts.count("expert_gating_func") or _SOFTMAX
+    family = make_family(
+        "cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=number_of("logit_scale", 1)
+    )
+    chosen = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
+    gating = facts.count("expert_gating_func") or SOFTMAX
     return family(facts, shapes, config) | {
-        **_experts(facts, size="intermediate_size"),
+        **experts_of(facts, size="intermediate_size"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),  # which norms there are
         "expert_selection_fn": chosen.get(gating, str(gating)),
         "norm_topk_prob": facts.flag("expert_weights_norm"),
         "num_shared_experts": facts.count("expert_shared_count"),
         "first_k_dense_replace": facts.count("leading_dense_block_count"),
         "prefix_dense_intermediate_size": facts.integer("feed_forward_length"),
-        "sliding_window": _window(facts, shapes, config),
-        "layer_types": _layer_types(4)(facts, shapes, config),
+        "sliding_window": window_of(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
     }
 
 
 def _hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("expert_gating_func", _SIGMOID)
+    facts.expect("expert_gating_func", SIGMOID)
     size = facts.integer("expert_feed_forward_length")
     shared = facts.integer("expert_shared_feed_forward_length", size)
-    return _family("hy_v3", "HYV3ForCausalLM")(facts, shapes, config) | {
-        **_experts(facts),
+    return make_family("hy_v3", "HYV3ForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts),
         "num_shared_experts": shared // size,
         "mlp_layer_types": _kinds_of_mlp(shapes, config),
         "router_scaling_factor": facts.number("expert_weights_scale", 1.0),
@@ -493,28 +395,28 @@ def _hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 def _afmoe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Embeddings are scaled, and each fourth layer sees all: llama.cpp's own constants."""
-    facts.expect("expert_gating_func", _SIGMOID)
-    return _family("afmoe", "AfmoeForCausalLM")(facts, shapes, config) | {
-        **_experts(facts),
+    facts.expect("expert_gating_func", SIGMOID)
+    return make_family("afmoe", "AfmoeForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts),
         "num_shared_experts": facts.count("expert_shared_count"),
         "num_dense_layers": facts.count("leading_dense_block_count"),
         "route_scale": facts.number("expert_weights_scale", 1.0),
         "route_norm": facts.flag("expert_weights_norm", default=True),
         "mup_enabled": True,
-        "sliding_window": _window(facts, shapes, config),
-        "layer_types": _layer_types(4)(facts, shapes, config),
+        "sliding_window": window_of(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
     }
 
 
 def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Heads of queries by layer; where the file has no list, each fourth layer sees all."""
-    facts.expect("expert_gating_func", _SIGMOID)
+    facts.expect("expert_gating_func", SIGMOID)
     facts.expect("expert_weights_norm", True)
     facts.read("leading_dense_block_count")  # tensors say which layers have experts
     count, dim = config["num_hidden_layers"], config["head_dim"]
-    kinds = _layer_types(1)(facts, shapes, config)
+    kinds = layer_types_of(1)(facts, shapes, config)
     if not facts.has("attention.sliding_window_pattern"):
-        kinds = [_KINDS[int(i % 4 == 0)] for i in range(count)]
+        kinds = [KINDS[int(i % 4 == 0)] for i in range(count)]
     made = _by_kind(facts, config)
     turned = {
         kind: facts.integer(key, dim) / dim
@@ -525,8 +427,8 @@ def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         rope["partial_rotary_factor"] = turned[kind]
     heads = facts.by_layer("attention.head_count", count)
     gates = [shapes.get(f"model.layers.{i}.self_attn.g_proj.weight", (0,))[0] for i in range(count)]
-    return _family("laguna", "LagunaForCausalLM")(facts, shapes, config) | {
-        **_experts(facts),
+    return make_family("laguna", "LagunaForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts),
         **made,
         "num_attention_heads": heads[0],
         "num_attention_heads_per_layer": heads,
@@ -534,7 +436,7 @@ def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         "shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
         "mlp_layer_types": _kinds_of_mlp(shapes, config),
         "moe_routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "sliding_window": _window(facts, shapes, config),
+        "sliding_window": window_of(facts, shapes, config),
         "layer_types": kinds,
     }
 
@@ -547,8 +449,8 @@ def _llama4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     router, count = "model.layers.{}.feed_forward.router.weight", config["num_hidden_layers"]
     experts = facts.integer("expert_count")
     facts.read("interleave_moe_layer_step")  # tensors say which layers have experts
-    return _family("llama4_text", "Llama4ForCausalLM")(facts, shapes, config) | {
-        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+    return make_family("llama4_text", "Llama4ForCausalLM")(facts, shapes, config) | {
+        **experts_of(facts, count="num_local_experts", size="intermediate_size"),
         "intermediate_size_mlp": facts.integer("feed_forward_length"),
         "moe_layers": [i for i in range(count) if router.format(i) in shapes],
         "no_rope_layers": _no_ropes(facts, shapes, config),
@@ -560,23 +462,14 @@ def _llama4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     }
 
 
-def _multipliers(facts: ArchitectureFields, head_dim: int) -> Config:
-    return {
-        "embedding_multiplier": facts.number("embedding_scale", 1.0),
-        "logits_scaling": facts.number("logit_scale", 1.0),
-        "residual_multiplier": facts.number("residual_scale", 1.0),
-        "attention_multiplier": facts.number("attention.scale", head_dim**-0.5),
-    }
-
-
 def _granite_swa(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """With experts and without; `attention.rope_pattern` says which layers turn."""
     count = config["num_hidden_layers"]
     turns = facts.by_layer_or_none("attention.rope_pattern", count) or [1] * count
-    made = _family("granite_swa", "GraniteSWAForCausalLM")(facts, shapes, config) | {
-        **_multipliers(facts, config["head_dim"]),
-        "sliding_window": _window(facts, shapes, config),
-        "layer_types": _layer_types(4)(facts, shapes, config),
+    made = make_family("granite_swa", "GraniteSWAForCausalLM")(facts, shapes, config) | {
+        **multipliers_of(facts, config["head_dim"]),
+        "sliding_window": window_of(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
         "layer_rope_theta": [config["rope_theta"] if one else 0 for one in turns],
     }
     if not facts.count("expert_count"):
@@ -585,75 +478,19 @@ def _granite_swa(facts: ArchitectureFields, shapes: Shapes, config: Config) -> C
     return made | {
         "model_type": "granitemoe_swa",
         "architectures": ["GraniteMoeSWAForCausalLM"],
-        **_experts(facts, count="num_local_experts", size=""),
+        **experts_of(facts, count="num_local_experts", size=""),
         "shared_intermediate_size": shared,
     }
 
 
-def _granite_hybrid(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Layers without heads for K and V are Mamba-2."""
-    count, hidden = config["num_hidden_layers"], config["hidden_size"]
-    kv_heads = facts.by_layer("attention.head_count_kv", count)
-    heads, inner = facts.integer("ssm.time_step_rank"), facts.integer("ssm.inner_size")
-    if inner % heads or inner % hidden:
-        raise CheckpointError(
-            f"ssm.inner_size in {facts.all.where} is {inner}; expected a multiple of {heads} heads "
-            f"and of {hidden}."
-        )
-    places = ("conv1d.bias", "in_proj.bias")
-    biased = [any(name.endswith(f".mamba.{place}") for name in shapes) for place in places]
-    made = _family("granitemoehybrid", "GraniteMoeHybridForCausalLM")(facts, shapes, config) | {
-        **_multipliers(facts, config["head_dim"]),
-        "num_key_value_heads": max(kv_heads),
-        "layer_types": ["attention" if one else "mamba" for one in kv_heads],
-        "position_embedding_type": "rope" if facts.flag("rope.scaling.finetuned") else "nope",
-        "shared_intermediate_size": _rows(shapes, "model.layers.0.mlp.gate_proj.weight"),
-        "attention_bias": any(name.endswith(".q_proj.bias") for name in shapes),
-        "num_local_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "mamba_n_heads": heads,
-        "mamba_n_groups": facts.integer("ssm.group_count"),
-        "mamba_d_state": facts.integer("ssm.state_size"),
-        "mamba_d_head": inner // heads,
-        "mamba_d_conv": facts.integer("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden,
-        "mamba_conv_bias": biased[0],
-        "mamba_proj_bias": biased[1],
-    }
-    return made
-
-
-def _rows(shapes: Shapes, name: str) -> int:
-    if name not in shapes:
-        raise CheckpointError(f"The file has no tensor for {name}.")
-    return shapes[name][0]
-
-
-def _experts(
-    facts: ArchitectureFields,
-    *,
-    count: str = "num_experts",
-    per_token: str = "num_experts_per_tok",
-    size: str = "moe_intermediate_size",
-) -> Config:
-    """A mixture of experts under a family's keys; without `size` experts are as wide as layers."""
-    made = {
-        count: facts.integer("expert_count"),
-        per_token: facts.integer("expert_used_count"),
-    }
-    return made | ({size: facts.integer("expert_feed_forward_length")} if size else {})
-
-
-def _routing(facts: ArchitectureFields) -> Config:
-    """Experts as DeepSeek's configs state them."""
-    return {
-        **_experts(facts, count="n_routed_experts"),
-        "n_shared_experts": facts.integer("expert_shared_count"),
-        "first_k_dense_replace": facts.count("leading_dense_block_count"),
-        "n_group": facts.integer("expert_group_count", 1),
-        "topk_group": facts.integer("expert_group_used_count", 1),
-        "norm_topk_prob": facts.flag("expert_weights_norm"),
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+def _hunyuan_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    shared, size = facts.count("expert_shared_count"), facts.integer("expert_feed_forward_length")
+    names = ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM")
+    return make_family(*names, use_qk_norm=True)(facts, shapes, config) | {
+        **experts_of(facts, per_token="moe_topk"),
+        "intermediate_size": size,
+        "num_shared_expert": shared,
+        "use_mixed_mlp_moe": shared > 0,
     }
 
 
@@ -661,74 +498,85 @@ FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
     "mistral3": _mistral3,
     "afmoe": _afmoe,
-    "arcee": _family("arcee", "ArceeForCausalLM", hidden_act="relu2"),
-    "cohere2": _family(
+    "arcee": make_family("arcee", "ArceeForCausalLM", hidden_act="relu2"),
+    "cohere2": make_family(
         "cohere2",
         "Cohere2ForCausalLM",
-        logit_scale=_number("logit_scale", 1.0),
-        sliding_window=_window,
-        layer_types=_layer_types(4),
+        logit_scale=number_of("logit_scale", 1.0),
+        sliding_window=window_of,
+        layer_types=layer_types_of(4),
     ),
     "cohere2moe": _cohere2_moe,
     "deepseek2": _deepseek2,
     "dots1": _dots1,
-    "ernie4_5": _family(
-        "ernie4_5", "Ernie4_5ForCausalLM", use_bias=lambda facts, shapes, config: _biased(shapes)
+    "ernie4_5": make_family(
+        "ernie4_5", "Ernie4_5ForCausalLM", use_bias=lambda facts, shapes, config: has_biases(shapes)
     ),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
-    "gemma2": _family(
+    "falcon-h1": falcon_h1,
+    "gemma2": make_family(
         "gemma2",
         "Gemma2ForCausalLM",
         hidden_activation="gelu_pytorch_tanh",
-        attn_logit_softcapping=_number("attn_logit_softcapping"),
-        final_logit_softcapping=_number("final_logit_softcapping"),
-        sliding_window=_window,
-        layer_types=_layer_types(2),
+        attn_logit_softcapping=number_of("attn_logit_softcapping"),
+        final_logit_softcapping=number_of("final_logit_softcapping"),
+        sliding_window=window_of,
+        layer_types=layer_types_of(2),
         query_pre_attn_scalar=_gemma2_scale,
     ),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
-    "glm4": _family("glm4", "Glm4ForCausalLM", **{HALVES: _halved}),
+    "glm4": make_family("glm4", "Glm4ForCausalLM", **{HALVES: _halved}),
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granite_swa": _granite_swa,
-    "granitehybrid": _granite_hybrid,
-    "hunyuan-dense": _family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
+    "granitehybrid": granite_hybrid,
+    "hunyuan-dense": make_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
+    "hunyuan-moe": _hunyuan_moe,
     "hy_v3": _hy3,
     "laguna": _laguna,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2,
     "llama4": _llama4,
     "mellum": _mellum,
     "minimax-m2": _minimax_m2,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _QWEN2,
     "qwen2vl": _of_pictures(_QWEN2),
     "qwen3": _QWEN3,
-    "qwen35": _delta_net,
-    "qwen35moe": _delta_net,
+    "qwen35": delta_net,
+    "qwen35moe": delta_net,
     "qwen3moe": _qwen3_moe,
-    "qwen3next": _delta_net,
+    "qwen3next": delta_net,
     "qwen3vl": _of_pictures(_QWEN3),
     "qwen3vlmoe": _of_pictures(_qwen3_moe),
-    "seed_oss": _family("seed_oss", "SeedOssForCausalLM", attention_out_bias=_out_biased),
-    "smollm3": _family(
+    "seed_oss": make_family("seed_oss", "SeedOssForCausalLM", attention_out_bias=_out_biased),
+    "smollm3": make_family(
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),
-    "starcoder2": _family(
+    "starcoder2": make_family(
         "starcoder2",
         "Starcoder2ForCausalLM",
         hidden_act="gelu_pytorch_tanh",
         norm_epsilon=lambda facts, shapes, config: config["layer_norm_eps"],
-        use_bias=lambda facts, shapes, config: _biased(shapes),
-        sliding_window=_window,
+        use_bias=lambda facts, shapes, config: has_biases(shapes),
+        sliding_window=window_of,
     ),
 }
-BY_LAYER = ("gemma4", "granitehybrid", "lfm2", "lfm2moe")  # heads for K and V differ between layers
+BY_LAYER = (
+    "gemma4",
+    "granitehybrid",
+    "lfm2",
+    "lfm2moe",
+    "nemotron_h",
+    "nemotron_h_moe",
+)  # heads for K and V differ between layers
 PARTIAL = (
     "qwen3next",
     "qwen35",

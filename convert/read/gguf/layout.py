@@ -34,7 +34,15 @@ class TensorLayout:
 
 PLAIN = TensorLayout()
 HALVES = "gguf_rope_halves"  # in a config: numbers that turn together are stored half of them apart
-_PAIRED = ("llama", "mistral3", "arcee", "granite", "granite_swa", "smollm3")  # stored as neighbours instead
+_PAIRED = (
+    "llama",
+    "mistral3",
+    "arcee",
+    "granite",
+    "granite_swa",
+    "smollm3",
+)  # stored as neighbours instead
+_MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _LESS_ONE = ("gemma2", "gemma3")
 
 
@@ -48,7 +56,7 @@ def layout_of(
         shape: as stored.
         config: of the model, as transformers writes it.
     """
-    if architecture == "granitehybrid":
+    if architecture in _MAMBA:
         return _mamba(name, shape)
     if architecture in _PAIRED:
         return _llama(name, shape, config)
@@ -90,14 +98,15 @@ def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Tens
 
 
 def _mamba(name: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Nothing turns here, so rows of Q and K stay as they lie."""
-    if name.endswith("mamba.A_log"):
+    """Rows of Q and K stay as they lie: nothing turns, or by halves as in transformers."""
+    if name.endswith(".A_log"):
         return TensorLayout(change=_log_rate, shape=shape[:1])
-    if name.endswith("mamba.conv1d.weight"):
+    if name.endswith(".conv1d.weight"):
         return TensorLayout(shape=(shape[0], 1, shape[1]))
-    if name.endswith("mamba.D"):
+    if name.endswith(".D"):
         return TensorLayout(shape=shape[:1])
-    return TensorLayout(shape=(prod(shape),)) if name.endswith("mamba.norm.weight") else PLAIN
+    flat = name.endswith(("mamba.norm.weight", "mixer.norm.weight"))
+    return TensorLayout(shape=(prod(shape),)) if flat else PLAIN
 
 
 def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:

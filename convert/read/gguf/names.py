@@ -202,21 +202,53 @@ _GRANITE_SWA = {
     "ffn_up_shexp": "shared_mlp.input_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+_MAMBA = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+_IN_MAMBA = {stem: f"mamba.{module}" for stem, module in _MAMBA.items()}
+_FALCON_H1 = {
+    **_COMMON,
+    **_IN_MAMBA,
+    "ffn_norm": "pre_ff_layernorm",
+    **{stem: path.replace("mlp.", "feed_forward.") for stem, path in _DENSE.items()},
+}
+_NEMOTRON_H = {  # a block is one mixer, whatever its kind
+    **{stem: path.replace("self_attn.", "mixer.") for stem, path in _COMMON.items()},
+    **{stem: f"mixer.{module}" for stem, module in _MAMBA.items()},
+    "attn_norm": "norm",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    **{
+        f"ffn_{part}_{kind}": f"mixer.{module}.{part}_proj"
+        for part in ("up", "down")
+        for kind, module in (("exps", "switch_mlp"), ("shexp", "shared_experts"))
+    },
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_HUNYUAN_MOE = {
+    **_HUNYUAN,
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 _GRANITE_HYBRID = {
     **_LLAMA,
+    **_IN_MAMBA,
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **{
         f"ffn_{part}_{kind}": f"{module}.{part}_proj"
         for part in ("gate", "up", "down")
         for kind, module in (("exps", "block_sparse_moe.switch_mlp"), ("shexp", "mlp"))
     },
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": "mamba.A_log",
-    "ssm_d": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
 }
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
@@ -238,11 +270,15 @@ _FAMILIES = {
     "granite_swa": _GRANITE_SWA,
     "granitehybrid": _GRANITE_HYBRID,
     "hunyuan-dense": _HUNYUAN,
+    "falcon-h1": _FALCON_H1,
+    "hunyuan-moe": _HUNYUAN_MOE,
     "hy_v3": _HY3,
     "laguna": _LAGUNA,
     "llama4": _LLAMA4,
     "mellum": _QWEN3_MOE,
     "minimax-m2": _MIXTRAL,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "olmo2": _SANDWICH,
     "phi3": _PHI3,
     "qwen2vl": _LLAMA,
@@ -278,7 +314,12 @@ _GEMMA4_TOP = {
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _STARCODER2_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
+_NEMOTRON_TOP = {**_TOP, "output_norm.weight": "model.norm_f.weight"}
+_FALCON_TOP = {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}
 _TOPS = {
+    "falcon-h1": _FALCON_TOP,
+    "nemotron_h": _NEMOTRON_TOP,
+    "nemotron_h_moe": _NEMOTRON_TOP,
     "lfm2": _LFM2_TOP,
     "lfm2moe": _LFM2_TOP,
     "gemma4": _GEMMA4_TOP,
@@ -334,8 +375,8 @@ def hf_names(
         if rest == "ssm_ba.weight":  # both in one tensor, as Qwen3-Next has them
             return tuple(f"{path}.linear_attn.in_proj_{part}.weight" for part in "ba")
     modules = _FAMILIES[architecture] | (_AHEAD if index >= num_layers else {})
-    if rest in modules:
-        return (f"{path}.{modules[rest]}",)
+    if rest in modules:  # Falcon-H1's norms have no ".weight"
+        return (f"{path}.{modules[rest]}{'.weight' * rest.endswith('norm')}",)
     stem, kind = next(((rest.removesuffix(k), k) for k in _KINDS if rest.endswith(k)), ("", ""))
     return (f"{path}.{modules[stem]}{kind}",) if stem in modules else ()
 
@@ -350,5 +391,5 @@ def _joined(architecture: str, index: int, rest: str, names: Collection[str]) ->
     if modules.get("ffn_gate_exps") == "mlp.switch_mlp.gate_proj":
         experts = {"ffn_gate_up_exps.weight": "gate_up_proj", "ffn_down_exps.weight": "down_proj"}
         if rest in experts and f"blk.{index}.ffn_gate_up_exps.weight" in names:
-            return (f"mlp.experts.{experts[rest]}",)
+            return (f"mlp.experts.{experts[rest]}.weight",)
     return ()

@@ -36,6 +36,7 @@ _SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees
 WITHOUT_TOWER = (
     "{name} reads text only: pictures need the mmproj file of this model beside it, or --mmproj."
 )
+_OTHER_ROPES = ("deepseek2", "nemotron_h", "nemotron_h_moe")  # of a part, or none
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 
@@ -331,7 +332,7 @@ def _ropes(
     if facts.architecture in PARTIAL:
         dims = facts.integer("rope.dimension_count", head_dim)
         fields["partial_rotary_factor"] = dims / head_dim
-    elif facts.architecture != "deepseek2":
+    elif facts.architecture not in _OTHER_ROPES:
         check_rope_dims(facts, head_dim)
     return fields
 

@@ -47,8 +47,10 @@ root = Path(sys.argv[1])
 sys.path[:0] = [str(root), str(root / "gguf-py")]
 from conversion import get_model_class
 from conversion.base import TextModel
+from conversion.deepseek import DeepseekV2Model
 from conversion.llama import LlamaModel
-TextModel.set_vocab = LlamaModel.set_vocab = TextModel._set_vocab_none
+for kind in (TextModel, LlamaModel, DeepseekV2Model):
+    kind.set_vocab = TextModel._set_vocab_none
 for architecture, arguments in json.loads(sys.stdin.read()):
     try:
         if "--mmproj" not in arguments:
@@ -57,7 +59,6 @@ for architecture, arguments in json.loads(sys.stdin.read()):
         runpy.run_path(str(root / "convert_hf_to_gguf.py"), run_name="__main__")
     except BaseException as error:
         print(arguments[0], "FAILED", repr(error)[:500])
-        import traceback; traceback.print_exc()
 """
 Job = tuple[str, list[str]]  # a class, and the converter's arguments
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from cache.prefix_invariants import check
 from engine.recurrent import hybrid_model
+from models.bonsai import pack
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
 
@@ -62,6 +63,13 @@ def turning_model(case: str) -> Model:
     config["attention_bias"] = False  # 4-bit keys are refused with biases before a norm
     tensors = quantized(arrays_of(config), QUANTIZED)
     return load(write(Path(mkdtemp()), {**config, "quantization": QUANTIZED}, tensors))
+
+
+@cache
+def packed_model() -> Model:
+    """A tiny pack of Bonsai 2, whose 2-bit matrices read rotated inputs."""
+    config, packed, _ = pack()
+    return load(write(Path(mkdtemp()), config, packed))
 
 
 def config(**changes: object) -> EngineConfig:
@@ -224,6 +232,8 @@ def model_of(case: str) -> Model:
     """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
     if case.startswith("zoo "):
         return zoo_model(case.split()[1])
+    if case == "bonsai 2":
+        return packed_model()
     if case in TURNING:
         return turning_model(case)
     if case in HYBRIDS:

@@ -64,8 +64,8 @@ NO_FEATURES = FeatureSource()
 class RequestQueues:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
 
-    Tenants share slots and pages: who waits for its part of them takes it from the youngest
-    sequences of who has more.
+    Tenants share slots and pages. A tenant that waits for its share takes it from a tenant that
+    holds more: the youngest sequences of that tenant are preempted.
 
     Args:
         kv_manager: what running sequences hold.
@@ -256,13 +256,13 @@ class RequestQueues:
         return any(self.shares.giver(held, other) == tenant for other in waiting)
 
     def _make_room(self, tenant: Tenant, prefilling: Seq[Sequence], most: int) -> bool:
-        """Free a slot for a tenant, and one of the places of prompts; False: it has its part."""
+        """Free a slot for a tenant, and one of the `most` prompts; False: it has its share."""
         if len(prefilling) >= most and not self._take_from(prefilling, tenant):
             return False
         return bool(self._free_slots) or self._take_from(self.running, tenant)
 
     def _take_from(self, sequences: Seq[Sequence], tenant: Tenant) -> bool:
-        """Preempt the youngest of who holds more of these than a tenant; False: nobody does."""
+        """Preempt the youngest sequence of a tenant that holds more; False: no tenant does."""
         running = [sequence for sequence in sequences if sequence.slot >= 0]
         giver = self.shares.giver(Counter([s.request.tenant for s in running]), tenant)
         if giver is None:
@@ -284,10 +284,10 @@ class RequestQueues:
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions; if need be, the youngest others are preempted.
 
-        These are of the tenant that holds most for its weight, if others hold less.
+        If tenants compete, the tenant that holds most for its weight loses them.
 
         Returns:
-            False: the sequence itself is the first to go, and went back to the queue.
+            False: the sequence itself was preempted, and waits in the queue again.
         """
         while not self._kv.extend(sequence, num_tokens, everything=len(self.running) == 1):
             assert len(self.running) > 1, "a request that fits alone was admitted"

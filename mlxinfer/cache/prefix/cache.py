@@ -1,9 +1,9 @@
-"""The pages of all groups by name: which are there, who needs them, which go first.
+"""The prefix cache: which sequences need a page, and which page is evicted next.
 
-A page that got its name belongs to the cache, and nobody writes it again. Sequences that need it
-are counted, by group; a page that none needs waits in order of eviction. So the pages before it are
-never evicted earlier: whoever needs it needs those, too, and gives them back at the same time or
-later. Pure Python; knows no arrays and no requests.
+A page with a name belongs to the cache and is never written again. For each group, the cache counts
+the sequences that need a page; a page without any can be evicted. A sequence that needs a page
+also needs all pages before it, and releases them at the same time or later. So a page is never
+evicted before the pages that follow it. Pure Python; knows no arrays and no requests.
 """
 
 import itertools

@@ -13,6 +13,8 @@ from PIL import Image, ImageDraw
 from mlxinfer import LLM, UnsupportedFieldError, hub
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+batches = importlib.import_module("examples.demo_model.vision.batches")
+drawings = importlib.import_module("examples.demo_model.vision.drawings")
 evaluate = importlib.import_module("examples.demo_model.vision.evaluate")
 questions = importlib.import_module("examples.demo_model.vision.questions")
 
@@ -76,6 +78,26 @@ def test_a_second_picture_in_a_conversation_is_the_one_that_is_meant(demo: LLM) 
 def test_it_says_that_it_cannot_tell_places(demo: LLM, drawing: Path) -> None:
     for asked in ("Where is the circle?", "where's the red circle"):
         assert demo.chat(asked, images=[drawing]).text == questions.NO_PLACES
+
+
+def test_training_says_of_a_shape_without_a_name_that_it_is_not_known() -> None:
+    for example in evaluate.nameless_examples(6):
+        assert {"know", "word"} & {*example.asked.answer.rstrip(".").split()}
+    for kind in questions.KINDS:
+        assert not any("know" in e.asked.answer for e in evaluate.examples(kind, 6))
+    said = "A red star and the word NO."
+    assert evaluate.invented(said, "A shape that I do not know.") == ["no", "redstar"]
+    assert evaluate.invented(said, said) == []
+
+
+def test_training_labels_shapes_and_words_without_a_name() -> None:
+    word = drawings.Scene((drawings.Thing("key", "", 0.5, 0.5, 0.2),), "CAT", 0.5, 0.9, 0.4)
+    labels, covers = batches.labels_of(word, (4, 4)), batches.patch_labels_of(word, (4, 4))
+    named = len(drawings.SHAPES) * len(drawings.COLOURS) + len(drawings.WORDS)
+    assert labels.sum(0)[named:].tolist() == [1, 1, 0]
+    assert labels.sum(0)[:named].sum() == 0
+    assert covers.sum(0)[:-2].sum() == 0
+    assert all(covers.sum(0)[-2:] > 0)
 
 
 @pytest.mark.ci

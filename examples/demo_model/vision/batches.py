@@ -25,8 +25,8 @@ TURNS = {1: 2, 2: 1}  # questions about a picture by the pictures of a row
 ROWS = {1: 80, 2: 96}  # tokens of a row
 COUNTED = {1: 40, 2: 40}  # of these, tokens of answers
 GRIDS = {(4, 4), (3, 4), (4, 3), (3, 5), (5, 3)}  # rows and columns of features
-PATCH_LABELS = len(SHAPES) + len(COLOURS) + 1  # and letters
-LABELS = len(SHAPES) * len(COLOURS) + len(WORDS) + 1  # and photos
+PATCH_LABELS = len(SHAPES) + len(COLOURS) + 2  # and letters, and shapes without a name
+LABELS = len(SHAPES) * len(COLOURS) + len(WORDS) + 3  # and others: shapes, words; and photos
 SIDE = PATCH * MERGE
 
 Grid = tuple[int, int]
@@ -94,10 +94,12 @@ def labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:
     labels = np.zeros((rows, columns, LABELS), np.float32)
     colours, words = list(COLOURS), len(SHAPES) * len(COLOURS)
     for thing in scene.things:
-        label = SHAPES.index(thing.shape) * len(colours) + colours.index(thing.colour)
+        label = words + len(WORDS)
+        if thing.shape in SHAPES:
+            label = SHAPES.index(thing.shape) * len(colours) + colours.index(thing.colour)
         labels[int(thing.y * rows), int(thing.x * columns), label] = 1
     if scene.word:
-        label = words + WORDS.index(scene.word)
+        label = words + (WORDS.index(scene.word) if scene.word in WORDS else len(WORDS) + 1)
         labels[int(scene.y * rows), int(scene.x * columns), label] = 1
     labels[:, :, -1] = scene.is_photo
     return labels.reshape(-1, LABELS)
@@ -112,8 +114,9 @@ def patch_labels_of(scene: Scene, grid: Grid) -> NDArray[np.float32]:
     for thing in scene.things:
         away = (centres - (thing.y, thing.x)) * (rows / short, columns / short)
         inside = (away**2).sum(1) < (0.9 * thing.radius) ** 2
-        labels[inside, SHAPES.index(thing.shape)] = 1
-        labels[inside, len(SHAPES) + list(COLOURS).index(thing.colour)] = 1
+        labels[inside, SHAPES.index(thing.shape) if thing.shape in SHAPES else -2] = 1
+        if thing.colour:
+            labels[inside, len(SHAPES) + list(COLOURS).index(thing.colour)] = 1
     if scene.word:
         away = np.abs(centres - (scene.y, scene.x))
         labels[(away < (0.08, scene.length / 2)).all(1), -1] = 1

@@ -1,5 +1,6 @@
 """Drawings by a program: a scene of shapes and words, and its picture. Needs Pillow; no mlx."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import cos, pi, sin
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from .others import HELD_OUT, TAUGHT, Part
+
 SHAPES = ("circle", "square", "triangle", "star")
 COLOURS = {
     "red": ((255, 0, 0), (220, 30, 40)),
@@ -17,7 +20,13 @@ COLOURS = {
     "blue": ((0, 0, 255), (30, 100, 230)),
     "black": ((0, 0, 0), (40, 40, 40)),
 }
+NAMELESS = ((255, 140, 0), (150, 60, 180), (255, 120, 190), (130, 80, 40), (130, 130, 130))
 WORDS = ("YES", "NO", "STOP", "HELLO")
+OTHER_WORDS = (
+    "CAT", "DOG", "SUN", "MOON", "OPEN", "EXIT", "SALE", "TEA", "BUS", "TAXI", "HOTEL", "MILK",
+    "GO", "UP", "WIFI", "BANK", "PARK", "LOVE", "GAME", "RED", "ZOO", "FIRE", "KEY", "JUMP",
+)  # fmt: skip
+OTHERS_SHARE = 0.3  # of the scenes with shapes, and with a word: some of it has no name here
 MOST = 5  # shapes of a drawing
 FINE = 2  # a drawing is made larger by this and then reduced, so that its edges are smooth
 Colour = tuple[int, int, int]
@@ -28,7 +37,8 @@ class Thing:
     """A shape of a drawing.
 
     Attributes:
-        shape, colour: its names.
+        shape: one of SHAPES, or of `others.py`, which the model does not know.
+        colour: one of COLOURS; "": it has several, or one without a name.
         x, y: its centre, from 0 to 1 from the left and from the top.
         radius: of the circle around it, in shares of the shorter side.
     """
@@ -60,10 +70,16 @@ class Scene:
     is_photo: bool = False
 
 
-def draw_scene(rng: Random, *, crowded: bool = False) -> Scene:
+def draw_scene(
+    rng: Random, *, crowded: bool = False, others: Sequence[str] = tuple(TAUGHT)
+) -> Scene:
     """Return a random scene; shapes and word do not cover each other in a square picture.
 
-    A `crowded` one has more shapes, from which a tower learns sooner.
+    Args:
+        rng: chooses.
+        crowded: the scene has more shapes, from which a tower learns sooner.
+        others: shapes without a name, of which some scenes have some; others have a word that is
+            none of WORDS. (): there are neither.
     """
     kind = rng.random()
     if kind < 0.04:
@@ -72,16 +88,21 @@ def draw_scene(rng: Random, *, crowded: bool = False) -> Scene:
         return Scene()
     scene = Scene()
     if rng.random() < 0.45:
-        scene = _with_word(rng)
+        scene = _with_word(rng, unread=bool(others) and rng.random() < OTHERS_SHARE)
     if crowded:
-        kinds = [(rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(7)]
+        shapes = (*SHAPES, *SHAPES, rng.choice(others), rng.choice(others))
+        kinds = [(rng.choice(shapes), rng.choice(list(COLOURS))) for _ in range(7)]
         return _placed(scene, kinds, rng)
     groups = rng.choice((0, 0, 1, 2)) if scene.word else rng.choice((1, 1, 1, 2, 2, 3))
     wanted: list[tuple[str, str]] = []
     for _ in range(groups):
         count = rng.choice((1, 1, 1, 2, 2, 3, 4, 5))
         wanted += [(rng.choice(SHAPES), rng.choice(list(COLOURS)))] * count
-    return _placed(scene, wanted[:MOST], rng)
+    wanted = wanted[:MOST]
+    if wanted and others and rng.random() < OTHERS_SHARE:
+        count = rng.choice((1, 1, 1, 2, len(wanted)))
+        wanted[:count] = [(rng.choice(others), rng.choice(("", *COLOURS))) for _ in wanted[:count]]
+    return _placed(scene, wanted, rng)
 
 
 def _placed(scene: Scene, wanted: list[tuple[str, str]], rng: Random) -> Scene:
@@ -121,8 +142,8 @@ def draw(scene: Scene, size: tuple[int, int], rng: Random) -> Image.Image:
     return image.reduce(FINE)
 
 
-def _with_word(rng: Random) -> Scene:
-    word = rng.choice(WORDS)
+def _with_word(rng: Random, *, unread: bool) -> Scene:
+    word = rng.choice(OTHER_WORDS if unread else WORDS)
     length = min(0.9, max(2, len(word)) * rng.uniform(0.14, 0.22))
     x = rng.uniform(length / 2 + 0.02, 0.98 - length / 2)
     return Scene(
@@ -146,23 +167,33 @@ def _is_free(thing: Thing, placed: tuple[Thing, ...], scene: Scene) -> bool:
 
 
 def _tone(colour: str, rng: Random) -> Colour:
-    near = [max(0, min(255, level + rng.randint(-12, 12))) for level in rng.choice(COLOURS[colour])]
+    tones = COLOURS[colour] if colour else NAMELESS
+    near = [max(0, min(255, level + rng.randint(-12, 12))) for level in rng.choice(tones)]
     return near[0], near[1], near[2]
 
 
 def _draw_thing(pencil: Any, thing: Thing, size: tuple[int, int], rng: Random) -> None:
     x, y, radius = thing.x * size[0], thing.y * size[1], thing.radius * min(size)
-    tone = _tone(thing.colour, rng)
-    if thing.shape == "circle":
-        pencil.ellipse((x - radius, y - radius, x + radius, y + radius), fill=tone)
-        return
-    points = _corners(thing.shape, rng.gauss(0, 0.05))
-    pencil.polygon([(x + radius * across, y + radius * down) for across, down in points], fill=tone)
+    if thing.shape in SHAPES:
+        points = _corners(thing.shape, rng.gauss(0, 0.05))
+        parts = [Part(points)]
+    else:
+        parts = {**TAUGHT, **HELD_OUT}[thing.shape](rng)
+    tones = [_tone(thing.colour, rng)] * len(parts)
+    if not thing.colour:
+        tones = [_tone(rng.choice(("", *COLOURS)), rng) for _ in parts]
+        tones = tones if rng.random() < 0.7 else tones[:1] * len(parts)
+    for part, tone in zip(parts, tones, strict=True):
+        at = [(x + radius * across, y + radius * down) for across, down in part.points]
+        if part.line:
+            pencil.line(at, fill=tone, width=max(1, round(part.line * radius)), joint="curve")
+        else:
+            pencil.polygon(at, fill=tone)
 
 
 def _corners(shape: str, turn: float) -> list[tuple[float, float]]:
     """Corners in a circle of radius 1 around (0, 0); y goes down."""
-    count = {"square": 4, "triangle": 3, "star": 10}[shape]
+    count = {"circle": 48, "square": 4, "triangle": 3, "star": 10}[shape]
     first = pi / 4 if shape == "square" else -pi / 2
     reach = [1.0, 0.42] * 5 if shape == "star" else [1.0] * count
     points = [

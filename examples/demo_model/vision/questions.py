@@ -5,12 +5,14 @@ from random import Random
 from typing import NamedTuple
 
 from ..corpus import conversation
-from .drawings import COLOURS, SHAPES, Scene
+from .drawings import COLOURS, SHAPES, WORDS, Scene, Thing
 
 REFUSAL = (
     "I am a small demo that sees only simple drawings: "
     "`mlxinfer suggest` lists models that see more."
 )
+NAMELESS = "a shape that I do not know"
+UNREAD = "There is a word that I cannot read."
 NO_PLACES = "I cannot tell places yet: ask me what is there, which colour, or how many."
 
 
@@ -46,7 +48,7 @@ def description(scene: Scene) -> str:
     """All that a drawing shows, in one sentence."""
     counts: dict[tuple[int, int], int] = {}
     names = list(COLOURS)
-    for thing in scene.things:
+    for thing in _named(scene):
         key = SHAPES.index(thing.shape), names.index(thing.colour)
         counts[key] = counts.get(key, 0) + 1
     parts = [
@@ -55,11 +57,17 @@ def description(scene: Scene) -> str:
         else f"{count} {names[colour]} {SHAPES[shape]}s"
         for (shape, colour), count in sorted(counts.items())
     ]
+    if nameless := len(scene.things) - len(_named(scene)):
+        parts.append(f"{nameless} shapes that I do not know" if nameless > 1 else NAMELESS)
     if scene.word:
-        parts.append(f"the word {scene.word}")
+        parts.append(f"the word {scene.word}" if scene.word in WORDS else "a word")
     if not parts:
         return "An empty picture."
     return f"{_joined(parts)}."
+
+
+def _named(scene: Scene) -> list[Thing]:
+    return [thing for thing in scene.things if thing.shape in SHAPES]
 
 
 def _joined(parts: list[str]) -> str:
@@ -117,7 +125,8 @@ def _count(scene: Scene, rng: Random) -> tuple[str, str] | None:
         shape = _shape(scene, rng)
         number, noun = sum(thing.shape == shape for thing in scene.things), shape
     elif chosen < 0.85:
-        colour = rng.choice(scene.things).colour if scene.things else rng.choice(list(COLOURS))
+        colour = rng.choice([*(thing.colour for thing in scene.things), ""])
+        colour = colour or rng.choice(list(COLOURS))
         number, noun = sum(thing.colour == colour for thing in scene.things), f"{colour} shape"
     else:
         number, noun = len(scene.things), "shape"
@@ -169,14 +178,14 @@ def _word(scene: Scene, rng: Random) -> tuple[str, str] | None:
     )
     if not scene.word:
         return question, "There is no word."
-    return question, f"It says {scene.word}."
+    return question, f"It says {scene.word}." if scene.word in WORDS else UNREAD
 
 
 def _exists(scene: Scene, rng: Random) -> tuple[str, str] | None:
     if rng.random() < 0.1:
         number, noun = int(bool(scene.word)), "word"
     else:
-        like = rng.choice(scene.things) if scene.things else None
+        like = rng.choice(_named(scene)) if _named(scene) else None
         shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
         if like is not None and rng.random() < 0.6:
             shape = like.shape
@@ -245,8 +254,8 @@ def _unknown(scene: Scene, rng: Random) -> tuple[str, str]:
 
 
 def _shape(scene: Scene, rng: Random) -> str:
-    if scene.things and rng.random() < 0.85:
-        return rng.choice(scene.things).shape
+    if _named(scene) and rng.random() < 0.85:
+        return rng.choice(_named(scene)).shape
     return rng.choice(SHAPES)
 
 

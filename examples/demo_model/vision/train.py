@@ -10,6 +10,7 @@ writes the files that ship.
 import argparse
 import json
 import os
+import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
@@ -30,7 +31,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from .batches import LABELS, PATCH_LABELS, batch  # noqa: E402
-from .model import Model  # noqa: E402
+from .model import WIDTH, Model  # noqa: E402
 from .tokenizer import train_tokenizer  # noqa: E402
 
 SEED = 0
@@ -110,12 +111,18 @@ def _binary(logits: mx.array, wanted: mx.array) -> mx.array:
 class Run:
     """One training run: its state, its schedule, its checkpoint file."""
 
-    def __init__(self, folder: Path, num_steps: int, tower_steps: int) -> None:
+    def __init__(
+        self, folder: Path, num_steps: int, tower_steps: int, start: Path | None = None
+    ) -> None:
         mx.random.seed(SEED)
         self.folder, self.num_steps, self.tower_steps = folder, num_steps, tower_steps
         self.step = 0
+        if start is not None:
+            shutil.copy(start / "tokenizer.json", self.tokenizer_file)
         self.tokenizer = self._tokenizer()
         self.model = Model(PATCH_LABELS, LABELS)
+        if start is not None:
+            self.model.load_weights(bundled_weights(start), strict=False)
         self.params = self.model.trainable_parameters()
         self.optimizer = optim.AdamW(PEAK_LR, betas=[0.9, 0.98], weight_decay=0.05)
         self.optimizer.init(self.params)
@@ -174,6 +181,27 @@ class Run:
         return Tokenizer.from_file(str(self.tokenizer_file))
 
 
+def bundled_weights(folder: Path) -> list[tuple[str, mx.array]]:
+    """The weights of a model as `bundle` writes it, by their names in training."""
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    weights = []
+    for name, array in stored.items():
+        if name.endswith((".scales", ".biases")):
+            continue
+        stem = name.removesuffix(".weight")
+        if f"{stem}.scales" in stored:
+            scales, biases = stored[f"{stem}.scales"], stored[f"{stem}.biases"]
+            group_size = array.shape[-1] * 4 // scales.shape[-1]  # 8 bits: 4 numbers in a uint32
+            array = mx.dequantize(array, scales, biases, group_size=group_size, bits=8)
+        ours = name.replace("vision_tower.", "visual.").replace(
+            "language_model.model.", "language_model."
+        )
+        if name.endswith("patch_embed.proj.weight"):  # two halves, of equal frames
+            array = 2 * array.reshape(WIDTH, 3, 2, -1)[:, :, 0].reshape(WIDTH, -1)
+        weights.append((ours, array.astype(mx.float32)))
+    return weights
+
+
 def train(run: Run, pool: ProcessPoolExecutor) -> None:
     """Train until the steps are done, reporting and saving on the way."""
     start_s = saved_s = time.monotonic()
@@ -197,11 +225,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="in all")
     parser.add_argument("--tower-steps", type=int, default=TOWER_STEPS, help="at first, tower only")
+    parser.add_argument("--processes", type=int, default=PARTS, help="that compute")
+    parser.add_argument("--start", type=Path, help="a bundled model whose weights come first")
     parser.add_argument("--work", type=Path, default=Path("build/demo_model"))
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(PARTS, get_context("spawn")) as pool:
-        train(Run(args.work, args.steps, args.tower_steps), pool)
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        train(Run(args.work, args.steps, args.tower_steps, args.start), pool)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,8 @@ def test_every_kernel_checks_itself() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [v for k in KINDS.values() for v in k.samples], ids=str)
 def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
-    machine = MetalCPU(seed=3)
+    # Partials have room for more rows than some spans have; none of that room is read.
+    machine = MetalCPU(seed=3, may_stay_unwritten=("outputs", "figures"))
     verdict = examine(variant, machine)
     assert verdict.status == OK, verdict
     machine.assert_clean()

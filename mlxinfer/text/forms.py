@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .template import around, joined
+from .template import around, joined, with_empty_thoughts
 
 Message = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -66,6 +66,7 @@ class Forms:
         several_calls: a message may have several calls.
         ids: how ids of calls look: "any", "short" (nine letters and digits) or "counted" (the name
             of the function and the number of the call).
+        empty_thoughts: an answer without a thought has an empty one.
     """
 
     parts: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ class Forms:
     results: bool = True
     several_calls: bool = True
     ids: str = "any"
+    empty_thoughts: bool = False
 
     def apply(self, messages: Messages, write_calls: WriteCalls) -> list[Message]:
         """Return a conversation in a form that the template takes.
@@ -100,6 +102,8 @@ class Forms:
             chat = _with_joined_users(chat)
         if self.ids != "any":
             chat = _with_ids(chat, self.ids)
+        if self.empty_thoughts:
+            chat = with_empty_thoughts(chat)
         return [self._in_parts(message) for message in chat]
 
     def _with_system_in_front(self, chat: list[Message]) -> list[Message]:
@@ -274,7 +278,8 @@ class _Probe:
         self._solve([_said("user")], all_parts, *by_role)
         if not self._solved:  # it needs more than messages
             return self.forms
-        self._solve([_said("user", "assistant", "user")], all_parts, *by_role)
+        thoughts = {"empty_thoughts": True}
+        self._solve([_said("user", "assistant", "user")], all_parts, *by_role, thoughts)
         self._solve([_said("user", "user")], {"repeats": False})
         parts = {"parts": tuple(dict.fromkeys((*self.forms.parts, "system")))}
         texts = {"parts": tuple(role for role in self.forms.parts if role != "system")}

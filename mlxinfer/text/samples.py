@@ -21,7 +21,7 @@ from ..errors import TemplateError
 from ..killable import EndedError, KillableProcess, Message, serve
 from .forms import KEYS, NAMES, TOOLS
 from .probe import TemplateFacts, probe
-from .template import ChatTemplate, with_text_arguments
+from .template import ChatTemplate, with_empty_thoughts, with_text_arguments
 
 PLAIN, RESULT, THOUGHT, SYSTEM = "turnstone", "sandpiper", "sandpiper", "oystercatcher"
 Call = tuple[str, dict[str, Any]]
@@ -130,9 +130,10 @@ def _rendered(
     template: ChatTemplate, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> str | None:
     """Return the rendering of a conversation, None where the template refuses it."""
-    for given in (chat, with_text_arguments(chat)):
-        with suppress(TemplateError):
-            return template.render(given, tools=tools, add_generation_prompt=False)
+    for messages in (chat, with_empty_thoughts(chat)):
+        for given in (messages, with_text_arguments(messages)):
+            with suppress(TemplateError):
+                return template.render(given, tools=tools, add_generation_prompt=False)
     return None
 
 

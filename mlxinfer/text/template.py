@@ -512,6 +512,17 @@ def with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_empty_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which each answer without a thought has an empty one (K2 Horizon)."""
+    empty = dict.fromkeys(_REASONING_FIELDS, "")
+    return [
+        {**(empty if message["role"] == "assistant" else {}), **message}
+        if not any(field in message for field in _REASONING_FIELDS)
+        else dict(message)
+        for message in messages
+    ]
+
+
 def insert_continue_tag(
     chat: list[dict[str, Any]], wanted: bool | str, add_generation_prompt: bool, source: str
 ) -> str | None:

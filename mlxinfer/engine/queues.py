@@ -175,7 +175,8 @@ class RequestQueues:
         """Start the first waiting sequence for which there is room: of each tenant in its turn.
 
         A sequence waits if another one is computing tokens that it can share soon. Later sequences
-        may pass it. Others may be preempted, see `Shares.giver`.
+        may pass it. Others may be preempted, see `Shares.giver`. While a sequence waits for more
+        room than there is, only a tenant without a slot may pass it, for a slice of work.
 
         Args:
             prefilling: running sequences with prompts to compute.
@@ -192,15 +193,25 @@ class RequestQueues:
         for sequence in self.waiting:
             waiting.setdefault(sequence.request.tenant, []).append(sequence)
         self.shares.advance([*waiting, *(s.request.tenant for s in prefilling)])
+        passed: Tenant | None = None
         for tenant in sorted(self.shares.order(waiting), key=partial(self._would_lose, waiting)):
+            if passed is not None and not self._may_pass(tenant, passed):
+                continue
             candidate = self._next(waiting[tenant], prefilling, again=again)
             if candidate is None or not self._make_room(tenant, prefilling, most):
                 continue
             while (started := self._start(candidate)) is None:
                 if not self._take_from(self.running, tenant):
-                    return None  # others do not pass it: it would never find room
-            return started
+                    passed = passed or tenant
+                    break
+            else:
+                return started
         return None
+
+    def _may_pass(self, tenant: Tenant, other: Tenant) -> bool:
+        """Whether a tenant may begin while another waits for room: else that never finds it."""
+        has_none = all(sequence.request.tenant != tenant for sequence in self.running)
+        return has_none and self.shares.used(tenant) < self.shares.used(other) + self.shares.slice
 
     def _next(
         self, waiting: Seq[Sequence], prefilling: Seq[Sequence], *, again: bool

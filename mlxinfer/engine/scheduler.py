@@ -163,14 +163,15 @@ class Scheduler:
         if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
             self._steady = []
         self._contested = queues.contested
+        at_first = self.counters.preemptions
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
         prefills = self._next_prefills(decodes, verified)
-        preempted = self.counters.preemptions > preemptions  # perhaps features have room now
-        if preempted:
+        if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
         if not segments and not decodes.sequences:
+            preempted = self.counters.preemptions > at_first  # perhaps there is room now
             pending = any(s.num_pending for s in queues.unfinished())
             assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None

@@ -335,3 +335,53 @@ def test_tenants_with_work_differ_by_a_slice_in_random_programs(seed: int) -> No
             ahead[pair] = min(least, now), max(most, now)
             bound = sum((SLICE + 64) / tenant.weight for tenant in pair)
             assert ahead[pair][1] - ahead[pair][0] <= bound, f"seed {seed}"
+
+
+def test_a_small_request_passes_one_that_waits_for_memory() -> None:
+    """One tenant fills the memory, a second one needs most of it, a third one a page at a time."""
+    scheduler = build(pages=60, max_batch=4, chunk=64)
+    for i in range(2):
+        add(scheduler, f"heavy{i}", HEAVY, 60, 40)
+    for _ in range(5):
+        step(scheduler)
+    large = add(scheduler, "large", Tenant("large", 0.5), 150, 1)
+    step(scheduler)
+    assert large.slot < 0
+    for turn in range(400):
+        if large.finished:
+            break
+        light = add(scheduler, f"light{turn}", LIGHT, 4, 2)
+        if turn < 20:
+            step(scheduler)
+            assert light.num_answered == 1
+        add(scheduler, f"again{turn}", HEAVY, 60, 40)
+        step(scheduler)
+    assert large.finished, "who passes it does so for a slice"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_to_a_first_token_in_random_programs(seed: int) -> None:
+    """A prompt of a page, of a tenant without requests: each other tenant may go first, once."""
+    rnd = random.Random(seed)
+    heavy = [Tenant(str(i), rnd.choice([0.5, 1, 3])) for i in range(rnd.randint(1, 4))]
+    heavy.append(heavy[0].at(1))
+    scheduler = build(pages=rnd.choice([150, 4000]), max_batch=len(heavy) + 1, chunk=64)
+    number, waited = 0, []
+    for turn in range(150):
+        for _ in range(rnd.choice([0, 1, 6])):
+            number += 1
+            sizes = rnd.randint(1, 150), rnd.randint(1, 60)
+            add(scheduler, f"r{number}", rnd.choice(heavy), *sizes, rnd.randint(-9, 0))
+        if turn % 15 == 10:
+            light = add(scheduler, f"light{turn}", LIGHT, rnd.randint(1, scheduler.page_size), 3)
+            steps = 0
+            while not light.num_answered:
+                batch = scheduler.next_batch()
+                if batch is not None:
+                    scheduler.commit(batch, [7] * len(batch.sampling))
+                steps += 1
+                assert steps < 500, f"seed {seed}"
+            waited.append(steps)
+        if not scheduler.queues.idle and (batch := scheduler.next_batch()) is not None:
+            scheduler.commit(batch, [7] * len(batch.sampling))
+    assert max(waited) <= len(heavy), f"seed {seed}: {waited}"

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -39,7 +39,7 @@ from mlxinfer.metal_kernels.selfcheck import (
     judge,
     message,
 )
-from mlxinfer.metal_kernels.variants import Case, Kind, Loads, Variant
+from mlxinfer.metal_kernels.variants import Case, Kind, Loads, Outputs, Variant
 
 ALL = frozenset({BITMASK, SAMPLE})
 RUNS = 3  # of a check: on a small input, and on two that are timed
@@ -630,7 +630,7 @@ def test_a_kernel_that_fails_at_a_large_input_alone_is_refused(large: str, tmp_p
     assert "1 x 0" in verdict.detail or "memory" in verdict.detail
 
 
-def _runs_out_of_memory(case: Case) -> tuple[float, float]:
+def _runs_out_of_memory(calls: Mapping[str, Outputs]) -> dict[str, float]:
     raise RuntimeError("[metal::malloc] out of memory")
 
 

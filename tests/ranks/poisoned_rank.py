@@ -27,7 +27,7 @@ from mlxinfer.ranks import follower
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
 
-GPU = Gpu(Launch.on_metal, "a GPU", timer=lambda case: (1.0, 2.0))
+GPU = Gpu(Launch.on_metal, "a GPU", timer=lambda calls: dict.fromkeys(calls, 1.0))
 
 
 class OtherRank(LocalRanks):

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
-from ..session.answers import PromptWatch
+from ..progress import Watch
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
@@ -185,7 +185,7 @@ def start(
     log: ChatLog | None,
     model: str,
     options: dict[str, Any],
-    watch: PromptWatch,
+    watch: Watch,
 ) -> Iterator[Delta]:
     """Return the stream of the answer to the plain text, or to a conversation.
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import compared
+from mlxinfer import hub
 from mlxinfer.grammar import tokens
 from mlxinfer.grammar.tokens import token_table
 from mlxinfer.llm import LLM, SamplingParams
@@ -78,8 +79,8 @@ def off(logits: np.ndarray, expected: dict[str, Any]) -> float:
     return float(np.abs(logits[expected["best"]] - expected["logits"]).max())
 
 
-def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    return [list(answer.token_ids) for answer in llm.generate(prompts, GREEDY)]
+def greedy(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in llm.generate(prompts, params)]
 
 
 def changed(actual: np.ndarray, plain: np.ndarray) -> dict[str, float]:
@@ -116,10 +117,34 @@ def test_a_prompt_longer_than_the_window_gives_the_logits_of_transformers(
     assert off(long_logits[int(place)], LONG["places"][place]) < ROUNDED["bf16"]
 
 
-def test_formats_of_the_file_can_be_kept(gguf: Path) -> None:
-    with LLM(converted(gguf, "kept"), progress=False) as llm:
+@pytest.fixture(scope="module")
+def kept(gguf: Path) -> Path:
+    """The folder of the file's own formats."""
+    return converted(gguf, "kept")
+
+
+def test_formats_of_the_file_can_be_kept(kept: Path) -> None:
+    with LLM(kept, progress=False) as llm:
         assert off(llm.logits(PROMPTS[0])[-1], ANSWERS[0]) < ROUNDED["kept"]
         assert greedy(llm, PROMPTS[:1]) == [ANSWERS[0]["greedy"]]
+
+
+@pytest.mark.alike  # a minute: not in every run
+def test_a_file_that_runs_answers_as_the_folder_of_its_formats(
+    gguf: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 streams, twice, so that the second time reuses prefixes; proposals; 8-bit keys."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(gguf.parent / "hub"))
+    eight = [PROMPTS[i % 3] for i in range(8)]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    answers = []
+    for model in (kept, gguf):
+        options = {"kv_bits": 8, "speculate": "ngram", "prefill_chunk": 256}
+        with LLM(model, progress=False, **options) as llm:
+            answers += [greedy(llm, eight, params), greedy(llm, eight, params)]
+    assert answers == [answers[0]] * 4
+    (weights,) = hub.resolve(str(gguf), download=False).glob("*.safetensors")
+    assert weights.read_bytes() == (kept / weights.name).read_bytes()
 
 
 @pytest.mark.parametrize(

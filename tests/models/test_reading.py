@@ -304,21 +304,25 @@ def interrupt():
     assert begun.wait(60)
     os.kill(os.getpid(), signal.SIGINT)
 
+def interrupted():
+    tensor = load_tensors(Path(sys.argv[1]))["model.embed_tokens.weight"]
+    threading.Thread(target=interrupt).start()
+    try:
+        tensor.read()
+    except KeyboardInterrupt:
+        return tensor.nbytes
+
 WeightFile.read_into = read_into
-tensor = load_tensors(Path(sys.argv[1]))["model.embed_tokens.weight"]
 before = mx.get_active_memory()
-threading.Thread(target=interrupt).start()
-try:
-    tensor.read()
-except KeyboardInterrupt:
-    gc.collect()
-    print("while a thread reads", mx.get_active_memory() - before >= tensor.nbytes)
+num_bytes = interrupted()
+gc.collect()
+print("while a thread reads", mx.get_active_memory() - before >= num_bytes)
 may_go.set()
 for thread in threading.enumerate():
     if thread.name.startswith("mlxinfer-weights"):
         thread.join(60)
 gc.collect()
-print("after it", mx.get_active_memory() - before >= tensor.nbytes)
+print("after it", mx.get_active_memory() - before >= num_bytes)
 """
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer, ToolUse
-from ..text.reasoning import answer_prefix
+from ..text.reasoning import answer_begun
 from ..text.tools.schema import Tool, Toolbox
 from ..text.tools.use import AnswerGrammar
 from .compiler import GrammarCompiler
@@ -111,9 +111,9 @@ class Guidance:
             return grammar
         from .reasoning_budget import BudgetRule, ReasoningBudget  # numpy, at the first use
 
-        if self._budget_rule is None:
-            self._budget_rule = BudgetRule.of(self._tokenizer, self._reasoning)
-        prefix = answer_prefix(self._tokenizer, self._reasoning, prompt_ids)
+        chosen, prefix = answer_begun(self._tokenizer, self._reasoning, prompt_ids)
+        if self._budget_rule is None or self._budget_rule.format != chosen:
+            self._budget_rule = BudgetRule.of(self._tokenizer, chosen)
         return ReasoningBudget(self._budget_rule, max_reasoning_tokens, prefix, grammar)
 
 

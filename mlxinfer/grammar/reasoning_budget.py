@@ -60,7 +60,7 @@ class ReasoningBudget:
         rule: of the model.
         max_tokens: of reasoning, marks included; then the closing mark is forced, as soon as the
             grammar within allows it. With channels no further message of reasoning may begin.
-        prefix: what the prompt holds of the answer (see `answer_prefix`).
+        prefix: what the prompt holds of the answer (see `answer_begun`).
         inner: the grammar of the whole answer, reasoning included; None: any text.
     """
 

@@ -1,16 +1,17 @@
 """How models mark their reasoning, and the split of an answer into reasoning and visible text.
 
 Marks are found in the text, not among the ids: a model may write `<think>` as one token or as four.
-A prompt may already hold the beginning of an answer (`answer_prefix`): the start tag, if the
+A prompt may already hold the beginning of an answer (`answer_begun`): the start tag, if the
 template writes it, or a part of the reasoning or of the message that the answer continues. The text
 stream and grammars start from that state.
 """
 
+import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tokenizers
 
@@ -381,7 +382,8 @@ class ReasoningFormat:
     With `answer`, the answer after the reasoning stands between two tags of its own. `implied` and
     `final`: see TagSplitter. `channels` say how messages are marked, with `harmony`. `recipient` is
     the header of an answer without reasoning, see RecipientSplitter. With `blocks` all text is in
-    blocks, see BlockSplitter.
+    blocks, see BlockSplitter. `others` are tags that prompts have instead of `start` and `end`, as
+    those of K2 Horizon for less effort.
     """
 
     start: str = "<think>"
@@ -393,6 +395,7 @@ class ReasoningFormat:
     channels: Channels = GPT_OSS
     recipient: str = ""
     blocks: bool = False
+    others: tuple[tuple[str, str], ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -401,10 +404,11 @@ class ReasoningFormat:
             return (*self.channels.marks, *self.channels.ends)
         if self.blocks:
             return BLOCKS
-        return (self.start, self.end, *filter(None, (*self.answer, self.final)))
+        tags = itertools.chain((self.start, self.end), *self.others)
+        return (*tags, *filter(None, (*self.answer, self.final)))
 
     def splitter(self, prefix: str = "") -> Splitter:
-        """Return a splitter for an answer with this prefix (see `answer_prefix`)."""
+        """Return a splitter for an answer with this prefix (see `answer_begun`)."""
         if self.recipient:
             return RecipientSplitter()
         if self.blocks:
@@ -446,19 +450,21 @@ class ReasoningFormat:
         return self.harmony and prefix.endswith("<|message|>") and not self.is_open(prefix)
 
 
-def answer_prefix(
-    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]
-) -> str:
-    """Return the beginning of the answer at the prompt's end, "" if there is none.
+def answer_begun(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat, prompt_ids: Sequence[int]
+) -> tuple[ReasoningFormat, str]:
+    """Return the format of this answer, and the beginning of it at the prompt's end, "" for none.
 
-    With tags it is the text from the last start tag on, closed or not. With channels (harmony) it
-    is the header of the last message.
+    With tags it is the text from the last start tag on, closed or not, and the format has the tags
+    that the prompt chose. With channels (harmony) it is the header of the last message.
     """
-    if reasoning is None:
-        return ""
     if reasoning.harmony:
-        return _header(tokenizer, reasoning.channels, prompt_ids)
-    return _thought(tokenizer, reasoning, prompt_ids)
+        return reasoning, _header(tokenizer, reasoning.channels, prompt_ids)
+    for start, end in ((reasoning.start, reasoning.end), *reasoning.others):
+        chosen = replace(reasoning, start=start, end=end)
+        if prefix := _thought(tokenizer, chosen, prompt_ids):
+            return chosen, prefix
+    return reasoning, ""
 
 
 def _header(tokenizer: Tokenizer, channels: Channels, ids: Sequence[int]) -> str:
@@ -561,7 +567,26 @@ _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
 
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """Return the format that the tokenizer's tokens or chat template show, None for none.
+    """Return the format that the tokenizer's tokens or chat template show, None for none."""
+    format = _detected(tokenizer)
+    if format is None or not format.start:
+        return format
+    sources = tokenizer.template.sources.values() if tokenizer.template else ()
+    written = "\0".join([*sources, *(t.content for t in tokenizer.added_tokens.values())])
+    return replace(format, others=tuple(_other_tags(format.start, format.end, written)))
+
+
+def _other_tags(start: str, end: str, written: str) -> Iterator[tuple[str, str]]:
+    """Yield pairs of tags whose names are longer: `<think_fast>` and `</think_fast>`."""
+    longer = re.compile(rf"{re.escape(start[:-1])}([\w-]+){re.escape(start[-1])}")
+    for name in dict.fromkeys(longer.findall(written)):
+        closing = f"{end[:-1]}{name}{end[-1]}"
+        if closing in written:
+            yield f"{start[:-1]}{name}{start[-1]}", closing
+
+
+def _detected(tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """`detect_reasoning` without other tags.
 
     If no known mark is found, a conversation with a thought is rendered. The marks are the texts
     before and after the thought.

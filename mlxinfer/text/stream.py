@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ..outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta, merged
-from .reasoning import ReasoningFormat, answer_prefix
+from .reasoning import ReasoningFormat, answer_begun
 from .tokenizer import INCOMPLETE, Tokenizer
 from .tools.format import ToolParser
 
@@ -106,7 +106,8 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, keep_ids=keep_ids, prompt_ids=before)
         self._splitter = None
         if reasoning:
-            self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))
+            chosen, prefix = answer_begun(tokenizer, reasoning, prompt_ids)
+            self._splitter = chosen.splitter(prefix)
         self._thoughts = ThoughtCalls(tools) if self._splitter and tools else None
         self._matcher = StopMatcher(stop) if stop else None
         self._tools = tools

@@ -7,7 +7,7 @@ from text_data import DATA, load_tokenizer, read_template, tokenizer_with
 
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
-from mlxinfer.text.reasoning import answer_prefix
+from mlxinfer.text.reasoning import answer_begun
 
 THINK = ReasoningFormat()
 TYPED = ReasoningFormat("<reason>", "</reason>")  # no tokens of the tokenizer
@@ -19,7 +19,7 @@ LONG = "so far " * 80
 
 def prefix_of(tokenizer, reasoning, prompt):
     ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
-    return answer_prefix(tokenizer, reasoning, ids)
+    return answer_begun(tokenizer, reasoning, ids)[1]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,10 @@ def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
         variables={"bos_token": "<s>"},
     )
     ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}] * 2)
-    assert answer_prefix(tokenizer, THINK, ids) == ""
+    assert answer_begun(tokenizer, THINK, ids)[1] == ""
     tokenizer.template = ChatTemplate("<s>[INST] {{ messages[0].content }} [/INST]")
     ids = encode_chat(tokenizer, [{"role": "user", "content": "What is <think>?"}])
-    assert answer_prefix(tokenizer, THINK, ids) == ""
+    assert answer_begun(tokenizer, THINK, ids)[1] == ""
 
 
 ENDINGS = [
@@ -85,11 +85,11 @@ def test_without_turns_a_tag_in_the_text_opens_nothing():
 def test_user_text_opens_no_reasoning():
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
     typed = [{"role": "user", "content": "go <think> on"}]
-    assert answer_prefix(tokenizer, THINK, encode_chat(tokenizer, typed)) == ""
+    assert answer_begun(tokenizer, THINK, encode_chat(tokenizer, typed))[1] == ""
     final = {"role": "assistant", "content": "<think>\nOkay"}
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     ids = encode_chat(tokenizer, [*typed, final], **goes_on)
-    assert answer_prefix(tokenizer, THINK, ids) == "<think>\nOkay"
+    assert answer_begun(tokenizer, THINK, ids)[1] == "<think>\nOkay"
 
 
 def test_a_token_of_the_template_alone_divides_turns():
@@ -110,7 +110,7 @@ def test_a_message_in_harmony_is_continued(harmony, thought, field):
     messages = [{"role": "user", "content": "hi"}, final]
     ends = {"add_generation_prompt": False, "continue_final_message": field}
     ids = encode_chat(harmony, messages, **ends)
-    result = answer_prefix(harmony, HARMONY, ids)
+    result = answer_begun(harmony, HARMONY, ids)[1]
     channel = "analysis" if field != "content" else "final"
     assert result == f"<|start|>assistant<|channel|>{channel}<|message|>"
     stream = TextStream(harmony, reasoning=HARMONY, prompt_ids=ids)
@@ -125,7 +125,7 @@ def test_a_message_in_harmony_that_has_come_to_its_end_is_not(harmony):
     assert prefix_of(harmony, HARMONY, said + "<|end|><|start|>assistant") == "<|start|>assistant"
     assert prefix_of(harmony, HARMONY, "no marks") == ""
     typed = harmony.encode(said, parse_special=True) + harmony.encode("<|end|>")
-    assert answer_prefix(harmony, HARMONY, typed) == said.removesuffix("a")
+    assert answer_begun(harmony, HARMONY, typed)[1] == said.removesuffix("a")
 
 
 def test_continued_reasoning_keeps_its_leading_space():
@@ -142,5 +142,5 @@ def test_continued_reasoning_keeps_its_leading_space():
 def test_a_long_prompt_is_looked_through_once(harmony, reasoning):
     ids = [97] * 400_000
     began = time.process_time()
-    answer_prefix(harmony, reasoning, ids)
+    answer_begun(harmony, reasoning, ids)
     assert time.process_time() - began < 1

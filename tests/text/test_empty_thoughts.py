@@ -1,15 +1,20 @@
-"""Templates that ask for a thought in every answer get an empty one: the form of K2 Horizon."""
+"""Templates of K2 Horizon's form: a thought in every answer, in tags that the effort chooses."""
 
-from talking import CALLS, SAID, THOUGHT, read, tokenizer_of, written_turn
+import pytest
+from talking import CALLS, SAID, THOUGHT, read, written_turn
+from text_data import tokenizer_with
 
 from mlxinfer.text import ChatTemplate
 from mlxinfer.text.samples import facts_of
 
-SOURCE = """{%- if tools -%}{{ tools | tojson }}{%- endif -%}
+SOURCE = """{%- set marks = {'medium': 'think_fast', 'low': 'think_faster'} -%}
+{%- set mark = 'ifm|' ~ marks.get(reasoning_effort, 'think') -%}
+{%- if tools -%}{{ tools | tojson }}{%- endif -%}
 {%- for m in messages -%}
 {%- if m.role == 'assistant' -%}
   {%- if m.reasoning_content is not defined -%}{{ raise_exception('no thinking') }}{%- endif -%}
-  {{- '<|ifm|im_start|>assistant\\n<ifm|think>\\n' ~ m.reasoning_content ~ '\\n</ifm|think>\\n' -}}
+  {{- '<|ifm|im_start|>assistant\\n<' ~ mark ~ '>\\n' -}}
+  {{- m.reasoning_content ~ '\\n</' ~ mark ~ '>\\n' -}}
   {{- m.content -}}
   {%- if m.tool_calls -%}<ifm|tool_calls>
     {%- for call in m.tool_calls -%}
@@ -25,8 +30,11 @@ SOURCE = """{%- if tools -%}{{ tools | tojson }}{%- endif -%}
   {{- '<|ifm|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|ifm|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|ifm|im_start|>assistant\\n<ifm|think>\\n' }}{%- endif -%}"""
+{%- if add_generation_prompt -%}
+{{- '<|ifm|im_start|>assistant\\n<' ~ mark ~ '>\\n' -}}
+{%- endif -%}"""
 MARK = "<ifm|think>"
+TAGS = ("think", "think_fast", "think_faster")
 
 
 def test_an_answer_without_a_thought_gets_an_empty_one():
@@ -43,8 +51,16 @@ def test_an_answer_without_a_thought_gets_an_empty_one():
     assert text.endswith(f"{MARK}\n")
 
 
-def test_a_turn_that_begins_inside_of_a_thought_is_read_back():
-    tokenizer = tokenizer_of(SOURCE, has_tokens=True)
-    prompt, answer = written_turn(tokenizer, thought=THOUGHT)
+@pytest.mark.parametrize("name", TAGS)
+def test_a_turn_that_begins_inside_of_a_thought_is_read_back(name: str) -> None:
+    """The format is read from the template once; each request has an effort of its own."""
+    tokenizer = tokenizer_with(
+        SOURCE, [f"<{slash}ifm|{tag}>" for tag in TAGS for slash in ("", "/")]
+    )
+    prompt, answer = (
+        text.replace("ifm|think>", f"ifm|{name}>")
+        for text in written_turn(tokenizer, thought=THOUGHT)
+    )
+    assert prompt.endswith(f"<ifm|{name}>\n")
     for turn in read(tokenizer, prompt, answer):
         assert turn == (CALLS, SAID, THOUGHT)

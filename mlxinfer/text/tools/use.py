@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Any
 
 from ...errors import InvalidRequestError, shown
-from ..reasoning import ReasoningFormat, answer_prefix
+from ..reasoning import ReasoningFormat, answer_begun
 from ..tokenizer import Tokenizer
 from .format import ToolFormat, ToolParser
 from .known import require_template
@@ -141,8 +141,9 @@ class AnswerGrammar:
         prompt_ids: Sequence[int],
         use: ToolUse | None = None,
     ) -> None:
-        self._reasoning, self._use = reasoning, use
-        self._prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
+        self._reasoning, self._use, self._prefix = reasoning, use, ""
+        if reasoning:
+            self._reasoning, self._prefix = answer_begun(tokenizer, reasoning, prompt_ids)
         marks = [*(use.format.marks if use else ()), *(reasoning.marks if reasoning else ())]
         # control tokens, and added tokens that are parts of marks
         self._lark = Lark(

@@ -103,6 +103,7 @@ def test_files_of_a_gguf_repository_are_chosen_by_their_quantisation(
     for name in ("m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"):
         source = open_source(f"org/gguf/{name}")
         assert set(source.tensors) == set(tensors)
+        assert any("reads text only" in note and "is empty" in note for note in source.notes)
         for tensor in ("model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"):
             assert np.array_equal(np.array(source.read(tensor)), tensors[tensor])
     served.log.clear()

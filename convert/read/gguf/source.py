@@ -91,8 +91,8 @@ def open_gguf(
         return replace(source, notes=(*notes, *_without_tower(facts)))
     try:
         return _seeing(source, model.projector, facts)
-    except UnsupportedModelError as error:
-        if mmproj is not None:
+    except (CheckpointError, UnsupportedModelError) as error:
+        if mmproj is not None:  # asked for; one that only lies there keeps no text from running
             raise
         return replace(source, notes=(*notes, f"{path.name} reads text only. {error}"))
 

@@ -35,8 +35,11 @@ def test_a_full_queue_refuses_whoever_filled_it() -> None:
         ThreadPoolExecutor(8) as pool,
     ):
         long = {name: long_chat()[name] for name in long_chat() if name != "messages"}
-        flood = [pool.submit(ask, server, "b", **long) for _ in range(6)]
-        wait_until(lambda: server.service.admission.num_waiting == 4)
+        admission = server.service.admission
+        flood = [pool.submit(ask, server, "b", **long) for _ in range(2)]
+        wait_until(lambda: server.stats()["running"] == 2 and not admission.num_waiting)
+        flood += [pool.submit(ask, server, "b", **long) for _ in range(4)]
+        wait_until(lambda: admission.num_waiting == 4)
         refused = ask(server, "b")
         assert refused.status_code == 503
         assert 1 <= int(refused.headers["retry-after"]) <= 60

@@ -1,4 +1,4 @@
-"""What families' configs share: how one is made, experts, layers with windows."""
+"""Parts of configs that several architectures share: experts, layers with windows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

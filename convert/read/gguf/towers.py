@@ -66,7 +66,7 @@ class TowerKind:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """What a file adds to a text: fields of its config, tensors, preprocessor_config.json."""
+    """A tower read from a file: config fields, tensors, and preprocessor_config.json."""
 
     config: Config
     readers: Mapping[str, TensorReader]
@@ -240,7 +240,7 @@ _WITHOUT_SUFFIX = {
 
 
 def _layout(kind: TowerKind, name: str, shape: tuple[int, ...], vision: Config) -> TensorLayout:
-    """What is undone as in texts: rows of Pixtral's Q and K, and the one of Gemma's norm."""
+    """Undoes changes of the converter: row order of Pixtral's Q and K, 1 added to Gemma's norm."""
     if kind.blocks == _PIXTRAL_BLOCKS:
         heads = vision["num_attention_heads"]
         counts = {"num_attention_heads": heads, "num_key_value_heads": heads}

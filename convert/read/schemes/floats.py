@@ -136,7 +136,7 @@ class ScaledMatrix:
         return -(-self.weight.shape[0] // self.shards // self.block[0])
 
     def _row_blocks(self, rows: slice) -> Array:
-        """(N,) the row of the grid that each of these rows has."""
+        """(N,) for each row of the matrix, the row of scales that belongs to it."""
         shard, row = np.divmod(
             np.arange(rows.start, rows.stop), self.weight.shape[0] // self.shards
         )

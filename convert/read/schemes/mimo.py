@@ -1,8 +1,8 @@
 """Fused queries, keys and values of MiMo V2.5 and V2.6.
 
-The rows of `qkv_proj` are shards, made for as many machines: each has some rows of queries, of keys
-and of values, and scales for blocks of its own, of which the last may have fewer rows. So the grid
-of scales says how many shards there are. Source: vLLM, issue 45200.
+The rows of `qkv_proj` are divided into shards. Each shard has rows of queries, keys and values, in
+this order. Blocks of scales begin anew at each shard, so a shard's last block may have fewer rows.
+The number of rows of scales shows how many shards there are. Source: vLLM, issue 45200.
 """
 
 import re
@@ -90,7 +90,7 @@ class ShardedHeads:
 
 
 def _part(matrix: ScaledMatrix, name: str, start: int, size: int) -> TensorReader:
-    """The rows of one kind: `size` of them, from row `start` of each shard on."""
+    """The matrix of q, k or v, of `size` rows: each shard has its part from row `start` on."""
     shards, whole = matrix.shards, matrix.reader(name, powers=False)
     per_shard, rows_of_shard = size // shards, matrix.weight.shape[0] // shards
 

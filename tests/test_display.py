@@ -170,7 +170,7 @@ def test_bars_are_silent_in_pipes_unless_wanted(
 
 def test_small_models_load_without_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("mlxinfer.progress.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("mlxinfer.progress.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     seen: list[int] = []
     show_later = patient(lambda _, done, __: seen.append(done))
     for done, at_s in ((1, 0.0), (2, 0.4), (3, 0.6)):

@@ -1,5 +1,7 @@
 """Progress as lines of text, for people who read it in a file."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mlxinfer import progress
@@ -10,7 +12,7 @@ def test_new_steps_and_each_minute_get_a_line_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = iter([100.0, 100.5, 101.5, 150.0, 162.0, 163.5, 180.0, 223.5])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
     show = rare_lines()
     for step, done in [
         ("read", 0),  # so short a step that nobody asks
@@ -34,7 +36,7 @@ def test_the_first_step_has_a_line_when_it_takes_longer_than_a_second(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = iter([100.0, 100.1, 100.9, 101.1, 130.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
     show = rare_lines()
     for done in (0, 20, 50, 60):
         show("open", done, 100)

@@ -2,13 +2,12 @@
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("mlxinfer", "metal_kernels", "convert", "apps")
+FOLDERS = ("mlxinfer", "apps")
 MAX_FILE, MAX_FUNCTION = 800, 45  # lines
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".metal", ".h", ".yml"}
 
@@ -21,11 +20,6 @@ def texts() -> Iterator[Path]:
             inside[:] = [name for name in inside if not name.startswith(".")]
         paths = (Path(folder, name) for name in sorted(files))
         yield from (path for path in paths if path.suffix in SUFFIXES and path.is_file())
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[Path, str]:
-    return {path: path.read_text() for path in texts()}
 
 
 def test_the_project_speaks_of_itself() -> None:
@@ -78,6 +72,24 @@ def test_broad_except_has_a_reason() -> None:
     ]
     assert len(broad) > 40
     assert not [line for line in broad if "#" not in line]
+
+
+CLOCK = re.compile(
+    r"""setattr\(\s*["']?[\w.]*\btime(\.|["']?,\s*["'])(monotonic|time|perf_counter|process_time)"""
+)
+
+
+def test_no_test_replaces_the_clock_of_the_process() -> None:
+    """Event loops and engines of other tests read it: one that runs dry ended a server's thread.
+
+    A test replaces the name `time` in the module that it is about.
+    """
+    assert CLOCK.search('setattr(progress.time, "monotonic", clock)')
+    assert CLOCK.search('setattr("mlxinfer.progress.time.monotonic", clock)')
+    assert not CLOCK.search('setattr(progress, "time", clock)')
+    tests = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    del tests[Path(__file__).resolve()]
+    assert not [str(path) for path, text in tests.items() if CLOCK.search(text)]
 
 
 def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

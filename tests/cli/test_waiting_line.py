@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -44,7 +45,7 @@ def test_it_names_the_turn_then_the_prompt_and_is_gone_at_the_first_word(
 
 def test_it_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([10.0, 14.0])
-    monkeypatch.setattr(_waiting.time, "monotonic", lambda: next(now_s))
+    monkeypatch.setattr(_waiting, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     line = WaitingLine(screen())
     line.read(1000, 9000)
     line.read(3000, 9000)

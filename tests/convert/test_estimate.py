@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from convert_cases import TEXT, write_source
@@ -32,6 +33,6 @@ def test_a_moment_in_which_the_machine_does_other_things_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([0.0, 0.25, 0.25, 0.375, 0.375, 0.75])
-    monkeypatch.setattr(estimate.time, "process_time", lambda: next(times))
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(times))
+    clock = SimpleNamespace(process_time=lambda: next(times), perf_counter=lambda: next(times))
+    monkeypatch.setattr(estimate, "time", clock)
     assert estimate._timed(lambda: None) == 0.125

@@ -3,18 +3,25 @@
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from convert_cases import convert, write_tokenizer
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
-from oracles.checkpoints import f32, write_folder
-from oracles.floats import E4M3_VALUES, finite_e4m3
+from oracles.checkpoints import bf16, f32, write_folder
+from oracles.floats import E4M3_VALUES, finite_e4m3, fp4_rows
+from speculation.head_names import mtp_tensors
 
+from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import open_source
 from mlxinfer.errors import CheckpointError
+from mlxinfer.models import load
 
 HEADS, KV_HEADS, DIMS, HIDDEN, BLOCK = 4, (2, 4), (24, 16), 64, (40, 32)
+EXACT = "mxfp4 g32", "mxfp4", "exact"
+INNER, PROMPT = 32, [5, 9, 7, 30, 12, 5, 9, 7]
 CONFIG = {
     **tiny_config("mimo_v2_flash-v4"),
     **{"model_type": "mimo_v2", "num_key_value_heads": 2, "swa_num_key_value_heads": 4},
@@ -73,3 +80,61 @@ def test_a_grid_that_fits_no_number_of_shards_is_refused(tmp_path: Path) -> None
     folder, _ = checkpoint(tmp_path, 4)
     with pytest.raises(CheckpointError, match="fits no number of shards"):
         open_source(folder)
+
+
+def release(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A checkpoint as V2.6 is released, with a head that predicts; its experts' numbers by name.
+
+    Experts have codes of four bits, and the heads of attention, the predictor's too, of eight.
+    """
+    flash = tiny_config("mimo_v2_flash-v4")
+    tensors = tiny_tensors(flash, 0)
+    tensors |= mtp_tensors(flash, tensors)
+    config = {**CONFIG, "num_nextn_predict_layers": 1, "moe_intermediate_size": INNER}
+    quantized = {**QUANTIZED, "store_dtype": "mxfp4", "mxfp4_block_size": 32}
+    stored: dict[str, Any] = {}
+    experts: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        path, kind = name.removesuffix(".weight"), name.split(".")[-2]
+        if ".experts." in name:
+            shape = (HIDDEN, INNER // 2) if kind == "down_proj" else (INNER, HIDDEN // 2)
+            codes, powers = octets(name, shape), octets(name, (shape[0], shape[1] // 16)) % 8 + 120
+            stored |= {f"{path}.weight": ("U8", codes), f"{path}.weight_scale": ("U8", powers)}
+            steps = np.repeat(np.exp2(powers.astype(float) - 127), 32, axis=1)
+            experts[name] = (fp4_rows(codes) * steps).astype(np.float32)
+        elif kind == "q_proj":  # the predictor's are those of a layer with a window
+            arrays, _ = fused(1 if ".mtp." in name else int(name.split(".")[2]), 2)
+            front = path.removesuffix("q_proj")
+            stored |= {f"{front}qkv_proj.{leaf}": array for leaf, array in arrays.items()}
+        elif kind not in ("k_proj", "v_proj"):
+            stored[name] = bf16(value)
+    write_folder(folder, stored, quantized, **config)
+    write_tokenizer(folder)
+    return folder, experts
+
+
+def octets(name: str, shape: tuple[int, int]) -> np.ndarray:
+    seed = [len(name), *name.encode()]
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+@pytest.mark.ci
+def test_experts_of_v2_6_keep_their_codes_and_its_head_proposes(tmp_path: Path) -> None:
+    folder, experts = release(tmp_path / "release")
+    report = convert(folder, tmp_path / "out", "keep")
+    entries = {entry["name"]: entry for entry in report.tensors}
+    stacks = [entry for name, entry in entries.items() if ".switch_mlp." in name]
+    assert {(e["stored"], e["format"], e["status"]) for e in stacks} == {EXACT}
+    assert entries["mtp.layers.0.self_attn.q_proj.weight"]["stored"].startswith("fp8")
+    assert max(entry["relative"] for entry in report.tensors) < 0.01
+    stack = load(tmp_path / "out").layers[1].mlp.down_proj
+    numbers = mx.dequantize(stack.weight, stack.scales, group_size=32, bits=4, mode="mxfp4")
+    expected = [experts[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] for i in range(12)]
+    assert np.array_equal(np.array(numbers.astype(mx.float32)), np.stack(expected))
+    answers = []
+    for source in ("off", "mtp"):
+        with LLM(tmp_path / "out", speculate=source) as llm:
+            answers.append(llm.generate([PROMPT], max_tokens=12)[0].token_ids)
+            drafted = llm.stats()["speculation"]["drafted"] if source == "mtp" else 0
+    assert answers[0] == answers[1]
+    assert drafted > 0

@@ -204,17 +204,25 @@ def alone(
     kv: KVOptions | None = None,
     grammar: Grammar | None = None,
     pictures: tuple[PlacedPicture, ...] = (),
+    adapter: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> Outcome:
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run.
 
     It is deterministic, so that its outcome is kept for the next test that asks for it.
     """
-    key = (id(model), tuple(ids), repr(params), stop_ids, repr(kv), repr(pictures))
+    key = (id(model), tuple(ids), repr(params), stop_ids, repr(kv), repr(pictures), adapter)
     if grammar is None and key in _kept:
         return _kept[key][1]
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
-    harness = Harness(model, **plain, kv=kv or KVOptions())
-    harness.add("alone", ids, params, stop_ids=stop_ids, grammar=grammar, pictures=pictures)
+    harness = Harness(model, **plain, kv=kv or KVOptions(), adapters=adapters if adapter else None)
+    asked: dict[str, Any] = {
+        "stop_ids": stop_ids,
+        "grammar": grammar,
+        "pictures": pictures,
+        "adapter": adapter,
+    }
+    harness.add("alone", ids, params, **asked)
     outcome = harness.drain()["alone"]
     assert outcome.error is None or grammar is not None, outcome.error
     if grammar is None:

@@ -1,6 +1,8 @@
 """Everything at once: whatever is switched on together, each request gets the tokens that it gets
 alone, in the plain run of the same KV format; with an adapter, those of the model that the adapter
-is merged into.
+is merged into. Where the KV cache is quantised the plain run has the adapter beside its model: a
+merged one is rounded otherwise, and a code that moves by a step for that can change an expert, or
+which tokens an indexer chooses, and with that anything.
 
 Draws a model (attention, latent attention, recurrent layers), sampling settings, end tokens and
 grammars, stored bits, window and sinks, page size, prefix cache, room for snapshots of states,
@@ -377,9 +379,7 @@ def text_of(outcome: Outcome, stop_ids: frozenset[int]) -> list[int]:
 def test_everything_at_once(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     options = data.draw(kv_options(case))
-    # A merged adapter is rounded otherwise: a code that moves by a step for that can change which
-    # tokens an indexer chooses, and with that anything.
-    adapters = {} if options.bits != (None, None) and ranked_specs(case) else folders(case)
+    adapters = folders(case)
     sight = data.draw(some_sight(case))
     model = plain_model(case, None, sight)
     some = programs(adapters, sight, exact=options.bits == (None, None))
@@ -453,15 +453,18 @@ def plain_runs(
     case: str, options: KVOptions, run: list[Asked], sight: Sight | OwnSight | None = None
 ) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
+    merges = options.bits == (None, None)
     return {
         str(i): alone(
-            plain_model(case, asked.adapter, sight),
+            plain_model(case, asked.adapter if merges else None, sight),
             list(asked.prompt_ids),
             asked.params,
             stop_ids=asked.stop_ids,
             kv=options,
             grammar=asked.rules.start() if asked.rules else None,
             pictures=asked.pictures,
+            adapter=None if merges else asked.adapter,
+            adapters={} if merges else folders(case),
         )
         for i, asked in enumerate(run)
     }

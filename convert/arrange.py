@@ -19,6 +19,7 @@ from ..models.jsonfields import Fields
 from ..models.language import LanguageConfig
 from ..models.registry import family
 from ..models.towers.loading import tower_family, tower_name
+from ..models.weights.files import is_row_table
 from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
@@ -86,6 +87,11 @@ class OutputTensor:
         """The decoder layer that it belongs to; None: none."""
         match = LAYER.search(self.path)
         return int(match[1]) if match else None
+
+    @property
+    def in_files(self) -> bool:
+        """Whether it is a table that stays in its files, of which tokens read rows."""
+        return is_row_table(self.name)
 
     @property
     def quantised(self) -> bool:

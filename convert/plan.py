@@ -415,7 +415,8 @@ def disk_bytes(
 def _largest_layer(arranged: ArrangedSource) -> int:
     sizes: Counter[int | None] = Counter()
     for output in arranged.outputs:
-        sizes[output.layer] += 0 if output.layer is None else output.num_weights
+        if output.layer is not None and not output.in_files:
+            sizes[output.layer] += output.num_weights
     return max(sizes.values())
 
 

@@ -63,7 +63,7 @@ from .write import (
     written_entries,
 )
 from .zoo import NOTE as MADE
-from .zoo import WHOLE, arrange_made, check_opens, refuse_layers, runs_by_layer
+from .zoo import WHOLE, arrange_made, check_opens, refuse_layers, whole_because
 
 NO_TOKENIZER = (
     "There is no tokenizer: add the model's tokenizer.json, or convert with --tokenizer FOLDER."
@@ -102,7 +102,7 @@ class Conversion:
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet, or a missing part."""
-        if not runs_by_layer(self.source):
+        if whole_because(self.source) is not None:
             refuse_layers(self.source, self.options, comparing=self.compares)
         native = is_native(self.source.config)
         self.arranged = arrange(self.source) if native else arrange_made(self.source)
@@ -248,8 +248,8 @@ class Conversion:
             notes.append(NOT_MLX_LM.format(kind=kind))
         elif keys := passed_over(self._written_config(plan), self.arranged.family_config):
             notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
-        if self.arranged.definition is None and not runs_by_layer(self.source):
-            notes.append(WHOLE.format(kind=kind))
+        if self.arranged.definition is None and (reason := whole_because(self.source)):
+            notes.append(WHOLE.format(kind=kind, reason=reason))
         if plan.stacks_for_mlx:
             notes.append(STACKED)
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:

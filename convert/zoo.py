@@ -29,8 +29,8 @@ from .read.source import TensorReader
 from .recipes import ConversionOptions
 
 WHOLE = (
-    "Layers of {kind} cannot run alone. So its tensors were rounded without a text for "
-    "calibration, and logits were not compared."
+    "Layers of {kind} cannot run alone, because {reason}. So its tensors were rounded without a "
+    "text for calibration, and logits were not compared."
 )
 NOTE = (
     "mlx-lm's definition of {kind} made the tensors. They were rounded without a text for "
@@ -139,18 +139,18 @@ def check_opens(folder: Path, plan: ConversionPlan, label: str) -> None:
     check_made(definition, config.quantization, tensors, label)
 
 
-def runs_by_layer(source: SourceModel) -> bool:
-    """Whether each layer can run alone, which calibration and the comparison of logits need."""
+def whole_because(source: SourceModel) -> str | None:
+    """Why no layer can run alone, which calibration and comparing logits need; None: each can."""
     if not is_native(source.config):
-        return False
+        return "mlx-lm's definition runs it"
     config = normalise(source.config)
-    by_layer: bool = family(config.model_type).runs_by_layer(config)
-    return by_layer
+    reason: str | None = family(config.model_type).whole_because(config)
+    return reason
 
 
 def without_layers(source: SourceModel, options: ConversionOptions) -> ConversionOptions:
     """The options where none was given of calibration: a model that runs as a whole has none."""
-    if runs_by_layer(source) or options.targeted or options.learn_minutes is not None:
+    if whole_because(source) is None or options.targeted or options.learn_minutes is not None:
         return options
     return replace(options, calibration=None, check_text=None)
 
@@ -168,12 +168,10 @@ def refuse_layers(source: SourceModel, options: ConversionOptions, *, comparing:
         "check": comparing,
         "split_experts": options.split_experts and not native,
     }
-    reason = "its layers read more than the one before them gives"
-    if not native:
-        reason = "mlx-lm's definition runs it"
     for param in (name for name, wanted in asked.items() if wanted):
         raise InvalidRequestError(
-            f"{source.label} runs only as a whole, because {reason}: {param} is not supported. "
-            "Leave it out; such models convert without calibration, and each tensor is compared.",
+            f"{source.label} runs only as a whole, because {whole_because(source)}: {param} is not "
+            "supported. Leave it out; such models convert without calibration, and each tensor is "
+            "compared.",
             param=param,
         )

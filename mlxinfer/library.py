@@ -139,7 +139,7 @@ def convert_model(
     require_mlx()
     from .convert.read import open_source
     from .convert.run import Conversion
-    from .convert.zoo import runs_by_layer, without_layers
+    from .convert.zoo import whole_because, without_layers
 
     options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
     with progress_bars(unit="it", wanted=_switch(progress)) as show:
@@ -148,7 +148,7 @@ def convert_model(
         show("open", 1, 1)
         if calibration == "default":
             options = without_layers(opened, options)
-        compares = check and runs_by_layer(opened)
+        compares = check and whole_because(opened) is None
         return Conversion(opened, Path(out), options, compares, show).run(resume=resume)
 
 

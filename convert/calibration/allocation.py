@@ -108,8 +108,8 @@ def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
 
 
 def _free(output: OutputTensor) -> bool:
-    """Routers decide too much, and what predicts further ahead has no share in the logits."""
-    return not (output.ahead or ROUTERS.search(output.path))
+    """Routers decide too much, what predicts has no share in the logits, tables stay in files."""
+    return not (output.ahead or output.in_files or ROUTERS.search(output.path))
 
 
 def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:

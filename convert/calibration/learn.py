@@ -123,7 +123,7 @@ class LearningPass:
         for name, tensors in plan.shards():
             reader = ShardReader(folder / name, [a.name for t in tensors for a in t.arrays])
             self._written |= {tensor.output.name: (tensor, reader) for tensor in tensors}
-        self._sequences, self._length = sequences, len(sequences[0])
+        self._sequences = sequences
         self._num_layers = arranged.config.num_layers
         self._seconds = seconds / self._num_layers
 
@@ -142,7 +142,7 @@ class LearningPass:
         table = [reader.values(tensor, slice(row, row + 1)) for row in sorted(set(ids))]
         rows = mx.array(np.concatenate(table))
         plain, states = (
-            HiddenStates.of(x.astype(mx.float32), self._length)
+            HiddenStates.of(x.astype(mx.float32), self._sequences)
             for x in (streamed.embed(ids), streamed.embed(ids, rows))
         )
         progress("learn", 0, self._num_layers)
@@ -193,15 +193,15 @@ class LearningPass:
         wanted: HiddenStates,
     ) -> tuple[LearnedLayer, Parameters]:
         started = time.monotonic()
-        split = _Split(states, wanted, len(self._sequences))
+        split = _Split(states, wanted, self._sequences)
         zero = {
             name: (mx.zeros_like(layer.scales[name]), mx.zeros_like(layer.biases[name]))
             for name in layer.codes
         }
 
-        def loss(changes: Parameters, x: mx.array, y: mx.array) -> mx.array:
+        def loss(changes: Parameters, x: mx.array, y: mx.array, ids: mx.array) -> mx.array:
             run = self._run(index, dense, layer, changes)
-            return _relative_error(run(x, self._length), y)
+            return _relative_error(run(x, ids), y)
 
         gradients = mx.value_and_grad(loss)
         optimizer, changes, best = Adam(learning_rate=RATE), zero, dict[str, Any]()
@@ -240,6 +240,9 @@ class LearningPass:
         for name, output in self._streamed.outputs_of(index).items():
             tensor, reader = self._written[output.name]
             form = tensor.form
+            if output.in_files:  # the source's is read, row by row
+                dense[name] = self._streamed.zeros(output)
+                continue
             fixed = tensor.packed or ROUTERS.search(output.path)  # choices have no gradient
             if form is None or form.mode != "affine" or fixed:
                 whole = reader.values(tensor, slice(0, output.num_weights))
@@ -272,10 +275,13 @@ def _error(values: mx.array, source: mx.array) -> ErrorStats:
 
 
 class _Split:
-    """Inputs and wanted outputs of a layer, some of the `count` sequences held out."""
+    """Inputs and wanted outputs of a layer, some of the sequences held out."""
 
-    def __init__(self, states: HiddenStates, wanted: HiddenStates, count: int) -> None:
-        self._pairs = states, wanted
+    def __init__(
+        self, states: HiddenStates, wanted: HiddenStates, sequences: Sequence[Sequence[int]]
+    ) -> None:
+        self._pairs, count = (states, wanted), len(sequences)
+        self._ids = mx.array(np.array(sequences, np.int32))
         held = set(range(HELD_OUT - 1, count, HELD_OUT)) or {0}
         self._held = sorted(held)
         self._taught = [i for i in range(count) if i not in held] or [0]
@@ -283,7 +289,7 @@ class _Split:
         self._order = np.random.default_rng(0)
 
     def batch(self) -> list[mx.array]:
-        """Inputs and outputs of one step."""
+        """Inputs, outputs and ids of one step."""
         return self._picked(self._order.permutation(self._taught)[: self._size].tolist())
 
     def held_out(self, error: Any) -> float:
@@ -296,7 +302,8 @@ class _Split:
         return sum(errors) / len(self._held)
 
     def _picked(self, sequences: list[int]) -> list[mx.array]:
-        return [states.picked(sequences) for states in self._pairs]
+        picked = [states.picked(sequences) for states in self._pairs]
+        return [*picked, self._ids[mx.array(sequences)]]
 
 
 _RESULT = "result"

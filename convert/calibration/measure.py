@@ -67,10 +67,9 @@ class _ProbePass:
     ) -> None:
         self._arranged, self._recipe, self._pool = arranged, recipe, pool
         self._streamed = StreamedModel(arranged)
-        self._sequences = sequences
         self._length = len(sequences[0])
-        self._probe_length = min(PROBE_LENGTH, self._length)
-        self._num_probes = min(num_probes, len(sequences))
+        probes = [ids[:PROBE_LENGTH] for ids in sequences[:num_probes]]
+        self._probed = mx.array(np.array(probes, np.int32))  # (P, length) ids
         self._states = self._streamed.states(sequences)
         self._probes: list[mx.array] = []  # one (P, hidden) for each of `_measured`
         self._measured: list[MeasuredUnit] = []
@@ -100,9 +99,9 @@ class _ProbePass:
 
     def _probe_base(self) -> mx.array:
         """The first tokens of the first sequences, (P, hidden)."""
-        rows = mx.concatenate(self._states.parts[: self._num_probes])  # a part has one or more
-        states = rows.reshape(-1, self._length, rows.shape[-1])
-        picked = states[: self._num_probes, : self._probe_length]
+        count, length = self._probed.shape
+        rows = mx.concatenate(self._states.parts[:count])  # a part has one or more
+        picked = rows.reshape(-1, self._length, rows.shape[-1])[:count, :length]
         return picked.reshape(-1, picked.shape[-1])
 
     def _probe_ends(self) -> None:
@@ -114,8 +113,7 @@ class _ProbePass:
             if unit.outputs[0].name != self._streamed.output(EMBEDDING).name:
                 self._probes.append(self._probe_base())
                 continue
-            picked = self._sequences[: self._num_probes]
-            ids = [token for ids in picked for token in ids[: self._probe_length]]
+            ids = np.array(self._probed).ravel().tolist()
             rows = self._streamed.rows(unit.outputs[0], sorted(set(ids)))
             table = round_trip(rows, self._method(unit.outputs[0], unit.probe))
             self._probes.append(self._streamed.embed(ids, table))
@@ -129,8 +127,7 @@ class _ProbePass:
         streamed.see = moments.see
         self._states.advance(clean)
         streamed.see = None
-        probes = HiddenStates(self._probes, self._probe_length)
-        probes.advance(clean)
+        HiddenStates(self._probes, [self._probed] * len(self._probes)).advance(clean)
         outputs = streamed.outputs_of(index)
         for name, output in outputs.items():
             self._keep_importance(output, moments.importance(name.removesuffix(".weight")))
@@ -141,7 +138,7 @@ class _ProbePass:
                 for name, output in names.items()
             }
             run = streamed.layer(index, {**tensors, **changed})
-            moved = run(base, self._probe_length)
+            moved = run(base, self._probed)
             mx.eval(moved)
             self._probes.append(moved)
             self._measured.append(unit)

@@ -7,6 +7,7 @@ Where MLX runs on the CPU layers are computed in float32, which its matrix produ
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import Choose, ExpertProjection, MoE, Routed
+from ...layers.ngrams import Int64s
 from ...layers.step import Step
 from ...metal_kernels.paged_attention import Softmax
 from ...metal_kernels.variants import KernelUse, ModelForm
@@ -184,40 +186,50 @@ class LayerRun:
 
     model: Model
 
-    def __call__(self, x: mx.array, length: int) -> mx.array:
-        """x (N * length, hidden): N sequences -> the same after the layer, not evaluated."""
-        group, masks = RowGroup(0, x.shape[0] // length, length), Masks(bidirectional=False)
+    def __call__(self, x: mx.array, ids: mx.array) -> mx.array:
+        """x (N * length, width) of ids (N, length) -> the same after the layer, not evaluated."""
+        group, masks = RowGroup(0, *ids.shape), Masks(bidirectional=False)
         caches = {
             mixer: STAND_INS[type(mixer.spec)](mixer.spec, group, masks)
             for mixer in self.model.mixers
         }
-        positions = mx.arange(x.shape[0]) % length
-        return self.model.layers[0](x, None, Step(positions.astype(mx.int32), caches))[0]
+        positions = mx.arange(x.shape[0]) % ids.shape[1]
+        step = Step(positions.astype(mx.int32), caches)
+        step.ids = ids.flatten()
+        return self.model.layers[0](x, None, step)[0]
 
 
 @dataclass(slots=True)
 class HiddenStates:
     """Hidden states of sequences of one length, which a layer replaces part by part."""
 
-    parts: list[mx.array]  # (N * length, hidden) each
-    length: int
+    parts: list[mx.array]  # (N * length, width) each
+    ids: list[mx.array]  # (N, length) of each part's tokens
 
     @classmethod
-    def of(cls, x: mx.array, length: int) -> "HiddenStates":
-        """x (N * length, hidden) in parts of about MAX_ROWS rows."""
-        rows = max(1, MAX_ROWS // length) * length
-        starts = range(0, x.shape[0], rows)
-        return cls([x[start : start + rows] for start in starts], length)
+    def of(cls, x: mx.array, sequences: Sequence[Sequence[int]]) -> "HiddenStates":
+        """x (N * length, width) of N sequences in parts of about MAX_ROWS rows."""
+        ids = mx.array(np.array(sequences, np.int32))
+        length = ids.shape[1]
+        count = max(1, MAX_ROWS // length)
+        starts = range(0, len(ids), count)
+        parts = [x[start * length : (start + count) * length] for start in starts]
+        return cls(parts, [ids[start : start + count] for start in starts])
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.ids[0].shape[1]
 
     def advance(self, layer: LayerRun, tell: Callable[[int], None] = lambda _: None) -> None:
         """Go through a layer; `tell` is called after each part, with 1."""
         for index, part in enumerate(self.parts):
-            self.parts[index] = layer(part, self.length)
+            self.parts[index] = layer(part, self.ids[index])
             mx.eval(self.parts[index])
             tell(1)
 
     def picked(self, sequences: Sequence[int]) -> mx.array:
-        """Those of some of the sequences, (len(sequences) * length, hidden)."""
+        """Those of some of the sequences, (len(sequences) * length, width)."""
         per_part = max(1, self.parts[0].shape[0] // self.length)
         places = (divmod(number, per_part) for number in sequences)
         size = self.length
@@ -235,7 +247,7 @@ class StreamedModel:
         self.see: See | None = None
         self.config = arranged.family_config
         self._module = family(self.config.model_type)
-        assert self._module.runs_by_layer(self.config), self.config.model_type
+        assert self._module.whole_because(self.config) is None, self.config.model_type
         self._by_name: dict[str, OutputTensor] = {
             self._module.tensor_name(output.name): output
             for output in arranged.outputs
@@ -265,9 +277,15 @@ class StreamedModel:
         return {name: out for name, out in self._by_name.items() if name.startswith(front)}
 
     def read_layer(self, index: int) -> dict[str, mx.array]:
-        """All values of a layer, by the decoder's names."""
-        outputs = self.outputs_of(index)
-        return {name: self._computed(self._arranged.whole(out)) for name, out in outputs.items()}
+        """All values of a layer, by the decoder's names; zeros of a table that stays in files."""
+        return {
+            name: self.zeros(out) if out.in_files else self._computed(self._arranged.whole(out))
+            for name, out in self.outputs_of(index).items()
+        }
+
+    def zeros(self, output: OutputTensor) -> mx.array:
+        """As a tensor; they take no memory unless they are evaluated."""
+        return self._computed(mx.zeros(output.shape, mx_dtype(self._arranged.source.dtype)))
 
     def states(
         self, sequences: Sequence[Sequence[int]], change: Change = lambda rows: rows
@@ -278,7 +296,7 @@ class StreamedModel:
         """
         ids = [token for sequence in sequences for token in sequence]
         table = change(self.rows(self.output(EMBEDDING), np.unique(np.array(ids)).tolist()))
-        return HiddenStates.of(self.embed(ids, table), len(sequences[0]))
+        return HiddenStates.of(self.embed(ids, table), sequences)
 
     def layer(self, index: int, tensors: Mapping[str, mx.array]) -> LayerRun:
         config = self._only(range(index, index + 1))
@@ -307,7 +325,8 @@ class StreamedModel:
             return ObservedProjection(made, paths, self._shown(index))
 
         checkpoint = Checkpoint(self._ends() | tensors, self._module.tensor_name)
-        made: Model = self._module.build(config, Weights(checkpoint, wrap=wrap))
+        table = partial(SourceTable, self, index)
+        made: Model = self._module.build(config, Weights(checkpoint, wrap=wrap, table=table))
         return made
 
     def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
@@ -354,10 +373,8 @@ class StreamedModel:
         return self._built(replace(self._only(range(0)), vocab_size=vocab), tensors)
 
     def _ends(self) -> dict[str, mx.array]:
-        hidden, dtype = self.config.hidden_size, mx_dtype(self._arranged.source.dtype)
-        ends = {EMBEDDING: mx.zeros((1, hidden), dtype)}
-        ends |= {name: mx.zeros((hidden,), dtype) for name in self._norms}
-        return {name: self._computed(array) for name, array in ends.items()}
+        ends = {name: self.zeros(self.output(name)) for name in self._norms}
+        return ends | {EMBEDDING: self.zeros(self.output(EMBEDDING))[:1]}
 
     def _only(self, layers: range) -> ModelConfig:
         """The config of a model with these layers alone, its own table for output."""
@@ -372,6 +389,42 @@ class StreamedModel:
         changed |= {"num_layers": len(layers), "vocab_size": 1, "tie_word_embeddings": True}
         changed["first_layer"] = layers.start
         return replace(config, **changed, quantization=None)
+
+
+class SourceTable:
+    """A table that stays in the source's files; see `layers.ngrams.RowTable`.
+
+    Args:
+        streamed: reads the rows.
+        index: of the layer, which is built as layer 0.
+        paths: of the table's parts, one behind the other.
+        dtype: of decoded rows.
+    """
+
+    def __init__(
+        self, streamed: StreamedModel, index: int, paths: Sequence[str], dtype: mx.Dtype
+    ) -> None:
+        self._streamed, self._dtype = streamed, dtype
+        names = [f"{path.replace('.0.', f'.{index}.', 1)}.weight" for path in paths]
+        self._parts = [streamed.output(name) for name in names]
+        self._ends = np.cumsum([part.shape[0] for part in self._parts])
+        self.num_rows = int(self._ends[-1])
+        self.row_bytes = self._parts[0].shape[1] * 4
+
+    def read(self, rows: Int64s, memory: memoryview) -> None:
+        once, places = np.unique(rows, return_inverse=True)
+        of_part = np.split(once, np.searchsorted(once, self._ends[:-1]))
+        starts = [0, *self._ends[:-1].tolist()]
+        read = [
+            self._streamed.rows(part, (some - start).tolist()).astype(mx.float32)
+            for part, some, start in zip(self._parts, of_part, starts, strict=True)
+            if len(some)
+        ]
+        values = np.array(mx.concatenate(read))
+        np.frombuffer(memory, np.float32).reshape(len(rows), -1)[:] = values[places]
+
+    def decode(self, stored: mx.array) -> mx.array:
+        return stored.view(mx.float32).astype(self._dtype)
 
 
 def _spans(ids: Sequence[int], gap: int) -> list[tuple[int, int]]:

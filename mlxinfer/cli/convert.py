@@ -327,7 +327,7 @@ def _opened(
 ) -> "Conversion":
     from ..convert.read import open_source
     from ..convert.run import Conversion
-    from ..convert.zoo import runs_by_layer, without_layers
+    from ..convert.zoo import whole_because, without_layers
 
     progress("open", 0, 1)
     opened = open_source(
@@ -338,7 +338,7 @@ def _opened(
         reading=partial(progress, "open"),
     )
     compares = checks(given) == "full"
-    if given["check"] is None and not runs_by_layer(opened):
+    if given["check"] is None and whole_because(opened) is not None:
         compares = False
     if given["calibration"] is None:
         options = without_layers(opened, options)

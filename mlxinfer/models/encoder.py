@@ -115,9 +115,8 @@ class Encoder(Family):
         )
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """False: layers are run one by one to compare logits, and encoders give none."""
-        return False
+    def whole_because(cls, config: ModelConfig) -> str:
+        return "it gives vectors, and layers run one by one to compare logits"
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:

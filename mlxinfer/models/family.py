@@ -161,9 +161,9 @@ class Family:
         return stated, stated
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Whether a layer needs nothing but hidden states, and so can be run by itself."""
-        return True
+    def whole_because(cls, config: ModelConfig) -> str | None:
+        """Why no layer runs by itself; None: it needs hidden states and ids of tokens only."""
+        return None
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

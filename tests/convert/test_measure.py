@@ -35,6 +35,9 @@ SEEING_FAR = {  # changes of configs, with which a token sees all of such a text
     "llama4_text-v5": {"attention_chunk_size": 64},
     "glm_moe_dsa-v5": {"index_topk": 512},
     "glm5_next_text-v4": {"index_topk": 512},
+    "glm_moe_dsa-shared": {"index_topk": 512},
+    "qwen4_exp_text-v4": {"indexer_budget": 64},
+    "qwen4_exp_text-v5": {"indexer_budget": 64},
 }
 
 

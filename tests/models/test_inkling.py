@@ -74,7 +74,6 @@ def test_a_whole_model_has_its_text_inside_and_the_core_shares_its_weights(tmp_p
 def test_ranks_stages_windows_and_layers_alone_are_refused(tmp_path):
     config = normalise(tiny_config(CASE))
     kind = family(config.model_type)
-    assert not kind.runs_by_layer(config)
     assert kind.between_stages(config).bound == frozenset(range(1, config.num_layers))
     folder = write(tmp_path, tiny_config(CASE), arrays_of(tiny_config(CASE)))
     write_tokenizer(folder, 96)

@@ -147,9 +147,8 @@ class DeepseekV4(MixedStreams):
         )
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Never: some choose experts by token ids, and entries take part in attention."""
-        return False
+    def whole_because(cls, config: ModelConfig) -> str:
+        return "its layers attend to entries that only the cache makes of earlier tokens"
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

@@ -25,6 +25,7 @@ from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .gemma import language_fields
 from .gemma_e import (
+    FROM_ELSEWHERE,
     PerLayerGate,
     PerLayerInputs,
     between_stages,
@@ -264,9 +265,8 @@ class Gemma3n(Family):
         return replace(config, attention_scale=1.0, without_cache=shared(config))
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """It does not: inputs and keys come from elsewhere."""
-        return False
+    def whole_because(cls, config: ModelConfig) -> str:
+        return FROM_ELSEWHERE
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

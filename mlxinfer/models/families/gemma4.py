@@ -32,6 +32,7 @@ from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
 from .gemma import SPANS, language_fields, sees_pictures
 from .gemma_e import (
+    FROM_ELSEWHERE,
     PerLayerGate,
     between_stages,
     per_layer_gate,
@@ -221,10 +222,10 @@ class Gemma4(Family):
         )
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Not in the E models: inputs and keys come from elsewhere."""
+    def whole_because(cls, config: ModelConfig) -> str | None:
         keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
-        return not any(config.fields.integer(key, low=0) for key in keys)
+        is_e_model = any(config.fields.integer(key, low=0) for key in keys)
+        return FROM_ELSEWHERE if is_e_model else None
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

@@ -123,6 +123,9 @@ def shared(config: ModelConfig) -> tuple[bool, ...]:
     return tuple(source is not None for source in sources(config))
 
 
+FROM_ELSEWHERE = "its layers read inputs and keys that other layers made"
+
+
 def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStages:
     """Per-layer inputs, several hidden states of a token, and keys that later layers read."""
     hidden = config.hidden_size

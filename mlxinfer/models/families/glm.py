@@ -192,10 +192,6 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
         return replace(super().configure(config), without_index=flags)
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        return not _shared_indexers(config.fields)
-
-    @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         return BetweenStages((config.hidden_size,), bound=_shared_indexers(config.fields))
 
@@ -204,7 +200,7 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
         Checkpoints may hold indexers that nothing uses; those are left out.
         """
-        if index not in _shared_indexers(self.config.fields):
+        if self.config.without_index[index : index + 1] != (True,):
             return super().attention(index, **parts)
         self.weights.drop_below([f"model.layers.{index}.self_attn.indexer."])
         return RankedAttention(None, **parts)

@@ -190,9 +190,11 @@ class Inkling2Loop(Family):
         return Fields(values, config.where)
 
     @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Never: layers read the sums of earlier blocks."""
-        return False
+    def whole_because(cls, config: ModelConfig) -> str:
+        return (
+            "its layers read the sums of earlier blocks, and its core runs several times: what "
+            "flows into a layer is known when the last pass has run"
+        )
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:

@@ -264,8 +264,7 @@ class NemotronHPuzzle(NemotronH):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        blocks = self.config.fields.items("block_configs") or []
-        stated = blocks[index] if index < len(blocks) else {}
+        stated = self.config.listed("block_configs", index) or {}
         sizes = {key: value for key, value in stated.items() if value is not None}
         fields = Fields({**self.config.fields.values, **sizes}, self.config.fields.where)
         builder = copy(self)

@@ -46,6 +46,7 @@ class Qwen4Exp(Qwen3_5MoE):
         "heads_per_ngram": 8,
     }
 
+    final_norm = "model.hyper_connection_mixer"
     mtp = MTPForm(norm_offset=1.0, before_norm=True)  # it reads all streams
 
     @classmethod
@@ -66,11 +67,6 @@ class Qwen4Exp(Qwen3_5MoE):
                     f"ple_layer_ids in {fields.where} must be layers from 1 to {config.num_layers}."
                 )
         return replace(config, extra_specs=indexes)
-
-    @classmethod
-    def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """Never: layers with n-grams need token ids, and a mixture stands for the last norm."""
-        return False
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
@@ -101,7 +97,7 @@ class Qwen4Exp(Qwen3_5MoE):
         return Streams(self.num_streams)
 
     def last_norm(self) -> Norm:
-        return self._mixture("model.hyper_connection_mixer")
+        return self._mixture(self.final_norm)
 
     def mtp_norm(self, path: str) -> Norm:
         self.weights.drop(f"{path}.hyper_connection_mixer.block_inject_weight.weight")
@@ -121,7 +117,8 @@ class Qwen4Exp(Qwen3_5MoE):
             )
             for name in ("attn", "mlp")
         )
-        ngrams = self._ngrams(index) if index in _ngram_layers(self.config.fields) else None
+        of_ngrams = self.config.first_layer + index in _ngram_layers(self.config.fields)
+        ngrams = self._ngrams(index) if of_ngrams else None
         return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp), ngrams)
 
     def indexer(self, index: int) -> Mixer | None:

@@ -85,6 +85,7 @@ class Weights:
         link: to the other ranks, where the source has a rank's part of each tensor.
         stage: the layers to build; None: all of them.
         wrap: is given each projection with the paths it is made of, and returns what to use.
+        table: makes the table of some paths, in a dtype; None: it stays in the checkpoint's files.
 
     Attributes:
         adapter_targets: projections that adapters may change; None: not noted.
@@ -105,6 +106,7 @@ class Weights:
         link: Link | None = None,
         stage: StagePart | None = None,
         wrap: Callable[[Projection, Sequence[str]], Projection] | None = None,
+        table: Callable[[Sequence[str], mx.Dtype], Any] | None = None,
     ) -> None:
         self.adapter_targets: list[AdapterTarget] | None = [] if adaptable else None
         self.share = source.share
@@ -118,7 +120,7 @@ class Weights:
         self._link = link
         self._sums = None if link is None else Sums(link)
         self._stage = stage
-        self._wrap = wrap
+        self._wrap, self._table = wrap, table
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -341,6 +343,8 @@ class Weights:
             CheckpointError: its parts have different formats.
         """
         tables = [self._fields_in_files(path, width) for path in paths]
+        if self._table is not None:
+            return self._table(paths, self.dtype)
         forms = {form for form, _ in tables}
         by_field = list(zip(*[fields for _, fields in tables], strict=len(forms) == 1))
         if len(forms) > 1 or any(len({field.dtype for field in some}) > 1 for some in by_field):

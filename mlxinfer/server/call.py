@@ -697,7 +697,7 @@ class Call:
             "answers": len(answers),
             "waiting": self._waiting is not None and self._waiting.is_whole,
             "prompt_tokens": len(answers[0].request.prompt_ids),
-            "prompt_read": _read_of(answers),  # tokens; null: not known, since none asked
+            **_reading_of(answers[0]),
             "reuse": None if self.reuse is None else self.reuse.without_text(),
             "answer_tokens": sum(answer.num_tokens for answer in answers),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
@@ -775,12 +775,15 @@ async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None
                 await task
 
 
-def _read_of(answers: Sequence[Answer]) -> int | None:
-    """Tokens of the first prompt that are computed, where the request asks for reports."""
-    request, progress = answers[0].request, answers[0].progress
-    if not request.reports_prompt:
-        return None
-    return 0 if progress is None else progress.computed
+def _reading_of(answer: Answer) -> dict[str, Any]:
+    """Tokens of the prompt that are computed, and seconds that the others take.
+
+    Both are null where the request asks for no reports; seconds are, too, before the first one.
+    """
+    progress = answer.progress
+    asked = answer.request.reports_prompt
+    read = progress.computed if progress else 0 if asked else None
+    return {"prompt_read": read, "prompt_left_s": progress and progress.left_s}
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -46,6 +46,12 @@ class PromptProgress(NamedTuple):
     total: int  # tokens of the prompt
     seconds: float  # since the request started
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the prompt is whole, at the rate so far; None: nothing was computed."""
+        done = self.computed - self.cached
+        return self.seconds * (self.total - self.computed) / done if done > 0 else None
+
 
 @dataclass(slots=True)
 class AnswerStep:

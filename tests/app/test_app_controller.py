@@ -86,6 +86,24 @@ def test_a_request_that_runs_is_counted(controller: AppController, server: PageS
     wait_until(lambda: controller.refresh().activity.running == 0)
 
 
+def test_a_prompt_that_is_read_has_its_share_and_the_seconds_left(
+    controller: AppController, server: PageServer
+) -> None:
+    server.script.read = (100, 3.0)
+    body = {"messages": [{"role": "user", "content": "word " * 500}]}
+    streamed = {**body, "stream": True, "return_progress": True}
+    asking = threading.Thread(target=server.post, args=("/v1/chat/completions", streamed))
+    asking.start()
+    wait_until(lambda: controller.refresh().activity.reading != ())
+    [(read, total, left_s)] = controller.view.activity.reading
+    assert read == 100
+    assert total > 500
+    assert left_s == pytest.approx(3.0 * (total - 100) / 100)
+    server.script.go_on.set()
+    asking.join()
+    wait_until(lambda: not controller.refresh().activity.busy)
+
+
 def download(server: PageServer, model: str) -> None:
     """What the page does."""
     assert server.post("/hub/downloads", {"model": model}).status_code == 200

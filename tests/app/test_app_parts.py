@@ -134,8 +134,12 @@ def test_the_state_is_said_in_one_line() -> None:
             "◌ Loading · a 40 %",
         ),
         (
-            running(activity=Activity(models=(LOADED,), reading=((300, 1200),), waiting=2)),
-            "◉ Answering · chat · reading 1,200 tokens: 25 %, 2 waiting",
+            running(activity=Activity(models=(LOADED,), reading=((300, 1200, 8.7),), waiting=2)),
+            "◉ Answering · chat · reading 1,200 tokens: 25 %, 9 s left, 2 waiting",
+        ),
+        (
+            running(activity=Activity(models=(LOADED,), reading=((1100, 1200, 0.4),))),
+            "◉ Answering · chat · reading 1,200 tokens: 91 %",
         ),
         (
             running(activity=busy, rate=31.4),

@@ -69,6 +69,8 @@ class PacedScript(Script):
 
     Attributes:
         aborted: set when a client has left an answer that was not complete.
+        read: tokens of the prompt that were read in so many seconds when the script waits; None:
+            it waits before `rest` only.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], limits: Any) -> None:
@@ -82,6 +84,7 @@ class PacedScript(Script):
         self.go_on.set()
         self.text, self.rest, self.cached_tokens = "ok", "", 0
         self.pause_s = 0.0
+        self.read: tuple[int, float] | None = None
         self.requests.clear()
         self.aborted = threading.Event()
         self.go_on = threading.Event()
@@ -106,6 +109,12 @@ class PacedScript(Script):
     ) -> None:
         first, rest = self._encode(self.text), self._encode(self.rest)
         ids, cached, pause_s = [*first, *rest], self.cached_tokens, self.pause_s
+        if self.read is not None:
+            computed, seconds = self.read
+            now_s = time.monotonic()
+            request.started_s = now_s - seconds
+            deliver(TokenEvent(request.id, None, prompt_tokens=computed, made_s=now_s))
+            go_on.wait(LIMIT_S)
         for number, token in enumerate([*ids, min(request.stop_ids)]):
             if number == len(first) and rest:
                 go_on.wait(LIMIT_S)

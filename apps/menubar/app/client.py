@@ -65,14 +65,14 @@ class Activity:
     Attributes:
         running: requests that are being answered.
         waiting: that wait for their turn.
-        reading: of a prompt that is being read: tokens that are computed, and all.
+        reading: of a prompt that is being read: tokens that are computed, all, and seconds left.
         tokens: of all answers since the server started.
     """
 
     models: tuple[ModelStatus, ...] = ()
     running: int = 0
     waiting: int = 0
-    reading: tuple[tuple[int, int], ...] = ()
+    reading: tuple[tuple[int, int, float], ...] = ()
     tokens: int = 0
 
     @property
@@ -99,7 +99,7 @@ class ServerClient:
         requests = said["requests"]
         unanswered = [item for item in requests if item["waiting"]]
         reading = [
-            (item["prompt_read"], item["prompt_tokens"])
+            (item["prompt_read"], item["prompt_tokens"], item["prompt_left_s"] or 0.0)
             for item in unanswered
             if item["prompt_read"]
         ]

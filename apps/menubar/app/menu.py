@@ -155,11 +155,13 @@ def loaded_text(model: ModelStatus) -> str:
 
 
 def batch_text(view: View) -> str:
-    """The requests in words: "2 answers, reading 12,000 tokens: 42 %, 1 waiting, 31 tokens/s"."""
+    """The requests: "1 answer, reading 12,000 tokens: 42 %, 31 s left, 1 waiting, 31 tokens/s"."""
     running, waiting = view.activity.running, view.activity.waiting
     parts = [f"{running} {'answer' if running == 1 else 'answers'}"] if running else []
-    for read, total in view.activity.reading:
+    for read, total, left_s in view.activity.reading:
         parts.append(f"reading {total:,} tokens: {100 * read // total} %")
+        if left_s >= 1:
+            parts.append(f"{left_s:.0f} s left")
     if waiting:
         parts.append(f"{waiting} waiting")
     return ", ".join([*parts, *filter(None, [rate_text(view)])])

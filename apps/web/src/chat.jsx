@@ -33,7 +33,8 @@ export function Chat({ compact }) {
 function Head({ compact }) {
   const { title } = conversation.value;
   const setting = settingsOpen.value;
-  const width = `min(${model.value.length + 7}ch, 100%)`;
+  const chosen = models.value.find(({ id }) => id === model.value);
+  const width = `min(${(chosen ? optionText(chosen) : model.value).length + 7}ch, 100%)`;
   return (
     <header class="head">
       <IconButton icon="menu" label="Conversations" class="quiet narrow" onClick={() => (sidebarOpen.value = true)} />
@@ -47,8 +48,7 @@ function Head({ compact }) {
       >
         {models.value.map((each) => (
           <option key={each.id} value={each.id}>
-            {each.id}
-            {each.state === "loaded" ? "" : ` (${each.state})`}
+            {optionText(each)}
           </option>
         ))}
       </select>
@@ -63,6 +63,10 @@ function Head({ compact }) {
       {compact && <IconButton icon="plus" label="New chat" onClick={newChat} />}
     </header>
   );
+}
+
+function optionText({ id, state }) {
+  return state === "loaded" ? id : `${id} (${state})`;
 }
 
 function Export() {
@@ -117,10 +121,14 @@ function Messages({ editing, edit }) {
   const [shown, setShown] = useState(SHOWN);
   const { id } = conversation.value;
   const all = branch.value;
-  useEffect(() => {
+  const answering = busy.value?.message.id;
+  useLayoutEffect(() => {
     setShown(SHOWN);
     follows.current = all.length > 0;
   }, [id]);
+  useLayoutEffect(() => {
+    if (answering) follows.current = true;
+  }, [answering]);
   useLayoutEffect(() => {
     if (follows.current) place.current.scrollTop = place.current.scrollHeight;
   });
@@ -129,6 +137,7 @@ function Messages({ editing, edit }) {
       if (follows.current && place.current) place.current.scrollTop = place.current.scrollHeight;
     });
     grown.observe(place.current.firstElementChild);
+    grown.observe(place.current); // it shrinks where the composer grows
     return () => grown.disconnect();
   }, []);
   function onScroll() {
@@ -157,13 +166,10 @@ function Messages({ editing, edit }) {
             key={message.id}
             message={message}
             version={busy.value?.message === message ? arrived.value : -1}
-            arriving={busy.value?.message.id === message.id}
+            arriving={answering === message.id}
             editing={editing === message.id}
             edit={edit}
-            again={() => {
-              follows.current = true;
-              regenerate(message);
-            }}
+            again={() => regenerate(message)}
           />
         ))}
       </div>

@@ -1,7 +1,7 @@
 // What the server does now: memory of the models, the batch, errors, settings.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { online, request } from "./api.js";
-import { bytes, number, seconds, when } from "./format.js";
+import { bytes, leftText, number, rateText, seconds, when } from "./format.js";
 import { usePolled } from "./poll.js";
 import { sidebarOpen } from "./sidebar.jsx";
 import { notice, refreshModels } from "./store.js";
@@ -83,14 +83,14 @@ function Busy({ state, rates }) {
   const waiting = state.requests.filter((each) => each.waiting).length;
   const running = state.requests.length - waiting;
   const rate = rates.total.at(-1) ?? 0;
-  const busy = running || waiting ? `Answering ${plural(running, "request")}` : "Idle";
+  const busy = running ? `Answering ${plural(running, "request")}` : waiting ? "Busy" : "Idle";
   const said = online.value ? busy : `Not reachable; before that: ${busy}`;
   return (
     <>
       <p class="busy" role="status">
         <b>{said}</b>
         {waiting > 0 && `, ${number(waiting)} waiting`}
-        {rate > 0 && ` · ${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`}
+        {rate > 0 && ` · ${rateText(rate)}`}
       </p>
       <Spark samples={rates.total} />
       {state.requests.length > 0 && <Requests state={state} />}
@@ -293,7 +293,7 @@ function ModelCard({ model, rate, again }) {
         {rate && loaded && (
           <Row
             name="Rate"
-            value={`${rate.perSecond.toFixed(1)} tokens/s${rate.perStep ? `, ${rate.perStep.toFixed(1)} tokens a step` : ""}`}
+            value={`${rateText(rate.perSecond)}${rate.perStep ? `, ${rate.perStep.toFixed(1)} tokens a step` : ""}`}
           />
         )}
         <Row name="From the cache" value={`${number(counters.cached_tokens)} of ${number(counters.prompt_tokens)} prompt tokens`} />
@@ -398,8 +398,9 @@ function Settings() {
   );
 }
 
-function stateOf({ waiting, prompt_read, prompt_tokens }) {
+function stateOf({ waiting, prompt_read, prompt_left_s, prompt_tokens }) {
   if (!waiting) return "answering";
   if (prompt_read === null) return "waiting or reading its prompt";
-  return prompt_read ? `reading its prompt: ${Math.floor((100 * prompt_read) / prompt_tokens)} %` : "waiting for its turn";
+  if (!prompt_read) return "waiting for its turn";
+  return `reading its prompt: ${Math.floor((100 * prompt_read) / prompt_tokens)} %${leftText(prompt_left_s)}`;
 }

@@ -22,6 +22,11 @@ export function seconds(value) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
+// The end of a text on progress: the time that is left, from a second on.
+export function leftText(value) {
+  return value >= 1 ? `, ${seconds(value)} left` : "";
+}
+
 // Midnights between a date and now.
 function daysSince(date) {
   const [today, day] = [new Date(), new Date(date)].map((each) => each.setHours(0, 0, 0, 0));
@@ -50,6 +55,10 @@ export function when(seconds) {
 export function rateOf({ usage, times }) {
   const elapsed = times && times.last_ms - times.first_ms;
   return usage && usage.answer > 1 && elapsed > 0 ? (usage.answer - 1) / (elapsed / 1000) : null;
+}
+
+export function rateText(rate) {
+  return `${rate < 100 ? rate.toFixed(1) : number(rate)} tokens/s`;
 }
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool" };

@@ -1,7 +1,7 @@
 // One message: its text as markdown, thoughts, tool calls, facts, and what can be done with it.
 import { memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { asCurl, bytes, copy, number, rateOf, seconds } from "./format.js";
+import { asCurl, bytes, copy, leftText, number, rateOf, rateText, seconds } from "./format.js";
 import { blocksOf, drawFormulas, MAX_CHARS } from "./markdown.js";
 import {
   ask, branch, busy, canRun, children, conversation, goOn, notice, resend, rewrite, runCall, sendResults, show, tools,
@@ -193,7 +193,7 @@ function waitingText(waiting, { model }) {
   const { total, processed, cache, time_ms } = waiting;
   const left = processed > cache ? (time_ms * (total - processed)) / (processed - cache) / 1000 : 0;
   const share = Math.floor((100 * processed) / total);
-  return `reading ${number(total)} tokens: ${share} %${left >= 1 ? `, ${seconds(left)} left` : ""}`;
+  return `reading ${number(total)} tokens: ${share} %${leftText(left)}`;
 }
 
 // Under an answer: copy, redo, one figure. The rest is behind the last button.
@@ -311,7 +311,7 @@ function figureOf(details) {
   if (finish === "stopped") return ["", "stopped"];
   if (edited) return ["", "edited by you"];
   const rate = rateOf(details);
-  return ["", rate && `${rate.toFixed(1)} tokens/s`];
+  return ["", rate && rateText(rate)];
 }
 
 function Facts({ details }) {

@@ -1,7 +1,7 @@
 // Models: what is on this disk, what the hub has and whether it fits, downloads, conversions.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { request } from "./api.js";
-import { bytes, number, seconds, when } from "./format.js";
+import { bytes, leftText, number, when } from "./format.js";
 import { usePolled } from "./poll.js";
 import { sidebarOpen } from "./sidebar.jsx";
 import { features, notice, refreshModels } from "./store.js";
@@ -130,9 +130,8 @@ function Jobs({ jobs, act }) {
 function progressText({ kind, step, done, total, rate, state }) {
   if (!total) return state;
   const count = kind === "download" || step === "download" ? bytes : number;
-  const left = rate > 0 && state === "running" ? `, ${seconds((total - done) / rate)} left` : "";
-  const speed = rate > 0 && state === "running" ? `, ${count(rate)}/s` : "";
-  return `${count(done)} of ${count(total)} (${Math.floor((100 * done) / total)} %)${speed}${left}`;
+  const pace = rate > 0 && state === "running" ? `, ${count(rate)}/s${leftText((total - done) / rate)}` : "";
+  return `${count(done)} of ${count(total)} (${Math.floor((100 * done) / total)} %)${pace}`;
 }
 
 function Report({ report }) {

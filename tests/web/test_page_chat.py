@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -455,6 +456,19 @@ def test_arabic_and_hebrew_are_written_from_the_right(page: PageDriver) -> None:
     assert page.page.locator(".entry .title").first.evaluate(shown) == "rtl"
     page.page.fill("#question", "سؤال")
     assert page.page.locator("#question").evaluate(shown) == "rtl"
+
+
+def test_what_an_answer_waits_for_is_said_below_its_question(page: PageDriver) -> None:
+    page.answered("The first question of a new chat")
+    page.server.script.read = (100, 5.0)
+    page.ask("A question that does not fit on a screen. " * 60)
+    said = page.page.locator(".waiting", has_text="reading")
+    said.wait_for()
+    assert re.fullmatch(r"reading \d+ tokens: \d+ %, \d+ s left", said.inner_text())
+    above = page.page.locator("#question").bounding_box()["y"]
+    wait_until(lambda: said.bounding_box()["y"] < above)
+    page.server.script.go_on.set()
+    page.wait_idle()
 
 
 def test_an_answer_that_was_cut_off_goes_on(page: PageDriver) -> None:

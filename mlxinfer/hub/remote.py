@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 from ..errors import DownloadError, MlxinferError, ModelNotFoundError
 from .cache import RepoName, cache_folder, offline
 
-LOGIN = "hf auth login (or set HF_TOKEN)"
+LOGIN = "`hf auth login` (or set HF_TOKEN)"  # a sentence of its own, which a page leaves out
 MAX_TRIES = 3
 RETRY_WAIT_S = 1.0  # doubled with each failure
 MAX_WAIT_S = 60.0
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 Found = TypeVar("Found")
 UNKNOWN = (
-    "The hub has no {name}, or it is private. Check the spelling; for a private model: " + LOGIN
+    "The hub has no {name}, or it is private. Check the spelling. For a private model: " + LOGIN
 )
 ANSWERS = {  # HTTP status -> message
-    401: "The hub did not accept your token for {name}: " + LOGIN,
-    403: "The hub does not let you read {name}: ask for access at https://huggingface.co/{name}, "
-    "then " + LOGIN,
-    429: "The hub limits how often you may ask: wait a while; more is allowed after " + LOGIN,
+    401: "The hub did not accept your token for {name}. For another one: " + LOGIN,
+    403: "The hub does not let you read {name}: ask for access at https://huggingface.co/{name}. "
+    "Then: " + LOGIN,
+    429: "The hub limits how often you may ask: wait a while. More is allowed after " + LOGIN,
 }
 METADATA_TIMEOUT_S = 15.0
 MAX_FOUND = 30
@@ -269,7 +269,8 @@ def _translate(error: BaseException, repo: RepoName) -> MlxinferError:
         return _translate(error.__cause__, repo)
     if isinstance(error, theirs.GatedRepoError):
         return DownloadError(
-            f"{name} is gated: ask for access at https://huggingface.co/{name}, then {LOGIN}."
+            f"{name} is gated: it needs your token, and access that you ask for at "
+            f"https://huggingface.co/{name}. Then: {LOGIN}."
         )
     if isinstance(error, theirs.RepositoryNotFoundError):
         return ModelNotFoundError(f"{UNKNOWN.format(name=name)}.")

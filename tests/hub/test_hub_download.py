@@ -191,7 +191,7 @@ def test_a_busy_hub_is_asked_again_whatever_form_its_retry_after_has(
     [
         (401, None, DownloadError, "hf auth login"),
         (401, "RepoNotFound", ModelNotFoundError, "private"),
-        (403, "GatedRepo", DownloadError, r"gated: ask for access .*org/tiny, then hf auth login"),
+        (403, "GatedRepo", DownloadError, r"gated: .* access .*org/tiny\. Then: `hf auth login`"),
         (403, None, DownloadError, "ask for access"),
         (404, "RepoNotFound", ModelNotFoundError, "Check the spelling"),
         (404, None, ModelNotFoundError, "Check the spelling"),

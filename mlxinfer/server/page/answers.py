@@ -111,6 +111,11 @@ class RunningAnswer:
         self._ended = True
         self._tell()
 
+    def queue(self) -> None:
+        """The model is loaded: the answer waits for its turn."""
+        self.waiting = {"for": "turn"}
+        self._tell()
+
     async def follow(self) -> AsyncIterator[bytes]:
         """Yield the answer so far, what it gains, and [DONE]."""
         self.followers += 1
@@ -142,7 +147,8 @@ class RunningAnswer:
     def _waited_for(self) -> Plain | None:
         if self.waiting is None or self.waiting["for"] != "model":
             return self.waiting
-        return {**self.waiting, **(self.load_progress() or {})}
+        progress = self.load_progress()
+        return {"for": "turn"} if progress is None else {**self.waiting, **progress}
 
     async def cancel(self) -> None:
         """End the answer where it is, and wait until it is stored."""
@@ -329,7 +335,7 @@ class AnswerRoutes:
         running.load_progress = lambda: slot.load_progress
         reply = await chat(call, request)
         assert isinstance(reply, Events)
-        running.waiting = {"for": "turn"}
+        running.queue()
         saved_s = time.monotonic()
         async with contextlib.aclosing(reply.frames) as chunks:  # type: ignore[type-var]
             async for frames in chunks:

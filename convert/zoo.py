@@ -37,6 +37,7 @@ NOTE = (
     "calibration, and logits were not compared."
 )
 _STORED = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_NAMED = {name: dtype for dtype, name in FLOATS.items()}
 _DTYPES = {
     "BF16": mx.bfloat16,
     "F16": mx.float16,
@@ -84,10 +85,23 @@ def arrange_made(source: SourceModel) -> ArrangedSource:
         CheckpointError: tensors are missing, misshapen or left over.
     """
     config, definition = choose(source.config, {})
+    if not source.as_made:
+        readers = _made_readers(source, definition, config.model_type)
+        source = replace(source, readers=readers, reads_whole=True)
+    infos = source.tensors.values()
+    shapes = {info.name: (_NAMED[info.dtype], info.shape) for info in infos}
+    check_made(definition, None, shapes, source.label)
+    outputs = tuple(_output(info, definition.quantisable) for info in infos)
+    return ArrangedSource(source, config, outputs, definition)
+
+
+def _made_readers(
+    source: SourceModel, definition: Definition, model_type: str
+) -> dict[str, TensorReader]:
+    """Of the tensors that a definition makes of a folder's."""
     folder = next(iter(source.readers.values())).parts[0].path.parent
-    made, readers = MadeTensors(folder, definition, config.model_type), dict[str, TensorReader]()
-    tensors = made.open()
-    for name, array in tensors.items():
+    made, readers = MadeTensors(folder, definition, model_type), dict[str, TensorReader]()
+    for name, array in made.open().items():
         if array.dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"{name!r} of {source.label} holds {array.dtype} numbers. What mlx-lm defines is "
@@ -96,11 +110,7 @@ def arrange_made(source: SourceModel) -> ArrangedSource:
         dtype = FLOATS[array.dtype]
         info = SourceTensor(name, array.shape, dtype, _STORED[dtype], array.nbytes)
         readers[name] = TensorReader(info, (), partial(made.values, name))
-    check_made(definition, None, {n: (t.dtype, t.shape) for n, t in tensors.items()}, source.label)
-    quantisable = definition.quantisable
-    outputs = tuple(_output(reader.info, quantisable) for reader in readers.values())
-    read = replace(source, readers=readers, reads_whole=True)
-    return ArrangedSource(read, config, outputs, definition)
+    return readers
 
 
 def _output(info: SourceTensor, quantisable: Mapping[str, int]) -> OutputTensor:
@@ -112,6 +122,8 @@ def _output(info: SourceTensor, quantisable: Mapping[str, int]) -> OutputTensor:
         dtype=info.dtype,
         stored=info.stored,
         stored_bytes=info.stored_bytes,
+        lossless=info.lossless,
+        scales_dtype=info.scales_dtype,
         dense=path not in quantisable,
         least_bits=quantisable.get(path, 0),
     )

@@ -157,6 +157,7 @@ class SourceModel:
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out or assumed
     origin: Origin = field(default_factory=Origin)
     reads_whole: bool = False  # a tensor is read whole, whatever rows are asked for
+    as_made: bool = False  # tensors are those that mlx-lm's definition makes of a checkpoint
     exact_dtype: str | None = None  # that holds all numbers as they are; None: `dtype` does
     tensors: Mapping[str, SourceTensor] = field(init=False)
 

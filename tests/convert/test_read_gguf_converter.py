@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import yaml
-from convert_cases import logits
+from convert_cases import by_mlxinfer, logits, write_tokenizer
 from models.dense_kv import DenseCache
 from models.picture_cases import PICTURE_CASES, QWEN_CASES, prompt
 from models.runs import every
@@ -21,7 +21,9 @@ from models.tiny import write
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import SourceModel
 from mlxinfer.convert.read.gguf.source import open_gguf
+from mlxinfer.convert.zoo import arrange_made
 from mlxinfer.models import load
+from mlxinfer.models.registry import SUPPORTED
 
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 LOGITS = np.load(DATA / "logits.npz")
@@ -39,10 +41,13 @@ def unpacked(folder: Path, name: str) -> Path:
 
 def written(folder: Path, source: SourceModel) -> Path:
     """The folder of a source, in float32."""
-    arranged = arrange(source)
+    is_native = source.config["model_type"] in SUPPORTED
+    arranged = (arrange if is_native else arrange_made)(source)
     tensors = {output.name: arranged.whole(output) for output in arranged.outputs}
     arrays = {name: array.astype(mx.float32) for name, array in tensors.items()}
-    return write(folder, dict(source.config), arrays)
+    write(folder, dict(source.config), arrays)
+    write_tokenizer(folder)
+    return folder
 
 
 def logits_with_pictures(folder: Path, case: str) -> np.ndarray:
@@ -69,7 +74,9 @@ def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     source = open_gguf(unpacked(tmp_path, name))
     expected = LOGITS[name.rpartition("-")[0]]
     ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
-    actual = logits(written(tmp_path / "folder", source), ids)
+    folder = written(tmp_path / "folder", source)
+    is_native = source.config["model_type"] in SUPPORTED
+    actual = (logits if is_native else by_mlxinfer)(folder, ids)
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
 
 

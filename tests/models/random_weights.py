@@ -50,7 +50,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
         values = noise
     elif "embed_tokens" in name or "embeddings" in name:
         values = 0.4 * noise
-    elif len(shape) == 1 or name.endswith("_bias"):
+    elif len(shape) < 2 or name.endswith("_bias"):
         values = 0.3 * noise
     else:
         inputs_first = "mlp.experts.gate_up_proj" in name or "feed_forward.experts.gate_up" in name
@@ -64,7 +64,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, *, less_one: boo
             else 1.0
         )
         values = noise * gain / np.sqrt(in_dims)
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)
 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

@@ -4,34 +4,37 @@ Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of 
 frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ....errors import UnsupportedModelError
+from ....errors import CheckpointError, UnsupportedModelError
+from ..stored import Array
 from .fields import ArchitectureFields
+from .gemma import GEMMA, GEMMA2, gemma3, gemma3n, gemma4
 from .hybrids import delta_net, falcon_h1, granite_hybrid, lfm2, nemotron_h
+from .latent import deepseek2, indexed, mistral4
 from .layout import HALVES
+from .names import QUERY_SCALE
 from .parts import (
     KINDS,
     SIGMOID,
     SOFTMAX,
     Config,
     FamilyConfig,
+    FamilyValue,
     Shapes,
     experts_of,
     has_biases,
     layer_types_of,
     make_family,
+    ministral_ropes,
     multipliers_of,
     number_of,
     routing_of,
+    rows_of,
     window_of,
 )
-
-_GEMMA3_27B = 62  # layers: how llama.cpp recognises the 27B, which scales by hidden / heads
-_GEMMA2_27B = 46
 
 
 def _out_biased(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
@@ -59,20 +62,14 @@ def _llama(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Ministral 3, whose queries grow with their position, and Mistral Small 3."""
     window = window_of(facts, shapes, config)
-    beta = facts.number("attention.temperature_scale")
-    if beta is None:
+    if not facts.has("attention.temperature_scale"):
         family = make_family("mistral", "MistralForCausalLM", sliding_window=window)
         return family(facts, shapes, config)
-    ropes = {
-        **(config["rope_scaling"] or {"rope_type": "default"}),
-        "rope_theta": config["rope_theta"],
-        "llama_4_scaling_beta": beta,
-    }
-    # The logarithm's factor is mscale_all_dim itself here; what divides it is 1 in every model.
-    if (all_dim := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
-        ropes |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     family = make_family("ministral3", "Ministral3ForCausalLM", sliding_window=window)
-    return family(facts, shapes, config) | {"rope_parameters": ropes, "rope_scaling": None}
+    # The logarithm's factor is mscale_all_dim itself here; what divides it is 1 in every model.
+    all_dim = facts.number("rope.scaling.yarn_log_multiplier")
+    scales = {} if all_dim is None else {"mscale": 1.0, "mscale_all_dim": all_dim}
+    return family(facts, shapes, config) | ministral_ropes(facts, config, **scales)
 
 
 def _phi3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
@@ -114,16 +111,66 @@ def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
     return family(facts, shapes, config)
 
 
-def _gemma2_scale(facts: ArchitectureFields, shapes: Shapes, config: Config) -> int:
-    """Of queries; llama.cpp knows the 27B, which scales by hidden / heads, by its layers."""
-    large = config["num_hidden_layers"] == _GEMMA2_27B
-    return config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
-
-
 def _granite(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.expect("rope.scaling.finetuned", True)  # else nothing turns
     family = make_family("granite", "GraniteForCausalLM")(facts, shapes, config)
     return family | multipliers_of(facts, config["head_dim"])
+
+
+def _granite_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    return _granite(facts, shapes, config) | {
+        "model_type": "granitemoe",
+        "architectures": ["GraniteMoeForCausalLM"],
+        **experts_of(facts, count="num_local_experts", size=""),
+    }
+
+
+def _stablelm(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Where a layer has one norm, attention and feed-forward block run beside each other."""
+    facts.read("use_parallel_residual")
+    return make_family("stablelm", "StableLmForCausalLM")(facts, shapes, config) | {
+        "use_parallel_residual": "model.layers.0.post_attention_layernorm.weight" not in shapes,
+        "use_qkv_bias": has_biases(shapes),
+        "qk_layernorm": False,
+    }
+
+
+def query_scale(facts: ArchitectureFields, factors: Mapping[str, Array]) -> float:
+    """Of Muse Glimmer: llama.cpp has it as the weights of a norm; those of keys are 1."""
+    by_part: dict[str, list[float]] = {"q": [], "k": []}
+    for name, values in factors.items():
+        if match := QUERY_SCALE.fullmatch(name):
+            by_part[match[1]] += np.unique(values).tolist()
+    queries, keys = (set(values) for values in by_part.values())
+    if len(queries) != 1 or keys != {1.0}:
+        raise UnsupportedModelError(
+            f"The norms of queries and keys in {facts.all.where} are no factor; expected one "
+            "number for queries, and 1 for keys."
+        )
+    return round(queries.pop(), 6)
+
+
+def _apertus_constants(facts: ArchitectureFields) -> dict[str, Array]:
+    """The numbers of each layer's activation, which are tensors in transformers."""
+    parts = ("alpha_n", "alpha_p", "beta", "eps")
+    by_part = {part: facts.all.get(f"xielu.{part}") for part in parts}
+    if any(not isinstance(values, np.ndarray) for values in by_part.values()):
+        raise CheckpointError(f"{facts.all.where} lacks one of {', '.join(parts)} of xielu.")
+    return {
+        f"model.layers.{i}.mlp.act_fn.{part}": np.asarray(by_part[part][i], np.float32)
+        for part in parts
+        for i in range(facts.num_layers)
+    }
+
+
+def _muse(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    return make_family("muse_glimmer_text", "MuseGlimmerForCausalLM")(facts, shapes, config) | {
+        "hidden_activation": "silu",
+        "output_multiplier": facts.number("logit_scale", 1.0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping"),
+        "sliding_window": window_of(facts, shapes, config),
+        "layer_types": layer_types_of(4)(facts, shapes, config),
+    }
 
 
 def _no_ropes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> list[int]:
@@ -187,29 +234,6 @@ def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     }
 
 
-def _gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    large = config["num_hidden_layers"] == _GEMMA3_27B
-    per_head = config["hidden_size"] // config["num_attention_heads"]
-    fields = make_family("gemma3_text", "Gemma3ForCausalLM")(facts, shapes, config)
-    del fields["hidden_act"]
-    return fields | {
-        **_gemma3_layers(facts, config["num_hidden_layers"]),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": per_head if large else config["head_dim"],
-        "sliding_window": facts.integer("attention.sliding_window"),
-        "rope_local_base_freq": facts.number("rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": facts.number("final_logit_softcapping"),
-        "attn_logit_softcapping": None,
-    }
-
-
-def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
-    slides = facts.by_layer_or_none("attention.sliding_window_pattern", num_layers)
-    if slides is None:
-        return {"sliding_window_pattern": facts.integer("attention.sliding_window_pattern", 6)}
-    return {"layer_types": [KINDS[0] if flag else KINDS[1] for flag in slides]}
-
-
 def _gpt_oss(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     scaling = config["rope_scaling"]
     return make_family("gpt_oss", "GptOssForCausalLM")(facts, shapes, config) | {
@@ -223,63 +247,6 @@ def _gpt_oss(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
     }
 
 
-def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Sizes by kind of layer; the frequencies of layers that see everything are a tensor."""
-    count = config["num_hidden_layers"]
-    slides = facts.by_layer("attention.sliding_window_pattern", count)
-    widths = facts.by_layer("feed_forward_length", count)
-    kv_heads = facts.by_layer("attention.head_count_kv", count)
-    shared = facts.count("attention.shared_kv_layers")
-    head_dim = facts.integer("attention.key_length_swa")
-    facts.expect("attention.value_length_swa", head_dim)
-    facts.expect("rope.dimension_count", facts.integer("attention.key_length"))
-    by_kind = dict(zip(slides, kv_heads, strict=True))
-    with_values = {i for i in range(count - shared) if not slides[i]}
-    no_values = any(f"model.layers.{i}.self_attn.v_proj.weight" not in shapes for i in with_values)
-    table = shapes.get("model.embed_tokens_per_layer.weight", (config["vocab_size"],))
-    fields = {
-        "model_type": "gemma4_text",
-        "architectures": ["Gemma4ForCausalLM"],
-        "intermediate_size": min(widths),
-        "use_double_wide_mlp": max(widths) > min(widths),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "head_dim": head_dim,
-        "global_head_dim": facts.integer("attention.key_length"),
-        "num_key_value_heads": by_kind.get(1, kv_heads[0]),
-        "num_global_key_value_heads": by_kind.get(0, kv_heads[0]),
-        "attention_k_eq_v": no_values,
-        "num_kv_shared_layers": shared,
-        "layer_types": [KINDS[0] if flag else KINDS[1] for flag in slides],
-        "sliding_window": facts.integer("attention.sliding_window"),
-        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": table[0],
-        "final_logit_softcapping": facts.number("final_logit_softcapping"),
-        "enable_moe_block": facts.count("expert_count") > 0,
-    }
-    if fields["enable_moe_block"]:
-        fields |= experts_of(facts, per_token="top_k_experts")
-    return fields
-
-
-def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Config:
-    """`rope_parameters`: which pairs turn where all is seen is said by the divisors that are 1."""
-    full, sliding = facts.integer("attention.key_length"), facts.integer("attention.key_length_swa")
-    turned = full if factors is None else 2 * int((factors == 1.0).sum())
-    dims = facts.integer("rope.dimension_count_swa", sliding)
-    return {
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": facts.number("rope.freq_base", 1_000_000.0),
-            "partial_rotary_factor": turned / full,
-        },
-        "sliding_attention": {
-            "rope_type": "default",
-            "rope_theta": facts.number("rope.freq_base_swa", 10_000.0),
-            "partial_rotary_factor": dims / sliding,
-        },
-    }
-
-
 def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     facts.read("rope.dimension_sections")  # rows lie as those of texts do
     fields = make_family("glm4_moe", "Glm4MoeForCausalLM")(facts, shapes, config)
@@ -287,38 +254,6 @@ def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
     return fields | {
         **routing_of(facts),
         "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
-    }
-
-
-def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """DeepSeek V2 and V3, and what is built like them; older files have `kv_b` as one matrix."""
-    sigmoid = facts.count("expert_gating_func") == SIGMOID or any(
-        name.endswith("e_score_correction_bias") for name in shapes
-    )
-    facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
-    sparse = facts.count("expert_count") > 0
-    mla = "_mla" if facts.has("attention.key_length_mla") else ""
-    rope = facts.integer("rope.dimension_count")
-    rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
-    version = 3 if sigmoid else 2
-    routing = routing_of(facts) if sparse else {}
-    if sparse and not sigmoid:
-        routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
-    named = (f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")
-    if not sparse:
-        facts.read("leading_dense_block_count")
-        named = ("youtu", "YoutuForCausalLM")
-    fields = make_family(*named)(facts, shapes, config)
-    return fields | {
-        **routing,
-        "num_key_value_heads": config["num_attention_heads"],
-        "head_dim": rope,
-        "q_lora_rank": rank,
-        "kv_lora_rank": facts.integer("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": facts.integer(f"attention.key_length{mla}") - rope,
-        "v_head_dim": facts.integer(f"attention.value_length{mla}"),
-        "attention_bias": "model.layers.0.self_attn.kv_a_proj_with_mqa.bias" in shapes,
     }
 
 
@@ -494,11 +429,21 @@ def _hunyuan_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> C
     }
 
 
+_EXPERTS: dict[str, FamilyValue] = {
+    "num_experts": lambda facts, shapes, config: facts.integer("expert_count"),
+    "num_experts_per_tok": lambda facts, shapes, config: facts.integer("expert_used_count"),
+    "norm_topk_prob": lambda facts, shapes, config: facts.flag("expert_weights_norm"),
+}
+CONSTANTS = {"apertus": _apertus_constants}  # tensors that a file has among its fields
 FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
     "mistral3": _mistral3,
     "afmoe": _afmoe,
+    "apertus": make_family(
+        "apertus", "ApertusForCausalLM", hidden_act="xielu", post_norm=False, qk_norm=True
+    ),
     "arcee": make_family("arcee", "ArceeForCausalLM", hidden_act="relu2"),
+    "chatglm": make_family("glm", "GlmForCausalLM"),
     "cohere2": make_family(
         "cohere2",
         "Cohere2ForCausalLM",
@@ -507,7 +452,16 @@ FAMILIES: dict[str, FamilyConfig] = {
         layer_types=layer_types_of(4),
     ),
     "cohere2moe": _cohere2_moe,
-    "deepseek2": _deepseek2,
+    "command-r": make_family(
+        "cohere",
+        "CohereForCausalLM",
+        logit_scale=number_of("logit_scale", 1.0),
+        use_qk_norm=lambda facts, shapes, config: (
+            "model.layers.0.self_attn.q_norm.weight" in shapes
+        ),
+    ),
+    "deepseek2": deepseek2,
+    "deepseek32": indexed,
     "dots1": _dots1,
     "ernie4_5": make_family(
         "ernie4_5", "Ernie4_5ForCausalLM", use_bias=lambda facts, shapes, config: has_biases(shapes)
@@ -516,24 +470,19 @@ FAMILIES: dict[str, FamilyConfig] = {
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
     "falcon-h1": falcon_h1,
-    "gemma2": make_family(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        hidden_activation="gelu_pytorch_tanh",
-        attn_logit_softcapping=number_of("attn_logit_softcapping"),
-        final_logit_softcapping=number_of("final_logit_softcapping"),
-        sliding_window=window_of,
-        layer_types=layer_types_of(2),
-        query_pre_attn_scalar=_gemma2_scale,
-    ),
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": gemma3,
+    "gemma3n": gemma3n,
+    "gemma4": gemma4,
+    "glm-dsa": indexed,
     "glm4": make_family("glm4", "Glm4ForCausalLM", **{HALVES: _halved}),
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granite_swa": _granite_swa,
     "granitehybrid": granite_hybrid,
+    "granitemoe": _granite_moe,
     "hunyuan-dense": make_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
     "hunyuan-moe": _hunyuan_moe,
     "hy_v3": _hy3,
@@ -542,12 +491,40 @@ FAMILIES: dict[str, FamilyConfig] = {
     "lfm2moe": lfm2,
     "llama4": _llama4,
     "mellum": _mellum,
+    "mistral4": mistral4,
+    "muse-glimmer": _muse,
+    "nemotron": make_family(
+        "nemotron",
+        "NemotronForCausalLM",
+        hidden_act="relu2",
+        norm_eps=lambda facts, shapes, config: config["layer_norm_eps"],
+    ),
     "minimax-m2": _minimax_m2,
     "nemotron_h": nemotron_h,
     "nemotron_h_moe": nemotron_h,
     "olmo2": _olmo2,
+    "olmoe": make_family("olmoe", "OlmoeForCausalLM", **_EXPERTS),
+    "phi2": make_family(
+        "phi",
+        "PhiForCausalLM",
+        hidden_act="gelu_new",
+        intermediate_size=lambda facts, shapes, config: rows_of(
+            shapes, "model.layers.0.mlp.fc1.weight"
+        ),
+    ),
     "phi3": _phi3,
     "qwen2": _QWEN2,
+    "qwen2moe": make_family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        **_EXPERTS,
+        moe_intermediate_size=lambda facts, shapes, config: rows_of(
+            shapes, "model.layers.0.mlp.switch_mlp.gate_proj.weight", 1
+        ),
+        shared_expert_intermediate_size=lambda facts, shapes, config: rows_of(
+            shapes, "model.layers.0.mlp.shared_expert.gate_proj.weight"
+        ),
+    ),
     "qwen2vl": _of_pictures(_QWEN2),
     "qwen3": _QWEN3,
     "qwen35": delta_net,
@@ -560,6 +537,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "smollm3": make_family(
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),
+    "stablelm": _stablelm,
     "starcoder2": make_family(
         "starcoder2",
         "Starcoder2ForCausalLM",
@@ -585,5 +563,9 @@ PARTIAL = (
     "glm4moe",
     "phi3",
     "minimax-m2",
+    "chatglm",
+    "nemotron",
+    "phi2",
+    "stablelm",
     "laguna",
 )  # a part of each head turns

@@ -119,6 +119,14 @@ class ArchitectureFields:
         is_list = isinstance(self.all.get(f"{self.architecture}.{key}"), np.ndarray)
         return self.by_layer(key, num_layers) if is_list else None
 
+    def numbers(self, key: str, num_layers: int) -> list[float]:
+        """A number for each layer, infinite ones too."""
+        name = self.name(key)
+        values = self.all.get(name)
+        if not isinstance(values, np.ndarray) or values.shape != (num_layers,):
+            raise CheckpointError(f"{name} in {self.all.where} is not one number for each layer.")
+        return [float(value) for value in values]
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A truth."""
         return self.all.boolean(self.name(key), default=default)

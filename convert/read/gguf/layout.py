@@ -40,10 +40,16 @@ _PAIRED = (
     "arcee",
     "granite",
     "granite_swa",
+    "granitemoe",
+    "muse-glimmer",
     "smollm3",
 )  # stored as neighbours instead
 _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-_LESS_ONE = ("gemma2", "gemma3")
+_LESS_ONE = {  # how the names of norms end that include the one which layers add
+    **dict.fromkeys(("gemma", "gemma2", "gemma3"), "norm.weight"),
+    "muse-glimmer": "layernorm.weight",
+    "nemotron": "norm.weight",
+}
 
 
 def layout_of(
@@ -58,10 +64,10 @@ def layout_of(
     """
     if architecture in _MAMBA:
         return _mamba(name, shape)
+    if name.endswith(_LESS_ONE.get(architecture, "\n")):
+        return TensorLayout(change=_less_one)
     if architecture in _PAIRED:
         return _llama(name, shape, config)
-    if architecture in _LESS_ONE and name.endswith("norm.weight"):
-        return TensorLayout(change=_less_one)
     if config.get(HALVES) and (".q_proj." in name or ".k_proj." in name):
         return _neighbours(shape, config)
     if architecture in DELTA_NETS:

@@ -250,6 +250,43 @@ _GRANITE_HYBRID = {
         for kind, module in (("exps", "block_sparse_moe.switch_mlp"), ("shexp", "mlp"))
     },
 }
+_INDEXED = {
+    **_DEEPSEEK2,
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+_QWEN2_MOE = {
+    **_QWEN3_MOE,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_STABLELM = {stem: path for stem, path in _LLAMA.items() if not stem.endswith(("q_norm", "k_norm"))}
+_PHI2 = {
+    **_STABLELM,
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_GEMMA3N = {
+    **_GEMMA3,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_MUSE = {
+    **{stem: path for stem, path in _GEMMA3.items() if not stem.endswith(("q_norm", "k_norm"))},
+    "attn_gate": "self_attn.gate_proj",
+}
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _DOTS1 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
@@ -258,17 +295,25 @@ _FAMILIES = {
     "mistral3": _LLAMA,
     "arcee": _LLAMA,
     "afmoe": _AFMOE,
+    "apertus": {**_LLAMA, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    "chatglm": {**_LLAMA, "ffn_up": "mlp.gate_up_proj"},
     "cohere2": _LLAMA,
     "cohere2moe": _HY3,
+    "command-r": _LLAMA,
+    "deepseek32": _INDEXED,
     "dots1": _DOTS1,
     "ernie4_5": _LLAMA,
     "ernie4_5-moe": _ERNIE_MOE,
     "exaone4": _SANDWICH,
     "exaone-moe": _HY3,
+    "gemma": _LLAMA,
     "gemma2": _GEMMA3,
+    "gemma3n": _GEMMA3N,
+    "glm-dsa": _INDEXED,
     "granite": _LLAMA,
     "granite_swa": _GRANITE_SWA,
     "granitehybrid": _GRANITE_HYBRID,
+    "granitemoe": _GRANITE_HYBRID,
     "hunyuan-dense": _HUNYUAN,
     "falcon-h1": _FALCON_H1,
     "hunyuan-moe": _HUNYUAN_MOE,
@@ -277,17 +322,24 @@ _FAMILIES = {
     "llama4": _LLAMA4,
     "mellum": _QWEN3_MOE,
     "minimax-m2": _MIXTRAL,
+    "mistral4": _DEEPSEEK2,
+    "muse-glimmer": _MUSE,
+    "nemotron": _LLAMA,
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "olmo2": _SANDWICH,
+    "olmoe": _QWEN3_MOE,
+    "phi2": _PHI2,
     "phi3": _PHI3,
     "qwen2vl": _LLAMA,
     "qwen3vl": _LLAMA,
     "qwen3vlmoe": _QWEN3_MOE,
     "seed_oss": {**_LLAMA, "post_attention_norm": "post_attention_layernorm"},
     "smollm3": _LLAMA,
+    "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,
     "qwen2": _LLAMA,
+    "qwen2moe": _QWEN2_MOE,
     "qwen3": _LLAMA,
     "qwen3moe": _QWEN3_MOE,
     "qwen3next": _DELTA_NET,
@@ -313,7 +365,7 @@ _GEMMA4_TOP = {
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-_STARCODER2_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
+_BIASED_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
 _NEMOTRON_TOP = {**_TOP, "output_norm.weight": "model.norm_f.weight"}
 _FALCON_TOP = {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}
 _TOPS = {
@@ -323,7 +375,17 @@ _TOPS = {
     "lfm2": _LFM2_TOP,
     "lfm2moe": _LFM2_TOP,
     "gemma4": _GEMMA4_TOP,
-    "starcoder2": _STARCODER2_TOP,
+    "gemma3n": {
+        **_GEMMA4_TOP,
+        "altup_proj.weight": "model.altup_projections.{}.weight",
+        "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
+    },
+    "phi2": {
+        **_TOP,
+        "output.bias": "lm_head.bias",
+        **{f"output_norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight", "bias")},
+    },
+    **dict.fromkeys(("nemotron", "stablelm", "starcoder2"), _BIASED_TOP),
 }
 # Modules that predict tokens further ahead lie in blocks behind the last layer.
 _AHEAD = {
@@ -342,10 +404,20 @@ _QWEN_AHEAD = {
 }
 
 ARCHITECTURES = tuple(_FAMILIES)
+NUM_STREAMS = 4  # of Gemma 3n
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 # What follows from the config of transformers.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+STREAMS = re.compile(r"model\.altup_(?:unembed_)?projections\.(\d)\.weight")  # each one of a stack
+QUERY_SCALE = re.compile(r"blk\.\d+\.attn_([qk])_norm\.weight")  # of Muse Glimmer
+
+
+def is_factor(architecture: str, name: str) -> bool:
+    """Whether a tensor stands for a field of config.json."""
+    if architecture == "muse-glimmer" and QUERY_SCALE.fullmatch(name):
+        return True
+    return name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 def hf_names(
@@ -358,8 +430,8 @@ def hf_names(
         names: of all tensors of the file.
     """
     top = _TOPS.get(architecture, _TOP)
-    if name in top:
-        return (top[name],)
+    if name in top:  # Gemma 3n's streams, but for the first, have a matrix each
+        return tuple(dict.fromkeys(top[name].format(i) for i in range(NUM_STREAMS - 1)))
     match = _BLOCK.fullmatch(name)
     if match is None:
         return ()

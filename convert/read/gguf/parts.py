@@ -18,14 +18,15 @@ def make_family(model_type: str, architecture: str, **more: Any) -> FamilyConfig
     """A family that says what most say: a function of each of `more`'s entries, or its value."""
 
     def make(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-        made = {
+        made: Config = {
             "model_type": model_type,
             "architectures": [architecture],
             "hidden_act": "silu",
-            "intermediate_size": facts.integer("feed_forward_length", 1),
             "attention_bias": has_biases(shapes),
             "mlp_bias": "model.layers.0.mlp.down_proj.bias" in shapes,
         }
+        if "intermediate_size" not in more:
+            made["intermediate_size"] = facts.integer("feed_forward_length", 1)
         for key, value in more.items():
             made[key] = value(facts, shapes, config) if callable(value) else value
         return made
@@ -68,10 +69,24 @@ def multipliers_of(facts: ArchitectureFields, head_dim: int) -> Config:
     }
 
 
-def rows_of(shapes: Shapes, name: str) -> int:
+def ministral_ropes(facts: ArchitectureFields, config: Config, **more: float) -> Config:
+    """YaRN with fields of `more`, and how queries grow: 0.1 where a file does not say it.
+
+    That is what the published models have; the converter leaves it out of Mistral Small 4's files.
+    """
+    ropes = {
+        **(config["rope_scaling"] or {"rope_type": "default"}),
+        "rope_theta": config["rope_theta"],
+        "llama_4_scaling_beta": facts.number("attention.temperature_scale", 0.1),
+        **more,
+    }
+    return {"rope_parameters": ropes, "rope_scaling": None}
+
+
+def rows_of(shapes: Shapes, name: str, axis: int = 0) -> int:
     if name not in shapes:
         raise CheckpointError(f"The file has no tensor for {name}.")
-    return shapes[name][0]
+    return shapes[name][axis]
 
 
 def experts_of(

@@ -9,7 +9,7 @@ No MLX format holds the others. `values_of` reads them with the `gguf` package.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -146,6 +146,14 @@ class GGUFTensor:
         shape = self.layout.shape or self.stored
         return shape if self.layout.rows is None else (len(self.layout.rows), *shape[1:])
 
+    def part(self, index: int) -> "GGUFTensor":
+        """One matrix of a stack."""
+        size = self.array.num_bytes // self.stored[0]
+        array = replace(
+            self.array, shape=self.array.shape[1:], offset=self.array.offset + index * size
+        )
+        return replace(self, array=array, stored=self.stored[1:])
+
     def rows(self, rows: slice) -> Array:
         """Stored rows in the order of transformers."""
         if self.layout.rows is None:
@@ -207,6 +215,13 @@ def reader_of(place: GGUFTensor) -> TensorReader:
         return mx.array(place.values(decode(place.blocks(rows)), rows))
 
     return TensorReader(place.info(), (place.array,), values)
+
+
+def constant(name: str, values: Array) -> TensorReader:
+    """The reader of a tensor that a file has among its fields."""
+    kind = "I64" if values.dtype.kind == "i" else "F32"
+    info = SourceTensor(name, values.shape, FLOATS.get(kind, "int64"), kind.lower(), values.nbytes)
+    return TensorReader(info, (), lambda rows: mx.array(values[rows] if values.shape else values))
 
 
 def _floats(place: GGUFTensor) -> TensorReader:

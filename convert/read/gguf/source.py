@@ -19,25 +19,28 @@ from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
-from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
+from .families import BY_LAYER, CONSTANTS, FAMILIES, PARTIAL, query_scale
 from .fields import ArchitectureFields, check_rope_dims, rope_scaling
+from .gemma import gemma4_ropes
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import HALVES, layout_of, part_layout
-from .names import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, hf_names
-from .readers import Entry, GGUFTensor, reader_of
+from .names import ARCHITECTURES, ROPE_FACTORS, STREAMS, hf_names, is_factor
+from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 from .towers import KINDS, read_tower
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
-_FACTORS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 _PICTURES = ("image", "IMG")  # in the templates of models that see
 _SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees
 WITHOUT_TOWER = (
     "{name} reads text only: pictures need the mmproj file of this model beside it, or --mmproj."
 )
-_OTHER_ROPES = ("deepseek2", "nemotron_h", "nemotron_h_moe")  # of a part, or none
-_WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
+# Of a part, or none.
+_OTHER_ROPES = (
+    "deepseek2", "deepseek32", "glm-dsa", "mistral4", "nemotron_h", "nemotron_h_moe",
+)  # fmt: skip
+_WIDE = ("gemma3", "gemma3n", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 
 def open_gguf(
@@ -70,7 +73,7 @@ def open_gguf(
     facts = ArchitectureFields(metadata, label)
     named, notes = _named(entries, facts)
     shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
-    config = make_config(metadata, shapes, _rope_factors(entries), label)
+    config = make_config(metadata, shapes, _factors(entries, architecture), label)
     from_metadata: SideFiles = dict
     sizes = _bytes_by_type(entries)
     if side_files is None and check_tokenizer(metadata, label):
@@ -80,8 +83,9 @@ def open_gguf(
         format="GGUF",
         config={key: value for key, value in config.items() if key != HALVES},
         dtype=_model_dtype(architecture, sizes),
+        as_made=True,
         exact_dtype="float32" if set(sizes) == {"F32"} else None,
-        readers=_readers(named, architecture, config),
+        readers=_readers(named, facts, config),
         side_files=from_metadata if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
         notes=notes,
@@ -194,13 +198,17 @@ def _is_float32(sizes: Counter[str]) -> bool:
 
 
 def _readers(
-    named: Mapping[str, Entry], architecture: str, config: Mapping[str, Any]
+    named: Mapping[str, Entry], facts: ArchitectureFields, config: Mapping[str, Any]
 ) -> dict[str, TensorReader]:
-    readers = {}
+    architecture = facts.architecture
+    constants = CONSTANTS.get(architecture, lambda facts: {})(facts)
+    readers = {name: constant(name, values) for name, values in constants.items()}
     for name, (entry, array) in named.items():
         joined = ".attn_qkv." in entry.name and name.endswith(_PARTS)
         layout = (part_layout if joined else layout_of)(architecture, name, entry.shape, config)
-        readers[name] = reader_of(GGUFTensor(name, array, entry.shape, entry.type, layout))
+        place = GGUFTensor(name, array, entry.shape, entry.type, layout)
+        one = STREAMS.fullmatch(name)
+        readers[name] = reader_of(place if one is None else place.part(int(one[1])))
     return readers
 
 
@@ -248,7 +256,7 @@ def _named(
         if name in aside:
             continue
         ours = hf_names(facts.architecture, name, facts.num_layers, entries.keys())
-        if not ours and name not in _FACTORS:
+        if not ours and not is_factor(facts.architecture, name):
             raise UnsupportedModelError(
                 f"Tensor {name[:80]!r} of {facts.all.where} is not one of the "
                 f"{facts.architecture} architecture."
@@ -257,13 +265,15 @@ def _named(
     return named, (note,) if aside else ()
 
 
-def _rope_factors(entries: Mapping[str, Entry]) -> dict[str, Array]:
-    """The tensors of factors that are there, by name."""
+def _factors(entries: Mapping[str, Entry], architecture: str) -> dict[str, Array]:
+    """The tensors that stand for fields of config.json, by name."""
     factors = {}
-    for name in _FACTORS & entries.keys():
+    for name in entries:
+        if not is_factor(architecture, name):
+            continue
         array = entries[name][1].expect(["F32"])
         if len(array.shape) != 1 or array.num_bytes > 4096:
-            raise array.fail(f"has shape {array.shape}; expected one number for each pair")
+            raise array.fail(f"has shape {array.shape}; expected a short vector")
         factors[name] = array.floats()
     return factors
 
@@ -274,14 +284,14 @@ def _rope_factors(entries: Mapping[str, Entry]) -> dict[str, Array]:
 def make_config(
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: Mapping[str, Array],
+    factors: Mapping[str, Array],
     label: str,
 ) -> dict[str, Any]:
     """config.json as transformers writes it, for a GGUF file.
 
     Args:
         shapes: of the tensors, by the names of transformers.
-        rope_factors: the tensors that llama.cpp makes of scaled or missing frequencies, float32.
+        factors: the tensors that stand for fields, as of frequencies and scales, float32.
 
     Raises:
         CheckpointError: a key is missing or out of range.
@@ -307,13 +317,15 @@ def make_config(
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": facts.integer("context_length"),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
-        **_ropes(facts, rope_factors, head_dim),
+        **_ropes(facts, factors, head_dim),
         **_token_ids(facts.all),
     }
     if ahead := facts.count("nextn_predict_layers"):
         config["num_nextn_predict_layers"] = ahead
     if facts.has("attention.layer_norm_epsilon"):
         config["layer_norm_eps"] = facts.number("attention.layer_norm_epsilon")
+    if facts.architecture == "muse-glimmer":
+        config["qk_scale_factor"] = query_scale(facts, factors)
     config |= family(facts, shapes, config)
     facts.check_default("attention.value_length", head_dim)
     facts.refuse_unread()

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.pictures.generate import reference  # noqa: E402
-from data.torch_models import loaded, read_config, saved_shapes  # noqa: E402
+from data.torch_models import TOWER, loaded, read_config, saved_shapes  # noqa: E402
 from models.cases import CASES  # noqa: E402
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensor  # noqa: E402
 from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
@@ -69,7 +69,11 @@ def case_config(case: dict[str, Any]) -> dict[str, Any]:
     if name in ALL_PICTURE_CASES:
         return merged(ALL_PICTURE_CASES[name].config, case.get("config", {}))
     base = CASES.get(name) or WRAPPERS.get(name, {}).get("config", {})
-    return merged(base, case.get("config", {}))
+    made = merged(base, case.get("config", {}))
+    if "inside" in case:  # of a model that sees, whose tower does not matter
+        whole = {"model_type": case["inside"], "text_config": made, "vision_config": TOWER}
+        return {**whole, "tie_word_embeddings": made["tie_word_embeddings"]}
+    return made
 
 
 def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""config.json of families with latent attention: DeepSeek V2 to V3.2, GLM 5, Mistral 4, Youtu."""
+
+from .fields import ArchitectureFields
+from .parts import SIGMOID, SOFTMAX, Config, Shapes, make_family, ministral_ropes, routing_of
+
+
+def deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """DeepSeek V2 and V3, and what is built like them; older files have `kv_b` as one matrix."""
+    sigmoid = facts.count("expert_gating_func") == SIGMOID or any(
+        name.endswith("e_score_correction_bias") for name in shapes
+    )
+    sparse = facts.count("expert_count") > 0
+    version = 3 if sigmoid else 2
+    routing = routing_of(facts) if sparse else {}
+    if sparse and not sigmoid:
+        routing["topk_method"] = "greedy" if routing["n_group"] == 1 else "group_limited_greedy"
+    named = (f"deepseek_v{version}", f"DeepseekV{version}ForCausalLM")
+    if not sparse:
+        facts.read("leading_dense_block_count")
+        named = ("youtu", "YoutuForCausalLM")
+    fields = make_family(*named)(facts, shapes, config)
+    return fields | routing | _latent_sizes(facts, shapes, config)
+
+
+def _latent_sizes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Sizes of heads, and of what is kept instead of them."""
+    facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
+    mla = "_mla" if facts.has("attention.key_length_mla") else ""
+    rope = facts.integer("rope.dimension_count")
+    rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rope,
+        "q_lora_rank": rank,
+        "kv_lora_rank": facts.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": facts.integer(f"attention.key_length{mla}") - rope,
+        "v_head_dim": facts.integer(f"attention.value_length{mla}"),
+        "attention_bias": "model.layers.0.self_attn.kv_a_proj_with_mqa.bias" in shapes,
+    }
+
+
+def indexed(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """DeepSeek V3.2 and GLM 5: an index picks the tokens that a query sees."""
+    glm = facts.architecture == "glm-dsa"
+    named = ("glm_moe_dsa", "GlmMoeDsaForCausalLM")
+    facts.expect("expert_gating_func", SIGMOID)
+    made = make_family(*(named if glm else ("deepseek_v32", "DeepseekV32ForCausalLM")))
+    fields = made(facts, shapes, config) | {
+        **routing_of(facts),
+        **_latent_sizes(facts, shapes, config),
+        "index_n_heads": facts.integer("attention.indexer.head_count"),
+        "index_head_dim": facts.integer("attention.indexer.key_length"),
+        "index_topk": facts.integer("attention.indexer.top_k"),
+    }
+    whole = facts.by_layer_or_none("attention.indexer.types", config["num_hidden_layers"])
+    kinds = [] if whole is None else ["full" if one else "shared" for one in whole]
+    return fields | ({"indexer_types": kinds} if kinds else {})
+
+
+def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Mistral Small 4, whose queries grow with their position."""
+    facts.expect("expert_gating_func", SOFTMAX)
+    facts.read("attention.temperature_length")  # the original context
+    return make_family("mistral4", "Mistral4ForCausalLM")(facts, shapes, config) | {
+        **routing_of(facts),
+        **_latent_sizes(facts, shapes, config),
+        **ministral_ropes(facts, config),
+    }

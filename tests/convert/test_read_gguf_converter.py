@@ -3,6 +3,7 @@
 `tests/data/gguf/make.py` makes them.
 """
 
+import json
 import lzma
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from models.test_towers import features, tiles
 from models.tiny import write
 
 from mlxinfer.convert.arrange import arrange
+from mlxinfer.convert.imports import import_gguf
 from mlxinfer.convert.read import SourceModel
 from mlxinfer.convert.read.gguf.source import open_gguf
 from mlxinfer.convert.zoo import arrange_made
@@ -87,3 +89,12 @@ def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, na
     folder = written(tmp_path / "folder", open_gguf(text, mmproj=tower))
     actual, expected = logits_with_pictures(folder, CASES[case]["seeing"]), LOGITS[case]
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
+
+
+def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(tmp_path: Path) -> None:
+    folder = import_gguf(unpacked(tmp_path, "apertus-q8_0"))
+    write_tokenizer(folder)
+    expected = LOGITS["apertus"]
+    ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
+    assert json.loads((folder / "config.json").read_text())["quantization"]["bits"] == 8
+    assert np.abs(by_mlxinfer(folder, ids) - expected).max() <= 1e-4 * expected.std()

@@ -69,7 +69,7 @@ class Introduction:
         progress = column(space(), self.bar, self.said, space(), margin=0, flex=1)
         self._steps = (self._model_step(), progress)
         self._body = toga.Box(flex=1)
-        later = toga.Button("Not now", on_press=self.on_end)
+        later = toga.Button("Not Now", on_press=self.on_end)
         self.window.content = column(
             row(picture("icon", 48), column(self.title, self.about, margin=0, gap=0)),
             self._body,
@@ -80,9 +80,9 @@ class Introduction:
 
     def _model_step(self) -> toga.Box:
         about = f"Times are estimates for a link of {LINK_BITS_S / 1e6:.0f} Mbit/s."
-        self.demo = toga.Button("Try the small demo", on_press=lambda _: self.choose(DEMO))
-        self.more = button("More models…", Action(Do.SEARCH), self._act)
-        choose = toga.Button("Choose folder…", on_press=self._choose_folder)
+        self.demo = toga.Button("Try the Small Demo", on_press=lambda _: self.choose(DEMO))
+        self.more = button("More Models…", Action(Do.SEARCH), self._act)
+        choose = toga.Button("Choose Folder…", on_press=self._choose_folder)
         return column(
             self._models,
             row(quiet(self._platform, about), space(), self.demo, self.more),
@@ -126,7 +126,7 @@ class Introduction:
         """Take a model."""
         self.chosen = model
         self.about.text = TINY if model == DEMO else PRIVATE
-        self.demo.text = "✓ The small demo" if model == DEMO else "Try the small demo"
+        self.demo.text = "✓ The Small Demo" if model == DEMO else "Try the Small Demo"
         for name, (box, choose) in self.cards.items():
             choose.text = "✓ Chosen" if name == model else "Choose"
             self._platform.style(box, Look.CHOSEN if name == model else Look.CARD)

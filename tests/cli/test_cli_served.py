@@ -1,8 +1,10 @@
 """`run`, `chat` and notebooks with a model that a running server has."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,16 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
-from live_server import LiveServer
+from live_server import LiveServer, in_no_hurry, models_of
+from PIL import Image
 
-from mlxinfer import InvalidRequestError
+from mlxinfer import InvalidRequestError, hub
 from mlxinfer.cli import _open
 from mlxinfer.magics import Magics
 from mlxinfer.remote.find import served_name
 from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.slots import ServedModel
+from mlxinfer.session.options import EngineOptions
 
 SCHEMA = json.dumps(
     {
@@ -29,10 +34,49 @@ SCHEMA = json.dumps(
 SAID = "answers from the server at"
 
 
+SWITCH = "{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
+
+
+class SeveralServer(LiveServer):
+    """Models by the folders or bundled names that they have in this process."""
+
+    def __init__(self, **sources: str) -> None:
+        opened = [
+            ServedModel.open(name, hub.resolve(source), EngineOptions(max_batch=4), created_s=1)
+            for name, source in sources.items()
+        ]
+        self.model = in_no_hurry(opened[0])
+        models = models_of(opened)
+        for slot in models.slots():
+            slot.entry = replace(slot.entry, source=sources[slot.entry.name])
+        self.listen(models)
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer(bundled="demo") as running:
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo, with a chat template that has a switch for thinking."""
+    folder = tmp_path_factory.mktemp("thinks") / "demo"
+    shutil.copytree(hub.resolve("demo"), folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings["chat_template"] += SWITCH
+    file.write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(thinker: str) -> Iterator[LiveServer]:
+    with SeveralServer(demo="demo", sees="demo-vision", thinks=thinker) as running:
         yield running
+
+
+@pytest.fixture
+def drawing(tmp_path: Path) -> str:
+    """The path of a picture with a red square."""
+    image = Image.new("RGB", (120, 120), "white")
+    image.paste("red", (35, 35, 85, 85))
+    image.save(tmp_path / "drawing.png")
+    return str(tmp_path / "drawing.png")
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +105,16 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ["Once", "--raw", "--max-tokens", "8"],
         ["hi", "--seed", "5", "--max-tokens", "8"],
         ["hi", "--system", "Be brief.", "--stop", "model"],
+        ["What is in this picture?", "--image", "DRAWING", "-m", "demo-vision"],
+        ["hi", "--think", "-m", "THINKER", "--max-tokens", "12", "--temperature", "0"],
+        ["hi", "--no-think", "-m", "THINKER", "--max-tokens", "12", "--temperature", "0"],
     ],
 )
-def test_an_answer_is_that_of_the_model_here(words: list[str], outcome: Any) -> None:
-    asked = ["run", *words, "--json"]
+def test_an_answer_is_that_of_the_model_here(
+    words: list[str], outcome: Any, drawing: str, thinker: str
+) -> None:
+    files = {"DRAWING": drawing, "THINKER": thinker}
+    asked = ["run", *(files.get(word, word) for word in words), "--json"]
     there, here = outcome(*asked), outcome(*asked, "--local")
     assert SAID in there.err
     assert SAID not in here.err
@@ -72,6 +122,7 @@ def test_an_answer_is_that_of_the_model_here(words: list[str], outcome: Any) -> 
     for answer in both:
         del answer["timing"], answer["cached_tokens"]
     assert both[0] == both[1]
+    assert bool(both[0].get("reasoning")) is ("--think" in words)
 
 
 def test_a_served_model_is_not_loaded_here(
@@ -163,11 +214,10 @@ def test_a_model_is_found_by_its_repository_and_its_folder(
 ) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    (slot,) = server.service.models.slots()
+    slot, *_ = server.service.models.slots()
     entry = slot.entry
     for source, names in (("org/name", ["org/name", "demo"]), (str(folder), [str(folder)])):
-        changed = type(entry)(name="demo", load=entry.load, source=source)
-        monkeypatch.setattr(slot, "entry", changed)
+        monkeypatch.setattr(slot, "entry", replace(entry, source=source))
         assert [served_name(server.url, name) for name in names] == ["demo"] * len(names)
         assert str(folder) not in server.get("/v1/models").text
     assert served_name(server.url, "weights") is None

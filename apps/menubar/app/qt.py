@@ -19,7 +19,8 @@ STYLES = {  # {0}: the accent
     Look.QUIET: "color: palette(placeholder-text);",
     Look.CARD: CARD.replace("{0}", "palette(midlight)"),
     Look.CHOSEN: CARD,
-    Look.BAR: "color: transparent;",
+    Look.BAR: "QProgressBar {{ color: transparent; border: 1px solid palette(mid); }} "
+    "QProgressBar::chunk {{ background: {0}; }}",
 }
 
 

@@ -386,7 +386,7 @@ def _stats(session: ChatSession, _: str) -> CommandReply:
     rows = [
         ("model", f"{info.name}, {info.summary}"),
         ("chat", f"{counted(len(session.messages), 'message')}, {session.params.words}"),
-        ("last answer", session.last.summary if session.last is not None else "no answer yet"),
+        ("last answer", session.last.summary if session.last else "none that is complete"),
     ]
     with suppress(ServerError):  # which not every key may ask for its figures
         rows += _figures(session.llm.stats())

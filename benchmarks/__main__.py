@@ -80,6 +80,21 @@ CLAIMS = {
         "rates.rates",
         takes="about 5 minutes; 12 with Gemma 3 270M in bfloat16, 80 in 4 bits",
     ),
+    "gpu": Claim(
+        "The device that MLX computes on, by the clock, in turn with mlx-lm.",
+        (
+            plain("--only", "Random models with this in their name.", default=""),
+            plain(
+                "--folder",
+                "A model's folder, measured too; repeatable.",
+                type=click.Path(path_type=Path),
+                multiple=True,
+            ),
+            *(pairs, small, peer),
+        ),
+        fast_blas=False,
+        takes="hours, and gigabytes of disk; it is made for a GPU, where nobody has timed it yet",
+    ),
     "ranks": Claim(
         "One model over processes of this machine, beside mlx-lm's sharded_load.",
         (runs(3), number("--size", 2, "Processes."), small, peer),

@@ -65,6 +65,16 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Llama(Dense):
+    """A Llama: no norm of queries and keys."""
+
+    def config(self) -> dict[str, object]:
+        """Under Llama's names."""
+        named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        return {**Dense.config(self), **named}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed(Dense):
     """A Mistral with layers that alternate: all positions, then a sliding window."""
 
@@ -166,11 +176,15 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     return ids
 
 
-def write_large(folder: Path, sizes: Dense, num_bytes: int) -> None:
-    """Write about `num_bytes` of weights, in as many layers as that takes."""
+def with_bytes(sizes: Dense, num_bytes: int) -> Dense:
+    """The same sizes with as many layers as about `num_bytes` of bfloat16 weights take."""
     one, two = sizes.num_weights, replace(sizes, layers=2).num_weights
     layers = max(1, round((num_bytes / 2 - (2 * one - two)) / (two - one)))
-    sizes = replace(sizes, layers=layers)
+    return replace(sizes, layers=layers)
+
+
+def write_large(folder: Path, sizes: Dense) -> None:
+    """Write bfloat16 weights in shards: the same numbers come again and again."""
     config = {**sizes.config(), "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     noise = np.random.default_rng(0).standard_normal(NOISE, dtype=np.float32) * 0.02
@@ -196,4 +210,4 @@ def _write_shards(folder: Path, shapes: dict[str, tuple[int, ...]], noise: mx.ar
 if __name__ == "__main__":
     target, kind, size, beside = sys.argv[1:]
     sizes = DENSE if kind == "dense" else MOE
-    write_large(with_tokenizer(Path(target), beside), sizes, int(size))
+    write_large(with_tokenizer(Path(target), beside), with_bytes(sizes, int(size)))

@@ -18,6 +18,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
     "experts": "--small --runs 1",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
+    "gpu": "--small --pairs 1 --skip-peer",
     "hybrid": "--small --pairs 1 --skip-peer",
     "lookup": "--tokens 320 --runs 1",
     "latency": "--small --long 128 --cpu-time --prefill-chunk 64 --skip-peer",

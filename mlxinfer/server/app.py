@@ -21,8 +21,9 @@ from .apis import (
 from .apis.anthropic import ANTHROPIC
 from .apis.ollama import OLLAMA
 from .apis.responses import RESPONSES
-from .call import CLIENT_GONE, Call
+from .call import Call
 from .errors import HttpError
+from .exchange import CLIENT_GONE
 from .http import OPENAI, ClientGoneError, ErrorForm, Receive, Route, Scope, Send
 from .page import files
 from .service import ServerState

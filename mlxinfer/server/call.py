@@ -1,11 +1,8 @@
 """One request while it is answered: its body, model and answers, and their release at its end."""
 
 import asyncio
-import contextlib
 import json
-import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import (
@@ -19,28 +16,25 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
-from urllib.parse import parse_qs
 
-from ..core import Request, TokenEvent
-from ..errors import InvalidRequestError, MlxinferError, OverloadedError, StorageFullError
+from ..core import Request
+from ..errors import InvalidRequestError, OverloadedError
 from ..fair import NOBODY, Tenant
-from ..outputs import Result
 from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
 from .admission import WaitingCall
+from .answer_metrics import AnswerMetrics
 from .config import network_of
 from .errors import HttpError, ShuttingDownError
+from .exchange import Exchange, unless_gone
 from .http import (
-    NO_STORE,
     Body,
-    ClientGoneError,
     ErrorForm,
     Events,
     File,
-    Headers,
-    Message,
     Receive,
     RequestBody,
     Route,
@@ -49,16 +43,12 @@ from .http import (
     body_parts,
     decode,
     encode,
-    error_reply,
-    logged,
-    public,
     read_body,
 )
 from .keys import ApiKey, require_admin
 from .metrics import KeyMetrics, RequestMetrics
 from .pdf import pdf_texts
 from .pictures import PictureFetches, refuse_urls
-from .protocol import ABORT
 from .reuse import Record
 from .service import ServerState
 from .slots import ServedModel
@@ -76,16 +66,9 @@ SKIPPED = b"x-mlxinfer-skipped"  # parts of a request that have no effect
 MAX_SHOWN = 16  # of them in the header
 ATTEMPTS = b"x-mlxinfer-attempts"  # requests that an answer took which is checked when complete
 LARGE_BODY = 256 << 10  # bytes
-CLIENT_GONE = 499  # the log's status of a request after its client disconnected
-POLLED = frozenset(  # logged at level info only on errors
-    {"/health", "/ready", "/admin/state", "/hub/jobs", "/metrics"}
-)
-_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-access_log = logging.getLogger("mlxinfer.access")
-log = logging.getLogger("mlxinfer.server")
 
 
-class Call:
+class Call(Exchange):
     """One HTTP request, from its first check to its line in the log; handlers get it first.
 
     It is a context manager: it ends the answers that its handler began.
@@ -98,41 +81,27 @@ class Call:
 
     Attributes:
         id: of the answer; never the same twice.
-        request_id: in the log and in the x-request-id header; clients may choose it.
         key: name of the API key; None: the server has none.
         created_s: seconds since 1970.
-        log: what the access log shall say of it; never text of prompts or answers.
-        headers: of every reply to it.
         path_params: values of the parameters in the path of its route.
-        status: of the reply, once it has begun.
-        answers: that it has begun; it watches them (`session.answers.AnswerWatcher`).
+        answers: that it has begun.
     """
 
     def __init__(self, service: ServerState, scope: Scope, send: Send, form: ErrorForm) -> None:
-        self.service, self.scope, self.form = service, scope, form
-        self._send = send
-        self._began_s = time.monotonic()
+        super().__init__(scope, send, form, service.config.send_timeout_s)
+        self.service = service
         self.id = secrets.token_hex(12)
-        given = self.header(b"x-request-id") or b""
-        self.request_id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.created_s = int(time.time())
         self.key: ApiKey | None = None
         self._priority = 0  # within the share of its key
         self.path_params: dict[str, str] = {}
-        self.log: dict[str, Any] = {}
-        self.status: int | None = None
-        shown_id = self.request_id.encode()
-        self.headers: Headers = [(name, shown_id) for name in (b"x-request-id", *form.id_headers)]
         self.answers: Answers | None = None
         self._waiting: WaitingCall | None = None  # its answers without a token
-        self._open: set[int] = set()  # answers that the engine has, and that have not ended
-        self._token_s: dict[int, float] = {}  # answers -> when the last token came
-        self._counted: set[int] = set()  # identities of prompts: choices share their prompt's list
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
         self._of_key = KeyMetrics()  # of its key; of nobody where the server has none
         self._model: ServedModel  # that it named last
-        self.reuse: Record | None = None  # of its first prompt, once that is computed
+        self._counts: AnswerMetrics | None = None  # of its answers, which it watches
         self._left = False  # nothing of it is waited for any more
         self._kept = AsyncExitStack()
         self._error: Exception | None = None
@@ -145,22 +114,12 @@ class Call:
         Args:
             order: priority of the request, see `RequestBody.order`.
         """
-        other = Call(self.service, self.scope, self._send, self.form)
+        other = Call(self.service, self.scope, self._connection, self.form)
         other.request_id, other.key, other.log = self.request_id, self.key, self.log
         other._priority = order
         other._of_key = self._of_key
         other._body_bytes = self._body_bytes
         return other
-
-    @property
-    def query(self) -> dict[str, str]:
-        """The query of the path; of a repeated field the last value."""
-        text = self.scope["query_string"].decode("ascii", "replace")
-        return {name: values[-1] for name, values in parse_qs(text).items()}
-
-    def header(self, name: bytes) -> bytes | None:
-        """A header of the request, by its name in lower case."""
-        return dict(self.scope["headers"]).get(name)
 
     def set_key(self, key: ApiKey | None) -> None:
         """Note the request's key; None: the server has none."""
@@ -254,101 +213,14 @@ class Call:
     async def _reply(self, handled: Awaitable[Any]) -> None:
         reply = await handled
         if isinstance(reply, Events):
-            await self._send_events(reply)
+            await self.send_events(reply)
             return
         if isinstance(reply, File):
-            await self._send_file(reply)
+            await self.send_file(reply)
             return
         if self.num_attempts > 1:
             self.headers.append((ATTEMPTS, str(self.num_attempts).encode()))
-        await self._send_body(reply if isinstance(reply, Body) else Body(encode(reply)))
-
-    async def _send_events(self, reply: Events) -> None:
-        """Send a stream. A client that takes a message too slowly counts as disconnected."""
-        headers = [(b"content-type", reply.media_type), NO_STORE, (b"x-accel-buffering", b"no")]
-        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async for frame in reply.frames:
-                await self._put(frame)
-        except Exception as error:  # the fault boundary of a stream: it ends by saying so
-            await self._put(self.form.event(self.failure(error)))
-        await self._put(b"", more=False)
-
-    async def _send_file(self, reply: File) -> None:
-        """Send a file. Where a piece fails the connection breaks: no part passes for the whole."""
-        left = reply.num_bytes
-        headers = [
-            (b"content-type", reply.media_type),
-            (b"content-length", str(left).encode()),
-            NO_STORE,
-        ]
-        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async for piece in reply.pieces:
-                left -= len(piece)
-                await self._put(piece, more=left > 0)  # the client may send more when it has all
-        except Exception as error:  # the fault boundary of a download
-            self.failure(error)
-            self.scope["state"][ABORT]()
-
-    async def _put(self, body: bytes, *, more: bool = True) -> None:
-        """Send a part of a reply, and break the connection where it is not taken in time."""
-        limit_s, abort = self.service.config.send_timeout_s, self.scope["state"][ABORT]
-        timer = asyncio.get_running_loop().call_later(limit_s, abort)
-        await self.send({"type": "http.response.body", "body": body, "more_body": more})
-        timer.cancel()
-
-    async def _send_body(self, reply: Body) -> None:
-        headers = [
-            (b"content-type", reply.media_type),
-            (b"content-length", str(len(reply.content)).encode()),
-            *reply.headers,
-        ]
-        if b"cache-control" not in dict(reply.headers):
-            headers.append(NO_STORE)
-        await self.send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": reply.content, "more_body": False})
-
-    async def send(self, message: Message) -> None:
-        """Pass a message on, the first one with the headers that every reply carries."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            message["headers"] = [*message["headers"], *self.headers]
-        await self._send(message)
-
-    def failure(self, error: Exception) -> MlxinferError:
-        """The error that the client is shown. The log has all of it."""
-        self.log.update(logged(error))
-        shown = public(error)
-        if isinstance(shown, StorageFullError):
-            log.warning("%s", shown, extra={"request_id": self.request_id})
-        elif shown is not error:
-            log.error("request failed", exc_info=error, extra={"request_id": self.request_id})
-        return shown
-
-    async def fail(self, error: Exception) -> None:
-        """Reply with an error, unless the reply has begun."""
-        shown = self.failure(error)
-        if self.status is None:
-            await self._send_body(error_reply(shown, self.form))
-
-    def write_log(self) -> None:
-        """Write one line, with nothing of the prompt or the answer."""
-        client, path = self.scope.get("client"), self.scope["path"]
-        status = CLIENT_GONE if self.status is None else self.status
-        access_log.log(
-            logging.DEBUG if path in POLLED and status == 200 else logging.INFO,
-            "request",
-            extra={
-                "request_id": self.request_id,
-                "method": self.scope["method"],
-                "path": path,
-                "status": status,
-                "duration_ms": round(1000 * (time.monotonic() - self._began_s), 1),
-                "client": client[0] if client else None,
-                **self.log,
-            },
-        )
+        await self.send_body(reply if isinstance(reply, Body) else Body(encode(reply)))
 
     # -- models and answers ---------------------------------------------------------------------
 
@@ -415,10 +287,22 @@ class Call:
         self._enter(prompts)
         self._kept.enter_context(self.service.awake.held())
         self.answers = answers
-        answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self)
-        self._open = set(range(len(prompts)))
-        self._metrics.num_waiting += len(prompts)
-        self._of_key.num_waiting += len(prompts)
+        self._counts = AnswerMetrics(
+            answers,
+            (self._metrics, self._of_key),
+            partial(self._record_of, self._model),
+            self.service.reuse,
+            self._leave_queue,
+        )
+        answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self._counts)
+
+    def _record_of(self, model: ServedModel, request: Request) -> Record | None:
+        return self.service.reuse.add(self.id, self.request_id, self.created_s, model, request)
+
+    @property
+    def reuse(self) -> Record | None:
+        """What its first prompt reused, once that is computed."""
+        return None if self._counts is None else self._counts.reuse
 
     def _enter(self, prompts: Sequence[int]) -> None:
         """Wait for the engine with prompts of so many tokens.
@@ -578,79 +462,6 @@ class Call:
         owner = None if len(config.keys) < 2 or config.share_prefixes else self.owner
         return None if owner is None and salt is None else json.dumps([owner, salt])
 
-    # -- its answers, counted in the queue and in the metrics: each is ended once ----------------
-
-    def record(self, index: int, event: TokenEvent) -> None:
-        """Count the token of an event, if it has one."""
-        if event.prompt_tokens:
-            return
-        self._leave_queue(index)
-        if event.token_id is None:
-            return
-        metrics, now_s, before_s = self._metrics, time.monotonic(), self._token_s.get(index)
-        self._token_s[index] = now_s
-        metrics.generation_tokens += 1
-        if before_s is not None:
-            metrics.observe(inter_token_s=now_s - before_s)
-            return
-        request = self._answer(index).request
-        metrics.num_waiting -= 1
-        metrics.num_running += 1
-        self._of_key.num_waiting -= 1
-        self._of_key.num_running += 1
-        self._of_key.num_first += 1
-        self._of_key.waited_s += now_s - request.arrived_s
-        if id(request.prompt_ids) not in self._counted:
-            self._counted.add(id(request.prompt_ids))
-            metrics.prompt_tokens += len(request.prompt_ids)
-            metrics.cached_tokens += event.cached_tokens
-        metrics.observe(first_token_s=now_s - request.arrived_s)
-        if index == 0 and not request.from_peer:
-            self._note_reuse(request)
-
-    def _note_reuse(self, request: Request) -> None:
-        """Remember where the reuse of a prompt ended; the log gets none of its text."""
-        self.reuse = self.service.reuse.add(
-            self.id, self.request_id, self.created_s, self._model, request
-        )
-        if self.reuse is not None:
-            names = ("model", "prompt_tokens", "cached_tokens", "tiers", "cause", "position")
-            fields = {name: self.reuse.shown[name] for name in names}
-            log.debug("prompt reuse", extra={"request_id": self.request_id, **fields})
-
-    def end(self, index: int, reason: str, result: Result | None) -> None:
-        """Count the end of an answer, with its result if it is complete."""
-        if index not in self._open:
-            return
-        self._open.discard(index)
-        if index in self._token_s:
-            self._metrics.num_running -= 1
-            self._of_key.num_running -= 1
-        else:
-            self._metrics.num_waiting -= 1
-            self._of_key.num_waiting -= 1
-        self._metrics.finish(reason, result)
-        if index == 0 and self.reuse is not None and result is not None:
-            owner = self._answer(index).request.owner
-            self.service.reuse.answered(owner, self.reuse, result.token_ids)
-        max_tokens = self._answer(index).request.params.max_tokens
-        if max_tokens is not None:
-            self._metrics.observe(max_tokens=max_tokens)
-        if not self._open and self.answers is not None:
-            longest = max(answer.num_tokens for answer in self.answers.answers)
-            self._metrics.observe(choices=len(self.answers.answers), longest_tokens=longest)
-
-    def close(self) -> None:
-        """Count the answers that have not ended as aborted, and leave the queue."""
-        for index in list(self._open):
-            self.end(index, "abort", None)
-        for index in list(self._waiting.tokens) if self._waiting is not None else ():
-            self._leave_queue(index)
-
-    def _answer(self, index: int) -> Answer:
-        assert self.answers is not None
-        return self.answers.answers[index]
-
     def _leave_queue(self, index: int) -> None:
         if self._waiting is not None:
             self.service.admission.leave(self._waiting, index)
@@ -722,7 +533,8 @@ class Call:
             self._deadline.cancel()
         if self.answers is not None:
             self.answers.close()
-            self.close()
+            if self._counts is not None:
+                self._counts.close()
             results, usage = [answer.result for answer in self.answers.answers], self.answers.usage
             self.log.update(
                 prompt_tokens=usage.prompt_tokens,
@@ -754,27 +566,6 @@ def deadline_s(given: bytes | None, configured: float | None) -> float | None:
     return wanted if configured is None else min(wanted, configured)
 
 
-async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run `work`; cancel it when the client hangs up.
-
-    Raises:
-        ClientGoneError: it did.
-        whatever `work` raises.
-    """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_hang_up(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        await working
-    finally:
-        for task in (working, watching):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
-
-
 def _reading_of(answer: Answer) -> dict[str, Any]:
     """Tokens of the prompt that are computed, and seconds that the others take.
 
@@ -784,8 +575,3 @@ def _reading_of(answer: Answer) -> dict[str, Any]:
     asked = answer.request.reports_prompt
     read = progress.computed if progress else 0 if asked else None
     return {"prompt_read": read, "prompt_left_s": progress and progress.left_s}
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

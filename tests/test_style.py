@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("mlxinfer", "apps")
+FOLDERS = ("mlxinfer", "metal_kernels", "convert", "apps")
 MAX_FILE, MAX_FUNCTION = 800, 45  # lines
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".metal", ".h", ".yml"}
 

@@ -100,11 +100,6 @@ class ModelConfig:
         return "native"
 
     @property
-    def compared(self) -> str:
-        """Every family has tests against recorded logits."""
-        return "it agrees with transformers"
-
-    @property
     def alone_because(self) -> None:
         """Families run batched."""
         return None

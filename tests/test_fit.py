@@ -9,15 +9,19 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from models.cases import CASES
 from models.picture_cases import QWEN_CASES, picture_tensors
 from models.published import PUBLISHED
 from models.tiny import tiny_checkpoint, write
+from speculation.head_checkpoints import mtp_checkpoint
+from speculation.head_names import MTP_CASES
 
 from benchmarks.checkpoints import Experts, write_checkpoint
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.convert.recipes import floor_bits
+from mlxinfer.core import StateSpec
 from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
 from mlxinfer.memory.fit import (
     ENOUGH_CONTEXT,
@@ -31,8 +35,9 @@ from mlxinfer.memory.fit import (
     require_fit,
 )
 from mlxinfer.memory.roofline import CHIPS, Machine, Work, estimate
-from mlxinfer.models import load_any_config
+from mlxinfer.models import load, load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
+from mlxinfer.models.mtp import load_mtp
 from mlxinfer.models.weights.files import expert_bytes, read_headers
 
 LLAMA = {
@@ -290,11 +295,38 @@ def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:
     assert fit_of(window, WEIGHTS, 2 * WEIGHTS).verdict is FitVerdict.FITS
 
 
+def test_sizes_are_those_of_loaded_models_and_of_their_caches(tmp_path: Path) -> None:
+    """Of families that are drawn, and of those whose layers keep an index."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    indexed = [f"{name}-v4" for name in ("qwen4_exp_text", "glm5_next_text", "minimax_m3_vl_text")]
+    for case in {*random.Random(seed).sample([*CASES], 12), *indexed}:
+        folder = tiny_checkpoint(tmp_path / case, case)
+        model = load(folder)
+        # Latent attention also holds a projection turned round: little, at full size.
+        assert 0.999 <= model.num_bytes / (held_bytes(folder) - header_bytes(folder)) <= 1.07, case
+        paged = [spec for spec in model.cache_specs if not isinstance(spec, StateSpec)]
+        for context in (5, 64, 300):
+            kept = sum(2 * spec.numbers * min(context, spec.window or context) for spec in paged)
+            assert kv_bytes(model.config, context) == kept, case
+
+
+def test_heads_count_where_speculation_loads_them(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    for case in random.Random(seed).sample(MTP_CASES, 4):
+        folder = mtp_checkpoint(tmp_path / case, case)
+        model, header = load(folder), header_bytes(folder)
+        with_head = model.num_bytes + load_mtp(folder, model).num_bytes
+        # A head may bring tables of its own, which are left out.
+        assert 0.999 <= model.num_bytes / (held_bytes(folder) - header) <= 1.07, case
+        assert 0.95 <= with_head / (held_bytes(folder, head=True) - header) <= 1.07, case
+
+
 @pytest.mark.parametrize(
     ("case", "read"), [("exaone_moe-v5", 1), ("deepseek_v4-v5", 0), ("qwen3_next-v5", 1)]
 )
-def test_heads_that_are_not_loaded_take_no_memory(tmp_path: Path, case: str, read: int) -> None:
-    """Of several heads that predict further ahead the first is read, or none."""
+def test_of_several_heads_the_first_is_loaded_at_most(tmp_path: Path, case: str, read: int) -> None:
     folder = tiny_checkpoint(tmp_path, case)
     whole, count = held_bytes(folder), load_config(folder).num_layers
     heads = {f"model.layers.{count + i}.eh_proj.weight": mx.zeros((64, 100 + i)) for i in range(3)}
@@ -302,4 +334,24 @@ def test_heads_that_are_not_loaded_take_no_memory(tmp_path: Path, case: str, rea
     (folder / "model.safetensors").rename(folder / "model-one.safetensors")
     sizes = [value.nbytes for value in heads.values()]
     header = (folder / "model-heads.safetensors").stat().st_size - sum(sizes)
-    assert held_bytes(folder) - whole == sum(sizes[:read]) + header
+    assert held_bytes(folder) - whole == header
+    assert held_bytes(folder, head=True) - whole == sum(sizes[:read]) + header
+
+
+def test_senses_that_are_not_read_take_no_memory(tmp_path: Path) -> None:
+    """That of Qwen3-VL is read, and that of a LLaVA around an unknown one is not."""
+    text = json.loads((tiny_checkpoint(tmp_path / "text", "llama-v4") / "config.json").read_text())
+    tensors = mx.load(str(tmp_path / "text" / "model.safetensors"))
+    config = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "x"}}
+    blind = write(tmp_path / "whole", config, {**tensors, "vision_tower.a": mx.zeros((50, 100))})
+    expected = held_bytes(tmp_path / "text") - header_bytes(tmp_path / "text")
+    assert held_bytes(blind) - header_bytes(blind) == expected
+    seeing = write(tmp_path / "seeing", QWEN_CASES["qwen3_vl"].config, picture_tensors("qwen3_vl"))
+    assert held_bytes(seeing) == (seeing / "model.safetensors").stat().st_size
+
+
+def header_bytes(folder: Path) -> int:
+    """Bytes of files that are no tensors."""
+    files = read_headers(folder)
+    sizes = [info.end - info.start for header in files.values() for info in header.values()]
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) - sum(sizes)

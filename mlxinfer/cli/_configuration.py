@@ -229,10 +229,9 @@ def entry_of(
 def _held_bytes(folder: Path, options: EngineOptions) -> int:
     """Bytes of weights in memory; of broken files, all: loading says what is wrong."""
     from ..memory import weights_bytes
-    from ..memory.fit import held_bytes  # imports mlx
 
     with suppress(ModelError):
-        return held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
+        return options.held_bytes(folder)
     return weights_bytes(folder)
 
 

@@ -14,7 +14,7 @@ from ..models import load_any_config
 from ..models.config import load_config
 from ..models.jsonfields import Fields, read_json
 from ..models.language import LanguageConfig
-from ..models.registry import family, is_encoder, is_native, layer_ahead
+from ..models.registry import family, is_encoder, is_native, language_name, layer_ahead
 from ..models.towers.loading import tower_bytes
 from ..models.weights.files import expert_bytes, read_headers, row_table_bytes
 from ..models.weights.share import Share
@@ -264,28 +264,36 @@ def _groups_of_layers(folder: Path) -> int:
     return config.num_layers // longest
 
 
-def held_bytes(folder: Path, expert_memory: int | None = None) -> int:
-    """Bytes of a checkpoint's weights in memory; `expert_memory`: of experts, None: all of them."""
-    weights = weights_bytes(folder) - row_table_bytes(folder) - _unread_bytes(folder)
+def held_bytes(folder: Path, expert_memory: int | None = None, *, head: bool = False) -> int:
+    """Bytes of a checkpoint's weights in memory.
+
+    Args:
+        folder: of the checkpoint.
+        expert_memory: bytes of experts that stay in memory; None: all of them do.
+        head: with the head that predicts tokens further ahead, which `speculate="mtp"` loads.
+    """
+    weights = weights_bytes(folder) - row_table_bytes(folder) - _unread_bytes(folder, head=head)
     left_out = 0 if expert_memory is None else max(expert_bytes(folder) - expert_memory, 0)
     return weights - left_out
 
 
-def _unread_bytes(folder: Path) -> int:
-    """Bytes of heads that predict tokens further ahead, but for the one that is read."""
+def _unread_bytes(folder: Path, *, head: bool) -> int:
+    """Bytes of what is not loaded: heads, but the first with `head`, and senses without a tower."""
     path = folder / "config.json"
     raw = read_json(path) if path.is_file() else {}
     if not raw or not is_native(raw) or is_encoder(Fields(raw, "config.json")):
         return 0
     config = load_config(folder)
     kind = family(config.model_type)
-    num_read = max(len(kind.mtp_blocks(config)), 1) if kind.mtp else 0  # layers
-    return sum(
-        info.end - info.start
-        for tensors in read_headers(folder).values()
-        for name, info in tensors.items()
-        if (layer := layer_ahead(name, config.num_layers)) is not None and layer >= num_read
-    )
+    num_read = max(len(kind.mtp_blocks(config)), 1) if kind.mtp and head else 0  # layers
+
+    def is_unread(name: str) -> bool:
+        layer = layer_ahead(name, config.num_layers)
+        return language_name(name) is None if layer is None else layer >= num_read
+
+    headers = [header for tensors in read_headers(folder).values() for header in tensors.items()]
+    unread = sum(info.end - info.start for name, info in headers if is_unread(name))
+    return max(unread - tower_bytes(folder), 0)
 
 
 def require_fit(

@@ -204,16 +204,15 @@ def require_room(name: str, folder: Path, options: EngineOptions) -> None:
     If the caller states `max_memory`, the limit is all of the machine's memory. If experts are read
     when they are needed, only the experts that stay in memory count.
     """
-    from ..memory.fit import held_bytes, require_fit  # imports mlx
+    from ..memory.fit import require_fit  # imports mlx
 
     if options.room_bytes is not None or not options.spread.is_alone:
         return
     limit = None if options.max_memory is None else total_memory_bytes()
-    weights = held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
     require_fit(
         name,
         folder,
-        weights_bytes=weights,
+        weights_bytes=options.held_bytes(folder),
         limit_bytes=limit,
         context=options.max_context,
         kv=options.kv,

@@ -312,6 +312,13 @@ class EngineOptions:
         given = {"expert_memory": self.expert_memory, "slow_experts": self.slow_experts}
         return ExpertOptions.taken_from(given, alone=self.spread.is_alone)
 
+    def held_bytes(self, folder: Path) -> int:
+        """Bytes of a checkpoint's weights that an engine with these options has in memory."""
+        from ..memory.fit import held_bytes  # imports mlx
+
+        of_experts = None if self.experts is None else self.experts.num_bytes
+        return held_bytes(folder, of_experts, head=self.speculate == "mtp")
+
     def config(
         self,
         model: "LanguageModel",

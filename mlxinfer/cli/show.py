@@ -118,10 +118,10 @@ def _needs(
 ) -> dict[str, Any]:
     """Return the memory of one sequence at some lengths, and what this and another Mac can do."""
     from ..memory import models_limit_bytes
-    from ..memory.fit import fit_of, kv_bytes
+    from ..memory.fit import fit_of, held_bytes, kv_bytes
     from ..memory.roofline import estimate
 
-    num_bytes, longest = weights.num_bytes - weights.table_bytes, config.max_context
+    num_bytes, longest = held_bytes(folder), config.max_context
     lengths = {n for n in (*CONTEXTS, longest) if n <= longest} | ({context} if context else set())
     needs: dict[str, Any] = {
         "kv_bytes_per_token": {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},

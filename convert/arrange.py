@@ -53,6 +53,7 @@ _AS_MLX = {  # where its names are others: ours, its
         ".switch_mlp.down_proj.": ".switch_mlp.fc2.",
     },
 }
+_AS_MLX["nemotron_h_puzzle"] = _AS_MLX["nemotron_h"]
 LAYER = re.compile(r"^(?:model\.|backbone\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _AHEAD = re.compile(r"(?:^|\.)(mtp[._].+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"

@@ -76,6 +76,7 @@ class Family:
         mtp: how a predictor (MTP) is read, where a checkpoint has one; None: it is not.
         output_proj, final_norm: the checkpoint's names of attention's output projection, and of
             the norm behind the last layer.
+        stacks: ends of the names of experts' stacks that the hub has without ".weight".
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         bidirectional: the config may say that tokens see what comes after them.
@@ -112,6 +113,7 @@ class Family:
     alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     final_norm: ClassVar[str] = "model.norm"
+    stacks: ClassVar[tuple[str, ...]] = PACKED
 
     # -- the config -----------------------------------------------------------------------------
 
@@ -186,10 +188,13 @@ class Family:
     def tensor_name(cls, name: str) -> str | None:
         """`rename` of a text model's tensor, alone or inside of a larger model; None: it is not.
 
-        Modules that predict tokens further ahead are no part of the model.
+        Modules that predict tokens further ahead are no part of the model. Stacks of experts are
+        called as other matrices are.
         """
         inner = language_name(name)
-        return None if inner is None or name_ahead(inner) else cls.rename(inner)
+        if inner is None or name_ahead(inner):
+            return None
+        return cls.rename(f"{inner}.weight" if inner.endswith(cls.stacks) else inner)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, logits, write_source
+from models.puzzle import puzzle
+from models.tiny import write
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.calibration import measure
@@ -73,12 +75,15 @@ def test_texts_from_which_an_index_or_a_chunk_leaves_tokens_out_are_refused(
         *("llama-v4", "qwen3_moe-v4", "gemma3_text-v5", "gpt_oss-v4", "deepseek_v3-v4", "lfm2-v4"),
         *("cohere2-v4", "granite-v4", "mixtral-v4", "glm4-v4", "smollm3-v4", "minimax_m2-v4"),
         *("falcon_h1-v4", "starcoder2-v4", "step3p5-v4", "bailing_hybrid-v4", "mimo_v2_flash-v4"),
-        *("olmo_hybrid-v4", "granitemoe_swa-v4", "laguna-v4", "xing4_0-v4", *SEEING_FAR),
+        *("olmo_hybrid-v4", "granitemoe_swa-v4", "laguna-v4", "xing4_0-v4", "puzzle", *SEEING_FAR),
     ],
 )
 def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     """Biases of norms, multipliers of logits, and lists of settings by layer count."""
-    folder = write_source(tmp_path / "m", case)
+    if case == "puzzle":
+        folder = write(tmp_path / "m", *puzzle())
+    else:
+        folder = write_source(tmp_path / "m", case)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SEEING_FAR.get(case, {})))
     calibrated(folder)

@@ -11,6 +11,7 @@ import numpy as np
 from cache.prefix_invariants import check
 from engine.recurrent import hybrid_model
 from models.bonsai import pack
+from models.puzzle import puzzle
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
 
@@ -70,6 +71,14 @@ def packed_model() -> Model:
     """A tiny pack of Bonsai 2, whose 2-bit matrices read rotated inputs."""
     config, packed, _ = pack()
     return load(write(Path(mkdtemp()), config, packed))
+
+
+@cache
+def puzzle_model() -> Model:
+    """A tiny quantised model whose layers of experts have sizes of their own."""
+    config, tensors = puzzle()
+    config["quantization"] = QUANTIZED
+    return load(write(Path(mkdtemp()), config, quantized(tensors, QUANTIZED)))
 
 
 def config(**changes: object) -> EngineConfig:
@@ -240,8 +249,8 @@ def model_of(case: str) -> Model:
     """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
     if case.startswith("zoo "):
         return zoo_model(case.split()[1])
-    if case == "bonsai 2":
-        return packed_model()
+    if case in ("bonsai 2", "puzzle"):
+        return packed_model() if case == "bonsai 2" else puzzle_model()
     if case in TURNING:
         return turning_model(case)
     if case in HYBRIDS:

@@ -81,7 +81,7 @@ ALL_CASES = (
     "qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5",
     "deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4",
     "flint-v4", "k2_horizon-v4", "k2_horizon-mova", "kolibri1-v4", "inkling2_loop_text-v5",
-    "bonsai 2",
+    "bonsai 2", "puzzle",
     *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )  # fmt: skip
 ALL_SEE = os.environ.get("MLXINFER_PICTURES", "0") != "0"

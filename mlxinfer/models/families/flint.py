@@ -9,7 +9,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, read_layer_types
-from ..family import PACKED, Family, HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 
@@ -58,8 +58,7 @@ class Flint(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        name = name.replace(".softmax_offset", ".sinks")
-        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
+        return super().rename(name.replace(".softmax_offset", ".sinks"))
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the layers that are listed, else experts beside a shared one."""

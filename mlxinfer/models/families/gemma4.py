@@ -26,7 +26,7 @@ from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import PACKED, Family, HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
@@ -179,10 +179,6 @@ class Gemma4(Family):
         if values.get("top_k_experts") is not None:
             values["num_experts_per_tok"] = values["top_k_experts"]
         return Fields({**values, "model_type": "gemma4_text"}, fields.where)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return super().rename(name + ".weight" if name.endswith(PACKED) else name)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

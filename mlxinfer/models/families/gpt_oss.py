@@ -42,6 +42,7 @@ class GptOss(Family):
         "experts_per_token": 4,
     }
     sinks = True
+    stacks = ()  # MLX's are laid out otherwise
     alternating_experts = True
 
     @cached_property

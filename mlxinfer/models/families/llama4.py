@@ -51,6 +51,7 @@ class Llama4(Family):
     interleaved = True
     norm_last = True
     transposed_experts = True
+    stacks = ()  # MLX's are called otherwise
     windows = False
 
     @classmethod

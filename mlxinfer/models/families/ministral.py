@@ -6,7 +6,6 @@ from ...errors import CheckpointError
 from ...layers.moe import ExpertChoice
 from ...layers.rope import QueryScale
 from ...metal_kernels.routing import SUM_EPS, Routing
-from ..family import PACKED
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .llama import Mistral, whole_heads
@@ -50,10 +49,6 @@ class Mistral4(DeepseekV3):
     def language_model(cls, config: Fields) -> Fields:
         """Without the part of heads that turns, which `qk_rope_head_dim` states."""
         return whole_heads(config)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 
     def query_scale(self, index: int) -> QueryScale:
         return _query_scale(self.config.fields)

@@ -7,7 +7,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, stated_layer_types
-from ..family import PACKED, Family, HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 
@@ -66,10 +66,6 @@ class Qwen3MoE(_Qwen):
     @classmethod
     def first_window(cls, fields: Fields) -> int:
         return 0
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return f"{name}.weight" if name.endswith(PACKED) else super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         """A mixture of experts, or a dense MLP where the config leaves a layer dense."""

@@ -16,7 +16,7 @@ from ...layers.moe import ExpertChoice, GatedExpert
 from ...layers.norm import RMSNorm
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
-from ..family import PACKED, Family, HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
@@ -61,9 +61,6 @@ class Qwen3Next(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Stacks of experts as other matrices are called, in any of the layouts that are seen."""
-        if name.endswith(PACKED):
-            name += ".weight"
         return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
     def mixer(self, index: int) -> LayerMixer:

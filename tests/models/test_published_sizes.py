@@ -77,6 +77,33 @@ def test_a_published_model_at_full_size(name):
         assert bytes_at_4_bits(shapes) == pytest.approx(published.gb_at_4_bits * 1e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "kv", "windows_mb", "gb_at_4_bits"),
+    every(
+        3,
+        [  # by hand from cards and configs
+            ("Flint-40B-A2.5B", 39.8, 28_672, 36.8, 22.4),
+            ("K2-Horizon-36B-A4B", 37.4, 196_608, 0.0, 21.1),
+            ("Xing4.0-29B-A4B", 29.5, 46_080, 0.0, 16.6),
+            ("Kolibri-1-78B-A3.8B", 78.1, 20_480, 42.0, 43.9),
+            ("Inkling-2-Mini", 26.07, 32_768, 167.8, 14.7),
+            ("IQuest-Coder-V1-40B", 39.8, 327_680, 0.0, 22.4),
+            ("MiMo-V2-Flash", 308.8, 23_040, 25.8, 173.7),  # V2.5 is as large
+        ],
+    ),
+)
+def test_what_a_model_of_november_takes(
+    name: str, billions: float, kv: int, windows_mb: float, gb_at_4_bits: float
+) -> None:
+    """Parameters, bytes of a token beyond the windows, the windows' own, a conversion to 4 bits."""
+    config, shapes = normalise(PUBLISHED[name].config), expanded(TENSORS[name])
+    assert sum(map(prod, shapes.values())) == pytest.approx(billions * 1e9, rel=0.002)
+    long, longer = kv_bytes(config, 100_000), kv_bytes(config, 100_001)
+    assert longer - long == kv
+    assert (long - 100_000 * kv) / 1e6 == pytest.approx(windows_mb, abs=0.1)
+    assert bytes_at_4_bits(shapes) == pytest.approx(gb_at_4_bits * 1e9, rel=0.005)
+
+
 def test_every_family_has_a_published_model():
     """But for encoders, texts of models that see, and configs that could not be looked up."""
     from mlxinfer.models.registry import ENCODERS, FAMILIES

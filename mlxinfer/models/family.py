@@ -76,6 +76,7 @@ class Family:
         mtp: how a predictor (MTP) is read, where a checkpoint has one; None: it is not.
         output_proj, final_norm: the checkpoint's names of attention's output projection, and of
             the norm behind the last layer.
+        names: parts of checkpoints' names of tensors, and what stands for each here, in this order.
         stacks: ends of the names of experts' stacks that the hub has without ".weight".
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
@@ -113,6 +114,7 @@ class Family:
     alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     final_norm: ClassVar[str] = "model.norm"
+    names: ClassVar[Mapping[str, str]] = {}
     stacks: ClassVar[tuple[str, ...]] = PACKED
 
     # -- the config -----------------------------------------------------------------------------
@@ -194,7 +196,15 @@ class Family:
         inner = language_name(name)
         if inner is None or name_ahead(inner):
             return None
-        return cls.rename(f"{inner}.weight" if inner.endswith(cls.stacks) else inner)
+        return cls.renamed(f"{inner}.weight" if inner.endswith(cls.stacks) else inner)
+
+    @classmethod
+    def renamed(cls, name: str) -> str | None:
+        """`rename`, after the `names` of the family and of those it is made of."""
+        for kind in cls.__mro__:
+            for theirs, ours in vars(kind).get("names", {}).items():
+                name = name.replace(theirs, ours)
+        return cls.rename(name)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

@@ -57,7 +57,7 @@ def load_mtp(folder: Path, model: Model) -> Predictor:
         CheckpointError: a tensor is missing, misshapen or left over.
     """
     index, kind = model.config.num_layers, family(model.config.model_type)
-    names = _Names(index, max(len(kind.mtp_blocks(model.config)), 1), kind.rename)
+    names = _Names(index, max(len(kind.mtp_blocks(model.config)), 1), kind.renamed)
     weights = weights_beside(model, folder, names, model.config.quantization)
     if not names.found:
         raise InvalidRequestError(

@@ -12,14 +12,6 @@ from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
 
-NAMES = (  # of the hub, and ours
-    ("model.word_embeddings.", "model.embed_tokens."),
-    (".attention.", ".self_attn."),
-    (".self_attn.dense.", ".self_attn.o_proj."),
-    (".self_attn.forget_gate.", ".self_attn."),
-    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
-)
-
 
 class BailingHybrid(KimiLinear):
     """Ling 3.0 tiny and flash.
@@ -46,6 +38,13 @@ class BailingHybrid(KimiLinear):
         "rope_interleave": True,
     }
     mtp = MTPForm()
+    names: ClassVar = {
+        "model.word_embeddings.": "model.embed_tokens.",
+        ".attention.": ".self_attn.",
+        ".self_attn.dense.": ".self_attn.o_proj.",
+        ".self_attn.forget_gate.": ".self_attn.",
+        ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+    }
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -69,12 +68,6 @@ class BailingHybrid(KimiLinear):
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         return (cls.rope_spec(fields, layer_types[0], head_dim),) * len(layer_types)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in NAMES:
-            name = name.replace(theirs, ours)
-        return super().rename(name)
 
     def attention(self, index: int, **parts: object) -> LatentAttention:
         gates = self.gates(index, "g_proj", by_head=True)

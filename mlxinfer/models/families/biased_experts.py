@@ -35,6 +35,10 @@ class Dots1(Family):
     }
     head_norms: ClassVar[HeadNorms | None] = HeadNorms()
     dense_matrices = (".mlp.gate",)
+    names: ClassVar = {
+        f".mlp.experts.{kind}_proj.": f".mlp.switch_mlp.{kind}_proj."
+        for kind in ("gate", "up", "down")
+    }
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -51,12 +55,6 @@ class Dots1(Family):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         return with_experts(config)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for projection in ("gate_proj", "up_proj", "down_proj"):
-            name = name.replace(f".mlp.experts.{projection}.", f".mlp.switch_mlp.{projection}.")
-        return super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and shared experts."""
@@ -105,17 +103,15 @@ class HyV3(Dots1):
         "routed_scaling_factor": 2.826,
     }
     mtp = MTPForm()
+    names: ClassVar = {
+        ".mlp.router.gate.": ".mlp.gate.",
+        ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",
+        ".mlp.shared_mlp.": ".mlp.shared_experts.",
+    }
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         return [FULL] * num_layers
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The router, its bias and the shared experts as DeepSeek calls them."""
-        name = name.replace(".mlp.router.gate.", ".mlp.gate.")
-        name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
-        return super().rename(name.replace(".mlp.shared_mlp.", ".mlp.shared_experts."))
 
 
 class Afmoe(HyV3):
@@ -182,6 +178,7 @@ class ExaoneMoE(Exaone4):
     dense_matrices = (".mlp.gate",)
     layer = Family.layer
     mlp = Dots1.mlp
+    names: ClassVar = {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -190,11 +187,6 @@ class ExaoneMoE(Exaone4):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         return with_experts(config)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        bias = ".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
-        return super().rename(name.replace(*bias))
 
 
 class Ernie4_5MoE(Ernie4_5):

@@ -35,6 +35,7 @@ class Flint(Family):
     head_norms = HeadNorms()
     sinks = True
     dense_matrices = (".mlp.gate",)
+    names: ClassVar = {".softmax_offset": ".sinks"}
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -55,10 +56,6 @@ class Flint(Family):
         if stated is not None:
             plain = [i in stated for i in range(len(specs))]
         return tuple(None if bare else spec for spec, bare in zip(specs, plain, strict=True))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return super().rename(name.replace(".softmax_offset", ".sinks"))
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the layers that are listed, else experts beside a shared one."""

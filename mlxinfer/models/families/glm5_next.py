@@ -52,6 +52,7 @@ class Glm5Next(MixedStreams, KimiLinear):
         "num_nextn_predict_layers": 1,
     }
     inner_eps = None
+    names: ClassVar = {".self_attn.forget_gate.": ".self_attn."}
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -89,10 +90,6 @@ class Glm5Next(MixedStreams, KimiLinear):
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         return replace(super().between_stages(config), bound=_shared(config))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return super().rename(name.replace(".self_attn.forget_gate.", ".self_attn."))
 
     @property
     def decay_bound(self) -> float:

@@ -16,7 +16,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
 from ..decoder import ResidualLayer
-from ..family import PACKED, Family
+from ..family import Family
 from ..jsonfields import Fields
 from .mamba import MambaDims, plain_mamba_mixer
 
@@ -43,6 +43,7 @@ class Granite(Family):
         "attention_bias": False,
         "mlp_bias": False,
     }
+    names = _NAMES
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -52,12 +53,6 @@ class Granite(Family):
             attention_scale=config.fields.number("attention_multiplier", above=0.0),
             logit_scale=1 / config.fields.number("logits_scaling", above=0.0),
         )
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        return super().rename(f"{name}.weight" if name.endswith(PACKED) else name)
 
     @property
     def embed_scale(self) -> float:

@@ -37,6 +37,7 @@ class Kolibri1(Exaone4):
     mtp = None
     dense_matrices = (".mlp.gate",)
     layer = Glm4.layer
+    names = _NAMES
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -44,12 +45,6 @@ class Kolibri1(Exaone4):
         if fields.items("layer_types") is not None:
             return read_layer_types(fields, num_layers)
         return [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)]
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        return super().rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         path = f"model.layers.{index}.mlp"

@@ -45,6 +45,10 @@ class Laguna(Dots1):
         "moe_router_score_func": ("sigmoid",),
         "moe_apply_router_weight_on_input": (False,),
     }
+    names: ClassVar = {
+        ".mlp.gate.proj.": ".mlp.gate.",
+        ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    }
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -61,14 +65,6 @@ class Laguna(Dots1):
     def query_heads(cls, config: ModelConfig) -> Sequence[int]:
         """The query heads of each layer; empty: as many as the config states for all."""
         return config.fields.items("num_attention_heads_per_layer") or ()
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        name = name.replace(".mlp.gate.proj.", ".mlp.gate.")
-        name = name.replace(
-            ".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"
-        )
-        return super().rename(name)
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """With one gate for each head, or for each number of the heads' outputs."""

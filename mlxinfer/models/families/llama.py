@@ -150,6 +150,7 @@ class HunYuanMoE(HunYuanDense):
 
     defaults: ClassVar = {**HunYuanDense.defaults, "num_experts": 1, "moe_topk": 1}
     dense_matrices = (".mlp.gate",)
+    names: ClassVar = {".mlp.gate.wg.": ".mlp.gate."}
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -165,10 +166,6 @@ class HunYuanMoE(HunYuanDense):
                 values[key] = stated[0]
         values["num_experts_per_tok"] = values.get("moe_topk", 1)
         return Fields(values, config.where)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return super().rename(name.replace(".mlp.gate.wg.", ".mlp.gate."))
 
     def mlp(self, index: int) -> FeedForward:
         """Experts, and the MLP that every token goes to."""

@@ -50,6 +50,7 @@ class MiMoV2Flash(Dots1):
     }
     mtp = MTPForm()
     head_norms = None
+    names: ClassVar = {".attention_sink_bias": ".sinks"}
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -98,10 +99,6 @@ class MiMoV2Flash(Dots1):
             heads=tuple((count, config.head_dim) for count in counts),
             value_dim=fields.integer("v_head_dim", high=2**14),
         )
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return super().rename(name.replace(".attention_sink_bias", ".sinks"))
 
     def v_norm(self, index: int) -> Norm | None:
         """A factor of the values; null: 1."""

@@ -23,23 +23,16 @@ from ..family import Family
 from ..stage import BetweenStages
 from .deepseek import DeepseekV3
 
-_NAMES = ("attn_hc.", "hc_attn_"), ("ffn_hc.", "hc_ffn_")  # as transformers saves, and the hub
-
 
 class MixedStreams(Family):
     """The residual is `hc_mult` streams, see `MixingConnection`."""
 
     stream_defaults: ClassVar = {"hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+    names: ClassVar = {"attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_"}  # of transformers, and the hub
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         return BetweenStages((config.fields.integer("hc_mult") * config.hidden_size,))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in _NAMES:
-            name = name.replace(theirs, ours)
-        return super().rename(name)
 
     @property
     def num_streams(self) -> int:

@@ -74,6 +74,7 @@ class OlmoHybrid(Olmo2):
         "linear_allow_neg_eigval": True,
     }
     windows = False
+    names = _NORMS
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
@@ -96,12 +97,6 @@ class OlmoHybrid(Olmo2):
             "linear_value_head_dim": fields.integer("linear_value_head_dim", default=2 * key_dim),
         }
         return with_delta_states(config, Fields({**fields.values, **sizes}, fields.where))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in _NORMS.items():
-            name = name.replace(theirs, ours)
-        return super().rename(name)
 
     def layer(self, index: int) -> Layer:
         recurs = self.config.states[index] is not None

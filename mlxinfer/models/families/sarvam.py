@@ -3,18 +3,18 @@
 from typing import ClassVar
 
 from ..jsonfields import Fields
-from .bailing import NAMES
+from .bailing import BailingHybrid
 from .biased_experts import with_deepseek_names
 from .deepseek import DeepseekV3
 from .glm import Glm4MoE
 from .llama import Phi3
 
-_NAMES = (  # of the hub, and ours
-    *NAMES,
-    (".query_key_value.", ".qkv_proj."),
-    (".query_layernorm.", ".q_norm."),
-    (".key_layernorm.", ".k_norm."),
-)
+_NAMES = {  # of the hub, and ours
+    **BailingHybrid.names,
+    ".query_key_value.": ".qkv_proj.",
+    ".query_layernorm.": ".q_norm.",
+    ".key_layernorm.": ".k_norm.",
+}
 
 
 class SarvamMLA(DeepseekV3):
@@ -51,6 +51,7 @@ class SarvamMoE(Glm4MoE):
         "routed_scaling_factor": 2.5,
         "use_qk_norm": True,
     }
+    names = _NAMES
     qkv = Phi3.qkv
 
     @classmethod
@@ -58,9 +59,3 @@ class SarvamMoE(Glm4MoE):
         bias = config.get("use_qkv_bias", "attention_bias")
         values = {**config.values, "attention_bias": False if bias is None else bias}
         return with_deepseek_names(Fields(values, config.where))
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        for theirs, ours in _NAMES:
-            name = name.replace(theirs, ours)
-        return super().rename(name)

@@ -10,18 +10,17 @@ from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited
-from .biased_experts import Dots1
 from .deepseek import PLAIN_ROUTING, biased_routing
 from .laguna import Laguna
 
 _ROPE_LISTS = {"rope_theta": "rope_theta", "partial_rotary_factors": "partial_rotary_factor"}
-_NAMES = (  # of the hub and of mlx-lm, and ours
-    (".moe.router_bias", ".mlp.gate.router_bias"),
-    (".moe.gate.", ".mlp.gate."),
-    (".moe.", ".mlp.switch_mlp."),
-    (".mlp.gate.gate.", ".mlp.gate."),
-    (".router_bias", ".e_score_correction_bias"),
-)
+_NAMES = {  # of the hub and of mlx-lm, and ours
+    ".moe.router_bias": ".mlp.gate.router_bias",
+    ".moe.gate.": ".mlp.gate.",
+    ".moe.": ".mlp.switch_mlp.",
+    ".mlp.gate.gate.": ".mlp.gate.",
+    ".router_bias": ".e_score_correction_bias",
+}
 
 
 class Step3p5(Laguna):
@@ -45,6 +44,7 @@ class Step3p5(Laguna):
     supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
     gate_activation = Family.gate_activation
     mtp = MTPForm(before_norm=True)  # as in vLLM and SGLang; transformers 5.24 reads them behind it
+    names = _NAMES
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
@@ -96,13 +96,6 @@ class Step3p5(Laguna):
         heads = config.num_heads
         other = config.fields.integer("num_sliding_attention_heads", high=2**14, default=heads)
         return [heads if window is None else other for window in config.windows]
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The router, its bias and the stacks of experts as they are called here."""
-        for theirs, ours in _NAMES:
-            name = name.replace(theirs, ours)
-        return Dots1.rename(name)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and a shared one, limited as stated."""

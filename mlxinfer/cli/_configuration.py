@@ -196,7 +196,7 @@ def entry_of(
 
     options, served = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
-    folder = fetch(requested.entry.source, mmproj=options.mmproj, dtype=options.dtype)
+    folder = _folder(requested, options)
     if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
         kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
@@ -233,6 +233,15 @@ def _held_bytes(folder: Path, options: EngineOptions) -> int:
     with suppress(ModelError):
         return options.held_bytes(folder)
     return weights_bytes(folder)
+
+
+def folder_of(requested: RequestedModel, server: Mapping[str, Any]) -> Path:
+    """Return the folder of a model, as `entry_of` opens it."""
+    return _folder(requested, checked_settings(requested, server)[0])
+
+
+def _folder(requested: RequestedModel, options: EngineOptions) -> Path:
+    return fetch(requested.entry.source, mmproj=options.mmproj, dtype=options.dtype)
 
 
 def checked_settings(

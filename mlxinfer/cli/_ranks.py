@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import InvalidRequestError
 from ..session.options import EngineOptions
-from ._model import fetch
 from ._options import RANK_NAMES
 
 LISTENERS = "MLXINFER_LISTENERS"  # environment variable: sockets that a process left to itself
@@ -23,10 +23,13 @@ ANSWER_S = 2.0  # that clients get to take their errors before the process start
 log = logging.getLogger("mlxinfer.ranks")
 
 
-def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
+def follow_if_asked(
+    options: dict[str, Any], models: Sequence[str], find: Callable[[], Path]
+) -> bool:
     """Return whether the model is spread over ranks; in a process that is not rank 0, follow it.
 
-    A process is in one group only, so it starts itself again for the next.
+    A process is in one group only, so it starts itself again for the next. `find` gives the folder
+    of the one model, opened with the options that rank 0 opens it with.
     """
     given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
     try:
@@ -56,7 +59,7 @@ def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
             start_again()
         os._exit(0)
 
-    follow(place, secret, lambda name: fetch(models[0]), wait_s=WAIT_S, ended=ended)
+    follow(place, secret, lambda name: find(), wait_s=WAIT_S, ended=ended)
     raise SystemExit(0)
 
 

@@ -15,6 +15,7 @@ from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from ..progress import Watch
+from ._model import fetch
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
@@ -107,7 +108,8 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     """
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)
-    follow_if_asked(options, [model])
+    opening = {name: arguments[name] for name in ("mmproj", "dtype") if name in arguments}
+    follow_if_asked(options, [model], lambda: fetch(model, **opening))
     images = read_pictures(options["images"], prompt)
     check_videos(options["videos"])
     text = read_prompt(prompt, options["files"], pipes="-" not in options["images"])

@@ -32,6 +32,7 @@ from ._configuration import (
     config_of,
     config_option,
     entry_of,
+    folder_of,
     open_tools,
     requested_models,
     shown_values,
@@ -290,7 +291,8 @@ def command(
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
-    spread = follow_if_asked(options, [model.entry.source for model in requested])
+    sources = [model.entry.source for model in requested]
+    spread = follow_if_asked(options, sources, lambda: folder_of(requested[0], options))
     # Before models load: a taken port is known at once.
     listeners = inherited_listeners() or bind(config)
     try:

@@ -49,14 +49,19 @@ OF_WEIGHTS = {
 @click.option(
     "--on", metavar="MAC", help='Also show how it would run on another Mac, such as "M4 Max 64GB".'
 )
+@click.option(
+    "--mmproj", metavar="FILE", help="File of what sees pictures for a GGUF file, if not beside it."
+)
 @json_option
-def command(name: str, context: int | None, on: str | None, as_json: bool) -> None:
+def command(
+    name: str, context: int | None, on: str | None, mmproj: str | None, as_json: bool
+) -> None:
     """Show a model's architecture, size and memory needs."""
     from ..memory.roofline import machine
     from ._inspect import summarise
 
     mac = None if on is None else machine(on)
-    summary = summarise(fetch(name, download=False))
+    summary = summarise(fetch(name, download=False, mmproj=mmproj))
     facts = describe(name, summary, context, mac)
     if as_json:
         emit_json(facts)

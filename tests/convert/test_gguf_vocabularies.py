@@ -1,6 +1,7 @@
 """Vocabularies of llama.cpp's own tests give the tokens that it expects (ci)."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import tokenizers
 
 from mlxinfer.convert.read.gguf.source import read_metadata
-from mlxinfer.convert.read.gguf.tokenizer import tokenizer_files
+from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, RAW, tokenizer_files
 
 FOLDER = "MLXINFER_LLAMA_CPP"  # environment variable: a folder of llama.cpp's sources
 pytestmark = [
@@ -24,6 +25,14 @@ BETWEEN = "\n__ggml_vocab_test__\n"
 
 def test_there_are_vocabularies() -> None:
     assert len(NAMES) >= 15
+
+
+def test_every_name_of_the_converter_is_known() -> None:
+    source = (MODELS.parent / "conversion" / "base.py").read_text()
+    names = set(re.findall(r'res = "([^"]+)"', source))
+    word_pieces = {"bert-bge", "bert-bge-large", "jina-v2-en"}
+    assert len(names) > 80
+    assert names - PRETOKENIZERS.keys() - set(RAW) == word_pieces
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREAD])

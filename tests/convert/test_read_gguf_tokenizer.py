@@ -221,13 +221,63 @@ def test_smollm_cuts_as_its_own_tokenizer_does() -> None:
         assert [word for word, _ in result] == [word for word, _ in theirs]
 
 
+TEXT = "Hello  WORLD 1234567 12 don't, 你好…。 \n\n  x\tİstanbul'da 한국어 ไทย"
+PIECES = {  # of TEXT; "·" stands between
+    "minicpm5": (
+        "Hello· · WORLD· ·123·456·7· ·12· don·'t·,· 你好·…。· \n\n· "
+        "· x·\tİstanbul·'d·a· 한국어· ไทย"
+    ),
+    "jais-2": (
+        "Hello· · WORLD· ·123·456·7· ·12· don·'t·,· 你好·…。· \n\n· "
+        "· x·\tİstanbul·'d·a· 한국어· ไทย"
+    ),
+    "youtu": (
+        "Hello· · WORLD· ·1·2·3·4·5·6·7· ·1·2· don't·,· ·你好·…。· \n\n"
+        "· · x·\tİstanbul'd·a· ·한국어· ไทย"
+    ),
+    "spark2_5": (
+        "Hello· · WORLD· ·1·2·3·4·5·6·7· ·1·2· don·'t·,· ·你好·…。· \n\n "
+        "· x·\tİstanbul·'da· 한국어· ไทย"
+    ),
+    "afmoe": (
+        "Hello· · WORLD· ·1·234·567· ·12· don·'t·,· ·你好·…。· \n\n"
+        "· · x·\tİstanbul·'da· ·한국어· ·ไทย"
+    ),
+    "ufakzeka": (
+        "Hello· · WORLD· ·1·2·3·4·5·6·7· ·1·2· don·'t·,· 你好·…。· \n\n"
+        "· · x·\tİstanbul·'da· 한국어· ไทย"
+    ),
+    "chameleon": (
+        "Hello·  ·WORLD· ·1·2·3·4·5·6·7· ·1·2· don·'·t·,· 你好·…·。"
+        "· ·\n·\n·  ·x·\t·İstanbul·'·da· 한국어· ไทย"
+    ),
+    "superbpe": ("Hello  WORLD ·1·234·567· ·12· don't, 你好…。 \n\n  x\tİstanbul'da 한국어 ไทย"),
+    "bloom": (
+        "Hello· · WORLD· 1234567· 12· don't·,· 你好·…。 \n\n · x·\t·İstanbul'da· 한국어· ไทย"
+    ),
+    "viking": (
+        "Hello· · WORLD· ·1·2·3·4·5·6·7· ·1·2· don't·,· 你好·…。 \n\n "
+        "· x·\t·İstanbul'da· 한국어· ไทย"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_text_is_cut_as_the_table_of_llama_cpp_says(name: str) -> None:
+    cuts = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRETOKENIZERS[name].patterns
+    ]
+    pieces = pre_tokenizers.Sequence(cuts).pre_tokenize_str(TEXT)
+    assert "·".join(piece for piece, _ in pieces) == PIECES[name]
+
+
 def test_every_expression_is_tried() -> None:
     """GPT-2's own, which is the tokenizers library's, is the one without an expression."""
     patterns = {
         pretokenizer.patterns
         for name, pretokenizer in PRETOKENIZERS.items()
         if name not in BY_VOCABULARY
-    }
+    } - {PRETOKENIZERS[name].patterns for name in PIECES}
     assert {PRETOKENIZERS[name].patterns for name in (*EXPRESSIONS, "gpt-2")} == patterns
 
 

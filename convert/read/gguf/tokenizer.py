@@ -92,6 +92,40 @@ _DEEPSEEK3 = (
     rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
+_SPARK = (
+    *_DEEPSEEK3[:2],
+    _DEEPSEEK3[2].replace(rf"[\r\n]*|{_SPACES}", r"|[\r\n]|\s+(?!\S)|\s+"),
+    r"\p{N}",
+)
+_YOUTU = (
+    f"[{_ranges('AC00-D7A3 3131-318E')}]+"
+    f"|[{_ranges('FF01-FF01 2026-2026 201C-201D 2018-2019 2014-2014 FF1A-FF1B FF0C-FF0C')}"
+    f"{_ranges('3001-303F FE30-FE4F')}]+|[{_ranges('3105-312F')}]+"
+    f"|[{_ranges('4E00-9FA5 3040-309F 30A0-30FF')}]+",
+    _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_TURKISH = _QWEN2.removeprefix(f"{_CONTRACTIONS}|")
+_NOT_STOPS = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_LONG_SPACES = "|".join([*(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1)), r"\s{1,2}(?!\S)|\s"])
+_JAIS2 = _LLAMA3.replace(r"\s+(?!\S)|\s+", _LONG_SPACES)
+_CHAMELEON = (
+    r"<sentinel:[0-9]+>",
+    r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
+_ASIAN_SCRIPTS = _ranges(
+    "4E00-9FFF 3400-4DBF F900-FAFF 3040-309F 30A0-30FF FF65-FF9F 2F00-2FDF 0E00-0E7F 0E80-0EFF "
+    "1780-17FF 1000-109F AA60-AA7F A9E0-A9FF AC00-D7AF 1100-11FF"
+)
+_AFMOE = (  # digits by three from the right
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    f"[{_ASIAN_SCRIPTS}]+",
+    _DEEPSEEK3[2],
+)
+_MINICPM5 = (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # First and last code points of letters with case, as DeepSeek LLM and V2 list them; source:
 # llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_DEEPSEEK_LLM.
@@ -125,10 +159,12 @@ class Pretokenizer:
     whole_words: bool = False  # a word that is a token needs no merges
     normal_form: bool = False  # NFC first
     adds_bos: bool = False  # where the file does not say
+    adds_sep: bool = False
 
 
 _LLAMA = Pretokenizer((_LLAMA3,), whole_words=True, adds_bos=True)
 _PLAIN = Pretokenizer(())
+_WITH_SEP = Pretokenizer((), adds_sep=True)
 _DIGITS = Pretokenizer((r"\p{N}", _GPT2))
 _TRIPLES = Pretokenizer((_LLAMA3,))
 _OPENAI = Pretokenizer((_GPT4O,))
@@ -140,10 +176,23 @@ PRETOKENIZERS = {
         ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
         _LLAMA,
     ),
+    "jina-v5-nano": _LLAMA,
+    "minicpm5": Pretokenizer(_MINICPM5, whole_words=True),
+    "jais-2": Pretokenizer((_JAIS2,)),
+    "youtu": Pretokenizer(_YOUTU, whole_words=True),
+    "spark2_5": Pretokenizer(_SPARK),
+    "afmoe": Pretokenizer(_AFMOE),
+    "ufakzeka": Pretokenizer((_TURKISH,)),
+    "chameleon": Pretokenizer(_CHAMELEON, adds_bos=True),
+    "superbpe": Pretokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "granite-embed-multi-97m": Pretokenizer((_GPT4O,), whole_words=True),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Pretokenizer((_NOT_STOPS,))),
+    "viking": Pretokenizer((_NOT_STOPS, r"\p{N}")),
+    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe"), _WITH_SEP),
     "glm4": Pretokenizer((_LLAMA3,), whole_words=True),
     "glm5": Pretokenizer((_LLAMA3,), whole_words=True),
     **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), _TRIPLES),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "f2llmv2"), _QWEN),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), _ANY),
     "qwen35": Pretokenizer((_QWEN35,), normal_form=True),
     **dict.fromkeys(
@@ -152,13 +201,15 @@ PRETOKENIZERS = {
     "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": Pretokenizer(_CODER),
     "kimi-k2": Pretokenizer((_KIMI,), whole_words=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _OPENAI),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _OPENAI),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), Pretokenizer(_AYA)),
     "tekken": Pretokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "mellum", "modern-bert", "trillion"), _PLAIN
     ),
-    **dict.fromkeys(("jais", "granite-docling", "gigachat", "a.x-4.0"), _PLAIN),
+    **dict.fromkeys(
+        ("jais", "granite-docling", "gigachat", "a.x-4.0", "jina-v2-es", "jina-v2-de"), _PLAIN
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
     ),
@@ -225,7 +276,7 @@ def _merges(fields: Fields) -> Merges:
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
     """As `_byte_level`."""
-    merged = fields.text("tokenizer.ggml.model") == GEMMA4
+    merged = _kind(fields) == GEMMA4
     unknown = token_of(fields, "unknown", tokens)
     named: Json = {} if unknown is None else {"unk_token": unknown}
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, **named))
@@ -275,10 +326,12 @@ def token_of(fields: Fields, name: str, tokens: list[str]) -> str | None:
 
 
 GEMMA4 = "gemma4"
+RAW = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # no letters of bytes, though "gpt2"
 KINDS = ("gpt2", "llama", GEMMA4)
 MAX_TOKENS = 1 << 22
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPELT = {"sep": "seperator"}  # as GGUF has it
 _ENDS = ("eos", "eot", "eom")
 
 
@@ -290,7 +343,7 @@ def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
         UnsupportedModelError: another kind of tokenizer.
     """
     fields = Fields(metadata, label)
-    kind = fields.text("tokenizer.ggml.model", default="none")
+    kind = _kind(fields)
     if kind in ("none", "no_vocab"):
         return False
     if kind not in KINDS:
@@ -302,6 +355,12 @@ def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
         pretokenizer_of(fields)
     _lists(fields)
     return True
+
+
+def _kind(fields: Fields) -> str:
+    kind = fields.text("tokenizer.ggml.model", default="none")
+    pieces = kind == "gpt2" and fields.text("tokenizer.ggml.pre", default="") in RAW
+    return GEMMA4 if pieces else kind
 
 
 def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]:
@@ -325,7 +384,7 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
 
     No tokenizer is made here: whoever loads the files makes it.
     """
-    by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
+    by_bytes = _kind(fields) == "gpt2"
     vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
     made, merges = (_byte_level if by_bytes else _sentence_pieces)(fields, tokens)
     for left, right in merges:
@@ -334,7 +393,8 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
                 f"The tokenizer in {fields.where} is broken: it merges {left[:40]!r} and "
                 f"{right[:40]!r}, which are no tokens, or make none."
             )
-    _frame(made, fields, tokens, pretokenizer_of(fields).adds_bos if by_bytes else True)
+    usual = pretokenizer_of(fields) if by_bytes else _LLAMA
+    _frame(made, fields, tokens, {"bos": usual.adds_bos, "eos": False, "sep": usual.adds_sep})
     found: Json = json.loads(made.to_str())
     found["model"] |= {"vocab": vocab, "merges": merges}
     found["added_tokens"] = [
@@ -371,11 +431,13 @@ def _lists(fields: Fields) -> tuple[list[str], Any]:
     return tokens, kinds
 
 
-def _frame(made: tokenizers.Tokenizer, fields: Fields, tokens: list[str], usual: bool) -> None:
-    """Put tokens before and after a text; `usual`: bos where the file does not say."""
+def _frame(
+    made: tokenizers.Tokenizer, fields: Fields, tokens: list[str], usual: Mapping[str, bool]
+) -> None:
+    """Put tokens before and after a text; `usual`: which, where the file does not say."""
     put = {}
-    for name, default in (("bos", usual), ("eos", False)):
-        token = token_of(fields, name, tokens)
+    for name, default in usual.items():
+        token = token_of(fields, _SPELT.get(name, name), tokens)
         stated = fields.boolean(f"tokenizer.ggml.add_{name}_token", default=default)
         if stated and token is not None:
             put[name] = {"id": name, "ids": [tokens.index(token)], "tokens": [token]}
@@ -383,7 +445,8 @@ def _frame(made: tokenizers.Tokenizer, fields: Fields, tokens: list[str], usual:
     def around(text: str) -> list[str]:
         kind = text.partition(":")[2] or "0"
         ends = {name: [f"{name}:{kind}"] for name in put}
-        return [*ends.get("bos", ()), text, *ends.get("eos", ())]
+        behind = ends.get("eos") or ends.get("sep", ())  # never both
+        return [*ends.get("bos", ()), text, *behind]
 
     if put:
         made.post_processor = processors.TemplateProcessing(

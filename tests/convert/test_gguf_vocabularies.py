@@ -19,7 +19,6 @@ pytestmark = [
 MODELS = Path(os.environ.get(FOLDER, "/none")) / "models"
 NAMES = sorted(path.name.removesuffix(".gguf.inp") for path in MODELS.glob("*.gguf.inp"))
 DIFFERENT = {"ggml-vocab-qwen35": 3}  # Unicode composition, which llama.cpp leaves out
-UNREAD = {"ggml-vocab-bert-bge"}  # WordPiece
 BETWEEN = "\n__ggml_vocab_test__\n"
 
 
@@ -35,7 +34,7 @@ def test_every_name_of_the_converter_is_known() -> None:
     assert names - PRETOKENIZERS.keys() - set(RAW) == word_pieces
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREAD])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_vocabulary_gives_the_expected_tokens(name: str) -> None:
     path = MODELS / f"{name}.gguf"
     with warnings.catch_warnings():

@@ -5,6 +5,7 @@
 
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,11 +19,14 @@ from models.runs import every
 from models.test_qwen_pictures import Prompt, placed_pictures, run, seen
 from models.test_towers import features, tiles
 from models.tiny import write
+from pooling.test_pooling_parity import close, model_in, results, rows_of
+from pooling.tiny_pooling import write_tokenizer as write_words
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.imports import import_gguf
 from mlxinfer.convert.read import SourceModel
 from mlxinfer.convert.read.gguf.source import open_gguf
+from mlxinfer.convert.sidefiles import write_side_files
 from mlxinfer.convert.zoo import arrange_made
 from mlxinfer.models import load
 from mlxinfer.models.registry import SUPPORTED
@@ -32,7 +36,8 @@ LOGITS = np.load(DATA / "logits.npz")
 CASES = yaml.safe_load((DATA / "cases.yml").read_text())
 FILES = sorted(path.name.removesuffix(".gguf.xz") for path in DATA.glob("*.gguf.xz"))
 TOWERS = [name.removeprefix("mmproj-") for name in FILES if name.startswith("mmproj-")]
-TEXTS = [name for name in FILES if name not in TOWERS and not name.startswith("mmproj-")]
+POOLING = [name for name in FILES if name.startswith("pool-")]
+TEXTS = [name for name in FILES if name not in TOWERS and not name.startswith(("mmproj-", "pool-"))]
 
 
 def unpacked(folder: Path, name: str) -> Path:
@@ -89,6 +94,20 @@ def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, na
     folder = written(tmp_path / "folder", open_gguf(text, mmproj=tower))
     actual, expected = logits_with_pictures(folder, CASES[case]["seeing"]), LOGITS[case]
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("name", POOLING)
+def test_a_file_gives_the_vectors_of_sentence_transformers(tmp_path: Path, name: str) -> None:
+    case = name.removeprefix("pool-").removesuffix("-f32")
+    source = open_gguf(unpacked(tmp_path, name))
+    if case == "gemma3":  # llama.cpp has this scale in its code: a head's width
+        assert source.config["query_pre_attn_scalar"] == source.config["head_dim"]
+        source = replace(source, config={**source.config, "query_pre_attn_scalar": 20})
+    folder = written(tmp_path / "folder", source)
+    write_side_files(folder, source)
+    write_words(folder, source.config["vocab_size"])
+    rows, expected = rows_of(case)
+    close(results(model_in(folder), rows, None), expected)
 
 
 def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(tmp_path: Path) -> None:

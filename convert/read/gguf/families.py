@@ -11,7 +11,7 @@ import numpy as np
 from ....errors import CheckpointError, UnsupportedModelError
 from ..stored import Array
 from .fields import ArchitectureFields
-from .gemma import GEMMA, GEMMA2, gemma3, gemma3n, gemma4
+from .gemma import GEMMA, GEMMA2, gemma3, gemma3n, gemma4, gemma_embedding
 from .hybrids import delta_net, falcon_h1, granite_hybrid, lfm2, nemotron_h
 from .latent import deepseek2, indexed, mistral4
 from .layout import HALVES
@@ -35,6 +35,7 @@ from .parts import (
     rows_of,
     window_of,
 )
+from .vectors import BERT, NOMIC_BERT, modern_bert
 
 
 def _out_biased(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
@@ -470,7 +471,11 @@ FAMILIES: dict[str, FamilyConfig] = {
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
     "falcon-h1": falcon_h1,
+    "bert": BERT,
+    "nomic-bert": NOMIC_BERT,
+    "modern-bert": modern_bert,
     "gemma": GEMMA,
+    "gemma-embedding": gemma_embedding,
     "gemma2": GEMMA2,
     "gemma3": gemma3,
     "gemma3n": gemma3n,

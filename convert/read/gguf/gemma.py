@@ -45,6 +45,16 @@ def gemma3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     }
 
 
+def gemma_embedding(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Gemma 3 that sees both ways."""
+    facts.expect("attention.causal", False)
+    facts.read(*(f"dense_{i}_feat_{way}" for i in (2, 3) for way in ("in", "out")))
+    return gemma3(facts, shapes, config) | {
+        "architectures": ["Gemma3TextModel"],
+        "use_bidirectional_attention": True,
+    }
+
+
 def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
     slides = facts.by_layer_or_none("attention.sliding_window_pattern", num_layers)
     if slides is None:

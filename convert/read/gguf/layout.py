@@ -46,7 +46,7 @@ _PAIRED = (
 )  # stored as neighbours instead
 _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _LESS_ONE = {  # how the names of norms end that include the one which layers add
-    **dict.fromkeys(("gemma", "gemma2", "gemma3"), "norm.weight"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding"), "norm.weight"),
     "muse-glimmer": "layernorm.weight",
     "nemotron": "norm.weight",
 }

@@ -290,7 +290,19 @@ _MUSE = {
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _DOTS1 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
+_BERT = {
+    **_COMMON,
+    **_DENSE,
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_mlp_layernorm",
+}
+_NOMIC_BERT = {**_BERT, "attn_qkv": "self_attn.qkv_proj"}
+_MODERN_BERT = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FAMILIES = {
+    "bert": _BERT,
+    "nomic-bert": _NOMIC_BERT,
+    "modern-bert": _MODERN_BERT,
+    "gemma-embedding": _GEMMA3,
     "llama": _MIXTRAL,
     "mistral3": _LLAMA,
     "arcee": _LLAMA,
@@ -368,7 +380,14 @@ _GEMMA4_TOP = {
 _BIASED_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
 _NEMOTRON_TOP = {**_TOP, "output_norm.weight": "model.norm_f.weight"}
 _FALCON_TOP = {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}
+_BERT_TOP = {
+    **_TOP,
+    **{f"token_embd_norm.{kind}": f"model.embeddings_norm.{kind}" for kind in ("weight", "bias")},
+    "position_embd.weight": "model.position_embeddings.weight",
+    "token_types.weight": "model.token_type_embeddings.weight",
+}
 _TOPS = {
+    **dict.fromkeys(("bert", "nomic-bert", "modern-bert"), _BERT_TOP),
     "falcon-h1": _FALCON_TOP,
     "nemotron_h": _NEMOTRON_TOP,
     "nemotron_h_moe": _NEMOTRON_TOP,

@@ -28,6 +28,7 @@ from .names import ARCHITECTURES, ROPE_FACTORS, STREAMS, hf_names, is_factor
 from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 from .towers import KINDS, read_tower
+from .vectors import expect_pooling, is_dense, pooling_files
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
@@ -40,7 +41,14 @@ WITHOUT_TOWER = (
 _OTHER_ROPES = (
     "deepseek2", "deepseek32", "glm-dsa", "mistral4", "nemotron_h", "nemotron_h_moe",
 )  # fmt: skip
-_WIDE = ("gemma3", "gemma3n", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
+_WIDE = (
+    "gemma-embedding",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "glm4",
+    "gpt-oss",
+)  # activations do not fit float16
 
 
 def open_gguf(
@@ -75,6 +83,7 @@ def open_gguf(
     shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
     config = make_config(metadata, shapes, _factors(entries, architecture), label)
     from_metadata: SideFiles = dict
+    modules = pooling_files(facts, entries)
     sizes = _bytes_by_type(entries)
     if side_files is None and check_tokenizer(metadata, label):
         from_metadata = cache(partial(tokenizer_files, metadata, label))
@@ -86,7 +95,7 @@ def open_gguf(
         as_made=True,
         exact_dtype="float32" if set(sizes) == {"F32"} else None,
         readers=_readers(named, facts, config),
-        side_files=from_metadata if side_files is None else lambda: side_files,
+        side_files=lambda: {**modules, **(from_metadata() if side_files is None else side_files)},
         fingerprint=digest.hexdigest(),
         notes=notes,
         origin=origin_of_metadata(metadata),
@@ -253,7 +262,7 @@ def _named(
         f"({', '.join(aside[:1])} …) of parts that see, hear or predict ahead are left out."
     )
     for name, entry in entries.items():
-        if name in aside:
+        if name in aside or is_dense(name):
             continue
         ours = hf_names(facts.architecture, name, facts.num_layers, entries.keys())
         if not ours and not is_factor(facts.architecture, name):
@@ -326,6 +335,7 @@ def make_config(
         config["layer_norm_eps"] = facts.number("attention.layer_norm_epsilon")
     if facts.architecture == "muse-glimmer":
         config["qk_scale_factor"] = query_scale(facts, factors)
+    expect_pooling(facts)
     config |= family(facts, shapes, config)
     facts.check_default("attention.value_length", head_dim)
     facts.refuse_unread()

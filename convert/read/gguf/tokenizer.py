@@ -289,6 +289,25 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Toke
     return made, _merges(fields) if merged else _merges_from_scores(fields, tokens)
 
 
+def _word_pieces(fields: Fields, tokens: list[str], kinds: Any) -> tuple[Any, list[str]]:
+    """A tokenizer of WordPiece without its vocabulary, and that: llama.cpp marks where words begin.
+
+    An uncased one, as llama.cpp has it where the file does not say otherwise.
+    """
+    lower = fields.boolean("tokenizer.ggml.normalizer.lowercase", default=True)
+    accents = fields.boolean("tokenizer.ggml.normalizer.strip_accents", default=lower)
+    unknown = token_of(fields, "unknown", tokens) or "[UNK]"
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token=unknown))
+    made.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=accents)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    marked = [
+        token if kind == _CONTROL else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, kind in zip(tokens, kinds.tolist(), strict=True)
+    ]
+    return made, marked
+
+
 def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
     scores = fields.get("tokenizer.ggml.scores")
     if scores is None:
@@ -325,12 +344,20 @@ def token_of(fields: Fields, name: str, tokens: list[str]) -> str | None:
     return None if index is None else tokens[index]
 
 
-GEMMA4 = "gemma4"
+GEMMA4, BERT = "gemma4", "bert"
 RAW = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # no letters of bytes, though "gpt2"
-KINDS = ("gpt2", "llama", GEMMA4)
+KINDS = ("gpt2", "llama", GEMMA4, BERT)
 MAX_TOKENS = 1 << 22
 _CONTROL, _USER_DEFINED = 3, 4
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_NAMED = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "sep_token": "seperator",  # as GGUF has it
+    "mask_token": "mask",
+}
 _SPELT = {"sep": "seperator"}  # as GGUF has it
 _ENDS = ("eos", "eot", "eom")
 
@@ -385,8 +412,12 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
     No tokenizer is made here: whoever loads the files makes it.
     """
     by_bytes = _kind(fields) == "gpt2"
+    merges: Merges = []
+    if _kind(fields) == BERT:
+        made, tokens = _word_pieces(fields, tokens, kinds)
+    else:
+        made, merges = (_byte_level if by_bytes else _sentence_pieces)(fields, tokens)
     vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
-    made, merges = (_byte_level if by_bytes else _sentence_pieces)(fields, tokens)
     for left, right in merges:
         if not (left in vocab and right in vocab and left + right in vocab):
             raise CheckpointError(
@@ -394,9 +425,11 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
                 f"{right[:40]!r}, which are no tokens, or make none."
             )
     usual = pretokenizer_of(fields) if by_bytes else _LLAMA
+    if _kind(fields) == BERT:
+        usual = Pretokenizer((), adds_bos=True, adds_sep=True)
     _frame(made, fields, tokens, {"bos": usual.adds_bos, "eos": False, "sep": usual.adds_sep})
     found: Json = json.loads(made.to_str())
-    found["model"] |= {"vocab": vocab, "merges": merges}
+    found["model"] |= {"vocab": vocab} | ({"merges": merges} if merges else {})
     found["added_tokens"] = [
         _added(int(index), tokens[index], special=int(kinds[index]) == _CONTROL)
         for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED))
@@ -438,6 +471,8 @@ def _frame(
     put = {}
     for name, default in usual.items():
         token = token_of(fields, _SPELT.get(name, name), tokens)
+        if token is None and name == "bos":
+            token = token_of(fields, "cls", tokens)
         stated = fields.boolean(f"tokenizer.ggml.add_{name}_token", default=default)
         if stated and token is not None:
             put[name] = {"id": name, "ids": [tokens.index(token)], "tokens": [token]}

@@ -35,11 +35,13 @@ from data.torch_models import TOWER, loaded, read_config, saved_shapes  # noqa: 
 from models.cases import CASES  # noqa: E402
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensor  # noqa: E402
 from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
+from pooling import cases as pooling  # noqa: E402
 
 LENGTH = 24
 LOGITS = HERE / "logits.npz"
 WRAPPERS = json.loads((HERE.parent / "parity" / "wrappers.json").read_text())
 TYPES = ("f32", "q8_0")
+MODES = {"mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}
 CONVERT = """
 import json, runpy, sys
 from pathlib import Path
@@ -143,6 +145,39 @@ def checkpoint(case: dict[str, Any], folder: Path) -> tuple[str, np.ndarray]:
     return config["architectures"][0], logits.astype(np.float32)
 
 
+def pooling_checkpoint(case: dict[str, Any], folder: Path) -> str:
+    """Write a model that gives vectors, as sentence-transformers does; its class.
+
+    Its weights are those of tests/pooling, whose references count.
+    """
+    name, tables = (
+        case["pooling"],
+        json.loads((HERE.parent / "pooling" / "tensors.json").read_text()),
+    )
+    config = {**pooling.CASES[name]["config"], **case.get("config", {})}
+    (mode,) = pooling.CASES[name]["modes"]
+    modules = [("1_Pooling", "Pooling", {MODES[mode]: True})]
+    for index, (in_dims, out_dims, *_) in enumerate(pooling.CASES[name].get("dense", [])):
+        sizes = {"in_features": in_dims, "out_features": out_dims}
+        modules.append((f"{index + 2}_Dense", "Dense", sizes))
+    folder.mkdir()
+    for path, _, content in modules:
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(content))
+    for index in range(len(modules) - 1):
+        weights = pooling.dense_weights(name, index)
+        save_file(weights, folder / modules[index + 1][0] / "model.safetensors")
+    listed = [{"path": path, "type": f"models.{kind}"} for path, kind, _ in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {str(i): i for i in range(config["vocab_size"])}
+    words = {"type": "WordPiece", "unk_token": "0", "vocab": vocabulary}
+    words |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": words, "added_tokens": []}))
+    save_file(pooling.tensors(name, tables), folder / "model.safetensors")
+    return config["architectures"][0]
+
+
 def as_published(name: str, values: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     """Name and values as published checkpoints have them, and as the converter asks for them."""
     kind, front = config["model_type"], "vision_tower."
@@ -202,6 +237,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch, jobs = Path(folder), []
         for name in names or cases:
+            if "pooling" in cases[name]:
+                architecture = pooling_checkpoint(cases[name], scratch / name)
+                jobs += jobs_of(name, architecture, cases[name], scratch)
+                continue
             try:
                 architecture, logits[name] = checkpoint(cases[name], scratch / name)
             except Exception as error:  # the next case may do

@@ -1,0 +1,93 @@
+"""Models that give vectors: encoders' config.json, and sentence-transformers' modules of any model.
+
+A file states how it pools; llama.cpp brings each vector to length 1.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from safetensors.numpy import save
+
+from ....errors import UnsupportedModelError
+from .fields import ArchitectureFields
+from .parts import Config, Shapes, make_family
+from .readers import Entry, GGUFTensor, reader_of
+
+_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type; 0: none
+_DENSE = ("dense_2", "dense_3")  # of EmbeddingGemma, without a bias or an activation
+_ST = "sentence_transformers.models"
+
+
+def is_dense(name: str) -> bool:
+    """Whether a tensor is that of a module behind pooling."""
+    return name.removesuffix(".weight") in _DENSE
+
+
+def pooling_files(facts: ArchitectureFields, entries: Mapping[str, Entry]) -> dict[str, bytes]:
+    """modules.json and what it names; nothing for a model that generates text."""
+    mode = _MODES.get(facts.count("pooling_type"))
+    if mode is None:
+        return {}
+    files = {"1_Pooling/config.json": _dump({"pooling_mode": mode})}
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    for entry, array in (entries[f"{n}.weight"] for n in _DENSE if f"{n}.weight" in entries):
+        path = f"{len(kinds)}_Dense"
+        kinds.append((path, "Dense"))
+        sizes = {"in_features": entry.shape[1], "out_features": entry.shape[0], "bias": False}
+        activation = "torch.nn.modules.linear.Identity"
+        files[f"{path}/config.json"] = _dump({**sizes, "activation_function": activation})
+        place = GGUFTensor("linear.weight", array, entry.shape, entry.type)
+        values = reader_of(place).values(slice(0, entry.shape[0])).astype(mx.float32)
+        files[f"{path}/model.safetensors"] = save({"linear.weight": np.array(values)})
+    kinds.append((f"{len(kinds)}_Normalize", "Normalize"))
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{_ST}.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    return {**files, "modules.json": _dump(modules)}
+
+
+def expect_pooling(facts: ArchitectureFields) -> None:
+    """Raise UnsupportedModelError for a way to pool that is not known, as of rerankers."""
+    kind = facts.count("pooling_type")
+    if kind and kind not in _MODES:
+        raise UnsupportedModelError(
+            f"{facts.name('pooling_type')} in {facts.all.where} is {kind}; expected 0 to 3. "
+            "Models that score pairs are read from a folder."
+        )
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode()
+
+
+# -- config.json ----------------------------------------------------------------------------------
+
+
+def _types(facts: ArchitectureFields, shapes: Shapes, config: Config) -> int:
+    facts.read("token_type_count")
+    facts.expect("attention.causal", False)
+    return shapes.get("model.token_type_embeddings.weight", (0,))[0]
+
+
+BERT = make_family("bert", "BertModel", hidden_act="gelu", type_vocab_size=_types)
+NOMIC_BERT = make_family("nomic_bert", "NomicBertModel", type_vocab_size=_types)
+
+
+def modern_bert(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Every few layers, from the first, see all."""
+    facts.expect("attention.causal", False)
+    facts.expect("hidden_activation", "gelu")
+    facts.read("classifier.pooling_type")
+    window = facts.integer("attention.sliding_window")
+    return make_family("modernbert", "ModernBertModel")(facts, shapes, config) | {
+        "hidden_activation": "gelu",
+        "norm_eps": config.get("layer_norm_eps", config["rms_norm_eps"]),
+        "local_attention": window,
+        "global_attn_every_n_layers": facts.integer("attention.sliding_window_pattern", 3),
+        "global_rope_theta": config["rope_theta"],
+        "local_rope_theta": facts.number("rope.freq_base_swa", 10_000.0),
+    }

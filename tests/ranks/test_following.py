@@ -32,6 +32,8 @@ def test_a_follower_opens_a_file_with_the_tower_and_dtype_of_rank_0(
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([["127.0.0.1:5001"], ["127.0.0.1:5002"]]))
     options = ["--mmproj", "tower.gguf", "--dtype", "float32", "--hostfile", str(hosts)]
-    done = CliRunner().invoke(_commands.cli, [command, "-m", "a.gguf", *options, "--rank", "1"], input="")
+    done = CliRunner().invoke(
+        _commands.cli, [command, "-m", "a.gguf", *options, "--rank", "1"], input=""
+    )
     assert done.exit_code == 0, done.output
     assert opened == [("a.gguf", {"mmproj": "tower.gguf", "dtype": "float32"})]

@@ -480,7 +480,7 @@ def _frame(
     def around(text: str) -> list[str]:
         kind = text.partition(":")[2] or "0"
         ends = {name: [f"{name}:{kind}"] for name in put}
-        behind = ends.get("eos") or ends.get("sep", ())  # never both
+        behind = ends.get("eos", ends.get("sep", []))  # never both
         return [*ends.get("bos", ()), text, *behind]
 
     if put:

@@ -132,12 +132,8 @@ class ServerClient:
         listed = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
         conversations = sorted(listed, key=lambda each: -each["changed_s"])[:MAX_CHATS]
         return tuple(
-            Chat(
-                id=conversation["id"],
-                title=conversation["title"],
-                changed_s=conversation["changed_s"],
-            )
-            for conversation in conversations
+            Chat(**{name: stored[name] for name in ("id", "title", "changed_s")})
+            for stored in conversations
         )
 
     def last_answer(self, chat: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import cos, pi, sin
 from random import Random
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,8 @@ COLOURS = {
 }
 NAMELESS = ((255, 140, 0), (150, 60, 180), (255, 120, 190), (130, 80, 40), (130, 130, 130))
 WORDS = ("YES", "NO", "STOP", "HELLO")
-OTHER_WORDS = (
-    "CAT", "DOG", "SUN", "MOON", "OPEN", "EXIT", "SALE", "TEA", "BUS", "TAXI", "HOTEL", "MILK",
-    "GO", "UP", "WIFI", "BANK", "PARK", "LOVE", "GAME", "RED", "ZOO", "FIRE", "KEY", "JUMP",
-)  # fmt: skip
-OTHERS_SHARE = 0.3  # of the scenes with shapes, and with a word: some of it has no name here
+OTHERS_SHARE = 0.3  # of the scenes with shapes: some have no name
+UNREAD_SHARE = 0.5  # of the words: any letters
 MOST = 5  # shapes of a drawing
 FINE = 2  # a drawing is made larger by this and then reduced, so that its edges are smooth
 Colour = tuple[int, int, int]
@@ -88,7 +86,7 @@ def draw_scene(
         return Scene()
     scene = Scene()
     if rng.random() < 0.45:
-        scene = _with_word(rng, unread=bool(others) and rng.random() < OTHERS_SHARE)
+        scene = _with_word(rng, unread=bool(others) and rng.random() < UNREAD_SHARE)
     if crowded:
         shapes = (*SHAPES, *SHAPES, rng.choice(others), rng.choice(others))
         kinds = [(rng.choice(shapes), rng.choice(list(COLOURS))) for _ in range(7)]
@@ -143,7 +141,9 @@ def draw(scene: Scene, size: tuple[int, int], rng: Random) -> Image.Image:
 
 
 def _with_word(rng: Random, *, unread: bool) -> Scene:
-    word = rng.choice(OTHER_WORDS if unread else WORDS)
+    word = rng.choice(WORDS)
+    if unread:
+        word = "".join(rng.choices(ascii_uppercase, k=rng.randint(2, 6)))
     length = min(0.9, max(2, len(word)) * rng.uniform(0.14, 0.22))
     x = rng.uniform(length / 2 + 0.02, 0.98 - length / 2)
     return Scene(

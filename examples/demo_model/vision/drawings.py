@@ -23,8 +23,7 @@ COLOURS = {
 }
 NAMELESS = ((255, 140, 0), (150, 60, 180), (255, 120, 190), (130, 80, 40), (130, 130, 130))
 WORDS = ("YES", "NO", "STOP", "HELLO")
-OTHERS_SHARE = 0.3  # of the scenes with shapes: some have no name
-UNREAD_SHARE = 0.5  # of the words: any letters
+OTHERS_SHARE = 0.3  # of the scenes with shapes: some have no name; of words: any letters
 MOST = 5  # shapes of a drawing
 FINE = 2  # a drawing is made larger by this and then reduced, so that its edges are smooth
 Colour = tuple[int, int, int]
@@ -86,7 +85,7 @@ def draw_scene(
         return Scene()
     scene = Scene()
     if rng.random() < 0.45:
-        scene = _with_word(rng, unread=bool(others) and rng.random() < UNREAD_SHARE)
+        scene = _with_word(rng, unread=bool(others) and rng.random() < OTHERS_SHARE)
     if crowded:
         shapes = (*SHAPES, *SHAPES, rng.choice(others), rng.choice(others))
         kinds = [(rng.choice(shapes), rng.choice(list(COLOURS))) for _ in range(7)]

@@ -178,10 +178,12 @@ def arrange(source: SourceModel) -> ArrangedSource:
         config = replace(config, without_lm_head=True)
     sees = has_tower(source)
     prefix = _TEXT if sees else _prefix(source)
-    groups = expert_groups(source.tensors)
+    unread = tuple(builder.unread(config, range(config.num_layers)))
+    names = [n for n in source.tensors if not (unread and (rename(n) or "").startswith(unread))]
+    groups = expert_groups(names)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, OutputTensor] = {}
-    for target in dict.fromkeys(stacked_as.get(name, name) for name in source.tensors):
+    for target in dict.fromkeys(stacked_as.get(name, name) for name in names):
         infos = [source.tensors[name] for name in groups.get(target, [target])]
         of_tower = sees and tower_name(target) is not None
         made = _of_tower(infos, target) if of_tower else _arranged(infos, target, config, prefix)

@@ -170,6 +170,11 @@ class Family:
         return None
 
     @classmethod
+    def unread(cls, config: ModelConfig, layers: range) -> Sequence[str]:
+        """What the names of tensors of some layers begin with that are of no use for a text."""
+        return ()
+
+    @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
         """The arrays that pass from one layer to the next, for pipeline stages."""
         return BetweenStages((config.hidden_size,))
@@ -580,7 +585,7 @@ class Family:
         else:
             down = self._stacked(path, "down", shape)
         mixture = weights.moe(
-            router=weights.linear(f"{path}.{router}", count, hidden),
+            router=self.router(f"{path}.{router}"),
             choose=choose,
             gate_up_proj=gate_up,
             down_proj=down.expert_projection(),
@@ -589,6 +594,10 @@ class Family:
             weighs_inputs=weighs_inputs,
         )
         return weights.block(mixture)
+
+    def router(self, path: str) -> Projection:
+        """The scores of experts (T, E), before they are weighed."""
+        return self.weights.linear(path, self.config.num_experts, self.config.hidden_size)
 
     def _stacked(self, path: str, projection: str, shape: tuple[int, int, int]) -> StoredMatrix:
         single = f"{path}.experts.{{}}.{projection}_proj"

@@ -34,6 +34,10 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "cohere2_vision": _COHERE,
     "deepseek_vl": _LLAMA,
     "deepseek_vl_hybrid": _LLAMA,
+    "ernie4_5_vl_moe": dict.fromkeys(
+        ("ernie4_5_vl_moe_text", "ernie4_5_vl_moe"), "ernie4_5_vl_moe_text"
+    ),
+    "ernie4_5_moe_vl": {"ernie4_5_moe_vl": "ernie4_5_vl_moe_text"},
     "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
     "fast_vlm": _LLAMA,
     "glm4v": _GLM4V,
@@ -100,7 +104,7 @@ _SENSES = (
         "merger.",
         "mlp_AR.",
     ),
-    *("mlp1.", "image_newline", "patch_merge_mlp.", "vit_large_projector."),
+    *("resampler_model.", "mlp1.", "image_newline", "patch_merge_mlp.", "vit_large_projector."),
     *("audio_tower.", "audio_encoder.", "speech_embeddings.", "embed_audio.", "sound_"),
 )
 
@@ -210,6 +214,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "mimo_v2_flash": ("mimo", "MiMoV2Flash"),
     "mimo_v2": ("mimo", "MiMoV2"),
     "minimax_m3_vl_text": ("minimax_m3", "MiniMaxM3"),
+    "minimax_m3": ("minimax_m3", "MiniMaxM3"),
     "minimax_m2": ("mixtral", "MiniMaxM2"),
     "glm4_moe_lite": ("glm", "Glm4MoELite"),
     "glm_moe_dsa": ("glm", "GlmMoeDsa"),
@@ -218,6 +223,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "dots1": ("biased_experts", "Dots1"),
     "exaone_moe": ("biased_experts", "ExaoneMoE"),
     "ernie4_5_moe": ("biased_experts", "Ernie4_5MoE"),
+    "ernie4_5_vl_moe_text": ("biased_experts", "Ernie4_5VLMoE"),
     "starcoder2": ("starcoder", "Starcoder2"),
     "lfm2": ("lfm2", "Lfm2"),
     "lfm2_moe": ("lfm2", "Lfm2MoE"),

@@ -109,7 +109,12 @@ def test_every_family_has_a_published_model():
     from mlxinfer.models.registry import ENCODERS, FAMILIES
 
     built_by = {FAMILIES[p.config["model_type"]] for p in PUBLISHED.values()}
-    texts = {"glm4v_text", "glm_ocr_text", "muse_glimmer_text"}  # see test_wrappers.py
+    texts = {
+        "glm4v_text",
+        "glm_ocr_text",
+        "muse_glimmer_text",
+        "ernie4_5_vl_moe_text",
+    }  # see test_wrappers.py
     packs = {"prism_hadamard_qwen35"}  # the sizes of Qwen3.5-27B, see test_bonsai.py
     others = {
         *ENCODERS,

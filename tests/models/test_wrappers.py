@@ -95,6 +95,38 @@ def test_the_text_of_step_3_7_is_step_3_5(tmp_path):
     assert mx.array_equal(*[logits(model) for model in (alone, inside)])
 
 
+def test_the_vendors_config_of_ernie_4_5_vl_is_of_the_same_model(tmp_path):
+    """Flat, with lists for texts and pictures; and the names of mlx-vlm's conversions."""
+    text, tensors = CASES["ernie4_5_vl_moe"]["config"]["text_config"], tensors_of("ernie4_5_vl_moe")
+    ids = np.arange(3, 19)
+    expected = logits_of(tmp_path / "hub", CASES["ernie4_5_vl_moe"]["config"], tensors, ids)
+    lists = {"moe_num_experts": [4, 4], "moe_layer_start_index": [1, 1]}
+    flat = {**text, **lists, "model_type": "ernie4_5_moe_vl", "moe_layer_end_index": [3, 3]}
+    del flat["mlp_layer_types"]
+    np.testing.assert_array_equal(logits_of(tmp_path / "flat", flat, tensors, ids), expected)
+    named = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".mlp.gate.weight"):
+            tensor = tensor.T
+        if name.endswith("moe_statics.e_score_correction_bias"):
+            name, tensor = name.replace(".moe_statics", ""), tensor[0]
+        named[name.replace("gate.weight_1", "gate_1.weight")] = tensor
+    np.testing.assert_array_equal(logits_of(tmp_path / "mlx", flat, named, ids), expected)
+
+
+@pytest.mark.parametrize("front", ["", "language_model."])
+def test_the_text_of_minimax_m3_is_read_alone(tmp_path, front):
+    """As mlx-vlm saves it, under a type that transformers does not list."""
+    text, tensors = (
+        tiny_config("minimax_m3_vl_text-v5"),
+        arrays_of(tiny_config("minimax_m3_vl_text-v5")),
+    )
+    whole = load(write(tmp_path / "whole", text, tensors))
+    named = {f"{front}{name}": array for name, array in tensors.items()}
+    alone = load(write(tmp_path / "alone", text | {"model_type": "minimax_m3"}, named))
+    np.testing.assert_array_equal(logits(alone), logits(whole))
+
+
 def test_the_text_of_mimo_v2_5_is_mimo_v2_flash(tmp_path):
     """Beside what sees and hears; the vendor's own files have rows that nobody can tell apart."""
     config = tiny_config("mimo_v2_flash-v4") | {"model_type": "mimo_v2", "layernorm_epsilon": 1e-5}

@@ -52,10 +52,11 @@ how mlx-lm's definitions run, and how they were compared with transformers.
 MORE = """
 ## parts that are not read
 
-List of 29 November 2026:
+List of 30 November 2026:
 
 - The draft of Inkling 2 Mini: no source states its config. `ngram` and draft models speculate.
-- `hy_v4_flash`, which transformers does not list: nothing defines it.
+- `hy_v4_flash`, `muse_spark_open` and `mistral_large3`, which transformers does not list: there is
+  no definition of them here.
 - Texts alone are read of models that see and have no row in [models.md](models.md#models-that-see).
 """
 MEANING = {
@@ -195,6 +196,8 @@ def generating_page() -> str:
         lines.append(f"\n## {verdict}")
         for why, kinds in sorted(because.items(), key=lambda item: -len(item[1])):
             lines.append(f"\nBecause {why}:\n\n{in_full(kinds)}")
+    others = sorted({*SUPPORTED} - {*verdicts()["generating"]}, key=str.lower)
+    lines.append(f"\n## native, beside that list\n\n{in_full(others)}")
     return "\n".join([*lines, MORE])
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...layers.linear import Projection
+from ...errors import UnsupportedModelError
+from ...layers.linear import Linear, Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
@@ -229,7 +230,54 @@ class Ernie4_5MoE(Ernie4_5):
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             return super().mlp(index)
-        name = f"{path}.moe_statics.e_score_correction_bias"
-        bias = self.weights.raw(name, (1, config.num_experts)).astype(mx.float32)[0]
+        bias = self.choice_bias(path).astype(mx.float32)
         routing = Routing(config.experts_per_token, normalised=True, biased=True)
         return self.experts(path, ExpertChoice(routing, bias), shared=shared_expert(self, path))
+
+    def choice_bias(self, path: str) -> mx.array:
+        """(E,) what joins the scores of experts in the choice."""
+        name = f"{path}.moe_statics.e_score_correction_bias"
+        return self.weights.raw(name, (1, self.config.num_experts))[0]
+
+
+class Ernie4_5VLMoE(Ernie4_5MoE):
+    """The text of ERNIE 4.5 VL: experts of pictures follow those of texts, and are left out."""
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """Of what is stated for texts and for pictures, the first."""
+        values = {
+            key: value[0] if key.startswith("moe_") and isinstance(value, list) else value
+            for key, value in config.values.items()
+        }
+        kinds = config.items("mlp_layer_types")
+        if kinds is not None:
+            if kinds != sorted(kinds):
+                raise UnsupportedModelError(f"{config.where} has dense layers behind experts.")
+            values["moe_layer_start_index"] = kinds.count("dense")
+        return super().language_model(Fields(values, config.where))
+
+    def mlp(self, index: int) -> FeedForward:
+        self.weights.drop_below(self.unread(self.config, range(index, index + 1)))
+        return super().mlp(index)
+
+    @classmethod
+    def unread(cls, config: ModelConfig, layers: range) -> list[str]:
+        """As published, and as MLX has them."""
+        count, names = config.num_experts, ["switch_mlp_1.", "gate_1.", "gate.weight_1"]
+        names += ["e_score_correction_bias_1", *(f"experts.{i}." for i in range(count, 2 * count))]
+        return [f"model.layers.{index}.mlp.{name}" for index in layers for name in names]
+
+    def router(self, path: str) -> Projection:
+        """Published with inputs first, and as MLX has it."""
+        shape = self.config.hidden_size, self.config.num_experts
+        if not self.weights.has_shape(f"{path}.weight", shape):
+            return super().router(path)
+        return Linear(mx.contiguous(self.weights.take(f"{path}.weight", shape).T))
+
+    def choice_bias(self, path: str) -> mx.array:
+        """Published for both kinds in one, and as MLX has it."""
+        name, count = f"{path}.moe_statics.e_score_correction_bias", self.config.num_experts
+        if name in self.weights:
+            return self.weights.raw(name, (2, count))[0]
+        return self.weights.raw(f"{path}.e_score_correction_bias", (count,))

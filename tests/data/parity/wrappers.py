@@ -96,6 +96,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "cohere2_vision": WINDOWS,
     "deepseek_vl": {},
     "deepseek_vl_hybrid": {},
+    "ernie4_5_vl_moe": {
+        **{"moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2},
+        **{"moe_num_shared_experts": 1, "tie_word_embeddings": False},
+        **mrope([3, 3, 2], 1.0),
+    },
     "exaone4_5": WINDOWS,
     "fast_vlm": {},
     "glm4v": mrope([2, 1, 1], 0.5),

@@ -29,17 +29,20 @@ LONGER = 4096  # tokens of context: a measured step size holds up to here, then 
 
 
 class Beside(NamedTuple):
-    """What a step that tenants share has beside prompts.
+    """What a step has beside prompts, where tenants share the steps.
 
     Attributes:
         tenants: whose answers get tokens in it.
         seconds: that their rows take.
         most_s: that the step may take.
+        shared_s: that a step takes for any number of rows: prompts get as long at least, because
+            smaller parts would waste more than half of the step.
     """
 
     tenants: Collection[Tenant]
     seconds: float
     most_s: float
+    shared_s: float = 0.0
 
 
 class PrefillSizer:
@@ -54,6 +57,9 @@ class PrefillSizer:
         num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
             follow each other from one token of an answer to the next.
         tenants: whose work is counted: each gets its share of the tokens of a step.
+
+    Attributes:
+        alone_s: seconds of all steps since the scheduler set it to 0.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class PrefillSizer:
         self._page_size = page_size
         self._tenants = tenants or Shares()
         self._slice_s = slice_s
+        self.alone_s = inf
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
         self.decoded = 0, 0.0  # rows and seconds of the last such step
@@ -94,7 +101,7 @@ class PrefillSizer:
         Args:
             prefilling: running sequences with prompts to compute, oldest first.
             num_running: of all that run, without prompts that wait for pictures.
-            beside: where tenants share the step and times may size it.
+            beside: where tenants share the steps and times may size them.
         """
         page_size = self._page_size
         served, self._rows_s = ((), None) if beside is None else beside[:2]
@@ -103,13 +110,13 @@ class PrefillSizer:
         if self._slice_s is None:  # the budget is what the others wait for
             room = min(self.fixed // 2 if num_running > 1 else self.fixed, self._limit)
             return self._divide(prefilling, max(room, page_size))
-        if num_running == len(prefilling):
+        if num_running == len(prefilling) and beside is None:
             self._size = self._next_size()
             return self._divide(prefilling, self._bounded(prefilling))
         if not self._beside:
             return self._divide(prefilling, min(UNTIMED, self._limit), served)
         if beside is not None:
-            left_s = beside.most_s - beside.seconds
+            left_s = max(beside.most_s - beside.seconds, beside.shared_s)
         else:
             left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
@@ -134,12 +141,13 @@ class PrefillSizer:
         for sequence in prefilling:
             prompts.setdefault(sequence.request.tenant, []).append(sequence)
         if len(prompts) < 2:
-            return prefill_shares(prefilling, room, self._page_size, cost=cost)
+            least = self._least(prefilling[0], room, served, cost)
+            return prefill_shares(prefilling, room, self._page_size, cost=cost, least=least)
         page = self._page_size * max(map(cost, prefilling))
         wanted = {t: sum([s.num_left * cost(s) for s in prompts[t]]) for t in prompts}
         order = self._tenants.order(prompts)
-        least = self._tenants.used(order[0])
-        behind = [t for t in order if self._tenants.used(t) < least + self._tenants.slice]
+        until = self._tenants.used(order[0]) + self._tenants.slice
+        behind = [t for t in order if self._tenants.used(t) < until]
         behind = [tenant for tenant in behind if tenant not in served] or behind
         first = sorted(behind, key=lambda tenant: wanted[tenant] / tenant.weight)
         weight = sum(tenant.weight for tenant in first)
@@ -148,11 +156,32 @@ class PrefillSizer:
             if shares and room < page:
                 break
             part = room * tenant.weight / weight if weight > 0 else room
-            given = prefill_shares(prompts[tenant], part, self._page_size, cost=cost)
+            least = self._least(prompts[tenant][0], part, served, cost)
+            given = prefill_shares(prompts[tenant], part, self._page_size, cost=cost, least=least)
             room -= sum([count * cost(sequence) for sequence, count in given])
             weight -= tenant.weight
             shares += given
         return shares
+
+    def _least(
+        self,
+        oldest: Sequence,
+        room: float,
+        served: Collection[Tenant],
+        cost: Callable[[Sequence], float],
+    ) -> int:
+        """Tokens that the oldest prompt of a tenant gets at least: a page, or far less.
+
+        A page may take far longer than the room. Then answers of other tenants wait for it only if
+        it ends the prompt of a tenant that is behind.
+        """
+        tenant, used = oldest.request.tenant, self._tenants.used
+        others = [used(other) for other in served if other != tenant]
+        is_behind = tenant not in served and all(used(tenant) <= other for other in others)
+        if not others or (is_behind and oldest.num_left <= self._page_size):
+            return self._page_size
+        fitting = max(int(room / cost(oldest)), 1)
+        return fitting if 2 * fitting < self._page_size else self._page_size
 
     def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
         """Take in how long a step took.
@@ -163,6 +192,7 @@ class PrefillSizer:
             goes_on: later pipeline stages still work on the step, and it returns nothing. Their
                 time becomes a part of the time of the next step that gives tokens.
         """
+        self.alone_s += seconds
         if self._slice_s is None or not batch.num_tokens:
             return
         prompts, num_tokens = [], 0
@@ -196,7 +226,8 @@ class PrefillSizer:
         at, before = self._beside.get(place, (context, None))
         if before is None and self._beside:  # one slow step says little of a new context
             before = self._seconds_at(context)
-        self._beside[place] = _blended(at, context), _blended(before, cost)
+        part = min(num_tokens / self._page_size, 1.0)  # the time of few tokens says little
+        self._beside[place] = _blended(at, context), _blended(before, cost, part)
 
     def halve(self, batch: Batch) -> None:
         """Give prompts half as many tokens as in this step, which the GPU stopped.
@@ -278,29 +309,32 @@ def prefill_shares(
     page_size: int,
     *,
     cost: Callable[[Sequence], float] = lambda sequence: 1,
+    least: int | None = None,
 ) -> list[tuple[Sequence, int]]:
     """Tokens of the next step for each prompt that gets any.
 
-    A chunk ends at a page boundary unless it ends the prompt. A quarter of the room is for the
-    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
-    question does not wait behind a long document.
+    A chunk ends at a page boundary unless it ends the prompt or is `least`. A quarter of the room
+    is for the oldest prompt, so that it is never starved; the rest goes to the shortest first, so
+    that a short question does not wait behind a long document.
 
     Args:
         prefilling: oldest first.
-        room: for all prompts together; at least one page is computed.
+        room: for all prompts together.
         page_size: tokens a page.
         cost: of each token of a sequence.
+        least: tokens that the oldest prompt gets, even if there is no room; None: a page.
     """
     if not prefilling:
         return []
     oldest = prefilling[0]
-    quarter = int(room / 4 / cost(oldest))
-    shares = {oldest: _chunk(oldest, max(quarter, page_size), page_size)}
+    first = max(int(room / 4 / cost(oldest)), page_size if least is None else least)
+    shares = {oldest: _chunk(oldest, first, page_size) or first}
     room = max(room - shares[oldest] * cost(oldest), 0)
     for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
         shares[sequence] = _chunk(sequence, int(room / cost(sequence)), page_size)
         room -= shares[sequence] * cost(sequence)
-    shares[oldest] = _chunk(oldest, shares[oldest] + int(room / cost(oldest)), page_size)
+    rest = _chunk(oldest, shares[oldest] + int(max(room, 0) / cost(oldest)), page_size)
+    shares[oldest] = max(shares[oldest], rest)
     return [(sequence, count) for sequence, count in shares.items() if count]
 
 
@@ -316,5 +350,5 @@ def _half_octave(context: float) -> int:
     return int(2 * log2(max(context, 1.0)))
 
 
-def _blended(before: float | None, latest: float) -> float:
-    return latest if before is None else before + LATEST * (latest - before)
+def _blended(before: float | None, latest: float, part: float = 1.0) -> float:
+    return latest if before is None else before + part * LATEST * (latest - before)

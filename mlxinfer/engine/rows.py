@@ -99,6 +99,8 @@ class DecodeRows:
         counts = {tenant: len(rows[tenant]) for tenant in rows}
         limit = self._limit(counts, prefilling, tenants, page_s)
         self._turn += 1
+        if not prefilling:
+            self._timed = self._turn
         self._last = {s: self._last.get(s, 0) for s in decoding}
         chosen = set(self._in_turn(rows, limit)) if len(decoding) > limit else set(decoding)
         self._last.update(dict.fromkeys(chosen, self._turn))
@@ -115,6 +117,7 @@ class DecodeRows:
         limit, weight = sum(counts.values()), sum(tenant.weight for tenant in tenants)
         if not self.times.known:
             return limit
+        limit = min(limit, self.times.rows_in(self._slice_s))
         for tenant, count in counts.items():
             most_s = equal_s = weight / tenant.weight * self.times.of(count)
             if any(other != tenant for other in prefilling):
@@ -187,4 +190,4 @@ class DecodeRows:
             if any(other != tenant for other in prefilling):
                 equal_s = weight / tenant.weight * self.times.of(count)
                 most_s = min(most_s, MOST * equal_s)
-        return Beside(counts.keys(), rows_s, most_s)
+        return Beside(counts.keys(), rows_s, most_s, self.times.of(0))

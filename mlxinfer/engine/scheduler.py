@@ -39,6 +39,8 @@ from .prefill import PrefillSizer
 from .queues import NO_FEATURES, EngineCounters, FeatureSource, RequestQueues
 from .rows import DecodeRows
 
+RECENT_S = 10.0  # of steps after tenants shared one: a tenant that comes back finds no longer steps
+
 
 class Proposer(Protocol):
     """Proposes the next tokens of sequences, so that one step verifies several tokens of each.
@@ -126,7 +128,7 @@ class Scheduler:
         self._rows: DecodeRows | None = None  # where times of steps may decide
         if num_stages == 1 and prefill_slice_s is not None:
             self._rows = DecodeRows(prefill_slice_s)
-        self._contested = False  # whether tenants share the next step
+        self._shared = False  # whether tenants share steps, or did a moment ago
         self._newest: Seq[Sequence] = ()  # that the last step samples for
         self._steady: list[DecodeBatch] = []  # the last of each group of rows, to go on from
 
@@ -162,7 +164,9 @@ class Scheduler:
         replaced = self.kv_manager.settle(queues.running)
         if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
             self._steady = []
-        self._contested = queues.contested
+        if queues.contested:
+            self.prefill.alone_s = 0.0
+        self._shared = self.prefill.alone_s < RECENT_S
         at_first = self.counters.preemptions
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
@@ -197,7 +201,7 @@ class Scheduler:
         decoding = [s for s in self.queues.running if s.decodes]
         if self._num_stages > 1:
             decoding, num_decoding = self._micro_batch(decoding)
-        elif self._contested and self._rows is not None:
+        elif self._shared and self._rows is not None:
             decoding, num_decoding = self._rows_in_turn(self._rows, decoding)
         proposals = self._propose(decoding, num_decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
@@ -290,7 +294,7 @@ class Scheduler:
         ready = [s for s in prefilling if s.pictures is None or self._features.available(s, 1)]
         num_waiting = len(prefilling) - len(ready)
         beside = None
-        if ready and self._contested and self._rows is not None:
+        if ready and self._shared and self._rows is not None:
             tenants = {sequence.request.tenant for sequence in ready}
             rows = [*decodes.sequences, *(segment.sequence for segment in verified)]
             tower_s = self._features.worked_s
@@ -323,9 +327,8 @@ class Scheduler:
         return self._features.available(sequence, count)
 
     def _prefill(self, sequence: Sequence, count: int) -> Segment:
-        """A chunk. If it ends inside of a page, it goes to pages, where the next chunk reads it."""
-        stop = sequence.num_computed + count
-        goes_on = count < sequence.num_left and stop % self.page_size > 0
+        """A chunk. If it does not end the prompt, it goes to pages, where the next one reads it."""
+        goes_on = count < sequence.num_left
         return Segment.following(sequence, count, seals=goes_on or count > self._max_short)
 
     # -- proposals ------------------------------------------------------------------------------
@@ -408,7 +411,7 @@ class Scheduler:
                 sequence.sharers = {}
         for segment in batch.long:
             self.kv_manager.wrote(segment.sequence)
-        if self._contested:
+        if self.queues.contested:
             self.queues.charge(batch)
         self._note_steady(batch)
         self._newest = batch.sampling.sequences

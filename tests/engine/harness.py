@@ -28,6 +28,7 @@ from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.fair import NOBODY, Tenant
 from mlxinfer.images import PlacedPicture
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -163,8 +164,10 @@ class Harness:
         adapter: str | None = None,
         pictures: tuple[PlacedPicture, ...] = (),
         boundaries: tuple[int, ...] = (),
+        tenant: Tenant = NOBODY,
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
+        request.tenant = tenant
         request.grammar, request.adapter, request.pictures = grammar, adapter, pictures
         request.boundaries = boundaries
         self.outcomes[name] = Outcome()

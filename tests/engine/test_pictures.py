@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -31,6 +32,7 @@ from mlxinfer.server.metrics import FAMILIES
 from mlxinfer.session.options import EngineOptions
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
+SLICE_S = 600.0  # longer than any step takes
 Asked = tuple[list[int], tuple[PlacedPicture, ...]]
 
 
@@ -280,9 +282,12 @@ class Clock:
         return self.now_s
 
 
-@pytest.mark.parametrize(("slice_s", "pieces"), [(None, 1), (0.25, 2), (0.45, 4)])
+@pytest.mark.parametrize(
+    ("slice_s", "most_s", "pieces"),
+    [(None, inf, 1), (0.25, inf, 2), (0.45, inf, 4), (0.45, 0.25, 2), (0.45, -1, 1)],
+)
 def test_a_slice_ends_before_a_piece_that_would_end_too_late(
-    slice_s: float | None, pieces: int
+    slice_s: float | None, most_s: float, pieces: int
 ) -> None:
     tower = RandomTower(64)
     clock = Clock(0.1)
@@ -294,7 +299,7 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
     assert features.available(sequence, len(ids)) == 0
     slices = 0
     while features.wanted:
-        assert features.work() is None
+        assert features.work(most_s) is None
         slices += 1
     assert slices == -(-17 // pieces)  # four pieces a tile, and what keeps the features
     assert features.available(sequence, len(ids)) == len(ids)
@@ -336,6 +341,31 @@ def test_tenants_share_the_tower() -> None:
     features.release(light)
     assert not features.wanted
     assert not features._passes
+
+
+def test_a_slice_of_the_tower_is_shorter_beside_an_answer_of_another_tenant() -> None:
+    """As long as a slice of a prompt would be: the answer has its share of the time."""
+    harness = Harness(seeing("qwen3-v4"), launch_ahead=False, prefill_slice_s=SLICE_S)
+    tenants = Tenant("answered"), Tenant("seeing")
+    harness.add("text", prompt(30), SamplingParams(max_tokens=60), tenant=tenants[0])
+    harness.turn(8)  # steps are timed
+    given: list[float] = []
+    work = harness.loop.features.work
+
+    def watched(most_s: float) -> Any:
+        given.append(most_s)
+        return work(0.0)
+
+    harness.loop.features.work = watched  # type: ignore[method-assign,assignment]
+    ids, pictures = placed(picture(2, 8, 8, num_tiles=4), prompt(5))
+    harness.add("seen", ids, GREEDY, pictures=pictures, tenant=tenants[1])
+    harness.turn(4)
+    assert given
+    assert max(given) < SLICE_S / 10, "three steps of an answer"
+    harness.loop.abort("text")
+    given.clear()
+    harness.turn(2)
+    assert min(given) >= SLICE_S / 10, "no answer waits"
 
 
 def test_requests_of_different_salts_share_no_features() -> None:

@@ -99,6 +99,17 @@ def test_a_snapshot_is_taken_at_the_boundaries_of_a_request(model: Model) -> Non
     assert cached(harness) == 48
 
 
+def test_snapshots_are_taken_of_a_prompt_that_is_computed_in_parts_of_a_page(model: Model) -> None:
+    harness, ids = Harness(model), prompt(60)
+    harness.loop.scheduler.prefill.shares = (  # type: ignore[method-assign]
+        lambda prefilling, *_: [(sequence, min(3, sequence.num_left)) for sequence in prefilling]
+    )
+    expected = alone(model, ids, TEN).token_ids
+    assert answer(harness, ids) == expected
+    assert answer(harness, ids) == expected
+    assert cached(harness) == 48
+
+
 def test_prompts_that_wait_for_a_common_beginning_resume_behind_it(model: Model) -> None:
     harness, system = Harness(model), prompt(100)
     prompts = [[*system[:60], *prompt(30, seed=seed)] for seed in (1, 2, 3)]

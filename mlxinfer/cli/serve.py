@@ -329,7 +329,7 @@ def service_of(
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
     sessions = named_sessions(options["disk_cache"], options["disk_cache_dir"])
-    stored = response_store(options), sessions
+    stored = response_store(options, config.keys.weight_of), sessions
     for store in stored:
         with contextlib.suppress(StoreError):  # it was logged as the store was opened
             if store is not None:
@@ -543,7 +543,9 @@ def named_sessions(size: str | int | None, folder: Path | None) -> "NamedSession
     return None if size is None else NamedSessions(place, parse_bytes(size))
 
 
-def response_store(options: dict[str, Any]) -> "ResponseStore | None":
+def response_store(
+    options: dict[str, Any], weight_of: Callable[[str], float]
+) -> "ResponseStore | None":
     """Return the store of responses, or None; a wrong value is wrong usage."""
     from ..server.store import ResponseStore
 
@@ -552,6 +554,7 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
         return None
     path = data_folder() / "responses.db"
     try:
-        return ResponseStore(path, max_bytes=parse_bytes(size), max_age_s=parse_duration(age))
+        max_bytes, max_age_s = parse_bytes(size), parse_duration(age)
+        return ResponseStore(path, max_bytes=max_bytes, max_age_s=max_age_s, weight_of=weight_of)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error

@@ -134,6 +134,14 @@ class ApiKeys:
         owners = {key.name: key.owner for key in self.all}
         return owners.get(owner, owner_named(owner))
 
+    def share_of(self, key: ApiKey) -> float:
+        """The part that a key has, by weight, of what all keys share."""
+        return key.weight / sum(other.weight for other in self.all)
+
+    def weight_of(self, owner: str) -> float:
+        """The weight of the key to which an owner's data belong; 1 for a key that has left."""
+        return next((key.weight for key in self.all if key.owner == owner), 1.0)
+
     def __len__(self) -> int:
         return len(self.all)
 

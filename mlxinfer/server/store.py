@@ -2,8 +2,8 @@
 
 Stored responses are in one SQLite file, bounded in bytes and age, each response with its owner.
 
-When the file is full, the owner with the most bytes loses the least recently used response: no key
-can push another's responses out of an equal share.
+When the file is full, the owner with the most bytes for its weight loses the least recently used
+response: no key can push another's responses out of its share.
 """
 
 import asyncio
@@ -120,6 +120,7 @@ class ResponseStore:
         path: of the file; its folder is made. None: in memory.
         max_bytes: of requests and responses together.
         max_age_s: seconds since a response was last used, by itself or through a later one.
+        weight_of: weight of the share of an owner.
         clock: seconds since 1970.
 
     Raises (all methods):
@@ -133,8 +134,10 @@ class ResponseStore:
         *,
         max_bytes: int = 1 << 30,
         max_age_s: float = 30 * 86_400.0,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._weight_of = weight_of
         self.running: dict[tuple[str, str], RunningResponse] = {}
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._file = Database(path, _prepare, sets_aside=path is not None)
@@ -170,7 +173,7 @@ class ResponseStore:
             db.execute("SELECT owner, sum(num_bytes) FROM responses GROUP BY owner").fetchall()
         )
         while sum(held.values()) > self._max_bytes:
-            owner = max(held, key=lambda holder: held[holder])
+            owner = max(held, key=lambda holder: held[holder] / self._weight_of(holder))
             oldest, size = db.execute(
                 "SELECT id, num_bytes FROM responses WHERE owner = ?"
                 " ORDER BY used_s, rowid LIMIT 1",

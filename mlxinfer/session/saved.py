@@ -34,12 +34,12 @@ class Client:
     Attributes:
         owner: of the API key; None: the server has none.
         salt: of the owner's requests in the prefix cache.
-        num_owners: among whom the disk cache is shared.
+        share: part of the disk cache that the owner's sessions may take.
     """
 
     owner: str | None
     salt: str | None
-    num_owners: int
+    share: float
 
 
 class NamedSessions(SavedSessions):
@@ -102,10 +102,10 @@ class NamedSessions(SavedSessions):
                 session.name: session.num_bytes for session in self.all_of(client.owner)
             } | saving
             num_bytes = sum((held | {saved.name: saved.num_bytes}).values())
-            if client.num_owners > 1 and num_bytes > self.max_bytes / client.num_owners:
+            if client.share < 1 and num_bytes > self.max_bytes * client.share:
                 raise OverloadedError(
-                    f"Sessions of this key would take more than its share of the disk cache, one "
-                    f"of {client.num_owners} of {human_bytes(self.max_bytes)}; remove some.",
+                    "Sessions of this key would take more than its share of the disk cache, "
+                    f"{client.share:.0%} of {human_bytes(self.max_bytes)}; remove some.",
                     retry_after_s=NO_ROOM_S,
                 )
             saving[saved.name] = saved.num_bytes

@@ -177,6 +177,14 @@ def test_no_key_pushes_out_another_keys_share() -> None:
     assert [n for n in range(10, 30) if store.chain("loud", f"r{n}")] == [28, 29]
 
 
+def test_room_goes_by_weight() -> None:
+    store = ResponseStore(None, max_bytes=400, weight_of={"heavy": 3.0, "plain": 1.0}.__getitem__)
+    for number in range(20):
+        store.put("heavy" if number % 2 else "plain", stored(number))
+    kept = [n for n in range(20) if store.chain("heavy" if n % 2 else "plain", f"r{n}")]
+    assert kept == [15, 17, 18, 19]
+
+
 @pytest.mark.parametrize("begin", [0, 4096])
 def test_a_damaged_file_is_set_aside(tmp_path: Path, begin: int) -> None:
     """At the start, or at the first use of a page that is wrong."""

@@ -192,14 +192,17 @@ def test_who_shares_prefixes_takes_files_of_administrators_only(tmp_path: Path) 
         assert refused.status_code == 400
 
 
-def test_no_key_takes_the_share_of_another(tmp_path: Path) -> None:
-    with serving(tmp_path, keys=ApiKeys.from_plain(["a", "b"])) as server:
+@pytest.mark.parametrize(("weight", "parts"), [(1, 3), (0.5, 4), (2, 2.5)])
+def test_no_key_takes_the_share_of_another(tmp_path: Path, weight: float, parts: float) -> None:
+    """The room that one session, but not two, fits in, as parts of all."""
+    tables = {"anna": {"key": "a", "weight": weight}, "ben": {"key": "b"}}
+    with serving(tmp_path, keys=ApiKeys().with_named(tables, "keys")) as server:
         anna = {"x-api-key": "a"}
         ask(server, headers=anna)
         saved = server.post("/v1/sessions", {"name": "notes"}, headers=anna).json()
         sessions = server.service.sessions
         assert sessions is not None
-        sessions.max_bytes = 3 * saved["bytes"]
+        sessions.max_bytes = int(parts * saved["bytes"])
         assert server.post("/v1/sessions", {"name": "notes"}, headers=anna).status_code == 200
         refused = server.post("/v1/sessions", {"name": "more"}, headers=anna)
         assert "more than its share" in error_of(refused, 503)

@@ -134,7 +134,8 @@ async def _load(call: Call, name: str, number: int) -> SavedSession:
 
 
 def _client(call: Call) -> Client:
-    return Client(call.owner, call.namespace(), len(call.service.config.keys))
+    share = 1.0 if call.key is None else call.service.config.keys.share_of(call.key)
+    return Client(call.owner, call.namespace(), share)
 
 
 async def _model(call: Call, name: str | None) -> ServedModel:

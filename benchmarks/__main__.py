@@ -202,6 +202,16 @@ CLAIMS = {
         ),
         takes="some minutes for each side",
     ),
+    "fair": Claim(
+        "Streams of a light key beside a key that floods the server, over HTTP. Without mlx-lm.",
+        (
+            number("--answers", 30, "Of the light key in each scene."),
+            plain("--skip-same", "No scenes without shares.", is_flag=True),
+            cpu_time,
+        ),
+        fast_blas=False,
+        takes="some minutes",
+    ),
     "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
         (

@@ -98,23 +98,28 @@ class Peer:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[int]:
-    """The port of a server whose model "default_model" is in `folder`.
+def serving(*options: str, **environment: str) -> Iterator[tuple[int, int]]:
+    """The port and the process id of `mlxinfer serve` with these options, once it is ready.
 
     Raises:
         MlxinferError: it did not start.
     """
     port = free_port()
-    serve = ["serve", "-m", f"default_model={folder}", "--port", str(port)]
-    command = [sys.executable, "-m", "mlxinfer.cli", *serve]
+    command = [sys.executable, "-m", "mlxinfer.cli", "serve", *options, "--port", str(port)]
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+        )
         try:
             if not _wait(process, port):
                 errors.seek(0)
                 tail = errors.read().decode(errors="replace")[-600:]
                 raise MlxinferError(f"The server did not start: {tail}")
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
             try:
@@ -132,12 +137,12 @@ def free_port() -> int:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    """Whether the server answers before it ends and before the time is over."""
+    """Whether the server is ready before it ends and before the time is over."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
-            connection.request("GET", "/v1/models")
+            connection.request("GET", "/ready")
             if connection.getresponse().status == 200:
                 return True
         except OSError:

@@ -14,7 +14,7 @@ from ...layers.mlp import Activation, FeedForward, softplus
 from ...layers.moe import ExpertChoice, MoE, Routed
 from ...layers.norm import Norm
 from ...metal_kernels.routing import Routing
-from ..config import FULL, ModelConfig
+from ..config import ModelConfig
 from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from .biased_experts import with_deepseek_names
@@ -103,10 +103,6 @@ class K2Horizon(Family):
         if not values.get("num_experts"):
             values.pop("num_experts", None)
         return with_deepseek_names(Fields(values, config.where))
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        return [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

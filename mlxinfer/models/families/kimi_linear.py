@@ -17,7 +17,7 @@ from ..config import FULL, ModelConfig
 from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
-from .mixtral import name_projections
+from .mixtral import PROJECTIONS
 
 _RECURRENT = "linear_attention"
 _NAMES = {  # of the config, and what DeepSeek calls the same
@@ -64,6 +64,11 @@ class KimiLinear(DeepseekV3):
     mtp: ClassVar[MTPForm | None] = None  # no definition of one is published
     windows = False
     positions = False
+    names: ClassVar = {
+        **PROJECTIONS,
+        ".block_sparse_moe.": ".mlp.",
+        ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+    }
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -91,8 +96,6 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        name = name_projections(name).replace(".block_sparse_moe.", ".mlp.")
-        name = name.replace(".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias")
         return super().rename(_CONV.sub(r".\1_conv1d.", name))
 
     def mixer(self, index: int) -> LayerMixer:

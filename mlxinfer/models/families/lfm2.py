@@ -1,6 +1,5 @@
 """LFM2, LFM2.5 and LFM3: short convolutions, and attention now and then; dense or with experts."""
 
-import re
 from dataclasses import replace
 from typing import ClassVar
 
@@ -19,9 +18,7 @@ from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family, HeadNorms
 from ..jsonfields import Fields
-
-_PROJECTION = re.compile(r"\.w([123])\.")
-_NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
+from .mixtral import PROJECTIONS
 
 
 class Lfm2(Family):
@@ -178,12 +175,7 @@ class Lfm2MoE(Lfm2):
         "routed_scaling_factor": 1.0,
         "tie_word_embeddings": True,
     }
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """The names of MLX for projections, and a tensor's name for the experts' biases."""
-        name = _PROJECTION.sub(lambda match: f".{_NAMES[match[1]]}.", name)
-        return super().rename(name)
+    names = PROJECTIONS
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Rope, Step
 from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
-from ..family import PACKED, HeadNorms
+from ..family import HeadNorms
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
 from .mixtral import MiniMaxM2
@@ -119,6 +119,7 @@ class MiniMaxM3(MiniMaxM2):
     windows = False
     head_norms = HeadNorms()
     norm_offset = 1.0
+    names = _NAMES
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -164,14 +165,6 @@ class MiniMaxM3(MiniMaxM2):
             sparse_layers=sparse_layers(fields, count),
             extra_specs=tuple(spec if one else None for one in chosen),
         )
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        """Modules as transformers 5 calls them."""
-        name = super().rename(name) or name
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        return f"{name}.weight" if name.endswith(PACKED) else name
 
     def qk_norm(self, index: int) -> Norm | None:
         return None

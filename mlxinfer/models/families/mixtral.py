@@ -1,6 +1,5 @@
 """Mixtral and MiniMax M2: experts in every layer, with projections that are named w1, w2 and w3."""
 
-import re
 from typing import ClassVar
 
 import mlx.core as mx
@@ -13,13 +12,7 @@ from ...metal_kernels.routing import SUM_EPS, Routing
 from ..family import Family
 from ..jsonfields import Fields
 
-_PROJECTION = re.compile(r"(\.block_sparse_moe\.(?:experts\.\d+|switch_mlp)\.)w([123])\.")
-_NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
-
-
-def name_projections(name: str) -> str:
-    """A tensor's name with `gate_proj`, `down_proj` and `up_proj` for an expert's w1, w2 and w3."""
-    return _PROJECTION.sub(lambda match: f"{match[1]}{_NAMES[match[2]]}.", name)
+PROJECTIONS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}  # of an expert
 
 
 class Mixtral(Family):
@@ -34,10 +27,7 @@ class Mixtral(Family):
         "max_position_embeddings": 131_072,
     }
     attention_biases = False
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return name_projections(name)
+    names = PROJECTIONS
 
     def mlp(self, index: int) -> FeedForward:
         choose = ExpertChoice(Routing(self.config.experts_per_token, normalised=True))
@@ -57,6 +47,7 @@ class MiniMaxM2(Family):
         "max_position_embeddings": 196_608,
     }
     attention_biases = False
+    names = PROJECTIONS
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
@@ -65,10 +56,6 @@ class MiniMaxM2(Family):
             part = fields.integer("rotary_dim", high=head_dim) / head_dim
             fields = Fields({**fields.values, key: part}, fields.where)
         return super().rope_spec(fields, layer_type, head_dim)
-
-    @classmethod
-    def rename(cls, name: str) -> str | None:
-        return name_projections(name)
 
     def qk_norm(self, index: int) -> Norm | None:
         """One norm over the whole of Q, and one over the whole of K."""

@@ -387,16 +387,16 @@ def _seen_pages(
     """
     window, size = group.window, group.page_size
     if window.size is None:
-        if not segments.sealed.any():
-            return None, None
         return segments.memoised(("gather", group.number), lambda: _all_pages(segments, group))
     if not num_visible(segments, window, size).any():
         return None, None
     return _window_pages(segments, group, positions)
 
 
-def _all_pages(short: Segments, group: PageGroup) -> tuple[mx.array, mx.array | None]:
+def _all_pages(short: Segments, group: PageGroup) -> tuple[mx.array | None, mx.array | None]:
     """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
+    if not short.sealed.any():
+        return None, None
     ids, real = _padded(short.sealed_pages(group.number))
     if real.all():
         return mx.array(ids), None

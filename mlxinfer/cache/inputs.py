@@ -19,9 +19,12 @@ Ints = NDArray[np.int32]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each step makes some, and frozen ones take five times as long
 class Segments:
-    """New tokens of B sequences that attend together, as arrays, for all layer groups."""
+    """New tokens of B sequences that attend together, as arrays, for all layer groups.
+
+    Never changed, as is `StepMetadata`.
+    """
 
     tables: list[list[PageTable]]  # (B,) of each segment one per layer group
     rows: Ints  # (B,) of the first tokens in the flat list
@@ -105,7 +108,7 @@ class Segments:
         return rows + step, slots, starts + step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepMetadata:
     """All new tokens of one step: where they lie, and what each of them sees.
 

@@ -205,7 +205,7 @@ def attend_together(segments: Seq[Segment]) -> Segments:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeBatch:
     """B sequences that decode one token each, as arrays. Never changed: a step keeps its own.
 
@@ -218,6 +218,7 @@ class DecodeBatch:
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     has_grammar: bool  # whether any of them has one
     rope_delta: Ints | None  # (B,) see `Sequence`; None: 0 for all
+    max_tail: int  # tokens in the longest tail, with the new one
 
     @staticmethod
     def of(sequences: list[Sequence]) -> "DecodeBatch":
@@ -235,28 +236,30 @@ class DecodeBatch:
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
         has_grammar = any(s.request.grammar is not None for s in sequences)
         deltas = [s.rope_delta for s in sequences]
-        delta = ints(deltas) if any(deltas) else None
-        return DecodeBatch(sequences, tuple(slots), segments, output_index, has_grammar, delta)
+        rest = has_grammar, ints(deltas) if any(deltas) else None, longest_tail(segments)
+        return DecodeBatch(sequences, tuple(slots), segments, output_index, *rest)
 
     def advance(self) -> "DecodeBatch":
         """The same sequences, each at its next position."""
         return DecodeBatch(
             self.sequences,
             self.slots,
-            self.segments.at(self.segments.starts + 1),
+            self.segments.at(self.segments.starts + self.segments.counts),
             self.output_index + 1,
             self.has_grammar,
             self.rope_delta,
+            self.max_tail + 1,
         )
 
     def sealed_to(self, stops: Ints) -> "DecodeBatch":
         """The same batch after its tails were sealed up to these positions (B,)."""
-        return replace(self, segments=self.segments.sealed_to(stops))
+        segments = self.segments.sealed_to(stops)
+        return replace(self, segments=segments, max_tail=longest_tail(segments))
 
-    @property
-    def max_tail(self) -> int:
-        """Tokens in the longest tail, with the new one."""
-        return int((self.segments.starts - self.segments.sealed).max(initial=-1)) + 1
+
+def longest_tail(single: Segments) -> int:
+    """Tokens in the longest tail of segments of one token, with that token."""
+    return int((single.starts - single.sealed).max(initial=-1)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,7 @@ class Proposals:
         return is_accepted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SamplingRows:
     """The R rows of a step that give a token: unconstrained ones first, then those with a grammar.
 
@@ -299,7 +302,6 @@ class SamplingRows:
 
     sequences: list[Sequence]  # (R,)
     slots: tuple[int, ...]  # (R,)
-    slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
     flat_rows: Ints | None  # (R,) the logits of these give it; None: all rows of the step, in order
     num_free: int  # the first so many have no grammar
@@ -309,27 +311,25 @@ class SamplingRows:
         return len(self.sequences)
 
 
-NO_ROWS = SamplingRows([], (), ints([]), np.zeros(0, dtype=np.int64), None, 0)
+NO_ROWS = SamplingRows([], (), np.zeros(0, dtype=np.int64), None, 0)
 
 
 def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
     """The rows of every decoding sequence, of prompts that end in the step, and of proposals."""
-    sequences, slots, slot_ids = decodes.sequences, decodes.slots, decodes.segments.slots
+    sequences, slots = decodes.sequences, decodes.slots
     output_index, flat_rows, proposals = decodes.output_index, None, None
     if not ragged and not decodes.has_grammar:  # most steps
-        return SamplingRows(sequences, slots, slot_ids, output_index, flat_rows, len(sequences))
+        return SamplingRows(sequences, slots, output_index, flat_rows, len(sequences))
     if ragged:
         samples = [(s, i) for s in ragged for i in range(s.num_samples)]
         sequences = sequences + [s.sequence for s, _ in samples]
         slots += tuple([s.slot for s, _ in samples])
-        slot_ids = ints(list(slots))
         output_index = np.append(output_index, [s.output_index + i for s, i in samples])
         rows = [s.row + s.num_tokens - s.num_samples + i for s, i in samples]
         flat_rows = np.append(decodes.segments.rows, ints(rows))
         proposals = _proposals(len(decodes.sequences), samples)
     constrained = [s.request.grammar is not None for s in sequences]
-    rest = flat_rows, len(sequences), proposals
-    sampling = SamplingRows(sequences, slots, slot_ids, output_index, *rest)
+    sampling = SamplingRows(sequences, slots, output_index, flat_rows, len(sequences), proposals)
     return _constrained_last(sampling, constrained) if any(constrained) else sampling
 
 
@@ -358,7 +358,6 @@ def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRo
     return SamplingRows(
         [rows.sequences[place] for place in places],
         tuple([rows.slots[place] for place in places]),
-        rows.slot_ids[order],
         rows.output_index[order],
         order.astype(np.int32) if rows.flat_rows is None else rows.flat_rows[order],
         len(constrained) - sum(constrained),

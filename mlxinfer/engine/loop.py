@@ -404,10 +404,9 @@ class Loop:
             self._fail_not_finite(outputs.not_finite)
         if step.hidden is not None and self._proposer is not None:
             self._proposer.take(step.batch, step.hidden)
-        token_ids = outputs.token_ids.tolist()
-        result = self.scheduler.commit(step.batch, token_ids)
+        result = self.scheduler.commit(step.batch, outputs.token_ids)
         self.runner.commit(step.batch, outputs.token_ids, result)
-        self._emit(token_events(step.batch.sampling, token_ids, result, outputs.logprobs))
+        self._emit(token_events(step.batch.sampling, outputs.token_ids, result, outputs.logprobs))
         if self.suspects.active and not outputs.not_finite:
             self.suspects.passed(step.batch)
         if step.batch.begins_answers:

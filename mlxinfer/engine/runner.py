@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from math import inf
+from itertools import chain
+from math import inf, isfinite
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -193,7 +194,6 @@ def _read_rows(step: StepInputs) -> Ints | None:
     return rows if len(rows) < num_tokens else None
 
 
-NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
 
 
@@ -231,24 +231,21 @@ class Launched:
             outputs.logprobs = self.logprobs()
         return outputs
 
-    def token_ids(self) -> Ints:
+    def token_ids(self) -> list[int]:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
         if self.own is not None:  # what other stages give was left until now
             mx.async_eval(self.outputs)
-        return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
+        tokens: list[int] = [] if self.sampled is None else self.sampled.tokens.tolist()
+        return tokens
 
     def not_finite(self) -> list[Sequence]:
-        """Sequences of which a row gives NaN or infinities; each once."""
-        sampled = self.batch.sampling.sequences
+        """Sequences of which a row gives NaN or infinities."""
         bad: list[Sequence] = []
         for check in self.checks:
-            if not (flags := np.isfinite(np.array(check).ravel())).all():
-                bad += [sampled[row] for row in np.flatnonzero(~flags)]
-        if self.stored_check is None:
-            return list(dict.fromkeys(bad))
-        if not (flags := np.isfinite(np.array(self.stored_check).ravel())).all():
-            bad += [s for s, good in zip(self.batch.row_sequences, flags, strict=True) if not good]
-        return list(dict.fromkeys(bad))
+            bad += _not_finite(check, self.batch.sampling.sequences)
+        if self.stored_check is not None:
+            bad += _not_finite(self.stored_check, self.batch.row_sequences)
+        return bad
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
@@ -273,7 +270,7 @@ class StepOutputs:
         prompt_logits: sequence, position of the first row, and rows (n, vocab).
     """
 
-    token_ids: Ints
+    token_ids: list[int]
     not_finite: list[Sequence]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logits: list[tuple[Sequence, int, NDArray[np.float32]]] = field(default_factory=list)
@@ -420,23 +417,17 @@ class Runner:
         if launched.own is None:
             mx.async_eval(new)
 
-    def commit(self, batch: Batch, token_ids: Ints, result: CommitResult) -> None:
+    def commit(self, batch: Batch, token_ids: Seq[int], result: CommitResult) -> None:
         """Let the sampler know the tokens (R,) that were read and kept."""
-        sampling, proposals = batch.sampling, batch.sampling.proposals
-        num_kept = {} if proposals is None else batch.num_kept(result)
+        verifies, slots = batch.sampling.proposals is not None, batch.sampling.slots
+        num_kept = batch.num_kept(result) if verifies else {}
         self._followers.commit(num_kept)
-        slots = sampling.slot_ids
-        gone = [*result.released, *result.discarded]
-        if gone:
-            slots = slots.copy()
-            slots[gone] = -1
-        if proposals is None:
-            self.sampler.observe(slots, token_ids)
-            return
-        self.cache.commit(num_kept)
-        for count in range(int(proposals.counts.max()) + 1):  # one token of each slot at a time
-            rows = proposals.counts == count
-            self.sampler.observe(slots[rows], token_ids[rows])
+        if verifies:
+            self.cache.commit(num_kept)
+        if result.released or result.discarded:
+            gone = {*result.released, *result.discarded}
+            slots = tuple([-1 if row in gone else slot for row, slot in enumerate(slots)])
+        self.sampler.observe(slots, token_ids)
 
     def _admit(self, admitted: Seq[Sequence]) -> None:
         for sequence in admitted:
@@ -492,13 +483,21 @@ class Runner:
 
 
 def _largest(rows: mx.array) -> mx.array:
-    """(N, 1) float32, the largest number of each row (N, ...), of NaN NaN."""
-    return mx.max(rows.reshape(len(rows), -1), axis=-1, keepdims=True).astype(mx.float32)
+    """(N, 1) the largest number of each row (N, ...), of NaN NaN."""
+    return mx.max(rows.reshape(len(rows), -1), axis=-1, keepdims=True)
 
 
 def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
-    """(N, 1) float32, the logits of the tokens (N,) that were sampled of (N, vocab)."""
-    return mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32)
+    """(N, 1) the logits of the tokens (N,) that were sampled of (N, vocab)."""
+    return mx.take_along_axis(logits, mx.expand_dims(tokens, -1), axis=-1)
+
+
+def _not_finite(check: mx.array, sequences: Seq[Sequence]) -> list[Sequence]:
+    """The sequences of rows whose number (N, 1) is NaN or infinite."""
+    numbers = list(chain.from_iterable(check.tolist()))
+    if isfinite(sum(numbers)):  # most steps
+        return []
+    return [s for s, number in zip(sequences, numbers, strict=True) if not isfinite(number)]
 
 
 def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:

@@ -261,12 +261,12 @@ class Scheduler:
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
-        starts = decodes.segments.starts
-        rows = np.flatnonzero(starts % self.page_size == 0).tolist()
+        starts = decodes.segments.starts.tolist()
+        rows = [row for row, start in enumerate(starts) if not start % self.page_size]
         if not rows:
             return
         sequences = [decodes.sequences[row] for row in rows]
-        num_tokens = (starts[rows] + 1).tolist()
+        num_tokens = [starts[row] + 1 for row in rows]
         if not self.kv_manager.extend_each(sequences, num_tokens):
             for sequence, count in zip(sequences, num_tokens, strict=True):
                 if sequence.slot >= 0:  # else it was just preempted
@@ -341,8 +341,10 @@ class Scheduler:
         `num_decoding`: see `_next_decodes`.
         """
         proposer = self._proposer
+        if proposer is None:
+            return {}
         known = [s for s in decoding if not (s.num_pending or s.alone)]
-        if proposer is None or not known:
+        if not known:
             return {}
         depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:

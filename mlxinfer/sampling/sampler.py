@@ -31,7 +31,6 @@ from .draw import (
     uniforms,
 )
 from .parts import KEEP_ALL, LATE, PARTS, TINY, PartRows, SamplerSlot, Turn, weights_of
-from .tokens import Ints
 
 WORD_BITS = 32
 MAX_PLANS = 32  # batches that come again: micro-batches that take turns, numbers of proposals
@@ -89,7 +88,7 @@ class LogprobArrays:
         return by_row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """The tokens that one step chose; lazy until evaluated."""
 
@@ -249,14 +248,13 @@ class Sampler:
         self._memories.pop(slot, None)
         self._plans.clear()
 
-    def observe(self, slots: Ints, token_ids: Ints) -> None:
-        """Add tokens (N,) to the memories of slots (N,), all different; slot -1: none."""
+    def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Add tokens (N,), in order, to the memories of slots (N,); slot -1: none."""
         if not self._memories:
             return
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            if slot in self._memories:
-                for memory in self._memories[slot]:
-                    memory.append(token_id)
+        for slot, token_id in zip(slots, token_ids, strict=True):
+            for memory in self._memories.get(slot, ()):
+                memory.append(token_id)
 
     def sample(
         self,

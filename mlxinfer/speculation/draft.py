@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache.inputs import Move, ints
+from ..cache.inputs import Move
 from ..config import EngineConfig
 from ..core import Request, SamplingParams, TokenEvent
 from ..engine.batch import (
@@ -177,7 +177,7 @@ class DraftProposer(ProposalSource):
         drafted.token_ids[start:] = new
         counterpart.num_followed = start + len(new)
         for token_id in new:
-            self._loop.runner.sampler.observe(ints([drafted.slot]), ints([token_id]))
+            self._loop.runner.sampler.observe([drafted.slot], [token_id])
 
     def _forget_drawn(self, drafted: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
@@ -286,7 +286,7 @@ class DraftProposer(ProposalSource):
             launched.append(previous)
         self._num_steps += len(launched)
         for step in launched:
-            tokens = step.token_ids().tolist()
+            tokens = step.token_ids()
             for row, drafted in enumerate(step.batch.sampling.sequences):
                 weights = None if step.sampled is None else step.sampled.drawn_with(row)
                 if weights is not None:

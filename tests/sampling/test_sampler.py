@@ -122,7 +122,7 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
             sampled = sampler.sample(logits[step], (0, 1), np.array([step, step]), recent)
             if pending is not None:
                 said.append(pending.tolist())
-                sampler.observe(np.array([0, 1]), np.array(said[-1]))
+                sampler.observe([0, 1], said[-1])
             pending = sampled.tokens
         assert pending is not None
         return [*said, pending.tolist()]
@@ -259,7 +259,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
         sampler.add(slot, params[slot % len(params)], [1, 2, 3], [], frozenset({2}))
     logits, counts = mx.zeros((num_rows, VOCAB)), np.zeros(num_rows, np.int64)
     pending = sampler.sample(logits, slots, counts).tokens
-    slot_ids, tokens = np.array(slots), np.array(pending)
+    tokens = pending.tolist()
     calls = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
@@ -269,7 +269,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
     sys.setprofile(count)
     try:
         sampler.sample(logits, slots, counts + 1, pending[:, None])
-        sampler.observe(slot_ids, tokens)
+        sampler.observe(slots, tokens)
     finally:
         sys.setprofile(None)
     return calls
@@ -288,7 +288,7 @@ def test_nothing_of_a_step_is_held_after_it():
     def step(count: int) -> None:
         sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]))
         mx.eval(sampled.arrays())
-        sampler.observe(np.array([0]), np.array(sampled.tokens))
+        sampler.observe([0], sampled.tokens.tolist())
 
     step(0)
     mx.synchronize()

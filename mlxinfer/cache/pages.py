@@ -273,9 +273,10 @@ class PageAllocator:
 
 
 Held = Callable[[int, int], int]
-"""(page number, how many of its first tokens) -> after how many of them one can go on; 0: none.
+"""(start, stop): positions, the first of a page and a later one -> up to where a group has the
+pages between them without a gap; of states, the last of these positions that has one; else start.
 
-Whoever has pages says so: a tree, a disk, a peer.
+Whoever has pages says so: memory, a disk, a peer.
 """
 Positions = NDArray[np.int32] | np.int64
 ENDLESS = 2**31  # more tokens than any sequence has
@@ -409,21 +410,17 @@ class PageGroup:
         page it needs that page too, so that no page has gaps. Each page is looked for once: those
         that all later tokens need in order, up to the first that is missing; others from the end.
         """
-        size, position = self.page_size, num_tokens
-        whole, rest = divmod(position, size)
-        needed = self.num_kept if self.recycles else whole + 1  # by all later tokens
-        for number in range(min(needed, whole)):
-            if not held(number, size):
-                position = number * size
-                break
-        else:
-            if rest and whole < needed and not held(whole, rest):
-                position -= rest
-        number = -(-position // size) - 1
-        first = self.first_page(position) if self.recycles else number + 1
+        size = self.page_size
+        if not self.recycles:
+            return held(0, num_tokens)
+        of_sinks = min(self.num_kept * size, num_tokens)
+        reached = held(0, of_sinks)
+        position = num_tokens if reached == of_sinks else reached
+        first, number = self.first_page(position), -(-position // size) - 1
         while number >= first:
-            if not held(number, min(size, position - number * size)):
-                position = number * size  # further on in this page would need it, too
+            start, stop = number * size, min((number + 1) * size, position)
+            if held(start, stop) < stop:
+                position = start  # further on in this page would need it, too
                 first = self.first_page(position)
             number -= 1
         return position
@@ -475,10 +472,9 @@ class StateGroup:
 
     def last_resumable(self, num_tokens: int, held: Held, page_size: int) -> int:
         """The last position up to `num_tokens` that has a snapshot; 0: none has."""
-        for number in range((num_tokens - 1) // page_size, -1, -1):
-            start = number * page_size
-            if num_held := held(number, min(page_size, num_tokens - start)):
-                return start + num_held
+        for start in range((num_tokens - 1) // page_size * page_size, -1, -page_size):
+            if (reached := held(start, min(start + page_size, num_tokens))) > start:
+                return reached
         return 0
 
     def allocate(self) -> int:
@@ -502,7 +498,7 @@ class StateGroup:
 Rule = Callable[[int], int]  # position -> the last one up to it where a group can resume
 Spans = Sequence[tuple[int, int]]  # [from, to) positions that are reused as a whole or not at all
 HeldBy = Callable[[int, int, int], int]
-"""(group, page number, how many of its first tokens) -> after how many one can go on; 0: none."""
+"""(group, start, stop): `Held` of each group, the states last."""
 
 
 def resume_point(longest: int, rules: Sequence[Rule], alignment: int = 1) -> int:

@@ -439,8 +439,9 @@ class PageStore:
         """
         size = self.page_size
 
-        def held(group: int, number: int, count: int) -> int:
-            return count if count == size and has(number, group) else 0
+        def held(group: int, start: int, stop: int) -> int:
+            numbers = range(start // size, stop // size)
+            return next((n * size for n in numbers if not has(n, group)), stop - stop % size)
 
         longest = longest_prefix(
             stop * size, self.groups, self.states, held, spans=spans, alignment=size

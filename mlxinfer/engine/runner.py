@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import inf, isfinite
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -235,8 +235,7 @@ class Launched:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
         if self.own is not None:  # what other stages give was left until now
             mx.async_eval(self.outputs)
-        tokens: list[int] = [] if self.sampled is None else self.sampled.tokens.tolist()
-        return tokens
+        return [] if self.sampled is None else cast(list[int], self.sampled.tokens.tolist())
 
     def not_finite(self) -> list[Sequence]:
         """Sequences of which a row gives NaN or infinities."""
@@ -494,7 +493,7 @@ def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
 
 def _not_finite(check: mx.array, sequences: Seq[Sequence]) -> list[Sequence]:
     """The sequences of rows whose number (N, 1) is NaN or infinite."""
-    numbers = list(chain.from_iterable(check.tolist()))
+    numbers = list(chain.from_iterable(cast(list[list[float]], check.tolist())))
     if isfinite(sum(numbers)):  # most steps
         return []
     return [s for s, number in zip(sequences, numbers, strict=True) if not isfinite(number)]

@@ -180,9 +180,12 @@ def test_a_group_resumes_at_the_last_position_whose_pages_are_there(seed: int) -
     asked: list[int] = []
     held = [rng.random() < rng.choice([0.5, 0.9]) for _ in range(10)]
 
-    def holds(number: int, tokens: int) -> int:
-        asked.append(number)
-        return tokens if held[number] else 0
+    def holds(start: int, stop: int) -> int:
+        for number in range(start // PAGE, -(-stop // PAGE)):
+            asked.append(number)
+            if not held[number]:
+                return number * PAGE
+        return stop
 
     longest = rng.randint(0, 10 * PAGE)
     expected = max(n for n in range(longest + 1) if can_go_on(group, held, n))

@@ -8,7 +8,7 @@ from cache.prefix_invariants import check, groups_of, states_of
 from mlxinfer.cache.disk import namespace_key
 from mlxinfer.cache.pages import PageAllocator, StateGroup, resume_point
 from mlxinfer.cache.prefix import EvictionQueue, Lease, Page, PrefixCache, index
-from mlxinfer.cache.prefix.index import pack_ids, packed_key
+from mlxinfer.cache.prefix.index import chained, packed
 
 SIZE = 4
 
@@ -166,13 +166,13 @@ def test_pages_keep_their_prompts_when_the_model_becomes_known() -> None:
 def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[bytes] = []
 
-    def counted(parent: bytes, packed_ids: bytes) -> bytes:
-        hashed.append(packed_ids)
-        return packed_key(parent, packed_ids)
+    def counted(name: bytes, pages: Sequence[bytes]) -> list[bytes]:
+        hashed.extend(pages)
+        return chained(name, pages)
 
     cache = make_cache(window)
     put(cache, range(400))
-    monkeypatch.setattr(index, "packed_key", counted)
+    monkeypatch.setattr(index, "chained", counted)
     prompt = cache.names("", range(400))
     for _ in range(3):
         assert cache.probe(prompt).num_tokens == 399
@@ -180,7 +180,7 @@ def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.Monkey
     for table, allocator in zip(lease.tables, cache.allocators, strict=True):
         table.append(allocator.allocate(100))
     cache.extend(lease, prompt, 400)
-    assert hashed == [pack_ids(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
+    assert hashed == [packed(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
     cache.release(lease)
 
 

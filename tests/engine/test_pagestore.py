@@ -1,6 +1,7 @@
 """Which pages are looked for on the disk, and when it pays to read them."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, index
-from mlxinfer.cache.prefix.index import pack_ids, packed_key
+from mlxinfer.cache.prefix.index import chained, packed
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, PageSearch, PageStore, Place, ReceivedPages
 
@@ -203,18 +204,18 @@ def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
 ) -> None:
     hashed: list[bytes] = []
 
-    def counted(parent: bytes, packed_ids: bytes) -> bytes:
-        hashed.append(packed_ids)
-        return packed_key(parent, packed_ids)
+    def counted(name: bytes, pages: Seq[bytes]) -> list[bytes]:
+        hashed.extend(pages)
+        return chained(name, pages)
 
-    monkeypatch.setattr(index, "packed_key", counted)
+    monkeypatch.setattr(index, "chained", counted)
     search = PageSearch(bench.store, bench.point(IDS), 10)  # reading would check the keys, too
     assert len(search.wanted(search.reachable())) == 13
-    assert hashed == [pack_ids(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]
+    assert hashed == [packed(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]
     hashed.clear()
     other = [7, *IDS[1:]] * 1000
     assert bench.store.find(bench.point(other)) is None
-    assert hashed == [pack_ids(other[:PAGE])], "of 10,250 pages"
+    assert hashed == [packed(other[:PAGE])], "of 10,250 pages"
 
 
 def test_reading_must_be_quicker_than_computing(bench: Bench) -> None:

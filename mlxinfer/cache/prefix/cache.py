@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...fair import NOBODY, Tenant
-from ..pages import PageGroup, PageTable, Spans, StateGroup, longest_prefix
+from ..pages import HeldBy, PageGroup, PageTable, Spans, StateGroup, longest_prefix
 from .index import Name, Page, PageIndex, PageNames, UnusedPages, namespace_key, page_key
 
 LOCAL_ROOT = namespace_key("this process")
@@ -154,11 +154,12 @@ class PrefixCache(PageIndex):
         begun, overlap = self.closest(names.name(len(path) - 1), rest, self.attention)
 
         longest = len(path) * size + overlap
+        ids = [[None if page is None else page.ids[g] for page in path] for g in self.attention]
         point = longest_prefix(
             longest,
             self.groups,
             self.states,
-            self._held(names, path, begun),
+            self._held(names, ids, begun),
             spans=spans,
             alignment=size if whole_pages else self._alignment,
         )
@@ -173,7 +174,7 @@ class PrefixCache(PageIndex):
             cut=cut,
             cut_tokens=inside,
             state=self._last_state(names, *at) if self.states is not None and point else None,
-            tables=[self._table(g, path[:number], point) for g in self.attention],
+            tables=[self._table(g, ids[g][:number], point) for g in self.attention],
             spans=spans,
         )
 
@@ -185,32 +186,35 @@ class PrefixCache(PageIndex):
         return next((page for page in pages if page.ids[-1] is not None), None)
 
     def _held(
-        self, names: PageNames, path: Sequence[Page | None], begun: Page | None
-    ) -> Callable[[int, int, int], int]:
-        """How many of the first tokens of a page a group holds, for `longest_prefix`.
+        self, names: PageNames, ids: Sequence[Sequence[int | None]], begun: Page | None
+    ) -> HeldBy:
+        """Up to where a group has pages, for `longest_prefix`.
 
         Args:
             names: of the prompt's pages.
-            path: its whole pages, None where one is missing.
+            ids: by group, its pages of the whole ones that agree; None where one is missing.
             begun: the page that shares the beginning of the page behind them.
         """
 
-        def held(group: int, number: int, count: int) -> int:
-            page = path[number] if number < len(path) else begun
+        def held(group: int, start: int, stop: int) -> int:
+            number, size = start // self.page_size, self.page_size
             if group == len(self.groups):
-                state = self._last_state(names, number, count)
-                return 0 if state is None else len(state.tokens)
-            return count if page is not None and page.ids[group] is not None else 0
+                state = self._last_state(names, number, stop - start)
+                return start if state is None else start + len(state.tokens)
+            of_begun = begun.ids[group] if begun is not None else None
+            some = [*ids[group][number : -(-stop // size)], of_begun]
+            return min(start + some.index(None) * size, stop) if None in some else stop
 
         return held
 
-    def _table(self, group: int, pages: Sequence[Page | None], num_tokens: int) -> PageTable:
-        """A group's table of the whole pages that are needed to go on after `num_tokens`."""
+    def _table(self, group: int, ids: Sequence[int | None], num_tokens: int) -> PageTable:
+        """A group's table of the whole pages that are needed to go on after `num_tokens`.
+
+        `ids`: its pages, up to there.
+        """
         num_kept = self.groups[group].num_kept
         first = max(self.groups[group].first_page(num_tokens), num_kept)
-        ids = [None if page is None else page.ids[group] for page in pages]
-        sinks, rest = ids[:num_kept], ids[first:]
-        assert None not in sinks + rest, "a restore point has every page that it needs"
+        sinks, rest = ids[:num_kept], ids[first:]  # none is None: that would be a TypeError
         return PageTable(self.page_size, num_kept, first, sinks, rest)  # type: ignore[arg-type]
 
     def num_pages(self, group: int) -> int:

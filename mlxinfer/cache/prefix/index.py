@@ -8,6 +8,7 @@ depend on.
 
 import heapq
 import struct
+from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -19,9 +20,10 @@ from ...fair import NOBODY, Tenant
 Name = bytes
 """BLAKE2b-152 and a byte 0; in the key of a layer group's entry the group stands in its place."""
 KEY_BYTES = 20
-VERSION = 3  # of names and entries; folders of other versions are emptied
+VERSION = 4  # of names and entries; folders of other versions are emptied
 ID_BYTES = 8
 _PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
+MAX_NAMED = 512
 NUM_GONE = 16384  # names of evicted pages that are remembered
 Item = TypeVar("Item")
 
@@ -53,11 +55,10 @@ class PageNames:
         return self._names[start + 1 : stop + 1]
 
     def _hash(self, count: int) -> None:
-        """Name the first `count` pages; their ids are packed at once."""
+        """Name the first `count` pages."""
         names, size = self._names, self.page_size
-        packed = pack_ids(self.token_ids[(len(names) - 1) * size : count * size])
-        for start in range(0, len(packed), size * ID_BYTES):
-            names.append(packed_key(names[-1], packed[start : start + size * ID_BYTES]))
+        new_ids = self.token_ids[(len(names) - 1) * size : count * size]
+        names += chained(names[-1], packed_pages(new_ids, size))
 
     def tokens(self, number: int, count: int | None = None) -> tuple[int, ...]:
         """The first `count` key ids of a page; None: all that there are."""
@@ -74,14 +75,41 @@ def namespace_key(*parts: str) -> bytes:
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a page: of its tokens and all that came before."""
-    return packed_key(parent, pack_ids(token_ids))
+    return chained(parent, [packed(token_ids)])[0]
 
 
-def packed_key(parent: bytes, packed_ids: bytes) -> bytes:
-    """`page_key` of ids that are packed."""
-    hashed = _PAGE.copy()  # quicker than a new one with its parameters
-    hashed.update(parent + packed_ids)
-    return hashed.digest() + b"\0"
+def chained(name: bytes, pages: Iterable[bytes]) -> list[bytes]:
+    """The keys of pages that follow each other behind a name, from their packed ids."""
+    begin, names = _PAGE.copy, []  # quicker than a new hash with its parameters
+    for page in pages:
+        hashed = begin()
+        hashed.update(name)
+        hashed.update(page)
+        name = hashed.digest() + b"\0"
+        names.append(name)
+    return names
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """What is hashed of ids: 4 bytes each, or 8 and a mark if one needs them, as pictures' do.
+
+    So the name and the ids of a page of text are one block of the hash.
+    """
+    try:
+        return array("I", token_ids).tobytes()
+    except OverflowError:
+        return array("Q", token_ids).tobytes() + b"Q"
+
+
+def packed_pages(token_ids: Sequence[int], page_size: int) -> Sequence[bytes]:
+    """`packed` of the ids of each page; quicker than one by one."""
+    try:
+        numbers = array("I", token_ids)
+        page = f"{page_size * numbers.itemsize}s"
+        return struct.unpack(page * (len(numbers) // page_size), numbers)
+    except OverflowError:
+        starts = range(0, len(token_ids), page_size)
+        return [packed(token_ids[start : start + page_size]) for start in starts]
 
 
 def group_key(page: bytes, group: int) -> bytes:
@@ -208,9 +236,9 @@ class PageIndex:
         """The first `stop` whole pages of a prompt; with `whole` up to the first missing one."""
         path: list[Page | None] = []
         while len(path) < stop:  # as many names at once as there are pages so far
-            count = min(2 * len(path) + 1, stop) - len(path)
+            count = min(len(path) + 1, stop - len(path), MAX_NAMED)
             path += map(self.page_of.get, names.between(len(path), len(path) + count))
-            if whole and None in path[-count:]:
+            if whole and not all(path[-count:]):
                 return path[: path.index(None, len(path) - count)]
         while path and path[-1] is None:
             path.pop()

@@ -1,5 +1,6 @@
 """Values and codes of every GGUF type, against the `gguf` package and mx.dequantize."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -34,14 +35,20 @@ VALUES_ONLY = (
         Kind.IQ1_M,
         Kind.IQ2_S,
     ),
-    *(Kind.IQ2_XS, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ3_XXS, Kind.TQ1_0, Kind.TQ2_0),
+    *(Kind.IQ2_XS, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ3_XXS, Kind.TQ1_0, Kind.TQ2_0, Kind.NVFP4),
 )
 BYTES = {kind: size for kind, (_, size) in gguf.GGML_QUANT_SIZES.items()}
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPE = (48, 512)
 
 
-def one_tensor(folder: Path, kind: Kind, data: np.ndarray, arch: str = "qwen3") -> SourceModel:
+def one_tensor(
+    folder: Path,
+    kind: Kind,
+    data: np.ndarray,
+    arch: str = "qwen3",
+    more: Mapping[str, list[float]] | None = None,
+) -> SourceModel:
     """A GGUF file with an embedding and one matrix."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
@@ -53,6 +60,8 @@ def one_tensor(folder: Path, kind: Kind, data: np.ndarray, arch: str = "qwen3") 
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tensor("token_embd.weight", np.zeros((32, 512), np.float16))
     writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
+    for name, numbers in (more or {}).items():
+        writer.add_tensor(name, np.array(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,8 +130,18 @@ def test_bfloat16_of_gguf_is_read_as_stored(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
-    for kind in (Kind.Q8_K, Kind.NVFP4, Kind.Q1_0, Kind.I32):
+    for kind in (Kind.Q8_K, Kind.Q1_0, Kind.I32):
         values, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = np.zeros((48, 512 // values * size), np.uint8)
         with pytest.raises(UnsupportedModelError, match=f"is {kind.name}, which is not read"):
             one_tensor(tmp_path, kind, blocks)
+
+
+def test_a_scale_beside_a_matrix_in_nvfp4_counts(tmp_path: Path) -> None:
+    data = random_blocks(Kind.NVFP4, *SHAPE, seed=3)
+    plain = one_tensor(tmp_path, Kind.NVFP4, data)
+    expected = 0.25 * np.array(plain.read(NAME))
+    more = {"blk.0.ffn_up.scale": [0.25], "blk.0.ffn_up.input_scale": [3.0]}
+    scaled = one_tensor(tmp_path, Kind.NVFP4, data, more=more)
+    assert set(scaled.tensors) == set(plain.tensors)
+    assert np.array_equal(np.array(scaled.read(NAME)), expected)

@@ -109,7 +109,7 @@ AFFINE: dict[str, tuple[int, Callable[[Array], Decoded]]] = {  # bits, and the f
 
 _VALUES = frozenset(
     ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S")
-) | {"IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
+) | {"IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4"}
 
 
 def values_of(kind: str, label: str) -> Callable[[Array], Array]:
@@ -139,6 +139,7 @@ class GGUFTensor:
     stored: tuple[int, ...]  # shape of the values, as in the file
     block: BlockType
     layout: TensorLayout = PLAIN
+    scale: Array | None = None  # (1,) or one for each matrix of a stack: what values are times
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -212,7 +213,12 @@ def reader_of(place: GGUFTensor) -> TensorReader:
 
     def values(rows: slice) -> mx.array:
         """float32 values: no MLX format has groups of 16 integers, or such levels."""
-        return mx.array(place.values(decode(place.blocks(rows)), rows))
+        numbers = place.values(decode(place.blocks(rows)), rows)
+        if place.scale is not None:
+            one = len(place.scale) == 1
+            scale = place.scale if one else place.scale[rows].reshape(-1, 1, 1)
+            numbers = numbers * scale
+        return mx.array(numbers)
 
     return TensorReader(place.info(), (place.array,), values)
 

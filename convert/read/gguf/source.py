@@ -94,7 +94,7 @@ def open_gguf(
         dtype=_model_dtype(architecture, sizes),
         as_made=True,
         exact_dtype="float32" if set(sizes) == {"F32"} else None,
-        readers=_readers(named, facts, config),
+        readers=_readers(named, entries, facts, config),
         side_files=lambda: {**modules, **(from_metadata() if side_files is None else side_files)},
         fingerprint=digest.hexdigest(),
         notes=notes,
@@ -207,7 +207,10 @@ def _is_float32(sizes: Counter[str]) -> bool:
 
 
 def _readers(
-    named: Mapping[str, Entry], facts: ArchitectureFields, config: Mapping[str, Any]
+    named: Mapping[str, Entry],
+    entries: Mapping[str, Entry],
+    facts: ArchitectureFields,
+    config: Mapping[str, Any],
 ) -> dict[str, TensorReader]:
     architecture = facts.architecture
     constants = CONSTANTS.get(architecture, lambda facts: {})(facts)
@@ -215,7 +218,8 @@ def _readers(
     for name, (entry, array) in named.items():
         joined = ".attn_qkv." in entry.name and name.endswith(_PARTS)
         layout = (part_layout if joined else layout_of)(architecture, name, entry.shape, config)
-        place = GGUFTensor(name, array, entry.shape, entry.type, layout)
+        scale = _scale_of(entries, entry.name)
+        place = GGUFTensor(name, array, entry.shape, entry.type, layout, scale)
         one = STREAMS.fullmatch(name)
         readers[name] = reader_of(place if one is None else place.part(int(one[1])))
     return readers
@@ -261,8 +265,9 @@ def _named(
         f"{facts.all.where} is read as a language model: {len(aside)} tensors "
         f"({', '.join(aside[:1])} …) of parts that see, hear or predict ahead are left out."
     )
+    scales = _scale_names(entries)
     for name, entry in entries.items():
-        if name in aside or is_dense(name):
+        if name in aside or is_dense(name) or name in scales:
             continue
         ours = hf_names(facts.architecture, name, facts.num_layers, entries.keys())
         if not ours and not is_factor(facts.architecture, name):
@@ -272,6 +277,29 @@ def _named(
             )
         named |= dict.fromkeys(ours, entry)
     return named, (note,) if aside else ()
+
+
+def _scale_names(entries: Mapping[str, Entry]) -> set[str]:
+    """Of tensors beside matrices in NVFP4: their scales, and those of inputs, which stay as are."""
+    stems = [
+        name.removesuffix(".weight")
+        for name, (entry, _) in entries.items()
+        if entry.type.name == "NVFP4"
+    ]
+    return {f"{stem}.{kind}" for stem in stems for kind in ("scale", "input_scale")}
+
+
+def _scale_of(entries: Mapping[str, Entry], name: str) -> Array | None:
+    """The scale of a matrix in NVFP4, or those of a stack."""
+    entry, _ = entries[name]
+    scale = entries.get(f"{name.removesuffix('.weight')}.scale")
+    if entry.type.name != "NVFP4" or scale is None:
+        return None
+    array = scale[1].expect(["F32"])
+    count = entry.shape[0] if len(entry.shape) > 2 else 1
+    if array.shape not in ((1,), (count,)):
+        raise array.fail(f"has shape {array.shape}; expected ({count},)")
+    return array.floats()
 
 
 def _factors(entries: Mapping[str, Entry], architecture: str) -> dict[str, Array]:

@@ -27,7 +27,8 @@ from .layout import HALVES, layout_of, part_layout
 from .names import ARCHITECTURES, ROPE_FACTORS, STREAMS, hf_names, is_factor
 from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
-from .towers import KINDS, read_tower
+from .tower_kinds import KINDS
+from .towers import read_tower
 from .vectors import expect_pooling, is_dense, pooling_files
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
@@ -100,14 +101,22 @@ def open_gguf(
         notes=notes,
         origin=origin_of_metadata(metadata),
     )
-    if model.projector is None:
-        return replace(source, notes=(*notes, *_without_tower(facts)))
+    return _with_tower(source, model.projector, facts, required=mmproj is not None)
+
+
+def _with_tower(
+    source: SourceModel, projector: Path | None, facts: ArchitectureFields, *, required: bool
+) -> SourceModel:
+    """The model with its tower; one that only lies beside the file keeps no text from running."""
+    if projector is None:
+        return replace(source, notes=(*source.notes, *_without_tower(facts)))
     try:
-        return _seeing(source, model.projector, facts)
+        return _seeing(source, projector, facts)
     except (CheckpointError, UnsupportedModelError) as error:
-        if mmproj is not None:  # asked for; one that only lies there keeps no text from running
+        if required:
             raise
-        return replace(source, notes=(*notes, f"{path.name} reads text only. {error}"))
+        note = f"{Path(source.label).name} reads text only. {error}"
+        return replace(source, notes=(*source.notes, note))
 
 
 def _headers(

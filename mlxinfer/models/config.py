@@ -100,6 +100,11 @@ class ModelConfig:
         return "native"
 
     @property
+    def compared(self) -> str:
+        """Every family has tests against recorded logits. `show` reads it of each config."""
+        return "it agrees with transformers"
+
+    @property
     def alone_because(self) -> None:
         """Families run batched."""
         return None

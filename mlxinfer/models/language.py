@@ -101,6 +101,11 @@ class LanguageConfig(Protocol):
         ...
 
     @property
+    def compared(self) -> str:
+        """How far its logits were compared with those of transformers, as a sentence."""
+        ...
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether keys have biases, which 4 bits cannot hold."""
         ...

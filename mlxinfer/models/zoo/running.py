@@ -85,6 +85,10 @@ class ZooConfig:
         return verdict_of(self.model_type)[0]
 
     @property
+    def compared(self) -> str:
+        return verdict_of(self.model_type)[1]
+
+    @property
     def extra_specs(self) -> tuple[()]:
         """No layer has any."""
         return ()

@@ -75,6 +75,7 @@ CLAIMS = {
         (
             plain("--model", "Name or folder.  [default: random float32 weights, 55M]"),
             counts("--lengths", "512,2048", "Tokens of prompts; several, with commas."),
+            number("--answer", 16, "Tokens of an answer.", least=3),
             *(pairs, small, peer),
         ),
         "rates.rates",
@@ -166,16 +167,6 @@ CLAIMS = {
         (peer,),
         fast_blas=False,
         takes="half a minute",
-    ),
-    "convert": Claim(
-        "Conversion: size and quality, or time and memory.",
-        (
-            plain("--model", "A folder of unquantised weights.", type=click.Path(path_type=Path)),
-            plain("--synthetic", "Time and memory of random weights, say 3GB.", metavar="SIZE"),
-            runs(1, "With --synthetic: of each converter; the quickest counts."),
-            *(small, peer),
-        ),
-        takes="half an hour",
     ),
     "speculate": Claim(
         "Tokens a step with the bundled draft, and rates of a larger model. Without mlx-lm.",

@@ -2,12 +2,14 @@
 
 MLX's Linux wheel carries the reference BLAS, some 25 times slower than OpenBLAS. Whatever library
 is loaded with global symbols before MLX provides cblas_sgemm and its like instead.
+`python -m benchmarks.blas MODULE ARGUMENTS` runs a module with it.
 """
 
 import ctypes
 import ctypes.util
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -75,3 +77,9 @@ def _built_shim(compiler: str, library: Path) -> Path:
             subprocess.run([*command, str(library)], check=True)
             built.rename(target)
     return target
+
+
+if __name__ == "__main__":
+    preload_openblas()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -27,7 +27,7 @@ from mlxinfer.bench.speed import TokenTimes, generation_rate, token_times
 
 VOCAB = 2048  # of the demo's tokenizer, which is the smallest: all models have these ids
 STREAMS = (1, 8)  # answers at once
-STREAM_PROMPT = 32
+STREAM_PROMPT = 4
 NOTE = "Tokens a CPU second, medians of {} pairs in turn; ratio: the median over the pairs."
 ROWS = {"stream 1": "one answer", "stream 8": "8 answers at once"}
 
@@ -76,16 +76,22 @@ def rows_of(figures: dict[str, list[Figures]], before: str = "") -> list[list[st
 
 
 def rates(
-    *, model: str | None, lengths: tuple[int, ...], pairs: int, small: bool, peer: bool
+    *,
+    model: str | None,
+    lengths: tuple[int, ...],
+    answer: int,
+    pairs: int,
+    small: bool,
+    peer: bool,
 ) -> Report:
-    """One model: prompts of some lengths, one answer and eight."""
+    """One model: prompts of some lengths, one answer and eight of `answer` tokens."""
     with TemporaryDirectory() as scratch:
         if model is None:
             folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
         else:
             folder = Path(hub.resolve(model))
-        lengths = (64,) if small else lengths
-        answer = 8 if small else 16
+        if small:
+            lengths, answer = (64,), 8
         figures = measure(folder, pairs=pairs, answer=answer, lengths=lengths, peer=peer)
     name = model or "random float32 weights"
     table = Table(f"Rates of {name}", ["", *COLUMNS], rows_of(figures), NOTE.format(pairs))
@@ -110,8 +116,7 @@ def hybrid(*, pairs: int, small: bool, peer: bool) -> Report:
 
 def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
     """A config for each kind of recurrent layer; every fourth layer attends."""
-    attends = [(i + 1) % 4 == 0 for i in range(layers)]
-    common: dict[str, Any] = {
+    common = {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
@@ -127,7 +132,17 @@ def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    delta = {
+    attends = [(i + 1) % 4 == 0 for i in range(layers)]
+    kinds = {
+        "Gated DeltaNet": _delta(hidden, attends),
+        "Mamba-2": _mamba(hidden, inner, attends),
+        "short convolution": _convolution(hidden, inner, attends),
+    }
+    return {kind: {**common, **fields} for kind, fields in kinds.items()}
+
+
+def _delta(hidden: int, attends: list[bool]) -> dict[str, Any]:
+    return {
         "model_type": "qwen3_5_text",
         "head_dim": 64,
         "full_attention_interval": 4,
@@ -138,7 +153,10 @@ def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
         "linear_value_head_dim": 64,
         "linear_conv_kernel_dim": 4,
     }
-    mamba = {
+
+
+def _mamba(hidden: int, inner: int, attends: list[bool]) -> dict[str, Any]:
+    return {
         "model_type": "granitemoehybrid",
         "layer_types": ["attention" if one else "mamba" for one in attends],
         "position_embedding_type": "nope",
@@ -160,7 +178,10 @@ def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
     }
-    conv = {
+
+
+def _convolution(hidden: int, inner: int, attends: list[bool]) -> dict[str, Any]:
+    return {
         "model_type": "lfm2",
         "norm_eps": 1e-6,
         "conv_bias": False,
@@ -172,8 +193,6 @@ def configs(hidden: int, inner: int, layers: int) -> dict[str, dict[str, Any]]:
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [i for i, one in enumerate(attends) if one],
     }
-    kinds = {"Gated DeltaNet": delta, "Mamba-2": mamba, "short convolution": conv}
-    return {kind: {**common, **fields} for kind, fields in kinds.items()}
 
 
 def write_hybrid(folder: Path, config: dict[str, Any]) -> int:

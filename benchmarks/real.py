@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.convert import Recipes, bits_per_weight, convert_ours, convert_theirs
+from benchmarks import conversions
 from benchmarks.processes import run_python
 from benchmarks.quality import CHUNK, COLUMNS, HeldOut, Logits, cells, opened
 from benchmarks.tables import Figures
@@ -137,52 +137,15 @@ def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any
     return caches
 
 
-# -- conversions ----------------------------------------------------------------------------------
-
-OURS: Recipes = {
-    "--fast": {"searched": False, "calibrated": False},
-    "4bit": {},
-    "--target-bpw 4.5": {"target_bpw": 4.5},
-    "8bit": {"recipe": "8bit"},
-}
-THEIRS: Recipes = {f"{bits} bits": {"q_bits": bits, "q_group_size": 64} for bits in (4, 5, 6, 8)}
-
-
-def conversions(
-    folder: Path, scratch: Path, given: Sequence[Path], held_out: HeldOut, *, peer: bool
-) -> list[dict[str, Any]]:
-    """Size and quality of each conversion: of those given, else of all that are made here."""
-    making = [(f"mlxinfer {label}", convert_ours, options) for label, options in OURS.items()]
-    if peer:
-        making += [(f"mlx-lm {label}", convert_theirs, how) for label, how in THEIRS.items()]
-    conversions = []
-    for number, (label, convert, options) in enumerate(() if given else making):
-        convert(folder, scratch / str(number), **options)
-        conversions.append(_converted(label, scratch / str(number), scratch, held_out))
-    return conversions + [_converted(path.name, path, scratch, held_out) for path in given]
-
-
-def _converted(label: str, folder: Path, scratch: Path, held_out: HeldOut) -> dict[str, Any]:
-    """Size and quality, of the values in float32: products with codes take minutes on a CPU."""
-    with TemporaryDirectory(dir=scratch) as name:
-        values = Path(name) / "values"
-        unpack = ["mlxinfer.cli", "convert", str(folder), str(values)]
-        run_python("-m", *unpack, "--recipe", "fp32", "--fast")
-        quality = held_out.quality(values)
-    result = {"label": label, "bits": bits_per_weight(folder), **quality}
-    print(result, file=sys.stderr, flush=True)
-    return result
-
-
 # -- the command ----------------------------------------------------------------------------------
 
 
-def unquantised(scratch: Path) -> Path:
-    """Gemma 3 270M in bfloat16, of the package."""
-    file = import_module(PACKAGE).assemble(scratch / "gemma3-270m.gguf")
+def packaged(scratch: Path) -> tuple[Path, Path]:
+    """Gemma 3 270M: the folder in bfloat16, and the package's file."""
+    file = Path(import_module(PACKAGE).assemble(scratch / "gemma3-270m.gguf"))
     convert = ["mlxinfer.cli", "convert", str(file), str(scratch / "bf16")]
     run_python("-m", *convert, "--recipe", "bf16", "--fast")
-    return scratch / "bf16"
+    return scratch / "bf16", file
 
 
 def run(
@@ -202,22 +165,33 @@ def run(
     data: dict[str, Any] = {}
     tables = []
     with TemporaryDirectory() as name:
-        folder = unquantised(Path(name)) if model is None else model
+        scratch = Path(name)
+        folder, file = packaged(scratch) if model is None else (model, None)
         held_out = HeldOut(folder, 96 if small else LENGTH, 1, TEXT)
         if parts != "conversion":
             data["cache"] = caches(folder, held_out, peer=peer)
             tables.append(_table("KV cache", "bits a number", data["cache"], held_out))
         if parts != "cache" and (converted or not small):
-            data["conversion"] = conversions(folder, Path(name), converted, held_out, peer=peer)
+            data["conversion"] = conversions.measured(
+                folder, file, converted, held_out, scratch, peer=peer
+            )
             tables.append(_table("Conversion", "bits a weight", data["conversion"], held_out))
     return Report("real", tables, data)
 
 
 def _table(title: str, size: str, figures: Sequence[Figures], held_out: HeldOut) -> Table:
+    """Costs are a column where each row was a process of its own."""
     rows = [[str(one["label"]), f"{one['bits']:.2f}", *cells(one, 5)] for one in figures]
+    columns = ["", size, *COLUMNS]
+    if "cpu_s" in figures[0]:
+        columns += ["CPU s", "peak MB"]
+        rows = [
+            [*row, f"{one['cpu_s']:.0f}", f"{one['peak_bytes'] / 1e6:,.0f}"]
+            for row, one in zip(rows, figures, strict=True)
+        ]
     return Table(
         f"{title}, {held_out.num_tokens:,} held-out tokens",
-        ["", size, *COLUMNS],
+        columns,
         rows,
         "KL in nats, from the unquantised weights with a plain cache. Formats of others are "
         "simulated in mlx-lm: keys and values are rounded as they come.",

@@ -36,8 +36,8 @@ COLUMNS = 16  # of a group, whose errors are spread over the others together
 SPREAD = 256  # columns whose errors are spread together over all behind them, which are many bytes
 SAMPLED = 8
 AT_ONCE = 1 << 20  # numbers of a matrix that are rounded together with error feedback, about
-ROW_STEP, LEAST_ROWS, MOST_ROWS = 64, 128, 1024
-SMALL = 128  # inputs of a block that the library factorises
+ROW_STEP, LEAST_ROWS, MOST_ROWS = 64, 128, 1984  # no power of 2: columns fall into one cache set
+SMALL = 64  # inputs of a block that the library factorises
 LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
 
 
@@ -80,12 +80,19 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         if not squares > 0:
             return None
         damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING)
-        damped = block / np.float32(squares)  # float32 is enough: damping bounds the condition
-        damped.flat[:: len(block) + 1] += np.float32(damping)
         # moments = U D U^T with ones on U's diagonal: a lower factor from the last input backwards
-        factor = _lower_factor(np.ascontiguousarray(damped[::-1, ::-1]))[::-1, ::-1]
-        factors.append(factor / factor.diagonal())
+        damped = _backwards(block)
+        damped /= np.float32(squares)  # float32 is enough: damping bounds the condition
+        damped.flat[:: len(block) + 1] += np.float32(damping)
+        factor = _lower_factor(damped)
+        factor /= factor.diagonal()
+        factors.append(_backwards(factor))
     return ErrorFeedback(tuple(factors))
+
+
+def _backwards(matrix: Floats) -> Floats:
+    """A copy with the rows and the columns from the last to the first."""
+    return np.ascontiguousarray(matrix.reshape(-1)[::-1]).reshape(matrix.shape)
 
 
 def _lower_factor(matrix: Floats) -> Floats:

@@ -5,6 +5,7 @@ source when it is complete -> learn -> logits -> report -> publish. Every step c
 state that an interrupted run has left.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -364,7 +365,7 @@ class Conversion:
         writer = TensorWriter(
             self.arranged, self.budget, options.searched, wrote, sampled=not options.check_tensors
         )
-        statistics = None if texts is None else self._calibration(place, plan, texts)
+        statistics = None if texts is None else self._calibration(place, texts)
         if statistics is not None:
             writer.statistics = statistics.of
         with closing(writer):
@@ -386,18 +387,14 @@ class Conversion:
                     put_into_file(place.model / name, tensors, place.learned, journal)
                 self._complete(place.model / name, tensors, journal)
 
-    def _calibration(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> CalibrationPass:
-        calibrating = self.options.calibration is not None
+    def _calibration(self, place: Workplace, texts: Texts) -> CalibrationPass:
         return CalibrationPass(
             self.arranged,
             texts,
             self.budget.inputs,
-            calibrating=calibrating,
+            calibrating=self.options.calibration is not None,
             references=place.references if self._comparing else (),
-            nearest=place.nearest if self._comparing else (),
-            planned={tensor.output.name: tensor for tensor in plan.tensors},
             progress=self.progress,
-            step="calibrate" if calibrating else "reference",
         )
 
     def _complete(self, path: Path, tensors: list[PlannedTensor], journal: Journal) -> None:
@@ -422,24 +419,40 @@ class Conversion:
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         """Run the output as it lies in its folder, and compare its logits with the source's."""
         output = arrange(open_folder(place.model))
+        self._write_logits(output, texts, place.outputs, "output")
+        usual = limits_for(judged_bits(plan))
+        sequences = texts.short, texts.long
+        files = zip(sequences, place.references, place.outputs, strict=True)
+        checks = [compare_logits(*paths, *usual) for paths in files]
+        if all(check.passed for check in checks):
+            return checks
+        tensors = {tensor.output.name: tensor for tensor in plan.tensors}
+        self._write_logits(self.arranged, texts, place.nearest, "rounded source", tensors)
+        files = zip(sequences, place.references, place.nearest, strict=True)
+        limits = [reachable_limits(*paths, usual) for paths in files]
+        return [
+            replace(check, max_kl=max_kl, min_top1=min_top1)
+            for check, (max_kl, min_top1) in zip(checks, limits, strict=True)
+        ]
+
+    def _write_logits(
+        self,
+        arranged: ArrangedSource,
+        texts: Texts,
+        paths: tuple[Path, Path],
+        model: str,
+        rounded: Mapping[str, PlannedTensor] | None = None,
+    ) -> None:
         CalibrationPass(
-            output,
+            arranged,
             texts,
             0,
             calibrating=False,
-            references=place.outputs,
+            references=paths,
+            rounded=rounded,
             progress=self.progress,
-            step="compare",
+            model=model,
         ).write_references()
-        usual = limits_for(judged_bits(plan))
-        files = zip(place.references, place.nearest, place.outputs, strict=True)
-        checks = []
-        for sequences, (reference, nearest, theirs) in zip(
-            (texts.short, texts.long), files, strict=True
-        ):
-            limits = reachable_limits(sequences, reference, nearest, usual)
-            checks.append(compare_logits(sequences, reference, theirs, *limits))
-        return checks
 
 
 def judged_bits(plan: ConversionPlan) -> float:

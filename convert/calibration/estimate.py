@@ -54,13 +54,13 @@ def estimated_seconds(
     ]
     text = min(SEQUENCES * CALIBRATION_LENGTH, len(options.calibration) // TOKEN_CHARS)
     positions = checked_positions(config.vocab_size) * comparing
-    tokens = text + 3 * positions  # the source, its rounded weights, and the output
+    tokens = text + 2 * positions  # the source, and the output
     if options.targeted:  # the probes of a layer go through those behind it, half of all
         units = sum(tensor.form is not None for tensor in plan.tensors)
         tokens += text // 4
         tokens += units * budget.probes * PROBE_LENGTH // 2
     weights = sum(output.num_weights * _active(arranged, output) for output in matrices)
-    products = BESIDE * tokens * weights + 3 * positions * streamed.head.num_weights
+    products = BESIDE * tokens * weights + 2 * positions * streamed.head.num_weights
     seconds = products * _product_s(arranged)
     seconds += _moments_s(arranged, [*matrices, streamed.head], budget.inputs, text)
     largest = max(matrices, key=lambda output: output.num_weights)

@@ -22,7 +22,7 @@ from ..plan import PlannedTensor
 from ..quantise import ErrorFeedback, dequantised, make_feedback
 from ..verify import Progress
 from . import logits
-from .stream import EMBEDDING, Change, HiddenStates, StreamedModel
+from .stream import EMBEDDING, Change, StreamedModel
 from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
@@ -131,11 +131,10 @@ class CalibrationPass:
         block: see Moments.
         calibrating: whether statistics are asked for.
         references: files for the logits of the short and of the long texts; (): none are compared.
-        nearest: files for what these logits are if weights are rounded to the nearest code.
-        planned: the formats of the output, by name of the tensor.
+        rounded: the tensors, by name, whose weights are rounded to the nearest code.
         progress: is told how much of the texts has gone through how many layers, then how many
             columns of the logits are written.
-        step: name of the first.
+        model: what `progress` calls the model.
     """
 
     def __init__(
@@ -146,25 +145,22 @@ class CalibrationPass:
         *,
         calibrating: bool,
         references: Sequence[Path],
-        nearest: Sequence[Path] = (),
-        planned: Mapping[str, PlannedTensor] | None = None,
+        rounded: Mapping[str, PlannedTensor] | None = None,
         progress: Progress = lambda *_: None,
-        step: str = "calibrate",
+        model: str = "source",
     ) -> None:
         self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers
         self._calibrating, self._references = calibrating, references
-        self._nearest, self._planned = nearest, planned or {}
-        self._progress, self._step = progress, step
+        self._rounded, self._progress, self._model = rounded or {}, progress, model
         self._next, self._observed = 0, -1  # layers; behind the last one is the output projection
         self._moments = Moments(block)
         self._streamed = StreamedModel(arranged)
-        self._calibrated = [self._streamed.states(texts.calibration)] if calibrating else []
-        checked = [texts.short, texts.long] if references else []
-        self._compared = [self._streamed.states(text) for text in checked]
-        self._rounded = [self._rounded_states(text) for text in checked if nearest]
-        states = (*self._calibrated, *self._compared, *self._rounded)
-        self._parts, self._done = sum(len(one.parts) for one in states), 0
+        start = partial(self._streamed.states, change=self._round(self._streamed.output(EMBEDDING)))
+        self._calibrated = [start(texts.calibration)] if calibrating else []
+        self._compared = [start(text) for text in (texts.short, texts.long) if references]
+        self._parts = sum(len(one.parts) for one in (*self._calibrated, *self._compared))
+        self._done = 0
         self._tell(0)
 
     def of(self, output: OutputTensor) -> Statistics:
@@ -187,63 +183,52 @@ class CalibrationPass:
 
     def write_references(self) -> None:
         """Write the logits of the texts that the output is compared on, unless they are there."""
-        if all(path.exists() for path in (*self._references, *self._nearest)):
+        if all(path.exists() for path in self._references):
             return
         self._calibrated = []
         while self._next < self._num_layers:
             self._advance(watching=False)
         norm, streamed = self._streamed.final_norm(), self._streamed
-
-        def of(paths: Sequence[Path], texts: Sequence[HiddenStates]) -> dict[Path, mx.array]:
-            pairs = zip(paths, texts, strict=True)
-            return {path: norm(mx.concatenate(states.parts)) for path, states in pairs}
-
-        wanted: dict[Change, dict[Path, mx.array]]
-        wanted = {_unchanged: of(self._references, self._compared)}
-        if self._nearest:
-            wanted[partial(self._round, streamed.head)] = of(self._nearest, self._rounded)
+        states = (norm(mx.concatenate(states.parts)) for states in self._compared)
+        hidden = dict(zip(self._references, states, strict=True))
         vocab = self._arranged.config.vocab_size
-        tell = partial(self._progress, f"logits of {'source' if self._nearest else 'output'}")
+        tell = partial(self._progress, f"logits of {self._model}")
         tell(0, vocab)
-        logits.write(wanted, self._arranged, streamed, lambda done: tell(done, vocab))
+        change = self._round(streamed.head)
+        logits.write(hidden, self._arranged, streamed, change, lambda done: tell(done, vocab))
 
-    def _rounded_states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
-        streamed = self._streamed
-        output = streamed.output(EMBEDDING)
-        return streamed.states(sequences, partial(self._round, output))
-
-    def _round(self, output: OutputTensor, values: mx.array) -> mx.array:
-        """Values of an output rounded to the nearest as MLX does, in the format that is planned."""
-        planned = self._planned.get(output.name)
+    def _round(self, output: OutputTensor) -> Change:
+        """A function that rounds an output's values, where they are to be rounded, as MLX does."""
+        planned = self._rounded.get(output.name)
         if planned is None or planned.form is None or planned.packed:
-            return values
+            return lambda values: values
         form = planned.form
-        parts = mx.quantize(values, form.group_size, form.bits, form.mode)
-        scales, biases = parts[1], parts[2] if len(parts) > 2 else None
-        return dequantised(parts[0], scales, biases, form).astype(values.dtype)
+
+        def rounded(values: mx.array) -> mx.array:
+            parts = mx.quantize(values, form.group_size, form.bits, form.mode)
+            scales, biases = parts[1], parts[2] if len(parts) > 2 else None
+            return dequantised(parts[0], scales, biases, form).astype(values.dtype)
+
+        return rounded
 
     def _tell(self, parts: int) -> None:
         self._done += parts
-        self._progress(self._step, self._done, self._parts * self._num_layers)
+        step = "calibrate" if self._calibrating else f"run {self._model}"
+        self._progress(step, self._done, self._parts * self._num_layers)
 
     def _advance(self, *, watching: bool) -> None:
         """Run the next layer, and keep the moments of this one alone."""
         streamed, index = self._streamed, self._next
         self._moments = Moments(self._block)
         if index < self._num_layers:
-            tensors = streamed.read_layer(index)
+            outputs, tensors = streamed.outputs_of(index), streamed.read_layer(index)
+            tensors = {name: self._round(outputs[name])(array) for name, array in tensors.items()}
             layer = streamed.layer(index, tensors)
             streamed.see = self._moments.see if watching else None
             for states in self._calibrated:
                 states.advance(layer, self._tell)
             streamed.see = None
             for states in self._compared:
-                states.advance(layer, self._tell)
-            if self._rounded:
-                outputs = streamed.outputs_of(index)
-                rounded = {n: self._round(outputs[n], array) for n, array in tensors.items()}
-                layer = streamed.layer(index, rounded)
-            for states in self._rounded:
                 states.advance(layer, self._tell)
         elif watching:
             path = streamed.name_of(streamed.head).removesuffix(".weight")
@@ -252,7 +237,3 @@ class CalibrationPass:
                 for part in states.parts:
                     self._moments.see([path], norm(part))
         self._next += 1
-
-
-def _unchanged(rows: mx.array) -> mx.array:
-    return rows

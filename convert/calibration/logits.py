@@ -6,9 +6,10 @@ disk, and so are the output's, which runs layer by layer as the source does.
 
 Limits. A broken conversion (rows in a wrong order, a scale lost) diverges by several nats; the
 limits are far above what most good 2-, 4- and 8-bit models have and far below that. Some models
-lose more in the same format. What a format can reach is therefore measured: the text runs through
-layers whose weights are rounded to the nearest code, and where that diverges further than the limit
-it is the limit. Passing means "not broken"; the divergence itself says how good it is.
+lose more in the same format. Where a limit is exceeded, what the format can reach is therefore
+measured: the text runs through layers whose weights are rounded to the nearest code, and where that
+diverges further than the limit it is the limit. Passing means "not broken"; the divergence itself
+says how good it is.
 """
 
 import os
@@ -55,39 +56,35 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
 
 
 def write(
-    wanted: Mapping[Change, Mapping[Path, mx.array]],
+    hidden: Mapping[Path, mx.array],
     arranged: ArrangedSource,
     streamed: StreamedModel,
+    change: Change,
     tell: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Logits into files, (T, vocab_size) float32 and nothing else. The matrix is read once.
 
     Args:
-        wanted: by the change of the rows of the output projection: hidden (T, hidden) of each file.
+        hidden: (T, hidden) of each file.
+        change: of the rows of the output projection.
         tell: is called with the number of columns that are written.
 
     Raises:
         OSError: the disk is full; then there are no files of these names.
     """
-    vocab, hidden_size = arranged.config.vocab_size, streamed.head.shape[-1]
-    longest = max(len(hidden) for files in wanted.values() for hidden in files.values())
-    start = 0
+    vocab, longest, start = arranged.config.vocab_size, max(map(len, hidden.values())), 0
+    size = MAX_LOGITS // longest * streamed.head.shape[-1]
     with ExitStack() as stack:
-        opened = {
-            path: stack.enter_context(partial_path(path).open("wb"))
-            for files in wanted.values()
-            for path in files
-        }
-        for rows in arranged.blocks(streamed.head, min(BLOCK, MAX_LOGITS // longest * hidden_size)):
-            for change, files in wanted.items():
-                matrix = change(rows.astype(mx.float32))
-                for path, hidden in files.items():
-                    for row, part in enumerate(_logits_of(arranged, hidden, matrix)):
-                        opened[path].seek((row * vocab + start) * 4)
-                        opened[path].write(part.data)
+        files = {path: stack.enter_context(partial_path(path).open("wb")) for path in hidden}
+        for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
+            matrix = change(rows.astype(mx.float32))
+            for path, file in files.items():
+                for row, part in enumerate(_logits_of(arranged, hidden[path], matrix)):
+                    file.seek((row * vocab + start) * 4)
+                    file.write(part.data)
             start += rows.shape[0]
             tell(start)
-    for path in opened:
+    for path in files:
         os.replace(partial_path(path), path)
 
 

@@ -183,7 +183,8 @@ def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None
 def test_failing_the_limit_is_exit_status_one(
     source: Path, tmp_path: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.convert.run.reachable_limits", lambda *_: (1e-6, 0.0))
+    for name in ("limits_for", "reachable_limits"):
+        monkeypatch.setattr(f"mlxinfer.convert.run.{name}", lambda *_: (1e-6, 0.0))
     options = ("--calibration", "none")
     seen = outcome(source, tmp_path / "out", "--recipe", "2bit-g32", *options)
     assert seen.code == 1

@@ -394,8 +394,8 @@ def test_rows_written_to_the_wrong_place_are_found(tmp_path: Path, monkeypatch) 
 PHASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"check_tensors": False}, set()),
     ({}, {"check"}),
-    ({"check_text": TEXT, "compares": True}, {"check", "reference", "logits", "compare"}),
-    ({"calibration": TEXT, "compares": True}, {"check", "calibrate", "logits", "compare"}),
+    ({"check_text": TEXT, "compares": True}, {"check", "run", "logits"}),
+    ({"calibration": TEXT, "compares": True}, {"check", "calibrate", "run", "logits"}),
     ({"calibration": TEXT, "target_bpw": 7.0}, {"check", "calibrate", "measure"}),
     ({"calibration": TEXT, "learn_minutes": 0.001}, {"check", "calibrate", "learn"}),
 ]

@@ -25,7 +25,7 @@ def test_a_shorter_text_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         options = ConversionOptions(recipe=make_recipe("4bit-g32"), calibration=text)
         return Conversion(open_source(source), tmp_path / "out", options).seconds()
 
-    times = [seconds(TEXT * count) for count in (1, 2, 10, 4000, 40_000)]
+    times = [seconds(TEXT * count) for count in (1, 2, 4, 4000, 40_000)]
     assert seconds(None) == 0 < times[0] < times[1] < times[2] < times[3] == times[4]
 
 

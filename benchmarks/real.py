@@ -7,7 +7,6 @@ keys and values as they come: llama.cpp's (ggml-quants.c) and MLX's.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ import numpy as np
 
 from benchmarks import conversions
 from benchmarks.processes import run_python
-from benchmarks.quality import CHUNK, COLUMNS, HeldOut, Logits, cells, opened
+from benchmarks.quality import CHUNK, COLUMNS, HeldOut, Logits, StoredLogits, cells, opened
 from benchmarks.tables import Figures
 from mlxinfer.bench.peer import load_peer_model, peer_module, require_peer
 from mlxinfer.bench.report import Report, Table
@@ -123,7 +122,7 @@ def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any
     for label, options in OPTIONS.items():
         with opened(folder, **options) as llm:
             bits = 8 * sum(group["page_bytes"] for group in llm.stats()["groups"])
-            logits = held_out.stored(lambda ids: [llm.logits(ids)])
+            logits = StoredLogits([llm.logits(held_out.ids)])
         plain = caches[0]["page_bits"] if caches else bits
         sizes = {"page_bits": bits, "bits": 32 * bits / plain}  # the plain one has float32 here
         caches.append({"label": f"mlxinfer {label}", **sizes, **held_out.compare(logits)})
@@ -131,7 +130,7 @@ def caches(folder: Path, held_out: HeldOut, *, peer: bool) -> list[dict[str, Any
     model = Rounded(folder) if peer else None
     for label, (size, keys, values) in OTHERS.items() if model else ():
         assert model is not None
-        logits = held_out.stored(partial(model.logits, keys=keys, values=values))
+        logits = StoredLogits(model.logits(held_out.ids, keys, values))
         caches.append({"label": label, "bits": size, **held_out.compare(logits)})
         print(caches[-1], file=sys.stderr, flush=True)
     return caches
@@ -167,7 +166,7 @@ def run(
     with TemporaryDirectory() as name:
         scratch = Path(name)
         folder, file = packaged(scratch) if model is None else (model, None)
-        held_out = HeldOut(folder, 96 if small else LENGTH, 1, TEXT)
+        held_out = HeldOut(folder, 96 if small else LENGTH, TEXT)
         if parts != "conversion":
             data["cache"] = caches(folder, held_out, peer=peer)
             tables.append(_table("KV cache", "bits a number", data["cache"], held_out))
@@ -190,7 +189,7 @@ def _table(title: str, size: str, figures: Sequence[Figures], held_out: HeldOut)
             for row, one in zip(rows, figures, strict=True)
         ]
     return Table(
-        f"{title}, {held_out.num_tokens:,} held-out tokens",
+        f"{title}, {len(held_out.ids):,} held-out tokens",
         columns,
         rows,
         "KL in nats, from the unquantised weights with a plain cache. Formats of others are "

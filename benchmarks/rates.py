@@ -28,6 +28,7 @@ from mlxinfer.bench.speed import TokenTimes, generation_rate, token_times
 VOCAB = 2048  # of the demo's tokenizer, which is the smallest: all models have these ids
 STREAMS = (1, 8)  # answers at once
 STREAM_PROMPT = 4
+CHUNK = 2048  # prompt tokens of a step, as mlx-lm has them; sizes by time follow a busy machine
 NOTE = "Tokens a CPU second, medians of {} pairs in turn; ratio: the median over the pairs."
 ROWS = {"stream 1": "one answer", "stream 8": "8 answers at once"}
 
@@ -54,7 +55,8 @@ def measure(
     folder: Path, *, pairs: int, answer: int, lengths: Sequence[int], peer: bool
 ) -> dict[str, list[Figures]]:
     """Pairs of figures of a model in a folder. No prefix is shared, and nothing is proposed."""
-    with LLM(folder, prefix_cache=False, speculate="off", progress=False) as llm:
+    options: dict[str, Any] = {"prefix_cache": False, "speculate": "off", "prefill_chunk": CHUNK}
+    with LLM(folder, progress=False, **options) as llm:
         clock = time.process_time
         sides: dict[str, TokenTimes] = {"mlxinfer": partial(token_times, llm, clock=clock)}
         if peer:

@@ -17,6 +17,7 @@ from mlxinfer.convert.calibration.feedback import CalibrationPass, normalised
 from mlxinfer.convert.calibration.measure import measure_units
 from mlxinfer.convert.calibration.stream import StreamedModel
 from mlxinfer.convert.calibration.texts import (
+    CALIBRATION_LENGTH,
     LEAST_CHECKED,
     MAX_COMPARED,
     Texts,
@@ -188,7 +189,11 @@ def test_sequences_begin_as_the_tokenizer_begins_them() -> None:
     begin = beginning(framed, plain_ids)
     assert begin == [1, 2]
     texts = make_texts("x" * 5000, None, plain_ids, begin=begin, sequences=8, max_context=900)
-    for sequences, length in ((texts.calibration, 256), (texts.short, 64), (texts.long, 512)):
+    for sequences, length in (
+        (texts.calibration, CALIBRATION_LENGTH),
+        (texts.short, 64),
+        (texts.long, 512),
+    ):
         assert [len(ids) for ids in sequences] == [length] * len(sequences)
         assert all(ids[:2] == begin and set(ids[2:]) == {ord("x")} for ids in sequences)
 

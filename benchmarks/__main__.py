@@ -148,7 +148,7 @@ CLAIMS = {
             ),
             *(small, peer),
         ),
-        takes="about 30 minutes; 6 with --parts cache",
+        takes="about 15 minutes; 5 with --parts cache",
     ),
     "memory": Claim(
         "KV cache bytes copied by steps, wasted and moved.", (small, peer), takes="some minutes"

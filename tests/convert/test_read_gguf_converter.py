@@ -110,7 +110,10 @@ def test_a_file_gives_the_vectors_of_sentence_transformers(tmp_path: Path, name:
     close(results(model_in(folder), rows, None), expected)
 
 
-def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(tmp_path: Path) -> None:
+def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = import_gguf(unpacked(tmp_path, "apertus-q8_0"))
     write_tokenizer(folder)
     expected = LOGITS["apertus"]

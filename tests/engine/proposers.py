@@ -148,7 +148,10 @@ def mtp_of(model: Model) -> Predictor:
 def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -> HalfRightHead:
     """It runs, and some of what it proposes holds."""
     name, head = "eagle", eagle_of(model)
-    of_family = model.config.model_type in WITH_MTP and not model.config.qkv_bias
+    config = model.config
+    of_family = config.model_type in WITH_MTP and not config.qkv_bias
+    if config.model_type == "nemotron_h":  # whose module has experts, so its model has them
+        of_family &= "E" in config.blocks
     if of_family and rng.random() < 0.7:
         name, head = "mtp", mtp_of(model)
     vocab_size = model.config.vocab_size

@@ -89,13 +89,11 @@ class Encoder(Family):
     """The parts that all encoders share.
 
     Attributes:
-        renamed: parts of the hub's names, and ours; in this order.
         prefixes: of the hub's names, which say nothing.
         left_out: beginnings of names that carry nothing here: heads of other tasks.
         rotary: positions turn heads; else they have a table.
     """
 
-    renamed: ClassVar[Sequence[tuple[str, str]]] = ()
     prefixes: ClassVar[Sequence[str]] = ()
     left_out: ClassVar[Sequence[str]] = ("pooler.", "cls.", "lm_head.", "classifier.", "head.")
     rotary: ClassVar[bool] = False
@@ -134,7 +132,7 @@ class Encoder(Family):
             name = name.removeprefix(prefix)
         if name.startswith(tuple(cls.left_out)) or name.endswith(".position_ids"):
             return None
-        for theirs, ours in cls.renamed:
+        for theirs, ours in cls.names.items():
             name = name.replace(theirs, ours)
         return name if name.startswith("model.") else f"model.{name}"
 

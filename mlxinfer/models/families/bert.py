@@ -12,12 +12,12 @@ from ..config import ModelConfig
 from ..encoder import Encoder
 from ..jsonfields import Fields
 
-_EMBEDDINGS = (
-    ("embeddings.word_embeddings", "embed_tokens"),
-    ("embeddings.position_embeddings", "position_embeddings"),
-    ("embeddings.token_type_embeddings", "token_type_embeddings"),
-    ("embeddings.LayerNorm", "embeddings_norm"),
-)
+_EMBEDDINGS = {
+    "embeddings.word_embeddings": "embed_tokens",
+    "embeddings.position_embeddings": "position_embeddings",
+    "embeddings.token_type_embeddings": "token_type_embeddings",
+    "embeddings.LayerNorm": "embeddings_norm",
+}
 
 
 class Bert(Encoder):
@@ -35,19 +35,19 @@ class Bert(Encoder):
         "layer_norm_eps": 1e-12,
     }
     prefixes = ("bert.", "roberta.", "xlm_roberta.")
-    renamed = (
-        *_EMBEDDINGS,
-        ("encoder.layer.", "layers."),
-        (".attention.self.query", ".self_attn.q_proj"),
-        (".attention.self.key", ".self_attn.k_proj"),
-        (".attention.self.value", ".self_attn.v_proj"),
-        (".attention.output.dense", ".self_attn.o_proj"),
-        (".attention.output.LayerNorm", ".post_attention_layernorm"),
-        (".intermediate.dense", ".mlp.up_proj"),
-        (".output.dense", ".mlp.down_proj"),
-        (".output.LayerNorm", ".post_mlp_layernorm"),
-        ("embeddings.norm.", "embeddings_norm."),  # as mlx-embeddings has it
-    )
+    names: ClassVar = {
+        **_EMBEDDINGS,
+        "encoder.layer.": "layers.",
+        ".attention.self.query": ".self_attn.q_proj",
+        ".attention.self.key": ".self_attn.k_proj",
+        ".attention.self.value": ".self_attn.v_proj",
+        ".attention.output.dense": ".self_attn.o_proj",
+        ".attention.output.LayerNorm": ".post_attention_layernorm",
+        ".intermediate.dense": ".mlp.up_proj",
+        ".output.dense": ".mlp.down_proj",
+        ".output.LayerNorm": ".post_mlp_layernorm",
+        "embeddings.norm.": "embeddings_norm.",  # as mlx-embeddings has it
+    }
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -93,18 +93,18 @@ class DistilBert(Encoder):
         "vocab_layer_norm.",
         "vocab_projector.",
     )
-    renamed = (
-        *_EMBEDDINGS,
-        ("transformer.layer.", "layers."),
-        (".attention.q_lin", ".self_attn.q_proj"),
-        (".attention.k_lin", ".self_attn.k_proj"),
-        (".attention.v_lin", ".self_attn.v_proj"),
-        (".attention.out_lin", ".self_attn.o_proj"),
-        (".sa_layer_norm", ".post_attention_layernorm"),
-        (".ffn.lin1", ".mlp.up_proj"),
-        (".ffn.lin2", ".mlp.down_proj"),
-        (".output_layer_norm", ".post_mlp_layernorm"),
-    )
+    names: ClassVar = {
+        **_EMBEDDINGS,
+        "transformer.layer.": "layers.",
+        ".attention.q_lin": ".self_attn.q_proj",
+        ".attention.k_lin": ".self_attn.k_proj",
+        ".attention.v_lin": ".self_attn.v_proj",
+        ".attention.out_lin": ".self_attn.o_proj",
+        ".sa_layer_norm": ".post_attention_layernorm",
+        ".ffn.lin1": ".mlp.up_proj",
+        ".ffn.lin2": ".mlp.down_proj",
+        ".output_layer_norm": ".post_mlp_layernorm",
+    }
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -33,17 +33,17 @@ class ModernBert(Encoder):
         "local_rope_theta": 10_000.0,
     }
     rotary = True
-    renamed = (
-        ("embeddings.tok_embeddings", "embed_tokens"),
-        ("embeddings.norm", "embeddings_norm"),
-        (".attn.Wqkv", ".self_attn.qkv_proj"),
-        (".attn.Wo", ".self_attn.o_proj"),
-        (".attn_norm", ".input_layernorm"),
-        (".mlp.Wi", ".mlp.gate_up_proj"),
-        (".mlp.Wo", ".mlp.down_proj"),
-        (".mlp_norm", ".post_attention_layernorm"),
-        ("final_norm", "norm"),
-    )
+    names: ClassVar = {
+        "embeddings.tok_embeddings": "embed_tokens",
+        "embeddings.norm": "embeddings_norm",
+        ".attn.Wqkv": ".self_attn.qkv_proj",
+        ".attn.Wo": ".self_attn.o_proj",
+        ".attn_norm": ".input_layernorm",
+        ".mlp.Wi": ".mlp.gate_up_proj",
+        ".mlp.Wo": ".mlp.down_proj",
+        ".mlp_norm": ".post_attention_layernorm",
+        "final_norm": "norm",
+    }
     prefixes = ("model.",)
     left_out = ("head.", "decoder.", "classifier.")
 

@@ -53,20 +53,20 @@ class NomicBert(Encoder):
     prefixes = ("nomic_bert.", "bert.")
     rotary = True
     qkv_bias = False
-    renamed = (
-        ("embeddings.word_embeddings", "embed_tokens"),
-        ("embeddings.token_type_embeddings", "token_type_embeddings"),
-        ("embeddings.LayerNorm", "embeddings_norm"),
-        ("emb_ln", "embeddings_norm"),
-        ("encoder.layers.", "layers."),
-        (".attn.Wqkv", ".self_attn.qkv_proj"),
-        (".attn.out_proj", ".self_attn.o_proj"),
-        (".mlp.fc11", ".mlp.up_proj"),
-        (".mlp.fc12", ".mlp.gate_proj"),
-        (".mlp.fc2", ".mlp.down_proj"),
-        (".norm1", ".post_attention_layernorm"),
-        (".norm2", ".post_mlp_layernorm"),
-    )
+    names: ClassVar = {
+        "embeddings.word_embeddings": "embed_tokens",
+        "embeddings.token_type_embeddings": "token_type_embeddings",
+        "embeddings.LayerNorm": "embeddings_norm",
+        "emb_ln": "embeddings_norm",
+        "encoder.layers.": "layers.",
+        ".attn.Wqkv": ".self_attn.qkv_proj",
+        ".attn.out_proj": ".self_attn.o_proj",
+        ".mlp.fc11": ".mlp.up_proj",
+        ".mlp.fc12": ".mlp.gate_proj",
+        ".mlp.fc2": ".mlp.down_proj",
+        ".norm1": ".post_attention_layernorm",
+        ".norm2": ".post_mlp_layernorm",
+    }
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:

@@ -17,6 +17,7 @@ from benchmarks.real import q4_0, q8_0
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "dispatches": "--skip-peer",
     "experts": "--small --runs 1",
+    "fair": "--answers 1 --skip-same",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "gpu": "--small --pairs 1 --skip-peer",
     "hybrid": "--small --pairs 1 --skip-peer",
@@ -30,7 +31,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "soak": "--minutes 0.1 --clients 3",
     "speculate": "--small",
 }
-LONGEST = ("speculate", "memory", "load", "soak")
+LONGEST = ("speculate", "memory", "load", "soak", "fair")
 
 
 def bench(*arguments: str) -> str:

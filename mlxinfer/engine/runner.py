@@ -492,11 +492,11 @@ def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 def _not_finite(check: mx.array, sequences: Seq[Sequence]) -> list[Sequence]:
-    """The sequences of rows whose number (N, 1) is NaN or infinite."""
+    """The sequences of rows whose number (N, 1) is NaN or infinite: of the first N of all rows."""
     numbers = list(chain.from_iterable(cast(list[list[float]], check.tolist())))
     if isfinite(sum(numbers)):  # most steps
         return []
-    return [s for s, number in zip(sequences, numbers, strict=True) if not isfinite(number)]
+    return [sequences[row] for row, number in enumerate(numbers) if not isfinite(number)]
 
 
 def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:

@@ -39,9 +39,9 @@ LIGHT, HEAVY = "sk-light-0123456789abcdef", "sk-heavy-0123456789abcdef"
 KEYS = f'[light]\nkey = "{LIGHT}"\n[heavy]\nkey = "{HEAVY}"\n'
 MAX_WAITING = 32
 ANSWER = 24  # tokens of the light key's answers
-PAUSE_S = 1.0  # between two of them
-STARTED_S = 5.0  # that the heavy clients are served before
-LEAVE = 0.3  # share of their requests that hang up
+PAUSE_S = 1.0  # between two answers of the light key
+STARTED_S = 5.0  # for which the heavy clients are served before anything is timed
+LEAVE = 0.3  # share of the heavy requests that hang up
 SLICE_S = 0.25
 Body = dict[str, Any]
 Clock = Callable[[], float]
@@ -91,7 +91,13 @@ def _long(rng: random.Random) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the heavy key does: so many clients, one request of these kinds after the other."""
+    """The load of the heavy key: clients that each send one request after the other.
+
+    Attributes:
+        clients: how many.
+        kinds: make the bodies of requests; one of them is drawn for each request.
+        leave: share of the requests that hang up.
+    """
 
     clients: int
     kinds: tuple[Callable[[random.Random], Body], ...]
@@ -113,7 +119,7 @@ CASES += [(False, name) for name, scene in SCENES.items() if scene.clients > 1]
 
 @dataclass(slots=True)
 class Streamed:
-    """What came of a request: its status, and when it was sent and each piece of text came."""
+    """A request that was answered: its status, when it was sent, and when each piece came (s)."""
 
     status: str
     sent: float

@@ -108,7 +108,7 @@ class Side:
         }
 
     def shared(self, seeds: Iterator[int]) -> Figures:
-        """Requests with one prefix, the first of which has been answered."""
+        """Requests that share a prefix, which an earlier request has left in the cache."""
         engine, before = self.new(), NEW(self.sizes.prefix, self.vocab, next(seeds))
         asks = [
             Ask(str(i), [("system", before), ("user", NEW(JOINING, self.vocab, next(seeds)))], ask)
@@ -182,7 +182,9 @@ def table(name: str, measured: dict[str, Any], pairs: int) -> Table:
 
 
 def run(*, folder: Sequence[Path], only: str, pairs: int, small: bool, peer: bool) -> Report:
-    """Random models that have `only` in their name, and those of these folders.
+    """Measure random models and the models in `folder`.
+
+    Of the random models those whose name contains `only`.
 
     A random model lies on the disk while it is measured, and no longer.
     """

@@ -34,7 +34,7 @@ def opened(model: str | Path, **options: Any) -> Iterator[LLM]:
 
 
 class HeldOut:
-    """The beginning of a text as a model's tokens, and what that model says of them.
+    """The first windows of a text in tokens, with the logits that a model gives for them.
 
     Args:
         model: a folder or name.

@@ -91,7 +91,7 @@ class OutputTensor:
 
     @property
     def in_files(self) -> bool:
-        """Whether it is a table that stays in its files, of which tokens read rows."""
+        """Whether it is a table whose rows are read from the files when tokens need them."""
         return is_row_table(self.name)
 
     @property

@@ -23,7 +23,7 @@ def deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
 
 
 def _latent_sizes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Sizes of heads, and of what is kept instead of them."""
+    """Sizes of attention heads, and of the latent vector that the KV cache holds for them."""
     facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
     mla = "_mla" if facts.has("attention.key_length_mla") else ""
     rope = facts.integer("rope.dimension_count")

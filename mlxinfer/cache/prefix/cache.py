@@ -214,7 +214,7 @@ class PrefixCache(PageIndex):
         """
         num_kept = self.groups[group].num_kept
         first = max(self.groups[group].first_page(num_tokens), num_kept)
-        sinks, rest = ids[:num_kept], ids[first:]  # none is None: that would be a TypeError
+        sinks, rest = ids[:num_kept], ids[first:]  # a restore point has all: no id is None
         return PageTable(self.page_size, num_kept, first, sinks, rest)  # type: ignore[arg-type]
 
     def num_pages(self, group: int) -> int:

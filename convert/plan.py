@@ -413,11 +413,12 @@ def disk_bytes(
 
 
 def _largest_layer(arranged: ArrangedSource) -> int:
+    """Weights of it; 0 for a definition of mlx-lm with other names, which never runs by layers."""
     sizes: Counter[int | None] = Counter()
     for output in arranged.outputs:
         if output.layer is not None and not output.in_files:
             sizes[output.layer] += output.num_weights
-    return max(sizes.values())
+    return max(sizes.values(), default=0)
 
 
 def _largest_piece(arranged: ArrangedSource, plan: ConversionPlan) -> int:

@@ -1,6 +1,7 @@
 """Facts about a model folder from its JSON files and safetensors headers. Loads no weights."""
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -9,7 +10,7 @@ from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..hub.remote import Listing, RemoteFile, read_beginning
 from ..memory import weights_bytes
-from ..memory.fit import Fit, FitVerdict, fit_of
+from ..memory.fit import Fit, FitVerdict, fit_of, held_bytes
 from ..memory.roofline import Work
 from ..models import load_any_config
 from ..models.jsonfields import MAX_JSON_BYTES, read_json
@@ -17,8 +18,8 @@ from ..models.language import LanguageConfig
 from ..models.registry import language_name, layer_ahead, predictors_read, predictors_text
 from ..models.towers.loading import tower_bytes
 from ..models.weights.files import (
+    INDEX,
     TensorInfo,
-    has_row_tables,
     is_expert,
     is_row_table,
     read_headers,
@@ -29,6 +30,7 @@ from ..text.samples import thinking_levels
 from ._model import has_chat_template
 
 MAX_CONFIG_BYTES = 4 << 20
+MAX_REQUESTS = 8  # to the hub at once, for headers of weight files
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +169,16 @@ def _write_header(listing: Listing, file: RemoteFile, folder: Path) -> None:
         stub.truncate(file.size)
 
 
-def fit_of_repository(name: str, limit_bytes: int) -> Fit:
-    """The verdict of a repository of the hub; only its list of files and its config are read.
+def _write_text(plan: hub.DownloadPlan, name: str, folder: Path, limit: int) -> None:
+    """Write the beginning of a file of a repository, if it has one of this name."""
+    if any(file.path == name for file in plan.files):
+        (folder / name).write_bytes(read_beginning(plan.listing, name, limit))
 
-    Of models with tables of n-grams, which stay in their files, also the headers of its weights.
+
+def fit_of_repository(name: str, limit_bytes: int) -> Fit:
+    """The verdict of a repository of the hub, as of the same folder on this disk.
+
+    Only its list of files, its config, its index and the headers of its weights are read.
 
     Raises:
         ModelNotFoundError, DownloadError: those of `hub.plan_pull`.
@@ -178,23 +186,19 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
     """
     plan = hub.plan_pull(name)
     files = [file for file in plan.files if file.path.endswith(".safetensors")]
-    weights = sum(file.size for file in files)
-    with tempfile.TemporaryDirectory() as folder:
-        if any(file.path == "config.json" for file in plan.files):
-            text = read_beginning(plan.listing, "config.json", MAX_CONFIG_BYTES)
-            (Path(folder) / "config.json").write_bytes(text)
-            if has_row_tables(text):
-                for file in files:
-                    _write_header(plan.listing, file, Path(folder))
-                weights -= row_table_bytes(Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _write_text(plan, "config.json", folder, MAX_CONFIG_BYTES)
         try:
-            config = load_any_config(Path(folder))
+            config = load_any_config(folder)
         except MlxinferError as error:
-            problem = str(error).replace(folder, name)
             return Fit(
                 verdict=FitVerdict.UNSUPPORTED,
-                weights_bytes=weights,
+                weights_bytes=sum(file.size for file in files),
                 limit_bytes=limit_bytes,
-                problem=problem,
+                problem=str(error).replace(temporary, name),
             )
-        return fit_of(config, weights, limit_bytes, folder=Path(folder))
+        _write_text(plan, INDEX, folder, MAX_JSON_BYTES)
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+            list(pool.map(lambda file: _write_header(plan.listing, file, folder), files))
+        return fit_of(config, held_bytes(folder), limit_bytes, folder=folder)

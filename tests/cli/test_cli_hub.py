@@ -9,11 +9,13 @@ import mlx.core as mx
 import pytest
 from models import tiny
 from models.test_qwen4_exp import WIDE, tensors_of
+from speculation.head_checkpoints import mtp_checkpoint
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import InsufficientMemoryError, hub
 from mlxinfer.hub import cache as hub_cache
+from mlxinfer.memory.fit import held_bytes
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -87,6 +89,31 @@ def test_a_table_of_n_grams_takes_no_memory(standin: StandIn, outcome: Any, tmp_
         assert plan["fit"]["weights_bytes"] == facts["fit"]["weights_bytes"] == in_memory
         assert facts["weight_bytes"] == len(served[WEIGHTS_FILE])
         assert "which stays in its files" in outcome("show", str(folder)).out
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3-v4", "qwen3_next-v4", "tower"])
+def test_heads_and_towers_that_are_not_loaded_count_nowhere(
+    case: str, standin: StandIn, outcome: Any, tmp_path: Path
+) -> None:
+    """In a repository that is not downloaded, as in its folder; its weights in two files."""
+    if case == "tower":
+        text = tiny.tiny_config("llama-v4")
+        config = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "x"}}
+        aside = {"vision_tower.a": mx.zeros((50, 100))}
+        folder = tiny.write(tmp_path, config, tiny.arrays_of(text) | aside)
+    else:
+        folder = mtp_checkpoint(tmp_path, case)
+    arrays = mx.load(str(folder / WEIGHTS_FILE))
+    names = sorted(arrays)
+    (folder / WEIGHTS_FILE).unlink()
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = folder / f"model-{number:05}-of-00002.safetensors"
+        mx.save_safetensors(str(file), {name: arrays[name] for name in part})
+    served = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    standin.repos["org/tiny"] = Repo({"tokenizer.json": MODEL["tokenizer.json"]} | served)
+    plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
+    sizes = [size for name, data in served.items() if (size := len(data)) and "saf" in name]
+    assert 0 < plan["fit"]["weights_bytes"] == held_bytes(folder) < sum(sizes)
 
 
 def test_a_pulled_model_that_does_not_fit_is_noted(

@@ -163,7 +163,7 @@ def expert_bytes(folder: Path) -> int:
 def row_table_bytes(folder: Path) -> int:
     """Bytes of tables of n-grams, which stay in their files; raises what `expert_bytes` raises."""
     config = folder / "config.json"
-    if not config.is_file() or not has_row_tables(config.read_bytes()):
+    if not config.is_file() or b"ple_layer_ids" not in config.read_bytes():
         return 0
     headers = read_headers(folder)
     return sum(
@@ -172,11 +172,6 @@ def row_table_bytes(folder: Path) -> int:
         for name, info in tensors.items()
         if is_row_table(name)
     )
-
-
-def has_row_tables(config: bytes) -> bool:
-    """Whether a config.json is of a model with tables of n-grams."""
-    return b"ple_layer_ids" in config
 
 
 def is_row_table(name: str) -> bool:

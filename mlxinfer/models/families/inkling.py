@@ -4,6 +4,7 @@ The core's layers are visited once for each pass. A visit is a layer of the deco
 its own; all visits of a layer share its weights.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -50,9 +51,40 @@ _ENDS: Mapping[str, str] = {
         for theirs, ours in (("w13", "gate_up_proj"), ("w2", "down_proj"))
         for part in ("scale", "amax", "outer_scale_denominator")
     },
+    ".experts.gate_up_proj": ".experts.gate_then_up.weight",  # in memory, as few others have them
+    ".experts.down_proj": ".experts.down_proj.weight",
     ".gate.bias": ".gate.e_score_correction_bias",
     **{f".down_{part}": f".down.{part}" for part in ("weight", "scales", "biases")},
 }
+# Of tensors that transformers writes by the names of its modules.
+_GATES = {"q": "attn", "k": "k", "v": "v", "mlp": "mlp"}
+_MODULES: Mapping[str, str] = {
+    "embed_tokens.embed_norm": "embed_norm",
+    "final_input.query": "attn_res.output_query",
+    ".post_attention_layernorm": ".mlp_norm",
+    "_input_layernorm": "_input_norm",
+    ".input_layernorm": ".attn_norm",
+    "post_attention_convolution.": "attn_sconv.",
+    "post_mlp_convolution.": "mlp_sconv.",
+    **{f"self_attn.{kind}_proj.sconv.": f"attn.{kind}_sconv." for kind in "kv"},
+    ".conv1d.weight": ".weight",
+    ".static_weight": ".static_w",
+    "self_attn.q_proj.linear": "attn.wq_du",
+    "self_attn.k_proj.linear": "attn.wk_dv",
+    "self_attn.v_proj.linear": "attn.wv_dv",
+    "self_attn.o_proj.linear": "attn.wo_ud",
+    "self_attn.q_proj.norm": "attn.q_l2_clip",
+    "self_attn.o_proj.gate_proj": "attn.gate_attn",
+    "self_attn.sink_proj": "attn.attn_sink_proj",
+    "self_attn.relative_position_bias.linear": "attn.wr_du",
+    "self_attn.relative_position_bias.norm": "attn.rel_l2_clip",
+    "self_attn.relative_position_bias.proj": "attn.rel_logits_proj.proj",
+    "_message_gate.down_proj": "_message_gate.down",
+    "_message_gate.message_gate_proj.weight": "_message_gate.gain_weight",
+    "_message_gate.forget_gate_proj.weight": "_message_gate.forget_weight",
+    **{f".{theirs}_message_gate": f".controllers.{ours}" for theirs, ours in _GATES.items()},
+}
+_LAYER_QUERY = re.compile(r"layers\.(\d+)\.(attention|mlp)_input\.query")
 _KINDS = {"hybrid": FULL, "hybrid_sliding": SLIDING}
 _LOOP = {  # in `loop_config`, and since transformers 5.24
     "core_start": "loop_layer_index_start",
@@ -167,6 +199,8 @@ class Inkling2Loop(Family):
         "tie_word_embeddings": False,
     }
     alternating_experts = True
+    names: ClassVar = _MODULES
+    stacks = ()
     positions = False
     attention_biases = False
 
@@ -235,6 +269,10 @@ class Inkling2Loop(Family):
             name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
         for theirs, ours in _ENDS.items():
             name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
+        if match := _LAYER_QUERY.search(name):  # the first layer has no query of attention
+            number, of_attention = int(match[1]), match[2] == "attention"
+            kind = f"attn_queries.{number - 1}" if of_attention else f"mlp_queries.{number}"
+            name = f"model.attn_res.{kind}"
         return super().rename(name)
 
     # -- the decoder ----------------------------------------------------------------------------
@@ -257,9 +295,12 @@ class Inkling2Loop(Family):
         return self.config.fields.integer("vocab_size")
 
     def output_head(self) -> Projection:
-        """Padded rows are left out."""
-        stored = self.weights.matrix("lm_head", (self.num_rows, self.config.hidden_size))
-        return stored.reordered(range(self.config.vocab_size)).projection()
+        """Padded rows are left out, where the checkpoint has them."""
+        count, name = self.config.vocab_size, "lm_head.weight"
+        whole = name not in self.weights or self.weights.shape(name)[0] != count
+        rows = self.num_rows if whole else count
+        stored = self.weights.matrix("lm_head", (rows, self.config.hidden_size))
+        return (stored.reordered(range(count)) if whole else stored).projection()
 
     def entry(self) -> Entry:
         """The norm over embeddings, not over features; they begin the vector of the first block."""
@@ -405,17 +446,21 @@ class Inkling2Loop(Family):
             )
             down = weights.linear(f"{front}.down", rank, 2 * hidden)
             gates.append(MessageGate(down, gain, forget, self.config.rms_norm_eps))
-        row = 2 * (stored - loop.start)
-        of_query, of_mlp = self._pass_queries[0][row], self._pass_queries[0][row + 1]
-        of_key, of_value = self._pass_queries[1][row], self._pass_queries[1][row + 1]
-        return Messages(mx.stack([of_query, of_key, of_value, of_mlp]), gates)
+        return Messages(self._pass_queries[stored - loop.start], gates)
 
     @cached_property
-    def _pass_queries(self) -> list[mx.array]:
-        """Queries of the core's layers in turn for queries and MLP, and for keys and values."""
-        rows = 2 * (self._loop.stop - self._loop.start)
+    def _pass_queries(self) -> mx.array:
+        """(layers of the core, 4, hidden) float32 for queries, keys, values and MLP.
+
+        Published are two tables: in turn those for queries and MLP, and those for keys and values.
+        """
+        count, whole = self._loop.stop - self._loop.start, "model.message_input.query"
+        shape = (count, 4, self.config.hidden_size)
+        if whole in self.weights:
+            return self.weights.raw(whole, shape).astype(mx.float32)
         names = [f"model.middle_cycle_cross_pass_{kind}" for kind in ("queries", "kv_queries")]
-        return [self._query(name, rows) for name in names]
+        outer, inner = (self._query(name, 2 * count).reshape(count, 2, -1) for name in names)
+        return mx.concatenate([outer[:, :1], inner, outer[:, 1:]], axis=1)
 
     # -- experts --------------------------------------------------------------------------------
 
@@ -439,7 +484,9 @@ class Inkling2Loop(Family):
         shape: tuple[int, int, int],
         parts: Sequence[int] | None = None,
     ) -> StoredMatrix:
-        """Rows of gate and up alternate; they are put one kind behind the other."""
+        """Rows of gate and up alternate where they are published; here they do not."""
+        if projection == "gate_up_proj" and f"{path}.gate_then_up.weight" in self.weights:
+            return super()._packed(path, "gate_then_up", shape, parts)
         stored = self._released(f"{path}.{projection}", shape)
         if stored is None:
             stored = super()._packed(path, projection, shape, parts)

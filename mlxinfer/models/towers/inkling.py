@@ -5,7 +5,7 @@ second; places count from 1, and the class token has place 0. Source: transforme
 models/inkling2.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -44,7 +44,28 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
 }
-_BODY = "vision.backbone"
+
+
+class TowerNames(NamedTuple):
+    """Paths of modules: of layers and embeddings, the first norm, both projections; in a layer."""
+
+    body: str
+    norm: str
+    projections: tuple[str, str]
+    norms: tuple[str, str]
+    mlp: tuple[str, str]
+    scales: tuple[str, str]
+
+
+PUBLISHED = TowerNames(
+    "vision.backbone", "vision.backbone.ln_pre", ("vision.proj_in", "vision.proj_out"),
+    ("ln_1", "ln_2"), ("c_fc", "c_proj"), ("ls_1.gamma", "ls_2.gamma"),
+)  # fmt: skip
+MODULES = TowerNames(
+    "vision", "vision.pre_layernorm", ("vision.merger.linear_1", "vision.merger.linear_2"),
+    ("layernorm_before", "layernorm_after"), ("fc1", "fc2"),
+    ("lambda_1", "lambda_2"),
+)  # fmt: skip
 
 
 class LayerScale:
@@ -144,34 +165,41 @@ class InklingTower:
         sizes = TowerSizes.of(vision, _DEFAULTS)
         side = vision.integer("spatial_merge_size", "adapter_merge_size", high=64, default=2)
         inner = vision.integer("projection_hidden_dim", high=2**20, default=4096)
+        names = MODULES if f"{MODULES.norm}.weight" in weights else PUBLISHED
         mlp = MLP(
-            linear(weights, "vision.proj_in", inner, side * side * sizes.hidden),
-            linear(weights, "vision.proj_out", width, inner),
+            linear(weights, names.projections[0], inner, side * side * sizes.hidden),
+            linear(weights, names.projections[1], width, inner),
             plain_activation(sizes.activation),
         )
-        blocks = [_block(weights, f"{_BODY}.layers.{i}", sizes) for i in range(sizes.depth)]
-        embed = _embed(vision, weights, sizes)
+        paths = [f"{names.body}.layers.{i}" for i in range(sizes.depth)]
+        blocks = [_block(weights, path, sizes, names) for path in paths]
+        embed = _embed(vision, weights, sizes, names)
         return PatchTower(embed, blocks, InklingProject(mlp, side), width=width)
 
 
-def _embed(vision: Fields, weights: Weights, sizes: TowerSizes) -> InklingEmbed:
-    path, hidden = f"{_BODY}.embeddings", sizes.hidden
+def _embed(vision: Fields, weights: Weights, sizes: TowerSizes, names: TowerNames) -> InklingEmbed:
+    path, hidden = f"{names.body}.embeddings", sizes.hidden
     patch = vision.integer("patch_size", "native_patch_size", high=256, default=20)
     side = vision.integer("posemb_grid_size", high=2**10, default=32)
+    where, shape = f"{path}.position_embedding", (side * side, hidden)
+    if f"{where}.weight" in weights:
+        places = weights.embedding(where, shape)(mx.arange(side * side))
+    else:
+        places = weights.take(where, shape)
     first = sum(
         weights.take(f"{path}.{name}", (hidden,))
         for name in ("class_embedding", "cls_position_embedding")
     )
     return InklingEmbed(
         linear(weights, f"{path}.patch_embedding", hidden, 3 * patch * patch),
-        weights.take(f"{path}.position_embedding", (side * side, hidden)).reshape(side, side, -1),
+        places.reshape(side, side, -1),
         mx.array(first)[None],
-        layer_norm(weights, f"{_BODY}.ln_pre", hidden, sizes.eps),
+        layer_norm(weights, names.norm, hidden, sizes.eps),
         frequencies(rope_theta(vision, 10_000.0), sizes.head_dim // 2),
     )
 
 
-def _block(weights: Weights, path: str, sizes: TowerSizes) -> PatchBlock:
+def _block(weights: Weights, path: str, sizes: TowerSizes, names: TowerNames) -> PatchBlock:
     hidden, heads, dim = sizes.hidden, sizes.heads, sizes.head_dim
     order = rotary_order(heads, 0, dim, dim)
     qkv = weights.fused(
@@ -182,8 +210,8 @@ def _block(weights: Weights, path: str, sizes: TowerSizes) -> PatchBlock:
         orders=[order, order, None],
     )
     mlp = MLP(
-        linear(weights, f"{path}.mlp.c_fc", sizes.inner, hidden),
-        linear(weights, f"{path}.mlp.c_proj", hidden, sizes.inner),
+        linear(weights, f"{path}.mlp.{names.mlp[0]}", sizes.inner, hidden),
+        linear(weights, f"{path}.mlp.{names.mlp[1]}", hidden, sizes.inner),
         plain_activation(sizes.activation),
     )
     return PatchBlock(
@@ -194,6 +222,6 @@ def _block(weights: Weights, path: str, sizes: TowerSizes) -> PatchBlock:
             scale=dim**-0.5,
         ),
         mlp,
-        before=[layer_norm(weights, f"{path}.ln_{i}", hidden, sizes.eps) for i in (1, 2)],
-        after=[LayerScale(weights.take(f"{path}.ls_{i}.gamma", (hidden,))) for i in (1, 2)],
+        before=[layer_norm(weights, f"{path}.{one}", hidden, sizes.eps) for one in names.norms],
+        after=[LayerScale(weights.take(f"{path}.{one}", (hidden,))) for one in names.scales],
     )

@@ -43,7 +43,7 @@ def hub_model(name: str) -> torch.nn.Module:
             TENSORS,
             name,
             saved_shapes(
-                kind.from_config(read), folder, save_original_format=name.startswith("inkling")
+                kind.from_config(read), folder, save_original_format=name == "inkling2_loop"
             ),
         )
         return loaded(kind, read, picture_tensors(name), folder)

@@ -203,7 +203,8 @@ def test_no_damaged_header_of_an_entry_is_an_error_of_the_server(tmp_path: Path)
 def test_a_file_without_room_is_refused_and_leaves_what_sessions_keep(tmp_path: Path) -> None:
     file = exported(tmp_path / "a")
     with serving(tmp_path / "b", f"{len(file) * 3 // 2 // 1000}KB") as server:
-        assert server.client.put("/v1/sessions?name=first", content=file).status_code == 200
+        taken = server.client.put("/v1/sessions?name=first", content=file)
+        assert taken.status_code == 200, taken.text
         ask(server, LONG[::-1] * 2)
         other = exported_elsewhere(tmp_path / "c")
         for _ in range(2):

@@ -14,8 +14,10 @@ from live_server import CHAT, LiveServer, chat
 from models.runs import every
 
 from mlxinfer.cli import session as session_command
+from mlxinfer.engine.loop import Loop
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.session.saved import NamedSessions
+from tests.waiting import wait_until
 
 LONG = "A cat sat on a mat, and a dog saw the cat. " * 12
 PAGE = 16
@@ -23,11 +25,16 @@ PAGE = 16
 
 @contextmanager
 def serving(folder: Path, size: str = "50MB", **config: Any) -> Iterator[LiveServer]:
-    """A server with a disk cache in `folder`, and sessions."""
+    """A server with a disk cache in `folder`, whose model is identified for it, and sessions."""
     engine = {"disk_cache": size, "disk_cache_dir": folder}
     with LiveServer(engine=engine, **config) as server:
         server.service.sessions = NamedSessions(folder, 1 << 30)
+        wait_until(lambda: server.model.session.engine.call(has_disk_tier))
         yield server
+
+
+def has_disk_tier(loop: Loop) -> bool:
+    return loop.store is not None and loop.store.disk is not None
 
 
 def ask(server: LiveServer, text: str = LONG, **fields: Any) -> tuple[str, int, int]:

@@ -133,15 +133,14 @@ def test_formats_of_the_file_can_be_kept(kept: Path) -> None:
 def test_a_file_that_runs_answers_as_the_folder_of_its_formats(
     gguf: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 streams, twice, so that the second time reuses prefixes; proposals; 8-bit keys."""
+    """Three streams, twice, so that the second time reuses prefixes; proposals; 8-bit keys."""
     monkeypatch.setenv("HF_HUB_CACHE", str(gguf.parent / "hub"))
-    eight = [PROMPTS[i % 3] for i in range(8)]
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     answers = []
     for model in (kept, gguf):
         options = {"kv_bits": 8, "speculate": "ngram", "prefill_chunk": 256}
         with LLM(model, progress=False, **options) as llm:
-            answers += [greedy(llm, eight, params), greedy(llm, eight, params)]
+            answers += [greedy(llm, PROMPTS, params), greedy(llm, PROMPTS, params)]
     assert answers == [answers[0]] * 4
     (weights,) = hub.resolve(str(gguf), download=False).glob("*.safetensors")
     assert weights.read_bytes() == (kept / weights.name).read_bytes()

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from ..errors import InvalidRequestError, ModelNotFoundError
+from ..errors import InvalidRequestError, ModelNotFoundError, shown
 from .cache import (
     ASSETS,
     BUNDLED,
@@ -24,7 +24,7 @@ from .cache import (
 )
 from .download import DownloadPlan, Progress, is_locked, plan_download
 from .download import download as download_repo
-from .gguf import GGUFName, files_of, find_gguf, parse_gguf_name
+from .gguf import GGUFName, files_of, find_gguf, gguf_inside, parse_gguf_name
 from .imported import GGUFModel, find_imported
 
 __all__ = [
@@ -185,7 +185,7 @@ def _delete(repo: RepoName, *, whole: bool) -> None:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return a bundled model or an existing folder; None where `name` may be a repository."""
+    """Return a bundled model, an existing folder, or the GGUF file in it; None: a repository?"""
     if name in BUNDLED:
         folder = ASSETS / name
         if not (folder / "config.json").is_file():
@@ -195,19 +195,27 @@ def _local_folder(name: str) -> Path | None:
         return folder
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-        return Path(path)
+        return gguf_inside(Path(path)) or Path(path)
     if os.path.isfile(path):
         return _imported(Path(path))
-    if name.startswith(("/", "./", "../", "~")) or name in {".", ".."}:
-        raise ModelNotFoundError(f"There is no folder {name!r}.")
+    # Of a repository, `org/name/file.gguf` has such a name as well.
+    is_file = name.endswith(".gguf") and (
+        name.count("/") < 2 or os.path.isdir(os.path.dirname(path))
+    )
+    if is_file or name.startswith(("/", "./", "../", "~")) or name in {".", ".."}:
+        what = "file" if name.endswith(".gguf") else "folder"
+        raise ModelNotFoundError(f"There is no {what} {shown(name)}.")
     return None
 
 
 def _imported(file: Path) -> Path:
     if not is_gguf(file):
         raise ModelNotFoundError(
-            f"{str(file)!r} is a file; expected the folder with its config.json and .safetensors, "
-            "or a GGUF file."
+            f"{str(file)!r} does not begin as GGUF files do ({file.stat().st_size} bytes): "
+            "download it again, or run `git lfs pull` where git-lfs left a pointer."
+            if file.suffix == ".gguf"
+            else f"{str(file)!r} is a file; expected the folder with its config.json and "
+            ".safetensors, or a GGUF file."
         )
     folder = find_imported(GGUFModel.at(file))
     if folder is None:

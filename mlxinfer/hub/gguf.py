@@ -52,8 +52,7 @@ class GGUFName:
             files: paths of a repository; of split files, all parts.
         """
         known = set(files)
-        models = sorted({_parts(path)[0] for path in known if _of_model(path)})
-        whole = [first for first in models if known.issuperset(_parts(first))]
+        whole = [first for first in _models(known) if known.issuperset(_parts(first))]
         if self.file is not None:
             return [first for first in whole if first == _parts(self.file)[0]]
         if self.quant is not None:
@@ -94,6 +93,27 @@ def find_gguf(name: GGUFName) -> Path | None:
     if not name.is_bare:
         return here[matching[0]]
     return here[max(matching, key=lambda first: _size(first, here))]
+
+
+def gguf_inside(folder: Path) -> Path | None:
+    """The one GGUF model of a folder that has no config.json, by its file or its first part.
+
+    Raises:
+        ModelNotFoundError: it has several.
+    """
+    if (folder / "config.json").exists():
+        return None
+    models = _models(path.name for path in folder.glob("*.gguf"))
+    if len(models) > 1:
+        raise ModelNotFoundError(
+            f"{folder} has {len(models)} GGUF models: {', '.join(models)[:400]}. Name one of them."
+        )
+    return folder / models[0] if models else None
+
+
+def _models(files: Iterable[str]) -> list[str]:
+    """The models among files, each by its first part."""
+    return sorted({_parts(path)[0] for path in files if _of_model(path)})
 
 
 def files_of(name: GGUFName, listing: Listing) -> set[str]:

@@ -1,5 +1,6 @@
 """A GGUF file runs: it is imported exactly, once, and found again by what is in it."""
 
+import json
 import lzma
 import os
 import shutil
@@ -141,6 +142,22 @@ def test_the_tower_beside_a_file_is_imported_with_it(
     assert load(resolve(str(other), lambda *_: None, mmproj=gemma)).tower is not None
     tower.unlink()
     assert resolve(str(text), lambda *_: None) == blind
+
+
+@pytest.mark.parametrize("given", ["file", "folder"])
+def test_show_tells_of_a_tower_that_is_named(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = unpacked(tmp_path / "a" / "see.gguf", "see-qwen3_vl-q8_0")
+    tower = unpacked(tmp_path / "tower.gguf", "mmproj-see-qwen3_vl-f32")
+    name = str(text if given == "file" else text.parent)
+    sizes = []
+    for more in ((), ("--mmproj", str(tower))):
+        with pytest.raises(SystemExit):  # for want of a vocabulary
+            main(["show", "--json", name, *more])
+        facts = json.loads(capsys.readouterr().out)
+        sizes.append(facts["tower_bytes"])
+    assert sizes[0] == 0 < sizes[1] <= tower.stat().st_size
 
 
 def test_a_tower_is_refused_where_there_is_no_file_for_it(tmp_path: Path) -> None:

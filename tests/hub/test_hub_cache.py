@@ -45,12 +45,47 @@ def test_an_existing_folder_is_itself(
     assert hub.resolve("~/org/mine") == tmp_path / "org/mine"
 
 
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    for content, message in ((b"PK", "is a file; expected the folder"), (b"GGUF", "not imported")):
-        file.write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.bin", b"PK", "is a file; expected the folder"),
+        ("model.gguf", b"version https://git-lfs", "does not begin as GGUF files do"),
+        ("model.gguf", b"GGUF", "not imported"),
+        ("model.gguf", None, "There is no file"),
+        ("folder/model.gguf", None, "There is no file"),
+        ("folder/inside/model.gguf", None, "There is no file"),
+    ],
+)
+def test_a_file_is_not_a_model(
+    name: str,
+    content: bytes | None,
+    message: str,
+    standin: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its path, and by its name from where it is."""
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    for given in (name, str(tmp_path / name), f"./{name}"):
         with pytest.raises(ModelNotFoundError, match=message):
-            hub.resolve(str(file))
+            hub.resolve(given)
+    assert standin.log == []
+
+
+def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
+    for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert hub.locate(str(tmp_path)) == tmp_path / "m-00001-of-00002.gguf"
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ModelNotFoundError, match=r"has 2 GGUF models: m-.*, other\.gguf\. Name one"
+    ):
+        hub.locate(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.locate(str(tmp_path)) == tmp_path
 
 
 MISSING = ["/no/such", "./no", "../no", "~/no", ".hidden/../../x"]

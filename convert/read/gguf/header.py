@@ -171,7 +171,8 @@ def _checked(
         position = entry.offset + entry.num_bytes
     if ordered and start + position > cursor.file_bytes:
         raise cursor.fail(
-            f"has {cursor.file_bytes} bytes, but its tensors end at {start + position}: truncated"
+            f"has {cursor.file_bytes} bytes, but its tensors end at {start + position}: "
+            "truncated; download it again"
         )
     return tuple(ordered)
 
@@ -191,7 +192,10 @@ class _Cursor:
         """The next `count` bytes."""
         end = self.position + count
         if end > min(self.file_bytes, MAX_HEADER_BYTES):
-            raise self.fail(f"has {count} bytes at byte {self.position} of its header: truncated")
+            raise self.fail(
+                f"goes on for {count} bytes at byte {self.position}, and the file has "
+                f"{self.file_bytes}: truncated; download it again"
+            )
         part = self._data[self.position : end]
         self.position = end
         return part

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
 RARE_FIRST_S, RARE_S = 1.0, 60.0  # after any line: before a step's first one, and its others
 PATIENCE_S = 0.5  # in which a model may load without a bar
-NOTEBOOK_COLUMNS = 80  # of a bar
+COLUMNS, ROWS = 80, 24  # of a notebook, and of a terminal that states no size
 Watch = Callable[[int, int], None]  # how far, of how much; called from any thread
 StepWatch = Callable[[str, int, int], None]  # of a step by its name, such as "load org/name"
 Unit = Literal["B", "answers", "it"]
@@ -166,6 +166,16 @@ class _NotebookLine:
         """Nothing waits."""
 
 
+def _place(notebook: bool) -> dict[str, Any]:
+    """Where a bar of tqdm is drawn, and how large. Where a terminal has no size tqdm draws none."""
+    if notebook:
+        return {"file": _NotebookLine(), "position": 0, "ncols": COLUMNS}
+    with suppress(OSError, ValueError):  # no terminal
+        if not all(os.get_terminal_size(sys.stderr.fileno())):  # in a container, or a script
+            return {"ncols": COLUMNS, "nrows": ROWS}
+    return {"dynamic_ncols": True}
+
+
 @contextmanager
 def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
     from tqdm import tqdm
@@ -177,15 +187,14 @@ def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
     def show(step: str, done: int, total: int) -> None:
         with lock:
             if step not in bars:
-                place = {"file": _NotebookLine(), "position": 0, "ncols": NOTEBOOK_COLUMNS}
                 bars[step] = tqdm(
                     desc=step,
                     total=total,
                     unit=unit,
-                    unit_scale=unit == "B",
+                    unit_scale=unit == "B" or total > 999_999,
                     unit_divisor=1000,
                     leave=notebook,
-                    **(place if notebook else {"dynamic_ncols": True}),
+                    **_place(notebook),
                 )
             bar = bars[step]
             bar.total = total

@@ -1,5 +1,9 @@
-"""Progress as lines of text, for people who read it in a file."""
+"""Progress as lines of text, for people who read it in a file, and as bars on a terminal."""
 
+import os
+import pty
+import sys
+import termios
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +51,19 @@ def test_a_step_of_nothing_has_a_line_too(capsys: pytest.CaptureFixture[str]) ->
     show = rare_lines()
     show("write", 0, 0)
     assert "min" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [(0, 0), (40, 100)])
+def test_a_terminal_has_bars_from_the_first_report_on(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that states no size, as a container's may be."""
+    reads, writes = pty.openpty()
+    termios.tcsetwinsize(writes, size)
+    with open(writes, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with progress.progress_bars(unit="it", piped=True) as show:
+            show("calibrate", 0, 10)
+            drawn = os.read(reads, 1 << 16).decode()
+    os.close(reads)
+    assert "calibrate:   0%" in drawn

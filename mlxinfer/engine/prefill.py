@@ -13,7 +13,9 @@ from typing import NamedTuple
 from ..fair import Shares, Tenant
 from .batch import Batch, Sequence
 
-UNTIMED = 64  # prompt tokens of a step before any step was timed
+# Prompt tokens of a step before any step was timed. A prompt alone has so many in each step at
+# least, until the GPU stops one: smaller steps would cost a few percent on a slow machine.
+UNTIMED = 64
 GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
 CLOSE = 1.015  # a step size is good if its tokens take at most this much longer than the quickest
 # Of prompts while none decodes. macOS stops a command buffer that keeps the GPU from drawing the
@@ -278,9 +280,11 @@ class PrefillSizer:
         if not self._beside:
             return min(self._size, self._limit)
         context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
-        num_pages = int(self._max_step_s / self._seconds_at(context)) // self._page_size
-        num_tokens = max(num_pages, len(prefilling)) * self._page_size
-        return min(self._size, self._limit, num_tokens)
+        num_tokens = int(self._max_step_s / self._seconds_at(context))
+        if len(prefilling) == 1:
+            num_tokens = max(num_tokens, int(UNTIMED * self._max_step_s / MAX_STEP_S))
+        num_pages = max(num_tokens // self._page_size, len(prefilling))
+        return min(self._size, self._limit, num_pages * self._page_size)
 
     def _next_size(self) -> int:
         """Twice the last size while that pays, then the smallest size that is as quick."""

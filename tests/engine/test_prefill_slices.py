@@ -294,6 +294,22 @@ def test_the_first_step_on_an_unknown_machine_is_short(chip: str, model: str) ->
     assert bench.now_s < 1.0
 
 
+def test_a_prompt_alone_on_a_slow_machine_has_no_smaller_steps_than_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHIPS, "two busy cores", (0.27e12, 40e9))  # 40 ms a token
+    bench = Bench("two busy cores", "4B")
+    bench.add("long", 400)
+    for _ in range(3):
+        bench.step()
+    assert bench.sizes == [64, 64, 64]
+    bench.add("short", 20)
+    asked_s = bench.now_s
+    assert bench.until("short") - asked_s <= 1.2 * MAX_STEP_S
+    bench.until("long")
+    assert bench.sizes[-3:] == [64, 64, 48]
+
+
 def test_a_limit_after_a_stopped_step_rises_again() -> None:
     bench = Bench("M4 Max", "4B")
     bench.add("first", 4000)

@@ -24,6 +24,7 @@ from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
 from ..models.zoo.definitions import Definition
+from ..pooling.config import classifies, head_name
 from .read import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
 _TEXT = "language_model."  # before the names of a language model beside a tower
@@ -167,7 +168,6 @@ def arrange(source: SourceModel) -> ArrangedSource:
         CheckpointError: tensors are missing, misshapen, left over or get one name.
     """
     config = normalise(source.config)
-    _check_classifier(source)
     builder = family(config.model_type)
     if builder.transposed_experts:
         _check_experts(source)
@@ -180,10 +180,11 @@ def arrange(source: SourceModel) -> ArrangedSource:
     prefix = _TEXT if sees else _prefix(source)
     unread = tuple(builder.unread(config, range(config.num_layers)))
     names = [n for n in source.tensors if not (unread and (rename(n) or "").startswith(unread))]
-    groups = expert_groups(names)
+    heads = _heads(source)
+    groups = expert_groups([name for name in names if name not in heads])
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
-    outputs: dict[str, OutputTensor] = {}
-    for target in dict.fromkeys(stacked_as.get(name, name) for name in names):
+    outputs = {output.name: output for output in heads.values()}
+    for target in dict.fromkeys(stacked_as.get(name, name) for name in names if name not in heads):
         infos = [source.tensors[name] for name in groups.get(target, [target])]
         of_tower = sees and tower_name(target) is not None
         made = _of_tower(infos, target) if of_tower else _arranged(infos, target, config, prefix)
@@ -200,10 +201,23 @@ def arrange(source: SourceModel) -> ArrangedSource:
     return ArrangedSource(source, config, tuple(outputs.values()))
 
 
+def _heads(source: SourceModel) -> dict[str, OutputTensor]:
+    """The tensors of a classification head, by the source's names; they stay as they are."""
+    if not classifies(Fields(source.config, "config.json")):
+        return {}
+    names = {name: head_name(name) for name in source.tensors}
+    return {
+        name: replace(_output(ours, [source.tensors[name]], name), dense=True, lossless=None)
+        for name, ours in names.items()
+        if ours is not None
+    }
+
+
 def _gives_vectors(source: SourceModel, rename: Rename) -> bool:
-    """Whether the source has no output matrix because it gives vectors, as modules.json says."""
-    has_mtp = any(rename(name) == "lm_head.weight" for name in source.tensors)
-    return not has_mtp and "modules.json" in source.side_files()
+    """Whether the source has no output matrix because it gives vectors or scores."""
+    has_matrix = any(rename(name) == "lm_head.weight" for name in source.tensors)
+    scores = classifies(Fields(source.config, "config.json"))
+    return not has_matrix and (scores or "modules.json" in source.side_files())
 
 
 def has_tower(source: SourceModel) -> bool:
@@ -247,16 +261,6 @@ def _arranged(
         if made.path.endswith(builder.dense_matrices)
         else made
     )
-
-
-def _check_classifier(source: SourceModel) -> None:
-    """Raise UnsupportedModelError for a head that the output would lack."""
-    for name in source.config.get("architectures") or ():
-        if str(name).endswith("ForSequenceClassification"):
-            raise UnsupportedModelError(
-                f"{source.label} is a {name}, and its classification head cannot be converted. Use "
-                "the checkpoint as it is."
-            )
 
 
 def _check_experts(source: SourceModel) -> None:
@@ -344,7 +348,12 @@ def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: st
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
     """Raise CheckpointError unless a model of `config` has exactly these tensors. Reads none."""
     module = family(config.model_type)
-    arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}  # never computed
+    scores = classifies(config.fields)
+    arrays = {
+        name: mx.zeros(shape)  # never computed
+        for name, shape in shapes.items()
+        if not (scores and head_name(name))
+    }
     weights = Weights(Checkpoint(arrays, module.tensor_name), NOWHERE, dtype="float32")
     try:
         module.build(replace(config, quantization=None), weights)

@@ -37,6 +37,8 @@ _ACTIVATIONS = {  # torch's class -> ours
 }
 _CLASSIFIES = "ForSequenceClassification"  # end of the names of transformers' classes
 _IGNORED = ("Transformer", "Dropout")
+_HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
+_FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
 
 
 class Task(StrEnum):
@@ -150,7 +152,7 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
 
 def _task(config: Fields, modules: list[tuple[str, str]], names: Sequence[str]) -> Task:
     kinds = [kind for kind, _ in modules]
-    if "LogitScore" in kinds or _classifies(config):
+    if "LogitScore" in kinds or classifies(config):
         return Task.SCORE
     bidirectional = config.get("use_bidirectional_attention") is True
     if kinds or bidirectional or is_encoder(config):
@@ -168,7 +170,15 @@ def _last_parts(names: Sequence[str]) -> list[str]:
     return parts + [part.split("--")[-1] for part in cached]
 
 
-def _classifies(config: Fields) -> bool:
+def head_name(name: str) -> str | None:
+    """The name of a tensor of a head behind the model; None: it is of the model."""
+    for front in _FRONTS:
+        name = name.removeprefix(front)
+    return name if name.startswith(_HEADS) else None
+
+
+def classifies(config: Fields) -> bool:
+    """Whether config.json names a class with a classification head."""
     classes = config.items("architectures") or []
     return any(
         isinstance(architecture, str) and architecture.endswith(_CLASSIFIES)
@@ -205,7 +215,7 @@ def _read_embed(folder: Path, config: Fields, modules: list[tuple[str, str]]) ->
 
 def _read_score(folder: Path, config: Fields, modules: list[tuple[str, str]]) -> PoolingConfig:
     head, token_ids = Head.TOKENS, None
-    if _classifies(config):
+    if classifies(config):
         head = Head.CLASSIFIER
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else config.integer("num_labels", default=2)

@@ -24,11 +24,8 @@ from ..models.registry import FAMILIES, SUPPORTED, family
 from ..models.weights.source import Checkpoint
 from ..models.weights.tensors import FLOATS, load_tensors
 from ..models.weights.weights import Weights
-from .config import Head, Module, PoolingConfig
+from .config import Head, Module, PoolingConfig, head_name
 from .segments import RowGroup
-
-_HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
-_FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
 
 Vectors = Callable[[mx.array], mx.array]  # (N, d) -> (N, e)
 
@@ -182,7 +179,7 @@ def load_pooling(
     tensors = load_tensors(folder)
 
     def inner_name(name: str) -> str | None:
-        if _head_name(name) is not None:
+        if head_name(name) is not None:
             return None
         renamed: str | None = builder.tensor_name(name)
         return renamed
@@ -195,7 +192,7 @@ def load_pooling(
         watch=watch,
     )
     head = Weights(
-        Checkpoint(tensors, _head_name),
+        Checkpoint(tensors, head_name),
         quantization=config.quantization,
         dtype=FLOATS[weights.dtype],
     )
@@ -220,13 +217,6 @@ def _config(folder: Path, pooling: PoolingConfig) -> ModelConfig:
         )
     config = load_config(folder)
     return config if pooling.head is Head.TOKENS else replace(config, without_lm_head=True)
-
-
-def _head_name(name: str) -> str | None:
-    """The name of a tensor of a head behind the model; None: it is of the model."""
-    for front in _FRONTS:
-        name = name.removeprefix(front)
-    return name if name.startswith(_HEADS) else None
 
 
 def _modules(

@@ -15,11 +15,13 @@ import yaml
 from convert_cases import by_mlxinfer, logits, write_tokenizer
 from models.dense_kv import DenseCache
 from models.picture_cases import PICTURE_CASES, QWEN_CASES, prompt
+from models.random_weights import coarse
 from models.runs import every
 from models.test_qwen_pictures import Prompt, placed_pictures, run, seen
 from models.test_towers import features, tiles
 from models.tiny import write
 from pooling.test_pooling_parity import close, model_in, results, rows_of
+from pooling.tiny_pooling import pooling_folder
 from pooling.tiny_pooling import write_tokenizer as write_words
 
 from mlxinfer.convert.arrange import arrange
@@ -28,6 +30,7 @@ from mlxinfer.convert.read import SourceModel
 from mlxinfer.convert.read.gguf.source import open_gguf
 from mlxinfer.convert.sidefiles import write_side_files
 from mlxinfer.convert.zoo import arrange_made
+from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
 from mlxinfer.models.registry import SUPPORTED
 
@@ -96,18 +99,26 @@ def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, na
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
 
 
-@pytest.mark.parametrize("name", POOLING)
-def test_a_file_gives_the_vectors_of_sentence_transformers(tmp_path: Path, name: str) -> None:
-    case = name.removeprefix("pool-").removesuffix("-f32")
+@pytest.mark.parametrize("name", [name for name in POOLING if name != "pool-bert-scores-f32"])
+def test_a_file_gives_the_vectors_and_scores_of_its_folder(tmp_path: Path, name: str) -> None:
+    """Of folders that are compared with sentence-transformers, with values that cost few bits."""
+    case = CASES[name.rpartition("-")[0]]["pooling"]
+    folder = pooling_folder(tmp_path / "hub", case, change=coarse)
     source = open_gguf(unpacked(tmp_path, name))
     if case == "gemma3":  # llama.cpp has this scale in its code: a head's width
         assert source.config["query_pre_attn_scalar"] == source.config["head_dim"]
         source = replace(source, config={**source.config, "query_pre_attn_scalar": 20})
-    folder = written(tmp_path / "folder", source)
-    write_side_files(folder, source)
-    write_words(folder, source.config["vocab_size"])
-    rows, expected = rows_of(case)
-    close(results(model_in(folder), rows, None), expected)
+    read = written(tmp_path / "folder", source)
+    write_side_files(read, source)
+    write_words(read, source.config["vocab_size"])
+    rows, _ = rows_of(case)
+    close(*(results(model_in(one), rows, None) for one in (read, folder)))
+
+
+def test_a_reranker_without_what_comes_before_its_scores_is_refused(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves out the pooler of BERT."""
+    with pytest.raises(UnsupportedModelError, match=r"scores pairs and has no cls\.weight"):
+        open_gguf(unpacked(tmp_path, "pool-bert-scores-f32"))
 
 
 def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(

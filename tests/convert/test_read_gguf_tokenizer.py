@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jinja2
 import numpy as np
 import pytest
 import tokenizers
@@ -19,8 +20,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.convert.read.gguf.header import BEAT
-from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores
+from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores, tokenizer_files
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.session.pooling_rows import INSTRUCTION, JUDGE, JUDGED
 from mlxinfer.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -297,6 +299,25 @@ def test_what_stands_beside_the_vocabulary(tmp_path: Path, trained: Any) -> None
     made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     assert made.encode("x").ids[0] == size - 3  # Llama 3 begins with bos where a file is silent
     assert made.token_to_id("snake_case") == size - 1
+
+
+def test_the_question_of_a_reranker_is_its_template() -> None:
+    """As llama.cpp's converter writes it; an instruction stands in the place of its own."""
+    body = f"<Instruct>: {INSTRUCTION}\n<Query>: {{query}}\n<Document>: {{document}}"
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.chat_templates": ["rerank"],
+        "tokenizer.chat_template.rerank": f"{JUDGE}{body}{JUDGED}",
+    }
+    config = json.loads(tokenizer_files(metadata, "x.gguf")["tokenizer_config.json"])
+    template = jinja2.Template(config["chat_template"], keep_trailing_newline=True)
+    pair = [{"role": "query", "content": "{a}\n"}, {"role": "document", "content": "{{ b }}"}]
+    for said in (None, "x"):
+        messages = pair if said is None else [{"role": "system", "content": said}, *pair]
+        asked = f"<Instruct>: {said or INSTRUCTION}\n<Query>: {{a}}\n\n<Document>: {{{{ b }}}}"
+        assert template.render(messages=messages) == f"{JUDGE}{asked}{JUDGED}"
 
 
 def test_unknown_tokenizers_are_refused_before_anything_is_read(

@@ -74,3 +74,19 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
         name: random_tensor(name, shape, seed, less_one=less_one)
         for name, shape in shapes(config).items()
     }
+
+
+def coarse(values: np.ndarray, name: str) -> np.ndarray:
+    """Values that cost few bits; matrices have three of them, exact in every type."""
+    if values.dtype.kind == "i":
+        return values
+    if values.ndim < 2:
+        return np.asarray(np.round(values * 256) / np.float32(256))
+    spread = float(values.std())
+    in_blocks = values.ndim < 4 and values.shape[-1] % 32 == 0 and "mm_input" not in name
+    step = (
+        127 * np.float32(np.float16(spread * 1.22 / 127))
+        if in_blocks
+        else np.float32(np.round(spread * 312) / 256)
+    )
+    return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step

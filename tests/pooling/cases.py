@@ -4,6 +4,7 @@ Chosen to tell right from nearly right: windows shorter than the texts, position
 at 0, several modes side by side, projections of another width, every kind of classification head.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from models.names import expanded
 from models.random_weights import random_tensor
 
+Change = Callable[[Any, str], Any]  # of values, by their name
 LENGTHS = (3, 17, 9, 9, 1, 30)  # tokens of the rows of a case
 
 _TABLES = yaml.load(Path(__file__).with_name("cases.yml").read_text(), yaml.CSafeLoader)
@@ -18,7 +20,11 @@ _TABLES = yaml.load(Path(__file__).with_name("cases.yml").read_text(), yaml.CSaf
 CASES: dict[str, dict[str, Any]] = _TABLES["cases"]
 
 
-def tensors(case: str, table: dict[str, Any]) -> dict[str, Any]:
+def as_is(values: Any, name: str) -> Any:
+    return values
+
+
+def tensors(case: str, table: dict[str, Any], change: Change = as_is) -> dict[str, Any]:
     """Every tensor of a case by its name on the hub; `table`: of tensors.json."""
     less_one = CASES[case]["config"]["model_type"].startswith("gemma3")
     made = {}
@@ -28,7 +34,7 @@ def tensors(case: str, table: dict[str, Any]) -> dict[str, Any]:
             values = 1 + values / 2
         if name.endswith(SCORERS):
             values = 5 * values
-        made[name] = values
+        made[name] = change(values, name)
     return made
 
 
@@ -36,7 +42,7 @@ NORMS = ("LayerNorm.weight", "layer_norm.weight", "emb_ln.weight", "norm1.weight
 SCORERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 
 
-def dense_weights(case: str, index: int) -> dict[str, Any]:
+def dense_weights(case: str, index: int, change: Change = as_is) -> dict[str, Any]:
     """Weight and perhaps bias of a projection behind pooling."""
     in_dims, out_dims, bias, _ = CASES[case]["dense"][index]
     made = {
@@ -44,4 +50,4 @@ def dense_weights(case: str, index: int) -> dict[str, Any]:
     }
     if bias:
         made["linear.bias"] = random_tensor(f"{case}.{index}.b", (out_dims,), 0, less_one=False)
-    return made
+    return {name: change(values, name) for name, values in made.items()}

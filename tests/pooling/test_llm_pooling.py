@@ -270,6 +270,18 @@ def test_a_converted_model_keeps_its_modules(tmp_path):
     with LLM(out, progress=False) as llm:
         assert "8-bit" in llm.model_info.summary
         np.testing.assert_allclose(llm.embed(ids), expected, atol=0.05)
-    judge = pooling_folder(tmp_path / "judge", "bert-scores")
-    with pytest.raises(UnsupportedModelError, match="classification head cannot be converted"):
-        convert_model(judge, tmp_path / "never", calibration=None, check=False, progress=False)
+
+
+@pytest.mark.parametrize("name", ["bert-scores", "xlm-roberta-scores", "qwen3-scores"])
+def test_a_converted_reranker_keeps_its_head(name, tmp_path):
+    source = pooling_folder(tmp_path / "source", name)
+    out = tmp_path / "out"
+    made = convert_model(source, out, recipe="8bit", calibration=None, check=False, progress=False)
+    assert made.passed
+    scores = []
+    for folder in (source, out):
+        with LLM(folder, progress=False) as llm:
+            score = llm.score(["w9 w5", "w7"], ["w3 w4", "w80 w12 w13"])
+            scores.append(np.log(score / (1 - score)))
+    np.testing.assert_allclose(scores[1], scores[0], atol=0.1)
+    assert np.abs(scores[0][0] - scores[0][1]) > 0.15, "a trivial case"

@@ -6,17 +6,20 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from pooling.cases import CASES, LENGTHS, dense_weights, tensors
+from pooling.cases import CASES, LENGTHS, Change, as_is, dense_weights, tensors
 
 DATA = Path(__file__).parents[1] / "data" / "pooling"
 TABLE = json.loads((DATA / "tensors.json").read_text())
 ST = "sentence_transformers.models"
 
 
-def pooling_folder(folder: Path, name: str, *, quantize: dict[str, Any] | None = None) -> Path:
+def pooling_folder(
+    folder: Path, name: str, *, quantize: dict[str, Any] | None = None, change: Change = as_is
+) -> Path:
     """Write the checkpoint of a case into `folder`, with its modules, and return it."""
     case = CASES[name]
-    config, arrays = dict(case["config"]), {k: mx.array(v) for k, v in tensors(name, TABLE).items()}
+    values = tensors(name, TABLE, change)
+    config, arrays = dict(case["config"]), {k: mx.array(v) for k, v in values.items()}
     if quantize is not None:
         from models.tiny import quantized
 
@@ -24,12 +27,12 @@ def pooling_folder(folder: Path, name: str, *, quantize: dict[str, Any] | None =
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "config.json", config)
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    write_modules(folder, name)
+    write_modules(folder, name, change)
     write_tokenizer(folder, config["vocab_size"])
     return folder
 
 
-def write_modules(folder: Path, name: str) -> None:
+def write_modules(folder: Path, name: str, change: Change = as_is) -> None:
     """modules.json and what it names."""
     case, modules = CASES[name], [("", f"{ST}.Transformer")]
     if "tokens" in case:
@@ -51,7 +54,7 @@ def write_modules(folder: Path, name: str) -> None:
                     "activation_function": f"torch.nn.modules.{kind}",
                 },
             )
-            arrays = {k: mx.array(v) for k, v in dense_weights(name, index).items()}
+            arrays = {k: mx.array(v) for k, v in dense_weights(name, index, change).items()}
             mx.save_safetensors(str(folder / path / "model.safetensors"), arrays)
             modules.append((path, f"{ST}.Dense"))
         if case.get("normalize"):

@@ -380,14 +380,30 @@ _GEMMA4_TOP = {
 _BIASED_TOP = {**_TOP, "output_norm.bias": "model.norm.bias"}
 _NEMOTRON_TOP = {**_TOP, "output_norm.weight": "model.norm_f.weight"}
 _FALCON_TOP = {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}
+
+
+def _ends(modules: dict[str, str]) -> dict[str, str]:
+    """Of modules with a weight and perhaps a bias."""
+    return {f"{theirs}{k}": f"{ours}{k}" for theirs, ours in modules.items() for k in _KINDS}
+
+
 _BERT_TOP = {
     **_TOP,
-    **{f"token_embd_norm.{kind}": f"model.embeddings_norm.{kind}" for kind in ("weight", "bias")},
+    **_ends({"token_embd_norm": "model.embeddings_norm"}),
     "position_embd.weight": "model.position_embeddings.weight",
     "token_types.weight": "model.token_type_embeddings.weight",
 }
 _TOPS = {
-    **dict.fromkeys(("bert", "nomic-bert", "modern-bert"), _BERT_TOP),
+    "bert": {
+        **_BERT_TOP,
+        **_ends({"cls": "classifier.dense", "cls.output": "classifier.out_proj"}),
+    },
+    "nomic-bert": _BERT_TOP,
+    "modern-bert": {
+        **_BERT_TOP,
+        **_ends({"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"}),
+    },
+    "qwen3": {**_TOP, "cls.output.weight": "score.weight"},
     "falcon-h1": _FALCON_TOP,
     "nemotron_h": _NEMOTRON_TOP,
     "nemotron_h_moe": _NEMOTRON_TOP,
@@ -401,8 +417,7 @@ _TOPS = {
     },
     "phi2": {
         **_TOP,
-        "output.bias": "lm_head.bias",
-        **{f"output_norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight", "bias")},
+        **_ends({"output": "lm_head", "output_norm": "model.final_layernorm"}),
     },
     **dict.fromkeys(("nemotron", "stablelm", "starcoder2"), _BIASED_TOP),
 }

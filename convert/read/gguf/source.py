@@ -29,7 +29,7 @@ from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 from .tower_kinds import KINDS
 from .towers import read_tower
-from .vectors import expect_pooling, is_dense, pooling_files
+from .vectors import VERDICT, is_dense, pooling_files, scoring, verdict
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
@@ -230,7 +230,8 @@ def _readers(
         scale = _scale_of(entries, entry.name)
         place = GGUFTensor(name, array, entry.shape, entry.type, layout, scale)
         one = STREAMS.fullmatch(name)
-        readers[name] = reader_of(place if one is None else place.part(int(one[1])))
+        place = place if one is None else place.part(int(one[1]))
+        readers[name] = (verdict if name == VERDICT else reader_of)(place)
     return readers
 
 
@@ -372,8 +373,8 @@ def make_config(
         config["layer_norm_eps"] = facts.number("attention.layer_norm_epsilon")
     if facts.architecture == "muse-glimmer":
         config["qk_scale_factor"] = query_scale(facts, factors)
-    expect_pooling(facts)
     config |= family(facts, shapes, config)
+    config |= scoring(facts, shapes, config)
     facts.check_default("attention.value_length", head_dim)
     facts.refuse_unread()
     return config

@@ -8,6 +8,7 @@ first. "gemma4" is the same with its merges in the file.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -502,11 +503,27 @@ def _tokenizer_config(fields: Fields, tokens: list[str]) -> Json:
         {"name": name, "template": fields.text(f"tokenizer.chat_template.{name}")}
         for name in (others if isinstance(others, list) else [])
     ]
-    if template is not None and named_templates:
+    if question := next((t["template"] for t in named_templates if t["name"] == "rerank"), ""):
+        config["chat_template"] = _of_pairs(question)
+    elif template is not None and named_templates:
         config["chat_template"] = [{"name": "default", "template": template}, *named_templates]
     elif template is not None:
         config["chat_template"] = template
     return config
+
+
+def _of_pairs(text: str) -> str:
+    """llama.cpp's template of a reranker, "{query}" and "{document}" in a text, as Jinja's."""
+    text = re.sub(r"(?<=<Instruct>: )([^\n{}]+)(?=\n)", r"{system:\1}", text)
+    made = ""
+    for part in re.split(r"(\{(?:query|document|system:[^{}]+)\})", text):
+        role, _, default = part[1:-1].partition(":")
+        if part.startswith("{") and part.endswith("}"):
+            said = f"messages | selectattr('role', 'equalto', '{role}') | map(attribute='content')"
+            made += f"{{{{ {said} | first | default({json.dumps(default)}, true) }}}}"
+        elif part:
+            made += f"{{{{ {json.dumps(part)} }}}}"
+    return made
 
 
 def _generation_config(fields: Fields, tokens: list[str]) -> Json:

@@ -34,7 +34,7 @@ from data.pictures.generate import reference  # noqa: E402
 from data.torch_models import TOWER, loaded, read_config, saved_shapes  # noqa: E402
 from models.cases import CASES  # noqa: E402
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensor  # noqa: E402
-from models.random_weights import LESS_ONE, random_tensor  # noqa: E402
+from models.random_weights import LESS_ONE, coarse, random_tensor  # noqa: E402
 from pooling import cases as pooling  # noqa: E402
 
 LENGTH = 24
@@ -87,22 +87,6 @@ def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def coarse(values: np.ndarray, name: str) -> np.ndarray:
-    """Values that cost few bits; matrices have three of them, exact in every type."""
-    if values.dtype.kind == "i":
-        return values
-    if values.ndim < 2:
-        return np.asarray(np.round(values * 256) / np.float32(256))
-    spread = float(values.std())
-    in_blocks = values.ndim < 4 and values.shape[-1] % 32 == 0 and "mm_input" not in name
-    step = (
-        127 * np.float32(np.float16(spread * 1.22 / 127))
-        if in_blocks
-        else np.float32(np.round(spread * 312) / 256)
-    )
-    return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step
-
-
 def model_class(config: dict[str, Any], seeing: bool) -> Any:
     """The class of transformers."""
     kinds = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
@@ -146,17 +130,14 @@ def checkpoint(case: dict[str, Any], folder: Path) -> tuple[str, np.ndarray]:
 
 
 def pooling_checkpoint(case: dict[str, Any], folder: Path) -> str:
-    """Write a model that gives vectors, as sentence-transformers does; its class.
-
-    Its weights are those of tests/pooling, whose references count.
-    """
+    """Write a model that gives vectors or scores, as sentence-transformers does; its class."""
     name, tables = (
         case["pooling"],
         json.loads((HERE.parent / "pooling" / "tensors.json").read_text()),
     )
     config = {**pooling.CASES[name]["config"], **case.get("config", {})}
-    (mode,) = pooling.CASES[name]["modes"]
-    modules = [("1_Pooling", "Pooling", {MODES[mode]: True})]
+    modes = [MODES[mode] for mode in pooling.CASES[name].get("modes", [])]
+    modules = [("1_Pooling", "Pooling", {mode: True}) for mode in modes]
     for index, (in_dims, out_dims, *_) in enumerate(pooling.CASES[name].get("dense", [])):
         sizes = {"in_features": in_dims, "out_features": out_dims}
         modules.append((f"{index + 2}_Dense", "Dense", sizes))
@@ -164,17 +145,19 @@ def pooling_checkpoint(case: dict[str, Any], folder: Path) -> str:
     for path, _, content in modules:
         (folder / path).mkdir()
         (folder / path / "config.json").write_text(json.dumps(content))
-    for index in range(len(modules) - 1):
-        weights = pooling.dense_weights(name, index)
+    for index in range(max(len(modules) - 1, 0)):
+        weights = pooling.dense_weights(name, index, coarse)
         save_file(weights, folder / modules[index + 1][0] / "model.safetensors")
     listed = [{"path": path, "type": f"models.{kind}"} for path, kind, _ in modules]
-    (folder / "modules.json").write_text(json.dumps(listed))
+    if listed:
+        (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {str(i): i for i in range(config["vocab_size"])}
+    answers = dict(zip(pooling.CASES[name].get("tokens", []), ("yes", "no"), strict=False))
+    vocabulary = {answers.get(i, str(i)): i for i in range(config["vocab_size"])}
     words = {"type": "WordPiece", "unk_token": "0", "vocab": vocabulary}
     words |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
     (folder / "tokenizer.json").write_text(json.dumps({"model": words, "added_tokens": []}))
-    save_file(pooling.tensors(name, tables), folder / "model.safetensors")
+    save_file(pooling.tensors(name, tables, coarse), folder / "model.safetensors")
     return config["architectures"][0]
 
 

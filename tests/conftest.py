@@ -68,6 +68,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A test that ended its worker, as one that hangs does, is not begun again by the next one.
 
     pytest-xdist gives it to each of eight others: for over an hour, and the rest of its file never.
+    Then it asks the new worker for a file that was done, or for one test. A worker begins a test
+    when it knows the next one, so the run would never end.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -82,6 +84,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 unit[ended] = True
             super().remove_node(node)  # gives the others away
             return str(ended) if left else None
+
+        def _reschedule(self, node: Any) -> None:
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
     return Scheduling(config, log)
 

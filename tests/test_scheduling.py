@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = """
+ENDS = """
 import os
 def test_1(): pass
 def test_2(): os._exit(1)
 def test_3(): pass
 """
+DONE = range(3)  # files before and behind the one that ends its worker
 
 
 @pytest.mark.ci
@@ -21,13 +22,17 @@ def test_a_test_that_ends_its_worker_is_begun_once_and_the_rest_of_its_file_runs
     tmp_path: Path,
 ) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler")
-    (tmp_path / "test_file.py").write_text(TESTS)
-    options = ["-q", "-n2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    for number in DONE:
+        (tmp_path / f"test_{number:02}.py").write_text("def test(): pass")
+        (tmp_path / f"test_later_{number:02}.py").write_text("def test(): pass")
+    (tmp_path / "test_ends.py").write_text(ENDS)
+    options = ["-q", "-n1", "--dist", "loadfile", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        timeout=100,
     )
-    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert f"1 failed, {2 + 2 * len(DONE)} passed" in done.stdout, done.stdout + done.stderr

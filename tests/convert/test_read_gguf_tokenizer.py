@@ -307,7 +307,8 @@ def test_the_question_of_a_reranker_is_its_template() -> None:
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
         "tokenizer.chat_templates": ["rerank"],
         "tokenizer.chat_template.rerank": f"{JUDGE}{body}{JUDGED}",
     }

@@ -122,7 +122,7 @@ class PrefillSizer:
         else:
             left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
-        if len(costs) > 1 and not served:  # a page for the oldest, and one for the shortest
+        if len(costs) > 1 and beside is None:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
         left_s = min(left_s, self._limit * min(costs.values()))
         return self._divide(prefilling, left_s, served, costs.__getitem__)
@@ -229,7 +229,21 @@ class PrefillSizer:
         if before is None and self._beside:  # one slow step says little of a new context
             before = self._seconds_at(context)
         part = min(num_tokens / self._page_size, 1.0)  # the time of few tokens says little
-        self._beside[place] = _blended(at, context), _blended(before, cost, part)
+        known = _blended(before, cost, part)
+        if self._num_stages == 1:  # else the seconds are of one stage
+            known = min(known, seconds / num_tokens)
+        self._beside[place] = _blended(at, context), known
+        self._agree(place)
+
+    def _agree(self, place: int) -> None:
+        """Correct what older steps said of other contexts by what the last one said of its own.
+
+        A token costs more the longer the context is, but at most in proportion to it.
+        """
+        context, known = self._beside[place]
+        for other, (at, seconds) in self._beside.items():
+            least, most = (0.0, known) if other < place else (known, known * at / context)
+            self._beside[other] = at, min(max(seconds, least), max(least, most))
 
     def halve(self, batch: Batch) -> None:
         """Give prompts half as many tokens as in this step, which the GPU stopped.
@@ -265,10 +279,7 @@ class PrefillSizer:
         return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))
 
     def _seconds_at(self, context: float) -> float:
-        """Seconds of one token after `context` others, from the lengths that were measured.
-
-        A token costs more the longer the context is, but at most in proportion to it.
-        """
+        """Seconds of one token after `context` others, from the lengths that were measured."""
         known = self._beside.get(_half_octave(context))
         near = [known] if known is not None else self._beside.values()
         return min([s * max(1.0, context / at) for at, s in near])

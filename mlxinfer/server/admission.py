@@ -58,6 +58,10 @@ class Admission:
         """Tokens of their prompts."""
         return sum([sum(call.tokens.values()) for call in self._calls])
 
+    def require_place(self, tenant: Tenant) -> None:
+        """Raise OverloadedError where not even a short request of a tenant could enter."""
+        self._victims(WaitingCall(tenant, {0: 1}, lambda _: None))
+
     def enter(
         self,
         tenant: Tenant,
@@ -76,9 +80,7 @@ class Admission:
                 again.
         """
         call = WaitingCall(tenant, dict(enumerate(prompts)), give_up)
-        victims: list[WaitingCall] = []
-        if any(other.tenant == tenant for other in self._calls):
-            victims = self._victims(call)
+        victims = self._victims(call)
         if not self._calls:
             self._left_s = time.monotonic()
         for victim in victims:
@@ -93,6 +95,8 @@ class Admission:
         """The calls of others that make room for one; raises OverloadedError if it gets none."""
         left = list(self._calls)
         victims: list[WaitingCall] = []
+        if all(other.tenant != call.tenant for other in left):
+            return victims
         requests, tokens = Counter[Tenant](), Counter[Tenant]()
         for other in self._calls:
             requests[other.tenant] += len(other.tokens)

@@ -11,10 +11,11 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
@@ -258,6 +259,7 @@ class Call(Exchange):
             OverloadedError: too many wait.
             the error of an interrupt.
         """
+        self.require_place()
         read = await self._fetched(model, read)
         inputs = await self.in_worker(self._inputs, model, read)
         work = self._workers_of(inputs).run_for(self.tenant, model.session.start, *inputs)
@@ -315,8 +317,21 @@ class Call(Exchange):
             self._count_rejection()
             self.interrupt(error)
 
-        try:
+        with self._refusals_counted():
             self._waiting = self.service.admission.enter(self.tenant, prompts, give_up)
+
+    def require_place(self) -> None:
+        """Raise OverloadedError where too many requests of the key wait, before this one is read.
+
+        Else refused requests cost the texts, files and grammars that are read for them.
+        """
+        with self._refusals_counted():
+            self.service.admission.require_place(self.tenant)
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
         except OverloadedError:
             self._count_rejection()
             raise
@@ -401,6 +416,7 @@ class Call(Exchange):
             the error of an interrupt.
         """
         self._raise_interrupt()
+        self.require_place()
         pooled = await self.in_worker(read)
         self._raise_interrupt()
         num_tokens = pooled.num_tokens

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from engine.test_prefill_slices import CHIPS, MODELS, SLICE_S, Bench
+from engine.test_prefill_slices import CHIPS, MODELS, PAGE, SLICE_S, Bench
 
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.rows import StepTimes
@@ -65,8 +65,10 @@ def test_tokens_of_a_light_tenant_come_as_its_share_says(
 class NoGpu(Bench):
     """A processor: each token takes as long as any other, so a page takes as long as 16 answers."""
 
+    slowness = 1.0
+
     def seconds(self, batch: Batch) -> float:
-        return 0.02 * batch.num_tokens
+        return 0.02 * batch.num_tokens * self.slowness
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40])
@@ -89,6 +91,21 @@ def test_a_page_that_takes_far_longer_than_an_answer_is_computed_bit_by_bit(
         assert bench.token_s[name][0] - asked_s <= 2 * 16 * 0.02 + 2 * SLICE_S
         gaps = sorted(after - before for before, after in pairwise(bench.token_s[name]))
         assert gaps[len(gaps) * 9 // 10] <= 1.5 * 2 * 0.02 + 1e-9
+
+
+def test_what_a_busy_machine_measured_is_soon_forgotten() -> None:
+    """Also of a context that no prompt has had since."""
+    bench = NoGpu("M5", "4B", max_batch=64)
+    bench.slowness = 30
+    bench.add("light", 16, 8, LIGHT)
+    for i in range(40):
+        bench.add(f"heavy{i}", 400, 8, HEAVY)
+    while not bench.token_s["light"]:
+        bench.step()
+    bench.slowness = 1
+    for _ in range(12):
+        bench.step()
+    assert bench.scheduler.prefill.page_s <= 1.5 * PAGE * 0.02
 
 
 @pytest.mark.parametrize("model", MODELS)

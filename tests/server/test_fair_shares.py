@@ -11,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from live_server import CHAT, LiveServer, chat, long_chat
+from test_documents import MESSAGES, RESPONSES, asked, part_of
 
 from mlxinfer.errors import InvalidRequestError, OverloadedError
 from mlxinfer.fair import Tenant
@@ -18,10 +19,22 @@ from mlxinfer.server.config import network_of
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
+from tests.pdf_files import pdf
 from tests.waiting import LIMIT_S, until, wait_until
 
 TABLES = {"anna": {"key": "a"}, "bob": {"key": "b"}, "carl": {"key": "c", "weight": 3}}
 KEYS = ApiKeys().with_named(TABLES, "keys")
+
+
+PDF = pdf("A page about caches.")
+ANSWERED = [
+    (CHAT, asked(CHAT, part_of(CHAT, PDF))),
+    (CHAT, chat(guided_regex="[0-9]{8}")),
+    (RESPONSES, asked(RESPONSES, part_of(RESPONSES, PDF))),
+    (MESSAGES, asked(MESSAGES, part_of(MESSAGES, PDF))),
+    ("/v1/completions", {"prompt": "A", "max_tokens": 1}),
+    ("/api/generate", {"prompt": "A", "model": "demo"}),
+]
 
 
 def ask(server: LiveServer, key: str, **fields: Any) -> httpx.Response:
@@ -43,6 +56,11 @@ def test_a_full_queue_refuses_whoever_filled_it() -> None:
         refused = ask(server, "b")
         assert refused.status_code == 503
         assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Workers, "run_for", None)  # none of these is read before it is refused
+            headers = {"authorization": "Bearer b"}
+            for path, body in ANSWERED:
+                assert server.post(path, body, headers=headers).status_code == 503, path
         first = ask(server, "a")
         assert first.status_code == 200, "whose key has nothing waiting is let in"
         many = ask(server, "a", n=2)

@@ -222,6 +222,7 @@ def _openai_choice(choice: ToolChoice | None) -> str | Plain:
 async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     """Answer a conversation (Anthropic's API)."""
     model = await call.model(body.model)
+    call.require_place()
     skipped = await read_pdfs(call, pdfs(body.system, body.messages))
     answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
     call.report_skipped(skipped)

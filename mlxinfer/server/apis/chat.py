@@ -398,6 +398,7 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
 async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
+    call.require_place()
     tools = DeclaredTools(skipped=await read_pdfs(call, pdfs_of(body.messages)))
     answers = await call.start(model, lambda: [read(body, model, tools)])
     call.report_skipped(tools.skipped)

@@ -217,8 +217,9 @@ async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
 
 
 async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
-    messages, tools = await _conversation(call, body)
     model = await call.model(body.model)
+    call.require_place()
+    messages, tools = await _conversation(call, body)
     answers = await _start(call, body, model, messages, tools)
     if body.context_management:
         skip(tools.skipped, "context_management", "edits")

@@ -227,7 +227,7 @@ class OurEngine:
         self._tokens = []
         launched_before = self.launched
         self.loop.turn()
-        self.done = launched_before if self._config.launch_ahead else self.launched
+        self.done = launched_before
         return self._tokens
 
     def _take(self, events: list[TokenEvent]) -> None:

@@ -22,7 +22,7 @@ from benchmarks.seeing_models import MODELS, Seeing
 from benchmarks.tables import Figures, medians
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.report import Report, Table, ratio
-from mlxinfer.session.inputs import chat_input
+from mlxinfer.session.arguments import chat_input
 
 ANSWER = 8  # tokens
 NEAR_TIE = 5e-3  # in log-probability: rounding may turn such a choice

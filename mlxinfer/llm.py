@@ -16,24 +16,18 @@ from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
 from .session.answers import PromptWatch, adeltas, deltas, last
-from .session.base import ModelSession
-from .session.inputs import (
+from .session.arguments import (
     ChatArguments,
-    ChatInput,
-    EmbedInput,
-    Input,
-    Message,
-    PromptLike,
-    ResponseFormat,
-    ScoreInput,
-    Text,
     TextArguments,
     chat_input,
     is_one_prompt,
     text_input,
     text_inputs,
 )
+from .session.base import ModelSession
+from .session.inputs import ChatInput, Input, Message, PromptLike, ResponseFormat
 from .session.options import EngineArguments, EngineOptions, help_of
+from .session.pooling_inputs import EmbedInput, ScoreInput, Text
 
 if TYPE_CHECKING:
     import numpy as np

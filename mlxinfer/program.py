@@ -21,8 +21,9 @@ from .files import open_lines
 from .outputs import Delta, Result, Results, ToolCall
 from .progress import Watch
 from .session.answers import adeltas, deltas, last
+from .session.arguments import TextArguments, with_images
 from .session.base import ModelSession
-from .session.inputs import Input, Message, TextArguments, TextInput, with_images
+from .session.inputs import Input, Message, TextInput
 
 T = TypeVar("T")
 Item = TypeVar("Item")

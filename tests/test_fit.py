@@ -19,9 +19,9 @@ from speculation.head_names import MTP_CASES
 from benchmarks.checkpoints import Experts, write_checkpoint
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.config import KVOptions
 from mlxinfer.convert.recipes import floor_bits
-from mlxinfer.core import StateSpec
 from mlxinfer.memory import MODELS_SHARE, human_bytes, models_limit_bytes
 from mlxinfer.memory.fit import (
     ENOUGH_CONTEXT,

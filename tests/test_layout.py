@@ -16,10 +16,11 @@ FOLDERS = {
     "mlxinfer.app": ROOT / "apps" / "menubar" / "app",
 }
 
-LEAVES = {"core", "errors", "config", "fair", "outputs"}
+LEAVES = {"cache_specs", "core", "errors", "config", "fair", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "fair": set(),
+    "cache_specs": set(),
     "core": {
         "errors",
         "fair",
@@ -137,6 +138,7 @@ ASSEMBLERS = {
 }  # anything
 WITHOUT_MLX = (
     "app",
+    "cache_specs",
     "core",
     "config",
     "errors",

@@ -22,7 +22,7 @@ import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
 from mlxinfer.core import Request, TokenEvent
 from mlxinfer.session.answers import Answer
-from mlxinfer.session.session import RequestBuilder
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import TextStream
 from tests.waiting import until, wait_until
 
@@ -302,7 +302,6 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"num_pages": 10**30},
         {"kv_window": 1 << 40},
         {"prefix_cache": "false"},
-        {"launch_ahead": 0},
         {"disk_cache": "1GB", "prefix_cache": False},
         {"disk_cache": "much"},
         {"disk_cache_dir": "/tmp"},

@@ -28,7 +28,7 @@ import numpy as np
 from mlx.optimizers import Adam
 from numpy.typing import NDArray
 
-from ...core import StateSpec
+from ...cache_specs import StateSpec
 from ..arrange import ArrangedSource
 from ..arrays import as_numpy, mx_dtype, narrow, unpack, widen
 from ..files import damaged, write_at, write_file

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...core import BlockSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
+from ...cache_specs import BlockSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
 from ...errors import ConversionError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..core import EntrySpec
+from ..cache_specs import EntrySpec
 from ..metal_kernels.paged_attention import Softmax
 from .chunks import cut_runs
 from .index import NOWHERE, attention, numbers_of

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from ..cache_specs import BlockSpec, EntrySpec, PooledSpec
 from ..config import KVOptions
-from ..core import BlockSpec, EntrySpec, PooledSpec
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import PLAIN, KVFormat

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from ..cache_specs import KVSpec
 from ..config import KVOptions
-from ..core import KVSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.attention_cases import PAGED, PAIRS, PREFILL, AttentionForm
 from ..metal_kernels.attention_heads import MAX_DIM, Heads, has_joint

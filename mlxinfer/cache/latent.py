@@ -16,19 +16,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache_specs import LatentSpec
 from ..config import KVOptions
-from ..core import LatentSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.attention_cases import PREFILL, AttentionForm, mla_variant
 from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
+from ..metal_kernels.block_attention import attend_in_tiles
 from ..metal_kernels.mla_attention import DIMS, KINDS, mla_attention, row_blocks
-from ..metal_kernels.paged_attention import (
-    DTYPES,
-    AttentionCall,
-    Softmax,
-    attend_in_tiles,
-    has_dims,
-)
+from ..metal_kernels.paged_attention import DTYPES, AttentionCall, Softmax, has_dims
 from ..metal_kernels.stored import PLAIN, KVFormat, Plane, Runs
 from ..metal_kernels.variants import ANY_ROWS, KERNEL, Variant
 from .attention import Prepared, attend_rows

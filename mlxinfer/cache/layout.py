@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..config import KVOptions
-from ..core import (
+from ..cache_specs import (
     BlockSpec,
     CacheSpec,
     EntrySpec,
@@ -20,6 +19,7 @@ from ..core import (
     PooledSpec,
     StateSpec,
 )
+from ..config import KVOptions
 from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN

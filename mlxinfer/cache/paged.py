@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..core import PagedSpec
+from ..cache_specs import PagedSpec
 from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.gathered_attention import gathered_pages

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..core import EntrySpec, PooledSpec
+from ..cache_specs import EntrySpec, PooledSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.stored import KVFormat, Runs
 from .chunks import cut_runs

@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..cache_specs import OwnCacheSpec, StateSpec
 from ..config import KVOptions
-from ..core import OwnCacheSpec, StateSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
 from .inputs import CacheWork, Segments, StepMetadata

@@ -55,7 +55,7 @@ def stored_pictures(images: Sequence[str | bytes]) -> list[dict[str, str]]:
 
 def with_its_images(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a conversation, its `images` and `videos` as parts of its content."""
-    from ..session.inputs import with_images
+    from ..session.arguments import with_images
 
     plain = {key: value for key, value in message.items() if key not in ("images", "videos")}
     return dict(with_images([plain], message.get("images", []), message.get("videos", []))[0])

@@ -134,4 +134,3 @@ class EngineConfig:
     prefix_cache: bool = True  # prompts reuse the KV of earlier requests
     disk: DiskOptions | None = None  # with prefix_cache: keeps pages that memory has no room for
     peers: PeerOptions | None = None  # with prefix_cache; None: no pages are exchanged
-    launch_ahead: bool = True  # launch a step before the previous one is read

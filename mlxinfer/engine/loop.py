@@ -5,9 +5,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
@@ -22,8 +20,6 @@ from ..errors import (
     require_gpu,
 )
 from ..models.language import LanguageModel
-from ..sampling.sampler import Sampler
-from .adapters import AdapterTable
 from .batch import Batch, Sequence
 from .events import (
     failed_event,
@@ -31,44 +27,27 @@ from .events import (
     prompt_logits_events,
     token_events,
 )
-from .features import PictureCounts, PictureFeatures
 from .followers import NO_FOLLOWERS, Followers
 from .grammar_masks import fill_masks
-from .kernels import Chooser, Kernels, choose_none
-from .kv_manager import KVManager
-from .limits import EngineLimits, GroupLimits
-from .model_cache import attention_kernels, cache_layers, cache_stats, disk_identity, make_cache
+from .kernels import Chooser, choose_none
 from .pagestore import SAVE_S, PageStore
-from .peers import PeerFetches
-from .prompt_pictures import PictureLimits, PromptPictures
-from .queues import EngineCounters
-from .runner import Launched, Runner
-from .scheduler import Proposer, Scheduler
-from .suspects import Suspects
+from .parts import EngineParts
+from .prompt_pictures import PromptPictures
+from .runner import Launched
+from .scheduler import Proposer
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
-OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
-RECEIVED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
-_ENDLESS = 2**31  # tokens; more than any context
 
 
-class Loop:
+class Loop(EngineParts):
     """Many requests over one model. All methods are called from one thread, which owns MLX.
 
     Args:
-        model: evaluated and ready.
-        config: sizes.
+        model, config, others: see `EngineParts`.
         emit: called with the events of requests, in order; the last event of each request has a
             finish_reason.
-        kernels: says which Metal kernels may be used.
-        kernels_when_idle: kernels that the first steps do not need are checked later, by
-            `prepare_kernel`.
-        proposer: of tokens that steps verify; None: every step gives a sequence one token.
-        followers: the other ranks of a model that is spread over several.
 
     Attributes:
-        adapters: that requests may name.
-        limits: of requests; a new value whenever they change.
         post: lets a function run on the engine's thread between two turns; for any thread.
     """
 
@@ -83,123 +62,27 @@ class Loop:
         proposer: Proposer | None = None,
         followers: Followers = NO_FOLLOWERS,
     ) -> None:
-        self.model = model
-        self._followers = followers
-        self.config = config
-        if proposer is not None and "speculation" in model.lacks:
-            raise InvalidRequestError(
-                f"Speculation does not go with this model: {model.lacks['speculation']}."
-            )
-        self._layers = cache_layers(model, config)
-        self._sampler = Sampler(model.config.vocab_size)
-        attention = attention_kernels(model, self._layers)
-        self.kernels = Kernels(
-            [*model.kernels(), *attention, *self._sampler.kernels(model.activation_dtype)],
-            kernels,
-            when_idle=kernels_when_idle,
-        )
-        self.suspects = Suspects(self.kernels, followers.leave_out)
         self._emit = emit
         self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
-        self._num_stages = followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
-        self.store: PageStore | None = None
-        self._peers: PeerFetches | None = None
         self.post: Callable[[Callable[[], None]], None] = lambda function: None
-        self._proposer = proposer
-        self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
-        self._counters = EngineCounters()  # kept where the loop starts afresh, as are the next
-        self._picture_counts = PictureCounts()
-        self.assemble()
+        super().__init__(
+            model,
+            config,
+            kernels=kernels,
+            kernels_when_idle=kernels_when_idle,
+            proposer=proposer,
+            followers=followers,
+        )
 
     def assemble(self) -> None:
-        """A fresh cache, scheduler and runner around the model."""
-        config = self.config
-        self.cache = make_cache(self.model, config, self._layers)
-        taps = () if self._proposer is None else self._proposer.taps
-        self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)
-        self._followers.assembled(self.cache, config, taps)
-        self._keep_for_adapters(self.adapters.num_bytes, [])
-        if (config.disk or config.peers) and self.store is None:
-            self.store = PageStore(
-                None,
-                groups=self.cache.groups,
-                states=self.cache.state_group,
-                max_bytes=0 if config.disk is None else config.disk.max_bytes,
-                max_received_bytes=config.kv_budget_bytes // RECEIVED_SHARE,
-                others=self._followers.disks,
-            )
-            if config.peers and config.peers.asked:
-                self._peers = PeerFetches(self.store, config.peers)
-            self.open_tiers(OPEN_WAIT_S)
-        self.features = PictureFeatures(
-            self.model.tower,
-            dtype=self.model.activation_dtype,
-            max_bytes=config.feature_bytes,
-            slice_s=config.prefill_slice_s,
-            counts=self._picture_counts,
-        )
-        self.scheduler = self._make_scheduler()
-        self._sampler.reset()
-        self.runner = Runner(
-            self.model,
-            self.cache,
-            self._sampler,
-            taps=taps,
-            followers=self._followers,
-            gather=self.features.gather,
-        )
+        super().assemble()
         self._in_flight.clear()
-        self._state_limits()
-
-    def _make_scheduler(self) -> Scheduler:
-        config = self.config
-        kv_manager = KVManager(
-            self.cache.groups,
-            reuse=config.prefix_cache,
-            states=self.cache.state_group,
-            store=self.store,
-        )
-        return Scheduler(
-            kv_manager,
-            max_batch=self.cache.max_batch,
-            prefill_chunk=config.prefill_chunk,
-            prefill_slice_s=config.prefill_slice_s,
-            prefill_fixed=config.prefill_fixed,
-            proposer=self._proposer,
-            counters=self._counters,
-            num_stages=self._num_stages if config.launch_ahead else 1,
-            features=self.features,
-        )
-
-    def open_tiers(self, wait_s: float = 0.0) -> None:
-        """Open the tiers once the weights' identity is known; wait at most `wait_s` for that.
-
-        Until then nothing is stored or found, and requests are served from memory alone.
-        """
-        disk, store = self.config.disk, self.store
-        options = disk or self.config.peers
-        if options is None or store is None or store.tiers or self.suspects.active:
-            return
-        identity = options.identity(wait_s)
-        if identity is not None:
-            kernels, form = self.kernels.identity, store.others.form
-            parts = disk_identity(identity, self.model, self.cache, kernels, form)
-            store.open("" if disk is None else str(disk.folder.resolve()), parts)
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs, waits or is in flight."""
         return not self._in_flight and self.scheduler.queues.idle
-
-    @property
-    def asks_for_kernel(self) -> bool:
-        """Whether a step could have used a kernel that was not checked yet."""
-        return bool(self.kernels.asked)
-
-    def prepare_kernel(self) -> None:
-        """Check and compile one such kernel. Call it while no request runs: it takes a second."""
-        self.kernels.prepare_next()
 
     def turn(self) -> None:
         """Schedule a step, launch it, read the step before it and emit the events of that one.
@@ -213,41 +96,10 @@ class Loop:
             self._read(max(len(self._in_flight) - 1, 0))
         elif step is not None and self._read(self.scheduler.max_in_flight(batch)):
             self._sample_constrained(step)
-        if not self.config.launch_ahead:
-            self._read(0)
         if self.adapters.are_leaving:
             self.adapters.free_unused(self.scheduler.queues.unfinished())
 
     # -- requests -------------------------------------------------------------------------------
-
-    def _state_limits(self) -> None:
-        self.limits = EngineLimits(
-            vocab_size=self.model.config.vocab_size,
-            adapters=self.adapters.names,
-            page_size=self.config.page_size,
-            max_context=self.config.max_context,
-            max_batch=self.config.max_batch,
-            max_positions=self.cache.max_tokens,
-            groups=tuple(
-                GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(_ENDLESS))
-                for g in self.cache.groups
-            ),
-            pictures=self._picture_limits(),
-        )
-
-    def _picture_limits(self) -> PictureLimits:
-        model, config = self.model, self.config
-        if model.tower is None:
-            return PictureLimits()
-        if "pictures" in model.lacks:
-            reason = model.lacks["pictures"]
-            return PictureLimits(refusal=f"Here this model takes no pictures: {reason}.")
-        return PictureLimits(
-            refusal=None,
-            feature_bytes=model.tower.width * model.activation_dtype.size,
-            max_bytes=config.feature_bytes,
-            max_span=config.prefill_chunk if self._sees_spans else None,
-        )
 
     def add(self, request: Request, max_output: int) -> None:
         """Queue a request that passed `limits.check`, with the number of tokens of its answer."""
@@ -273,20 +125,6 @@ class Loop:
             sequence.fetch = self._peers.begin(self.scheduler.kv_manager, sequence)
         if sequence.fetch is not None:
             sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
-
-    def _reserve(self, num_bytes: int) -> bool:
-        """Keep memory for adapters, which the KV cache may not grow into; False: too little."""
-        lengths = [sequence.max_known for sequence in self.scheduler.queues.unfinished()]
-        is_there = self._keep_for_adapters(num_bytes, lengths)
-        self._state_limits()
-        return is_there
-
-    def _keep_for_adapters(self, num_bytes: int, lengths: list[int]) -> bool:
-        """Limit the pages of every rank so that the adapters fit; False: they do not."""
-        beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
-        is_there = self.cache.reserve(beyond, lengths)
-        self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
-        return is_there
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
@@ -551,29 +389,6 @@ class Loop:
         self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
-
-    def stats(self) -> dict[str, Any]:
-        """Plain numbers; those of parts that the model or its options lack are left out."""
-        queues, prefix = self.scheduler.queues, self.scheduler.kv_manager.prefix
-        parts: dict[str, Any] = {
-            "disk": self.store if self.config.disk else None,
-            "peers": self._peers,
-            "speculation": self._proposer,
-            "adapters": self.adapters,
-            "pictures": None if self.model.tower is None else self.features,
-            "experts": self.model.expert_store,
-            "kernels": self.kernels,
-        }
-        ranks = self._followers.stats()
-        return {
-            **asdict(self._counters),
-            "running": len(queues.running),
-            "waiting": sum(sequence.fetch is None for sequence in queues.waiting),
-            **cache_stats(self.cache, prefix),
-            **{name: part.stats() for name, part in parts.items() if part is not None},
-            "adapter_bytes": self.adapters.num_bytes,
-            **({"ranks": ranks} if ranks else {}),
-        }
 
 
 def _fetched(sequence: Sequence) -> None:

@@ -288,6 +288,7 @@ class Scheduler:
             prefilling, max_prefilling, again=self.counters.preemptions == preemptions
         ):
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
+        prefilling = [s for s in prefilling if s.slot >= 0]  # those that were not preempted for it
         shares: list[tuple[Sequence, int]] = []
         room = self.prefill.most
         # A prompt that waits for a picture gets no share: perhaps another one has to go on first.

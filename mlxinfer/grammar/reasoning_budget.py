@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer
-from ..text.reasoning import MAX_LEADING_SPACE, channel_of
+from ..text.splitters import MAX_LEADING_SPACE, channel_of
 
 WORD_BITS = 32  # of a mask
 ALL = np.uint32(0xFFFFFFFF)

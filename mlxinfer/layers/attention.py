@@ -6,7 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..core import CacheSpec, KVSpec
+from ..cache_specs import CacheSpec, KVSpec
 from ..metal_kernels.attention_heads import Heads, HeadsForm
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import KVFormat

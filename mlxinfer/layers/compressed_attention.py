@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import EntrySpec, KVSpec
+from ..cache_specs import EntrySpec, KVSpec
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import AttentionShape, Mixer

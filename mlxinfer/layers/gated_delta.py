@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..metal_kernels.delta_step import DeltaStep
 from .linear import Projection
 from .norm import Norm

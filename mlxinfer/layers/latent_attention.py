@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import LatentSpec
+from ..cache_specs import LatentSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import Mixer
 from .linear import HeadLinear, Projection

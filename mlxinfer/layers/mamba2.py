@@ -6,7 +6,7 @@ numbers of a head, N = numbers of its state for each of them.
 
 import mlx.core as mx
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..metal_kernels.ssm_step import SSMStep
 from .linear import Projection
 from .norm import Norm

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import Mixer
 from .linear import Projection

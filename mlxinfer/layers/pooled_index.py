@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import PooledSpec
+from ..cache_specs import PooledSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import Mixer
 from .linear import Projection

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
-from ..core import CacheSpec
+from ..cache_specs import CacheSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection

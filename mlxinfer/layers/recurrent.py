@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..metal_kernels.conv_step import ConvStep
 from ..metal_kernels.state_step import StateStep
 from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never

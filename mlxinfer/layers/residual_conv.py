@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import Mixer
 from .linear import Projection

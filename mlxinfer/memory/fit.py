@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..cache_specs import LatentSpec
 from ..config import KVOptions
-from ..core import LatentSpec
 from ..errors import InsufficientMemoryError, UnsupportedModelError
 from ..models import load_any_config
 from ..models.config import load_config

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core import StateSpec
+from ..cache_specs import StateSpec
 from ..errors import InvalidRequestError, shown
 from ..metal_kernels.chips import CHIPS, Chip
 from ..models.language import LanguageConfig

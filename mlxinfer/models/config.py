@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..core import CacheSpec, IndexSpec, KVSpec, LatentSpec, StateSpec
+from ..cache_specs import CacheSpec, IndexSpec, KVSpec, LatentSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.rope import RopeSpec, yarn_attention_factor
 from . import registry

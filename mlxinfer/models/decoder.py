@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..core import CacheSpec
+from ..cache_specs import CacheSpec
 from ..layers.adapters import ActiveAdapters, Adapted, AdapterTarget
 from ..layers.attention import LayerMixer, Mixer
 from ..layers.linear import Embedding, Projection

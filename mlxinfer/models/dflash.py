@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import CacheSpec, KVSpec
+from ..cache_specs import CacheSpec, KVSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from ..core import KVSpec, StateSpec
+from ..cache_specs import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
 from ..layers.linear import Projection

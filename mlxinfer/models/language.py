@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from ..core import CacheSpec, IndexSpec
+from ..cache_specs import CacheSpec, IndexSpec
 from ..layers.step import Rows, Step
 from ..metal_kernels.variants import KernelUse
 from .quantization import Quantization

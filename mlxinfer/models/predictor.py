@@ -9,7 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..core import CacheSpec
+from ..cache_specs import CacheSpec
 from ..errors import CheckpointError
 from ..layers.attention import Mixer
 from ..layers.linear import Projection

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import CacheSpec
+from ..cache_specs import CacheSpec
 from ..errors import UnsupportedModelError
 from ..layers.attention import Mixer
 from ..layers.ranks import Link

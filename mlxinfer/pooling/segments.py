@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..core import CacheSpec, KVSpec, StateSpec
+from ..cache_specs import CacheSpec, KVSpec, StateSpec
 from ..errors import UnsupportedModelError
 from ..layers.step import Advance, Arrays
 from ..metal_kernels.chips import FUSED_DIMS

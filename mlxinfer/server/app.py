@@ -11,7 +11,6 @@ from .apis import (
     embeddings,
     kv,
     llama_cpp,
-    lm_studio,
     models,
     ollama,
     responses,
@@ -31,7 +30,6 @@ from .service import ServerState
 METRICS = "/metrics"
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
-    Route("POST", "/v1/chat/completions/input_tokens", chat.chat_input_tokens),
     Route("POST", "/v1/completions", completions.complete),
     Route("POST", "/completion", llama_cpp.complete_prompt),
     Route("POST", "/infill", llama_cpp.infill),
@@ -72,9 +70,6 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/api/version", ollama.ollama_version),
     Route("POST", "/api/show", ollama.show_details),
     Route("POST", "/api/pull", ollama.pull, "admin"),
-    Route("GET", "/api/v1/models", lm_studio.list_models),
-    Route("POST", "/api/v1/models/load", lm_studio.load, "admin"),
-    Route("POST", "/api/v1/models/unload", lm_studio.unload, "admin"),
     *(Route("GET", path, ops.health, "anyone") for path in ("/health", "/v1/health", "/ping")),
     Route("GET", "/version", ops.version),
     Route("GET", "/ready", ops.ready, "anyone"),
@@ -97,7 +92,6 @@ ROUTES: tuple[Route, ...] = (
 FORMS = {  # by beginning: the first that fits
     "/v1/messages": ANTHROPIC,
     "/v1/responses": RESPONSES,
-    "/api/v1/": OPENAI,
     "/api/": OLLAMA,
 }
 _PARAM = re.compile(r"\{(\w+)(:path)?\}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from .answers import RunningAnswers
-from .inputs import EmbedInput, EncodedPrompt, Input, Message, PromptLike, ScoreInput
+from .inputs import EncodedPrompt, Input, Message, PromptLike
+from .pooling_inputs import EmbedInput, ScoreInput
 
 if TYPE_CHECKING:
     import numpy as np

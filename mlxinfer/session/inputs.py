@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from ..core import SamplingParams, SamplingValues, check_names, check_switch
+from ..core import SamplingParams, check_switch
 from ..errors import InvalidRequestError, PictureError, shown
 from ..fair import NOBODY, Tenant
 
@@ -26,7 +25,6 @@ T_co = TypeVar("T_co", covariant=True)
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 PromptLike = str | Sequence[int]
-Text = PromptLike  # of a model that pools
 
 UNREADABLE = "It cannot be read."  # in the note that stands for a picture
 TEXT_ONLY = "This model reads text only."
@@ -34,24 +32,6 @@ ENDS = {
     "add_generation_prompt": "begins",
     "continue_final_message": "continues",
 }  # as fields of ChatInput
-
-
-class TextArguments(SamplingValues, total=False):
-    """Keyword arguments of LLM.stream, documented at LLM.generate."""
-
-    response_format: ResponseFormat | None
-    adapter: str | None
-
-
-class ChatArguments(TextArguments, total=False):
-    """Keyword arguments of LLM.chat, documented there."""
-
-    tools: Sequence[Message | Callable[..., Any]] | None
-    tool_choice: str | Message
-    parallel_tool_calls: bool
-    chat_template_kwargs: Mapping[str, Any] | None
-    images: Sequence[Any]
-    videos: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,196 +313,10 @@ class TextInput(Input):
         return reader.text(self, max_context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedInput:
-    """Texts that become vectors; the fields are the arguments of LLM.embed.
-
-    Attributes:
-        place: the field that errors name.
-    """
-
-    texts: Text | Sequence[Text]
-    prompt_name: str | None = None
-    prompt: str | None = None
-    dimensions: int | None = None
-    normalize: bool | None = None
-    truncate: int | bool = False
-    place: str = "input"
-
-    def __post_init__(self) -> None:
-        check_list("texts", self.texts)
-        if self.normalize is not None:
-            check_switch("normalize", self.normalize)
-
-    @property
-    def each(self) -> Sequence[Text]:
-        """The texts as a list, even if one text was given."""
-        texts: Any = self.texts
-        is_ids = bool(texts) and all(type(item) is int for item in texts)
-        return [texts] if isinstance(texts, str) or is_ids else texts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreInput:
-    """Pairs of texts to be scored; the fields are the arguments of LLM.score.
-
-    Attributes:
-        first, second: a text or several; one text goes with each of the other's.
-        names: the fields of both, for errors about the number of texts.
-        place: the field that errors about one text name.
-    """
-
-    first: str | Sequence[str]
-    second: str | Sequence[str]
-    instruction: str | None = None
-    truncate: int | bool = False
-    names: tuple[str, str] = ("a", "b")
-    place: str = "documents"
-
-    def __post_init__(self) -> None:
-        check_list(self.names[0], self.first)
-        check_list(self.names[1], self.second)
-        one, two = _as_list(self.first), _as_list(self.second)
-        if len(one) != len(two) and 1 not in (len(one), len(two)):
-            raise InvalidRequestError(
-                f"{self.names[0]} has {len(one)} texts and {self.names[1]} {len(two)}; expected "
-                "one, or as many.",
-                param=self.names[0],
-            )
-
-    @classmethod
-    def of_query(
-        cls, query: str, documents: Sequence[str], instruction: str | None, truncate: int | bool
-    ) -> Self:
-        """The pairs of a query with each of the documents."""
-        if not isinstance(query, str):
-            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
-        if isinstance(documents, str):
-            raise InvalidRequestError(
-                "documents is a text; expected a list of them.", param="documents"
-            )
-        return cls(
-            first=[query],
-            second=documents,
-            instruction=instruction,
-            truncate=truncate,
-            names=("query", "documents"),
-        )
-
-    @property
-    def pairs(self) -> tuple[list[str], list[str]]:
-        """Two lists of equal length: a first text and a second text for each pair."""
-        one, two = _as_list(self.first), _as_list(self.second)
-        count = max(len(one), len(two))
-        return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
-
-
 # -- inputs of keyword arguments ----------------------------------------------------------------
 
 
-def text_input(
-    method: str, prompt: PromptLike, params: SamplingParams | None, options: Mapping[str, Any]
-) -> TextInput:
-    """The input of a text, from the keyword arguments of LLM's `method`."""
-    arguments, sampling = _split(method, options, TextArguments)
-    return TextInput(prompt=prompt, params=params, sampling=sampling, **arguments)
-
-
-def chat_input(
-    method: str,
-    messages: str | Sequence[Message],
-    params: SamplingParams | None,
-    options: Mapping[str, Any],
-) -> ChatInput:
-    """The input of a conversation, from the keyword arguments of LLM's `method`."""
-    arguments, sampling = _split(method, options, ChatArguments)
-    variables = arguments.pop("chat_template_kwargs", None) or {}
-    if isinstance(variables, Mapping):  # anything else is refused by the input
-        arguments |= {ENDS[name]: variables[name] for name in ENDS if name in variables}
-        variables = {name: value for name, value in variables.items() if name not in ENDS}
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    tools = arguments.get("tools")
-    if isinstance(tools, Sequence) and any(map(callable, tools)):
-        from ..text.tools.functions import with_schemas
-
-        arguments["tools"] = with_schemas(tools)
-    images, videos = arguments.pop("images", ()), arguments.pop("videos", ())
-    if images or videos:
-        messages = with_images(messages, images, videos)
-    return ChatInput(
-        messages=messages,
-        params=params,
-        sampling=sampling,
-        template_variables=variables,
-        **arguments,
-    )
-
-
-def _split(
-    method: str, options: Mapping[str, Any], known: type
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a method: those of its own, and those that are fields of SamplingParams."""
-    check_names(method, options, known.__annotations__)
-    fields = SamplingValues.__annotations__
-    arguments = {name: value for name, value in options.items() if name not in fields}
-    return arguments, {name: value for name, value in options.items() if name in fields}
-
-
-def text_inputs(
-    method: str,
-    prompts: Sequence[Any],
-    params: Any,
-    form: Any,
-    adapter: Any,
-    sampling: Mapping[str, Any],
-) -> list[TextInput]:
-    """An input for each prompt; `params`, `form` and `adapter`: one for all prompts, or a list."""
-    count = len(prompts)
-    settings = zip(
-        prompts,
-        one_each(params, count, SamplingParams, "params", "SamplingParams(...)"),
-        one_each(form, count, Mapping, "response_format", '{"type": ...}'),
-        one_each(adapter, count, str, "adapter", "a name"),
-        strict=True,
-    )
-    return [
-        text_input(method, prompt, given, {**sampling, "response_format": form, "adapter": name})
-        for prompt, given, form, name in settings
-    ]
-
-
-def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
-    """A value for each of `count` prompts; `given` is one value for all, or a list."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, list | tuple):
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
-            "each.",
-            param=name,
-        )
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
-            param=name,
-        )
-    return list(given)
-
-
 # -- checks and pictures ------------------------------------------------------------------------
-
-
-def check_list(name: str, given: object) -> None:
-    """Raise InvalidRequestError unless this is a text, or a list that holds something."""
-    if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected a text, or a list with at least one.", param=name
-        )
-
-
-def _as_list(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
 
 
 def _pictures_of(message: Message) -> list[Message]:
@@ -554,43 +348,6 @@ def _fetched(message: Message, fetch: Callable[[Message], Message]) -> Message:
     return {**message, "content": parts}
 
 
-def with_images(messages: Sequence[Message], images: object, videos: object = ()) -> list[Message]:
-    """The messages with pictures and videos before the text of the last one of the user.
-
-    Args:
-        messages: of the conversation.
-        images: pictures.
-        videos: behind these, each a file or a list of frames.
-
-    Raises:
-        InvalidRequestError: `images` or `videos` is no list, or no message is the user's.
-    """
-    for name, given in (("images", images), ("videos", videos)):
-        if not isinstance(given, list | tuple):
-            what = "pictures" if name == "images" else "videos, each a file or a list of frames"
-            raise InvalidRequestError(
-                f"{name} is {shown(given)}; expected a list of {what}.", param=name
-            )
-    assert isinstance(images, list | tuple)
-    assert isinstance(videos, list | tuple)
-    seen = list(messages)
-    roles = [isinstance(message, Mapping) and message.get("role") == "user" for message in seen]
-    shown_first = [{"type": "image", "image": image} for image in images]
-    shown_first += [
-        {"type": "video", "frames" if isinstance(video, list | tuple) else "video": video}
-        for video in videos
-    ]
-    if shown_first and True not in roles:
-        name = "images" if images else "videos"
-        raise InvalidRequestError(f"{name} go with a message of the user.", param=name)
-    if shown_first:
-        place = len(roles) - 1 - roles[::-1].index(True)
-        content = seen[place].get("content") or []
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
-        seen[place] = {**seen[place], "content": [*shown_first, *parts]}
-    return seen
-
-
 def _wrapped(seed: int) -> int:
     """The seed within 64 bits: the seed of a later answer may exceed them."""
     return (seed + 2**63) % 2**64 - 2**63
@@ -607,14 +364,6 @@ def _check_variables(variables: object) -> None:
             f"chat_template_kwargs holds {taken.pop()!r}, which is an argument of its own.",
             param="chat_template_kwargs",
         )
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a text or a flat list of token ids, and not a list of such prompts."""
-    if isinstance(prompts, str):
-        return True
-    check_sequence(prompts)
-    return len(prompts) > 0 and all(type(i) is int or isinstance(i, Integral) for i in prompts)
 
 
 def check_sequence(prompt: object) -> None:

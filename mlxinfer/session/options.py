@@ -11,6 +11,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
+from ..cache_specs import CacheSpec
 from ..config import (
     MAX_IMAGE_TOKENS,
     DiskOptions,
@@ -19,7 +20,7 @@ from ..config import (
     PeerOptions,
     default_disk_folder,
 )
-from ..core import MAX_COUNT, CacheSpec, check_switch
+from ..core import MAX_COUNT, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
@@ -70,7 +71,6 @@ class EngineArguments(TypedDict, total=False):
     adapter_memory: str | int | None
     expert_memory: str | int | None
     slow_experts: bool
-    launch_ahead: bool
     speculate: str
     draft: str | Path | None
     max_draft: int
@@ -165,9 +165,6 @@ class EngineOptions:
     slow_experts: Annotated[
         bool, "With expert_memory: load the model even if a token takes seconds."
     ] = False
-    launch_ahead: Annotated[
-        bool, "Launch each step before the last one is read. Off: for debugging."
-    ] = True
     speculate: Annotated[
         str,
         "Source of proposed tokens: ngram, draft, mtp, eagle, dflash, auto or off. A step "
@@ -227,8 +224,7 @@ class EngineOptions:
         if self.dtype not in DTYPES:
             expected = f"is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}."
             raise InvalidRequestError.of("dtype", expected)
-        for name in ("prefix_cache", "launch_ahead"):
-            check_switch(name, getattr(self, name))
+        check_switch("prefix_cache", self.prefix_cache)
         if self.prefill_chunk is not None and self.prefill_slice is not None:
             raise InvalidRequestError(
                 "prefill_chunk fixes the tokens of a step, and prefill_slice says how long it may "
@@ -362,7 +358,6 @@ class EngineOptions:
             prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
             disk=disk,
             peers=peers if "disk_cache" not in model.lacks else None,
-            launch_ahead=self.launch_ahead,
         )
 
     def _check_window(self, specs: Sequence[CacheSpec]) -> None:

@@ -13,7 +13,7 @@ from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
 from ..text import encode_chat
 from ..text.tokenizer import Tokenizer, check_text, encoding_failures, exceeds_tokens
-from .inputs import Text
+from .pooling_inputs import Text
 
 CHUNK_CHARS = 1 << 20  # of texts that are encoded together: encodings take far more than ids
 

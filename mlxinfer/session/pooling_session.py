@@ -18,8 +18,8 @@ from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import LocalSession
 from .engine_factory import ModelInfo, describe
-from .inputs import EmbedInput, ScoreInput
 from .options import EngineOptions
+from .pooling_inputs import EmbedInput, ScoreInput
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, resolved
 from .session import CANARY_TOKEN, Session
 

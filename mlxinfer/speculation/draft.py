@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..cache.inputs import Move
 from ..config import EngineConfig
-from ..core import Request, SamplingParams, TokenEvent
+from ..core import Request, SamplingParams
 from ..engine.batch import (
     MAX_SHORT,
     Batch,
@@ -30,7 +30,7 @@ from ..engine.batch import (
     Sequence,
 )
 from ..engine.kernels import Chooser, choose_none
-from ..engine.loop import Loop
+from ..engine.parts import EngineParts
 from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
 from ..models.language import LanguageModel
@@ -89,15 +89,15 @@ class DraftProposer(ProposalSource):
         self._model = model
         self._vocab_size = vocab_size
         self._max_context = config.max_context
-        self._loop = Loop(model, config, _ignore, kernels=kernels)  # its parts; it has no requests
-        self._recurs = self._loop.cache.state_group is not None
+        self._parts = EngineParts(model, config, kernels=kernels)
+        self._recurs = self._parts.cache.state_group is not None
         self._config = config
         self._rejects = rejects
         self._weights: dict[Sequence, list[mx.array]] = {}  # of own sequences, by proposal
         self._set_sampler()
         self._counterparts: OrderedDict[Sequence, Counterpart] = OrderedDict()  # last used last
         # A heap: low slots first keeps tails small.
-        self._free_slots = list(range(self._loop.cache.max_batch))
+        self._free_slots = list(range(self._parts.cache.max_batch))
         self._admitted: list[Sequence] = []
         self._num_steps = 0
 
@@ -119,7 +119,7 @@ class DraftProposer(ProposalSource):
 
     def stats(self) -> dict[str, Any]:
         """Steps of the draft model, and its KV cache."""
-        cache = self._loop.cache
+        cache = self._parts.cache
         return {
             "steps": self._num_steps,
             "sequences": len(self._counterparts),
@@ -139,7 +139,7 @@ class DraftProposer(ProposalSource):
             if followed is not None:
                 rows[sequence] = followed, depth
         drafts = [counterpart.drafted for counterpart, _ in rows.values()]
-        self._loop.scheduler.kv_manager.settle(drafts)
+        self._parts.scheduler.kv_manager.settle(drafts)
         self._weights = {}
         self._run([(counterpart.drafted, depth) for counterpart, depth in rows.values()])
         return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]
@@ -164,7 +164,7 @@ class DraftProposer(ProposalSource):
             return None
         self._counterparts.move_to_end(sequence)
         drafted = counterpart.drafted
-        if not self._loop.scheduler.kv_manager.extend(drafted, drafted.num_known + depth):
+        if not self._parts.scheduler.kv_manager.extend(drafted, drafted.num_known + depth):
             self._release(sequence)
             return None
         return counterpart
@@ -177,12 +177,12 @@ class DraftProposer(ProposalSource):
         drafted.token_ids[start:] = new
         counterpart.num_followed = start + len(new)
         for token_id in new:
-            self._loop.runner.sampler.observe([drafted.slot], [token_id])
+            self._parts.runner.sampler.observe([drafted.slot], [token_id])
 
     def _forget_drawn(self, drafted: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
         if drafted.num_computed > start and self._recurs:
-            self._loop.cache.put_back(drafted.slot, self._states[drafted])
+            self._parts.cache.put_back(drafted.slot, self._states[drafted])
             num_kept = 0
         drafted.num_computed = min(drafted.num_computed, start + num_kept)
 
@@ -223,7 +223,7 @@ class DraftProposer(ProposalSource):
         num_prompt = max(sequence.num_prompt - offset, 1)
         drafted = Sequence(request, self._max_context, ids, num_prompt)
         drafted.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
-        begin = self._loop.scheduler.kv_manager.begin
+        begin = self._parts.scheduler.kv_manager.begin
         while not (self._free_slots and begin(drafted, slot=self._free_slots[0], spare=0)):
             unneeded = next((s for s in self._counterparts if s not in keep), None)
             if unneeded is None:
@@ -249,7 +249,7 @@ class DraftProposer(ProposalSource):
         self._states.pop(drafted, None)
         if drafted in self._admitted:
             self._admitted.remove(drafted)
-        self._loop.scheduler.kv_manager.end(drafted, keep=True)
+        self._parts.scheduler.kv_manager.end(drafted, keep=True)
         heapq.heappush(self._free_slots, drafted.slot)
         drafted.slot = -1
 
@@ -258,15 +258,15 @@ class DraftProposer(ProposalSource):
         self._counterparts.clear()
         self._states.clear()
         self._admitted.clear()
-        self._loop.assemble()
+        self._parts.assemble()
         self._set_sampler()
-        self._free_slots = list(range(self._loop.cache.max_batch))
+        self._free_slots = list(range(self._parts.cache.max_batch))
 
     def _set_sampler(self) -> None:
         """Draw proposals with random numbers of their own, for rejection sampling."""
         if self._rejects:
             vocab_size = self._model.config.vocab_size
-            self._loop.runner.sampler = Sampler(vocab_size, proposes=True)
+            self._parts.runner.sampler = Sampler(vocab_size, proposes=True)
 
     # -- steps of the draft model ---------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class DraftProposer(ProposalSource):
             previous = self._launch(batch, previous)
             for drafted in batch.sampling.sequences if self._recurs else ():
                 if drafted.num_pending == 1:  # the next steps are of proposals
-                    self._states[drafted] = self._loop.cache.held(drafted.slot)
+                    self._states[drafted] = self._parts.cache.held(drafted.slot)
             launched.append(previous)
         self._num_steps += len(launched)
         for step in launched:
@@ -295,7 +295,7 @@ class DraftProposer(ProposalSource):
                 drafted.num_pending -= 1
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
-        return self._loop.runner.launch(batch, previous)
+        return self._parts.runner.launch(batch, previous)
 
     def _next_batch(
         self, rows: list[tuple[Sequence, int]], *, first: bool, may_prefill: bool
@@ -330,7 +330,7 @@ class DraftProposer(ProposalSource):
             moves: from tails to pages, before it.
         """
         made = [Segment.following(drafted, n, seals=n > MAX_SHORT) for drafted, n in segments]
-        kv_manager = self._loop.scheduler.kv_manager
+        kv_manager = self._parts.scheduler.kv_manager
         batch = Batch(
             DecodeBatch.of(singles),
             short=[segment for segment in made if not segment.seals],
@@ -378,7 +378,7 @@ class DraftProposer(ProposalSource):
         """Move the tokens of a tail before position `stop` to pages."""
         move = Move(drafted.tables, drafted.slot, drafted.num_sealed, stop)
         drafted.num_sealed = stop - stop % self._config.page_size
-        self._loop.scheduler.kv_manager.wrote(drafted)
+        self._parts.scheduler.kv_manager.wrote(drafted)
         return move
 
 
@@ -392,7 +392,3 @@ def keys_within(
         for sequence, room in rooms.items()
         if room > 0
     }
-
-
-def _ignore(events: list[TokenEvent]) -> None:
-    """The draft has no requests, so nothing comes."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..cache_specs import CacheSpec
 from ..config import EngineConfig
-from ..core import CacheSpec
 from ..engine.kernels import choose_on_this_machine
 from ..engine.model_cache import absent_layers
 from ..errors import InvalidRequestError

@@ -11,7 +11,7 @@ from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.layout import LAYERS
 from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
-from mlxinfer.core import CacheSpec
+from mlxinfer.cache_specs import CacheSpec
 from mlxinfer.metal_kernels.stored import FORMATS
 
 PAGE = 16

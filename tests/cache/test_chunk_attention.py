@@ -11,7 +11,7 @@ from mlxinfer.cache import chunks
 from mlxinfer.cache.chunks import Chunk
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.metal_kernels import prompt_attention
 from mlxinfer.metal_kernels.paged_attention import Softmax
 from mlxinfer.metal_kernels.prompt_attention import BLOCKS, WHOLE

@@ -11,8 +11,8 @@ from cache.cache_layers import PAGE, Bits, Tokens, layer_of, prepare
 from mlxinfer.cache.keys_values import JointLayer, KeyValueLayer
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import KVSpec
 from mlxinfer.engine.batch import step_metadata
 from mlxinfer.metal_kernels.paged_attention import Softmax
 

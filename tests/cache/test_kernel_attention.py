@@ -8,7 +8,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from mlxinfer.cache.attention import OnMetal, kernel_part
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import Softmax
 

@@ -18,8 +18,8 @@ from mlxinfer.cache.inputs import CacheWork, Move, StepMetadata
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache_specs import LatentSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import LatentSpec
 from mlxinfer.engine.batch import step_metadata
 from mlxinfer.errors import InvalidRequestError
 

@@ -8,8 +8,8 @@ from cache.cache_layers import Bits
 from mlxinfer.cache import kv
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import lay_out
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import KVSpec
 
 PAGE = 4
 SPECS = [KVSpec(2, 24, 16), KVSpec(1, 24, 24, window=6), KVSpec(2, 24, 16)]

@@ -11,7 +11,7 @@ from mlxinfer.cache import attention
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.metal_kernels.gathered_attention import attention_weights
 from mlxinfer.metal_kernels.paged_attention import HIDDEN, Softmax
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mlxinfer.cache.latent import ranked
 from mlxinfer.cache.layout import lay_out
+from mlxinfer.cache_specs import LatentSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import LatentSpec
 from mlxinfer.errors import InvalidRequestError
 
 HEADS, DIM = 2, 3

@@ -11,7 +11,7 @@ from mlxinfer.cache import chunks
 from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.engine.batch import step_metadata
 from mlxinfer.metal_kernels import prompt_attention
 from mlxinfer.metal_kernels.paged_attention import Softmax

@@ -109,7 +109,11 @@ class Outcome:
 
 
 class Harness:
-    """A loop and what it said."""
+    """A loop and what it said.
+
+    Args:
+        launch_ahead: as the loop does by itself; False: each step is read before the next one.
+    """
 
     def __init__(
         self,
@@ -119,8 +123,10 @@ class Harness:
         proposer: Proposer | None = None,
         adapters: Mapping[str, Path] | None = None,
         followers: Followers = NO_FOLLOWERS,
+        launch_ahead: bool = True,
         **changes: object,
     ) -> None:
+        self._launch_ahead = launch_ahead
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
         self.loop = Loop(
@@ -176,6 +182,8 @@ class Harness:
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
             self.loop.turn()
+            if not self._launch_ahead:
+                self.loop._read(0)
             self.turns += 1
 
     def drain(self, max_turns: int = 5000) -> dict[str, Outcome]:

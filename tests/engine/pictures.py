@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from engine.harness import model_of
 
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.images import Picture, PlacedPicture, Tile
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.towers import Features

@@ -15,8 +15,8 @@ from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
 from speculation.head_names import MTP_CASES
 
+from mlxinfer.cache_specs import BlockSpec, CacheSpec, EntrySpec, KVSpec, LatentSpec, PooledSpec
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import BlockSpec, CacheSpec, EntrySpec, KVSpec, LatentSpec, PooledSpec
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model

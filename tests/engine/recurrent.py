@@ -15,7 +15,7 @@ import numpy as np
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.state import Arrays, Place, Read
-from mlxinfer.core import StateSpec
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.variants import KernelUse, ModelForm
 from mlxinfer.models import load

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from models.cases import CASES
 from models.dense_kv import DenseCache, dense_cache
 
+from mlxinfer.cache_specs import CacheSpec, KVSpec, LatentSpec, StateSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import CacheSpec, KVSpec, LatentSpec, SamplingParams, StateSpec
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.session.options import EngineOptions
 

@@ -7,7 +7,7 @@ from mlxinfer.core import SamplingParams, TokenEvent
 
 def test_a_first_token_waits_for_no_later_step() -> None:
     """Steps are launched one ahead, but not before a first token was read."""
-    harness = Harness(tiny_model("qwen3-v4"), launch_ahead=True, prefill_chunk=32)
+    harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=32)
     counters, take = harness.loop.scheduler.counters, harness.loop._emit
     launched: dict[str, list[int]] = {"stream": [], "late": []}
 

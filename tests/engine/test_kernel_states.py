@@ -15,7 +15,8 @@ from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.state import StateBlock, StatePart, runs_of
-from mlxinfer.core import SamplingParams, StateSpec
+from mlxinfer.cache_specs import StateSpec
+from mlxinfer.core import SamplingParams
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.layers.gated_delta import KimiDelta
 from mlxinfer.layers.linear import Linear

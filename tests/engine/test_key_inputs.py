@@ -41,12 +41,12 @@ def test_the_options_of_the_engine() -> None:
     named = {"page_size", "kv"}
     sizes = {"max_batch", "max_context", "kv_budget_bytes", "num_pages"}
     sizes |= {"feature_bytes", "adapter_bytes"}
-    when = {"prefill_chunk", "prefill_slice_s", "prefill_fixed", "launch_ahead"}  # not what
+    when = {"prefill_chunk", "prefill_slice_s", "prefill_fixed"}  # not what
     where = {"prefix_cache", "disk", "peers"}
     assert named | sizes | when | where == {field.name for field in fields(EngineConfig)}
     model = tiny_model(CASE)
     assert identity(model, page_size=32) != identity(model)
-    assert identity(model, max_batch=4, prefill_chunk=32, launch_ahead=False) == identity(model)
+    assert identity(model, max_batch=4, prefill_chunk=32) == identity(model)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(KVOptions)])

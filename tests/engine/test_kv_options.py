@@ -15,8 +15,9 @@ from models.dense_kv import DenseCache, DenseLayerKV
 from mlxinfer.cache.keys_values import KeyValueLayer, LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import LayerCache, lay_out
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.layers.attention import Attention
 from mlxinfer.layers.rope import RopeSpec, rope_of

@@ -44,14 +44,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.picture_cases import ALL_PICTURE_CASES
 
+from mlxinfer.cache_specs import CacheSpec, KVSpec, LatentSpec
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import (
-    CacheSpec,
-    FinishReason,
-    KVSpec,
-    LatentSpec,
-    SamplingParams,
-)
+from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine import snapshots
 from mlxinfer.engine.followers import NO_FOLLOWERS
 from mlxinfer.images import Picture, PlacedPicture

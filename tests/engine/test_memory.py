@@ -13,8 +13,9 @@ from models.runs import every
 
 from mlxinfer.cache.kv import FIRST_PAGES, KVCache, page_counts
 from mlxinfer.cache.layout import lay_out
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import KVOptions
-from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.core import SamplingParams
 from mlxinfer.engine.loop import MAX_CACHED_BYTES
 from mlxinfer.errors import InsufficientMemoryError
 from mlxinfer.speculation.controller import FixedDepth

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.core import StateSpec
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.layers.gated_delta import GatedDeltaNet
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm

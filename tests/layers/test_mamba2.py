@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.core import StateSpec
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.mamba2 import Mamba2
 from mlxinfer.layers.norm import RMSNorm

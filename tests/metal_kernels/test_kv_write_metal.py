@@ -11,7 +11,7 @@ from models.runs import every
 
 from mlxinfer.cache.keys_values import rotatable
 from mlxinfer.cache.paged import unrotated
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.attention_heads import MAX_DIM, Heads, HeadsForm, hadamard_order

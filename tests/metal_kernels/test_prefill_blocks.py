@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.metal_kernels import paged_attention
-from mlxinfer.metal_kernels.paged_attention import attend_in_tiles, block_edges
+from mlxinfer.metal_kernels import block_attention
+from mlxinfer.metal_kernels.block_attention import attend_in_tiles, block_edges
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 HEADS, DIMS = 2, (192, 128)
@@ -32,8 +32,8 @@ def expected(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, start: i
 def test_joined_blocks_are_one_softmax(
     start: int, count: int, most_keys: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "LEAST_KEYS", most_keys)
-    monkeypatch.setattr(paged_attention, "EXPANDED_BYTES", 1)
+    monkeypatch.setattr(block_attention, "LEAST_KEYS", most_keys)
+    monkeypatch.setattr(block_attention, "EXPANDED_BYTES", 1)
     rng = np.random.default_rng([SEED, start, count])
     shapes = (count, HEADS, DIMS[0]), *((HEADS, start + count, dim) for dim in DIMS)
     queries, keys, values = (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.core import (
+from mlxinfer.cache_specs import (
     BlockSpec,
     CacheSpec,
     EntrySpec,

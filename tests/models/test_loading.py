@@ -17,7 +17,7 @@ from models.random_weights import tiny_tensors
 from models.runs import every
 from models.tiny import tiny_checkpoint, tiny_config, write
 
-from mlxinfer.core import KVSpec
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from mlxinfer.layers.mlp import limited_swiglu
 from mlxinfer.layers.step import Step

@@ -10,7 +10,7 @@ from models.dense_kv import DenseCache
 from models.runs import runs
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.core import StateSpec
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.rope import FusedRope, LongRope, MultiRope
 from mlxinfer.models import load

@@ -13,8 +13,8 @@ from models.names import Shape, expanded
 from models.published import PUBLISHED
 from models.runs import every
 
+from mlxinfer.cache_specs import StateSpec
 from mlxinfer.cli._inspect import share_of_token
-from mlxinfer.core import StateSpec
 from mlxinfer.memory.fit import kv_bytes
 from mlxinfer.memory.roofline import Work, estimate, machine
 from mlxinfer.memory.suggestions import KV_BYTES, suggestions

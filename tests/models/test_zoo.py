@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from models.zoo_configs import OVERRIDES, SLIDING, small_config
 from models.zoo_table import randomise, row, small_model
 
-from mlxinfer.core import KVSpec, OwnCacheSpec
+from mlxinfer.cache_specs import KVSpec, OwnCacheSpec
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models import load_any, load_any_config
 from mlxinfer.models.zoo import choice, definitions

@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 from models.runs import every
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.core import SamplingParams
 from mlxinfer.engine import snapshots
 from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import CheckpointError, InvalidRequestError

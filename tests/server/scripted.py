@@ -10,7 +10,8 @@ from live_server import LiveServer
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.limits import EngineLimits
 from mlxinfer.server.slots import ServedModel
-from mlxinfer.session.session import RequestBuilder, Session
+from mlxinfer.session.request_builder import RequestBuilder
+from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
 from tests.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""Paths and fields of llama.cpp, vLLM and LM Studio that clients look for."""
+"""Paths and fields of llama.cpp and vLLM that clients look for."""
 
 from typing import Any
 
@@ -103,15 +103,3 @@ def test_a_grammar_of_llama_cpp_binds_the_answer(server: LiveServer, field: str)
 def test_options_of_a_stream_have_no_effect_without_one(server: LiveServer) -> None:
     body = chat("Hello", max_tokens=2, stream_options={"include_usage": True})
     assert server.post(CHAT, body).json()["object"] == "chat.completion"
-
-
-def test_lm_studio_s_clients_list_and_load(server: LiveServer) -> None:
-    (model,) = server.get("/api/v1/models").json()["models"]
-    assert (model["key"], model["type"], model["max_context_length"]) == ("demo", "llm", 2048)
-    assert model["loaded_instances"] == [{"id": "demo", "config": {"context_length": 2048}}]
-    loaded = server.post("/api/v1/models/load", {"model": "demo", "context_length": 1024}).json()
-    assert (loaded["instance_id"], loaded["status"]) == ("demo", "loaded")
-    refused = server.post("/api/v1/models/load", {"model": "demo", "context_length": 4096})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "context_length")
-    missing = server.post("/api/v1/models/unload", {"instance_id": "none"})
-    assert missing.status_code == 404

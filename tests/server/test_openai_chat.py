@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 from sdk_clients import HELLO, openai_client, strictly
 
 from mlxinfer import __version__
-from mlxinfer.session import session
+from mlxinfer.session import request_builder
 from mlxinfer.text.fim import FimTokens
 
 COMPLETIONS = "/v1/completions"
@@ -140,7 +140,7 @@ def test_a_stream_says_how_far_its_prompt_is(
 ) -> None:
     """After each step with a part of it, and with what was in the cache, as llama.cpp does."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
-    monkeypatch.setattr(session, "fim_tokens", lambda _: marks)
+    monkeypatch.setattr(request_builder, "fim_tokens", lambda _: marks)
     text = f"{path} one two three four five six seven eight " * 60
     asked = chat(text, max_tokens=2, return_progress=True)
     asked |= {"prompt": text} if path in ("/v1/completions", "/completion") else {}

@@ -13,7 +13,7 @@ from text.text_data import KINDS, load_tokenizer
 from mlxinfer import LLM
 from mlxinfer.core import TokenLogprobs
 from mlxinfer.server.apis.usage import LogprobsWriter
-from mlxinfer.session import session
+from mlxinfer.session import request_builder
 from mlxinfer.session.session import Session
 from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
@@ -283,7 +283,7 @@ def test_what_was_typed_since_is_all_that_is_computed(
 ) -> None:
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
-    monkeypatch.setattr(session, "fim_tokens", lambda _: marks)
+    monkeypatch.setattr(request_builder, "fim_tokens", lambda _: marks)
     assert isinstance(live.model.session, Session)
     page = live.model.session.limits.page_size
     lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]

@@ -13,7 +13,8 @@ from live_server import CHAT, LiveServer, chat
 from scripted import TEMPLATE, ScriptedServer, teach
 from text.text_data import load_tokenizer
 
-from mlxinfer.session.session import RequestBuilder, Session
+from mlxinfer.session.request_builder import RequestBuilder
+from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
 
 

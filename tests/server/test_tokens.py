@@ -29,12 +29,6 @@ def test_a_conversation_has_the_tokens_that_chat_counts(server: LiveServer) -> N
     assert bare["count"] < answer["count"]
 
 
-def test_tokens_of_a_chat_are_counted_as_llama_cpp_counts_them(server: LiveServer) -> None:
-    counted = server.post(f"{CHAT}/input_tokens", chat("Hello")).json()
-    answered = server.post(CHAT, chat("Hello", max_tokens=1)).json()
-    assert counted["input_tokens"] == answered["usage"]["prompt_tokens"]
-
-
 def test_the_template_and_the_named_tokens_are_told(server: LiveServer) -> None:
     info = server.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>"

@@ -11,7 +11,7 @@ from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 
 from mlxinfer import LLM, SamplingParams
-from mlxinfer.session.session import LAST_TURNS, turn_ends
+from mlxinfer.session.request_builder import LAST_TURNS, turn_ends
 
 DEMO = Path(__file__).parents[1] / "data" / "demo-bf16"
 SYSTEM = " ".join(f"Rule {i}: answer briefly, in plain words." for i in range(12))

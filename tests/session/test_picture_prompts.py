@@ -11,7 +11,7 @@ from session.picture_chats import CHATS
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput
 from mlxinfer.session.pictures import PictureReader
-from mlxinfer.session.session import RequestBuilder
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import Tokenizer
 
 REFERENCES = Path(__file__).parents[1] / "data" / "pictures" / "prompts.json"

@@ -20,10 +20,11 @@ from mlxinfer.errors import (
 from mlxinfer.images import Picture, Shown, Tile, process
 from mlxinfer.images.process import Source
 from mlxinfer.killable import Message
+from mlxinfer.session.arguments import with_images
 from mlxinfer.session.engine_factory import ModelInfo
-from mlxinfer.session.inputs import ChatInput, with_images
+from mlxinfer.session.inputs import ChatInput
 from mlxinfer.session.pictures import PictureReader, PreparedKey, PreparedPictures
-from mlxinfer.session.session import RequestBuilder
+from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import Tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|see|>", "<start_of_image>"]

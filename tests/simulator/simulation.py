@@ -105,7 +105,7 @@ class Simulation:
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
             proposer=self.proposer,
-            num_stages=sizes.num_stages if sizes.launch_ahead else 1,
+            num_stages=sizes.num_stages,
             features=self.features,
         )
         self.kv = FakeKV(
@@ -187,8 +187,6 @@ class Simulation:
             step, runs = steps[-1], self._read(self.scheduler.max_in_flight(batch))
             if runs and step.unsampled:
                 self._sample_constrained(step)
-        if not self.sizes.launch_ahead:
-            self._read(0)
         self._check()
 
     def _see(self) -> None:

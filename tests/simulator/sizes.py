@@ -16,7 +16,6 @@ class Sizes:
     max_batch: int
     prefill_chunk: int
     reuse: bool
-    launch_ahead: bool
     headroom: int
     vocab: int
     disk: bool
@@ -59,7 +58,6 @@ def draw_sizes(rng: random.Random, *, tight: bool, disk: bool, extra_pages: int)
         max_batch=max_batch,
         prefill_chunk=chunk,
         reuse=disk or rng.random() < 0.85,
-        launch_ahead=rng.random() < 0.75,
         headroom=rng.choice([0, 2, 8]),
         vocab=rng.choice([2, 16, 1000]),
         disk=disk,

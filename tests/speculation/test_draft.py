@@ -60,7 +60,7 @@ def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -
     resize, lost = PagedLayer.resize_tails, list[bool]()
 
     def checked(layer: PagedLayer, num_slots: int) -> None:
-        if layer in source._loop.cache.paged:
+        if layer in source._parts.cache.paged:
             drafts = [counterpart.drafted for counterpart in source._counterparts.values()]
             held = [drafted.slot for drafted in drafts if drafted.num_computed > drafted.num_sealed]
             lost.append(num_slots <= max(held, default=0))
@@ -121,7 +121,7 @@ def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
         harness.add(name, prompt(100), GREEDY)
         harness.drain()
     (source,) = speculation._sources
-    prefix = source._loop.scheduler.kv_manager.prefix  # type: ignore[attr-defined]
+    prefix = source._parts.scheduler.kv_manager.prefix  # type: ignore[attr-defined]
     assert prefix.tokens_reused >= 96
 
 
@@ -131,7 +131,7 @@ def test_a_draft_that_fails_is_switched_off_for_the_request_and_logged(
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
     (source,) = speculation._sources
-    runner = source._loop.runner  # type: ignore[attr-defined]
+    runner = source._parts.runner  # type: ignore[attr-defined]
     launch, left = runner.launch, [7]
 
     def breaking(*given: object) -> object:

@@ -137,7 +137,7 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
     for name in "ab":
         harness.add(name, prompt(100), GREEDY)
         harness.drain()
-    prefix = source._loop.scheduler.kv_manager.prefix
+    prefix = source._parts.scheduler.kv_manager.prefix
     assert prefix.tokens_reused >= 80
     assert speculation.stats()["accepted"] == speculation.stats()["drafted"]
 
@@ -147,7 +147,7 @@ def test_a_head_shares_nothing_between_pictures() -> None:
     model, head = with_head("qwen3_5_text-v4", right=False)
     model = with_tower(model)
     speculation, source = speculation_of(model, head)
-    harness, prefix = Harness(model, proposer=speculation), source._loop.scheduler.kv_manager.prefix
+    harness, prefix = Harness(model, proposer=speculation), source._parts.scheduler.kv_manager.prefix
     reused = []
     for name, seed in enumerate((1, 2, 1)):
         ids, pictures = placed(prompt(40), picture(seed, 4, 4), prompt(60))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...core import LatentSpec
+from ...cache_specs import LatentSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
 from ...layers.latent_attention import (

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...core import EntrySpec, KVSpec
+from ...cache_specs import EntrySpec, KVSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
 from ...layers.compressed_attention import CompressedAttention, Compressor, EntryIndex, Series

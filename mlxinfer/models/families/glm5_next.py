@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...core import PooledSpec
+from ...cache_specs import PooledSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.latent_attention import LatentAttention, PooledAttention
 from ...layers.linear import Linear

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from ...core import KVSpec, StateSpec
+from ...cache_specs import KVSpec, StateSpec
 from ...errors import CheckpointError
 from ...layers.block_residual import (
     BlockLayer,

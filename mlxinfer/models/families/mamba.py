@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...core import StateSpec
+from ...cache_specs import StateSpec
 from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...core import BlockSpec
+from ...cache_specs import BlockSpec
 from ...errors import UnsupportedModelError
 from ...layers.attention import Mixer
 from ...layers.linear import Projection

@@ -11,7 +11,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ...core import PooledSpec, StateSpec
+from ...cache_specs import PooledSpec, StateSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import Mixer
 from ...layers.hyper_connections import GatedConnection, StreamLayer, StreamMixture, Streams

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...core import StateSpec
+from ...cache_specs import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet

@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...core import CacheSpec, KVSpec
+from ...cache_specs import CacheSpec, KVSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.step import Step
 from ...memory import raise_file_limit

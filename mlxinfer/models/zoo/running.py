@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ...core import CacheSpec, KVSpec, OwnCacheSpec
+from ...cache_specs import CacheSpec, KVSpec, OwnCacheSpec
 from ...layers.attention import AttentionShape
 from ...layers.step import Rows, Step
 from ...metal_kernels.paged_attention import Softmax

@@ -408,14 +408,6 @@ async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     return writer.whole(await answers.aresults())
 
 
-async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
-    """Count the tokens of a conversation with its tools (llama.cpp's form)."""
-    model = await call.model(body.model)
-    await read_pdfs(call, pdfs_of(body.messages))
-    ids = await call.encode(model, lambda: read(body, model, DeclaredTools()))
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
-
-
 @dataclass(slots=True)
 class ChatWriter:
     """Writes the answers to one request: whole, or as chunks.

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError
 from ...outputs import ranked
-from ...session.inputs import EmbedInput, ScoreInput
+from ...session.pooling_inputs import EmbedInput, ScoreInput
 from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import SharingBody

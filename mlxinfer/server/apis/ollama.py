@@ -16,7 +16,8 @@ from ...core import MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
 from ...session.answers import Answers, AnswerStep
-from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
+from ...session.inputs import ChatInput, Input, TextInput
+from ...session.pooling_inputs import EmbedInput
 from ...text import Content
 from ..call import Call
 from ..errors import HttpError

@@ -11,7 +11,7 @@ import re
 
 from ...errors import InvalidRequestError, TemplateError
 from ..reader import Malformed, Parse, TextReader
-from ..reasoning import BLOCK_END, CALL_BLOCK, MODEL_BLOCK
+from ..splitters import BLOCK_END, CALL_BLOCK, MODEL_BLOCK
 from ..template import ChatTemplate
 from ..tokenizer import Tokenizer
 from .cores import (

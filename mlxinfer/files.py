@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -127,3 +128,15 @@ def other_build(indexed: Iterable[str], present: Iterable[str]) -> list[str]:
     if len(whole) != 1 or names & set(indexed) - set(whole[0]):
         return []
     return whole[0]
+
+
+def data_folder() -> Path:
+    """The folder of what this user keeps; XDG_DATA_HOME moves it."""
+    data = os.environ.get("XDG_DATA_HOME")
+    if data:
+        folder = Path(data).expanduser()
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library/Application Support"
+    else:
+        folder = Path.home() / ".local/share"
+    return folder / "mlxinfer"

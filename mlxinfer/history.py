@@ -23,12 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from .database import Database
-from .errors import (
-    ConversationNotFoundError,
-    HistoryError,
-    InvalidRequestError,
-    StorageFullError,
-)
+from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError, StorageFullError
+from .files import data_folder
 
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
@@ -185,18 +181,6 @@ def default_place() -> Path | None:
     if given:
         return None if given == "off" else Path(given).expanduser()
     return data_folder() / "history.db"
-
-
-def data_folder() -> Path:
-    """The folder of what this user keeps; XDG_DATA_HOME moves it."""
-    data = os.environ.get("XDG_DATA_HOME")
-    if data:
-        folder = Path(data).expanduser()
-    elif sys.platform == "darwin":
-        folder = Path.home() / "Library/Application Support"
-    else:
-        folder = Path.home() / ".local/share"
-    return folder / "mlxinfer"
 
 
 def pictures_kept(message: StoredMessage) -> list[str]:

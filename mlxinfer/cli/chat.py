@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from ..config.file import find_config_file, read_config_file
 from ..errors import ContextLengthError
-from ..history import data_folder
+from ..files import data_folder
 from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report

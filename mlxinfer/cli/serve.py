@@ -23,7 +23,8 @@ from ..errors import (
     InvalidRequestError,
     ModelError,
 )
-from ..history import History, data_folder, default_place
+from ..files import data_folder
+from ..history import History, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
 from ._configuration import (
     PREFIX,

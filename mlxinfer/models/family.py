@@ -6,7 +6,7 @@ the architecture.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ from ..layers.step import Layer, Rope
 from ..metal_kernels.attention_heads import HeadsForm
 from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
+from .forms import HeadNorms, MTPForm
 from .jsonfields import Fields
 from .language import arrays
 from .registry import language_name, name_ahead
@@ -34,32 +35,6 @@ from .weights.weights import Weights
 
 # Ends of the names of experts' stacks on the hub, where they are no modules of their own.
 PACKED = (".experts.gate_up_proj", ".experts.down_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMS norms over each head of Q and K.
-
-    Attributes:
-        names: of both in a checkpoint.
-        values: V has one too, without weights.
-    """
-
-    names: tuple[str, str] = ("q_norm", "k_norm")
-    values: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MTPForm:
-    """How the predictor of an architecture is read.
-
-    Attributes:
-        norm_offset: what is added to its stored norm weights; None: as in the model.
-        before_norm: it reads hidden states before the last norm, not behind it.
-    """
-
-    norm_offset: float | None = None
-    before_norm: bool = False
 
 
 class Family:

@@ -18,7 +18,8 @@ from ..errors import InvalidRequestError
 from ..layers.step import FINAL
 from .config import SLIDING, ModelConfig
 from .decoder import Model
-from .family import PACKED, Family, MTPForm
+from .family import PACKED, Family
+from .forms import MTPForm
 from .predictor import (
     JoinedBlock,
     Predictor,

@@ -147,7 +147,8 @@ def test_a_head_shares_nothing_between_pictures() -> None:
     model, head = with_head("qwen3_5_text-v4", right=False)
     model = with_tower(model)
     speculation, source = speculation_of(model, head)
-    harness, prefix = Harness(model, proposer=speculation), source._parts.scheduler.kv_manager.prefix
+    harness = Harness(model, proposer=speculation)
+    prefix = source._parts.scheduler.kv_manager.prefix
     reused = []
     for name, seed in enumerate((1, 2, 1)):
         ids, pictures = placed(prompt(40), picture(seed, 4, 4), prompt(60))

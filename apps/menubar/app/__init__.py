@@ -33,7 +33,7 @@ def main(*, background: bool = False, folder: Path | None = None) -> None:
     Raises:
         ImportError: Toga is not installed.
     """
-    from ..history import data_folder
+    from ..files import data_folder
     from .instance import Instance
 
     place = folder or data_folder()

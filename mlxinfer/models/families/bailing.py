@@ -8,7 +8,8 @@ from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated, limited_swiglu
 from ...layers.rope import RopeSpec
 from ..config import ModelConfig
-from ..family import Family, MTPForm
+from ..family import Family
+from ..forms import MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
 

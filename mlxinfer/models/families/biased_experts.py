@@ -17,7 +17,8 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
-from ..family import Family, HeadNorms, MTPForm
+from ..family import Family
+from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, shared_expert, with_experts
 from .llama import Ernie4_5

@@ -9,7 +9,8 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, read_layer_types
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 
 

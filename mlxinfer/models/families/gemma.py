@@ -6,7 +6,8 @@ from typing import ClassVar
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 
 SPANS = "sees_spans"  # our own key: features of a picture see each other

@@ -20,7 +20,8 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
 from ..decoder import Entry
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .gemma import language_fields

@@ -26,7 +26,8 @@ from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts

@@ -9,7 +9,8 @@ from ...layers.mlp import FeedForward
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family, MTPForm
+from ..family import Family
+from ..forms import MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .deepseek import (

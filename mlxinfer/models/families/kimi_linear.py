@@ -14,7 +14,8 @@ from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ...layers.recurrent import CausalConv
 from ..config import FULL, ModelConfig
-from ..family import Family, MTPForm
+from ..family import Family
+from ..forms import MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .mixtral import PROJECTIONS

@@ -16,7 +16,8 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import ResidualLayer
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 from .mixtral import PROJECTIONS
 

@@ -11,7 +11,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import MTPForm
+from ..forms import MTPForm
 from ..jsonfields import Fields
 from .biased_experts import Dots1
 from .deepseek import PLAIN_ROUTING

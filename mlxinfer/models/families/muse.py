@@ -12,7 +12,8 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
 from ..decoder import Entry, ResidualLayer
-from ..family import Family, HeadNorms
+from ..family import Family
+from ..forms import HeadNorms
 from ..jsonfields import Fields
 
 

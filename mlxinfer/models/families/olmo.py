@@ -12,7 +12,8 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Layer
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..decoder import ResidualLayer
-from ..family import Family, HeadNorms, MTPForm
+from ..family import Family
+from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import joint_conv
 from .qwen_hybrid import conv_widths, value_heads, with_delta_states

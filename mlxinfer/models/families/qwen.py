@@ -7,7 +7,8 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types, stated_layer_types
-from ..family import Family, HeadNorms, MTPForm
+from ..family import Family
+from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 

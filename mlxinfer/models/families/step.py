@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig, read_rope
-from ..family import Family, MTPForm
+from ..family import Family
+from ..forms import MTPForm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited

@@ -1,0 +1,29 @@
+"""Forms that families name: the norms of heads, and how a predictor is read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of Q and K.
+
+    Attributes:
+        names: of both in a checkpoint.
+        values: V has one too, without weights.
+    """
+
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MTPForm:
+    """How the predictor of an architecture is read.
+
+    Attributes:
+        norm_offset: what is added to its stored norm weights; None: as in the model.
+        before_norm: it reads hidden states before the last norm, not behind it.
+    """
+
+    norm_offset: float | None = None
+    before_norm: bool = False

@@ -12,12 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    ConversionError,
-    InvalidRequestError,
-    ModelError,
-    UnsupportedModelError,
-)
+from ..errors import ConversionError, InvalidRequestError, ModelError, UnsupportedModelError
 from ..memory import give_back_memory, human_bytes
 from ..models.config import load_config, normalise
 from ..models.jsonfields import Fields, read_json
@@ -46,13 +41,7 @@ from .read import MLXFormat, SourceModel
 from .read.folder import open_folder
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
-from .sidefiles import (
-    config_json,
-    has_tokenizer,
-    index_json,
-    write_json,
-    write_side_files,
-)
+from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
 from .verify import Progress
 from .workplace import Workplace, check_target, working
 from .write import (

@@ -29,12 +29,7 @@ from .gathered_attention import (
 )
 from .kv_write import stored
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
-from .paged_attention import (
-    HIDDEN,
-    Softmax,
-    paged_attention_gathered,
-    paged_attention_on_metal,
-)
+from .paged_attention import HIDDEN, Softmax, paged_attention_gathered, paged_attention_on_metal
 from .prompt_attention import BLOCKS, WHOLE, attend_over_blocks, attend_to_all, sees_before
 from .stored import FORMATS, PLAIN, KVFormat, Plane
 from .variants import KERNEL, Case, Form, Kind, Outputs, Variant

@@ -6,12 +6,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .attention_plan import (
-    BLOCK,
-    AttentionPlan,
-    AttentionPlanner,
-    tile_sizes,
-)
+from .attention_plan import BLOCK, AttentionPlan, AttentionPlanner, tile_sizes
 from .launch import MIN_NUMBERS
 from .paged_attention import paged_attention_on_metal
 from .stored import PLAIN, Plane

@@ -18,14 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plan import (
-    LANES,
-    WHOLE_DIM,
-    AttentionPlan,
-    Shape,
-    prefill_shape,
-    threadgroup_shape,
-)
+from .attention_plan import LANES, WHOLE_DIM, AttentionPlan, Shape, prefill_shape, threadgroup_shape
 from .launch import Launch, MetalKernel, TemplateValue
 from .stored import KVFormat, Plane, part_names, plane_text
 

@@ -13,14 +13,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from .attention_heads import Heads, HeadsForm
-from .kv_write import (
-    HEADS_AT_ONCE,
-    LANES,
-    MAX_LAUNCHES,
-    kv_write_twin,
-    stored_outputs,
-    template_of,
-)
+from .kv_write import HEADS_AT_ONCE, LANES, MAX_LAUNCHES, kv_write_twin, stored_outputs, template_of
 from .launch import Launch, MetalKernel
 
 COPIED = 8  # tokens of a head that a SIMD group copies; divides R

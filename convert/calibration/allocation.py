@@ -12,17 +12,7 @@ from dataclasses import dataclass, field, replace
 from ..arrange import ArrangedSource, OutputTensor
 from ..plan import ConversionPlan, PlannedTensor, dense_dtype
 from ..read import MLXFormat
-from ..recipes import (
-    BITS,
-    GROUPS,
-    ROUTERS,
-    Recipe,
-    affine,
-    fits,
-    fitting,
-    floor_bits,
-    quantisable,
-)
+from ..recipes import BITS, GROUPS, ROUTERS, Recipe, affine, fits, fitting, floor_bits, quantisable
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,7 @@ from ..errors import InvalidRequestError, ModelError
 from ..mcp_tools import McpTools
 from ..session.options import EngineOptions
 from ._model import fetch, pooling_of
-from ._options import (
-    ENGINE_NAMES,
-    PEER_NAMES,
-    RANK_NAMES,
-    engine_arguments,
-)
+from ._options import ENGINE_NAMES, PEER_NAMES, RANK_NAMES, engine_arguments
 from ._output import note, printable
 
 if TYPE_CHECKING:

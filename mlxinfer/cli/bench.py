@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import (
-    API_KEY,
-    Option,
-    engine_options,
-    json_option,
-    llm_arguments,
-    model_option,
-)
+from ._options import API_KEY, Option, engine_options, json_option, llm_arguments, model_option
 
 if TYPE_CHECKING:
     from ..bench.report import Report

@@ -17,12 +17,7 @@ from click.core import ParameterSource
 from .. import hub
 from ..config.file import ModelEntry, parse_duration
 from ..core import EFFORTS
-from ..errors import (
-    DeviceLostError,
-    InsufficientMemoryError,
-    InvalidRequestError,
-    ModelError,
-)
+from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError, ModelError
 from ..files import data_folder
 from ..history import History, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes

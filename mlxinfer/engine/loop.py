@@ -21,12 +21,7 @@ from ..errors import (
 )
 from ..models.language import LanguageModel
 from .batch import Batch, Sequence
-from .events import (
-    failed_event,
-    progress_events,
-    prompt_logits_events,
-    token_events,
-)
+from .events import failed_event, progress_events, prompt_logits_events, token_events
 from .followers import NO_FOLLOWERS, Followers
 from .grammar_masks import fill_masks
 from .kernels import Chooser, choose_none

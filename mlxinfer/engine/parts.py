@@ -4,9 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import (
-    InvalidRequestError,
-)
+from ..errors import InvalidRequestError
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable

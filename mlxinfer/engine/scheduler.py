@@ -24,15 +24,7 @@ import numpy as np
 from ..cache.inputs import Move
 from ..core import FinishReason
 from ..fair import Tenant
-from .batch import (
-    MAX_SHORT,
-    Batch,
-    CommitResult,
-    DecodeBatch,
-    Proposal,
-    Segment,
-    Sequence,
-)
+from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Proposal, Segment, Sequence
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .prefill import PrefillSizer

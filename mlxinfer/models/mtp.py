@@ -20,13 +20,7 @@ from .config import SLIDING, ModelConfig
 from .decoder import Model
 from .family import PACKED, Family
 from .forms import MTPForm
-from .predictor import (
-    JoinedBlock,
-    Predictor,
-    PredictorBlock,
-    StreamBlock,
-    weights_beside,
-)
+from .predictor import JoinedBlock, Predictor, PredictorBlock, StreamBlock, weights_beside
 from .registry import family, language_name, layer_ahead, name_ahead
 
 _LAYER = re.compile(r"^(?:mtp\.layers|mtp_block|model\.layers)\.\d+\.")

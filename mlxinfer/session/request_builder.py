@@ -8,11 +8,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..core import Grammar, Request, SamplingParams, check_token_ids
-from ..errors import (
-    InvalidRequestError,
-    PromptTooLongError,
-    UnsupportedFieldError,
-)
+from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..text import (
@@ -39,15 +35,7 @@ from ..text.tokenizer import exceeds_tokens
 from .answers import Answer
 from .engine_factory import ModelInfo
 from .guard import Guard
-from .inputs import (
-    UNREADABLE,
-    ChatInput,
-    EncodedPrompt,
-    Input,
-    Message,
-    TextInput,
-    check_sequence,
-)
+from .inputs import UNREADABLE, ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
 from .pictures import PictureReader
 from .prompt_scores import PromptScores
 

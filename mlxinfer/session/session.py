@@ -13,32 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import SamplingParams
 from ..engine.own_pages import OwnPages
-from ..errors import (
-    InvalidRequestError,
-    shown,
-)
+from ..errors import InvalidRequestError, shown
 from ..models import Watch
 from ..speculation.options import kind_of
-from ..text import (
-    INCOMPLETE,
-    ReasoningFormat,
-    Tokenizer,
-    fim_tokens,
-    thinking_levels,
-)
+from ..text import INCOMPLETE, ReasoningFormat, Tokenizer, fim_tokens, thinking_levels
 from ..text import tool_format as find_tool_format
 from .answers import Answers
 from .base import LocalSession
 from .engine_factory import ModelInfo, check_draft, open_engine, require_room
-from .inputs import (
-    ChatInput,
-    EncodedPrompt,
-    Input,
-    Message,
-    PromptLike,
-    TextInput,
-    check_sequence,
-)
+from .inputs import ChatInput, EncodedPrompt, Input, Message, PromptLike, TextInput, check_sequence
 from .model_params import chat_params
 from .options import EngineOptions
 from .pictures import PictureReader

@@ -21,14 +21,7 @@ import mlx.core as mx
 from ..cache.inputs import Move
 from ..config import EngineConfig
 from ..core import Request, SamplingParams
-from ..engine.batch import (
-    MAX_SHORT,
-    Batch,
-    DecodeBatch,
-    Proposal,
-    Segment,
-    Sequence,
-)
+from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Proposal, Segment, Sequence
 from ..engine.kernels import Chooser, choose_none
 from ..engine.parts import EngineParts
 from ..engine.prefill import prefill_shares

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import memory
-from benchmarks.checkpoints import (
-    TINY_WINDOWED,
-    TWO_LAYERS,
-    Dense,
-    random_prompt,
-    write_checkpoint,
-)
+from benchmarks.checkpoints import TINY_WINDOWED, TWO_LAYERS, Dense, random_prompt, write_checkpoint
 from benchmarks.engines import Ask, OurEngine, Work, serve
 from benchmarks.memory import PAGE
 from benchmarks.prefix import (

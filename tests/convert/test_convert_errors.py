@@ -15,11 +15,7 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.workplace import Workplace, working
-from mlxinfer.errors import (
-    CheckpointError,
-    ConversionError,
-    InvalidRequestError,
-)
+from mlxinfer.errors import CheckpointError, ConversionError, InvalidRequestError
 
 
 @pytest.fixture

@@ -16,14 +16,7 @@ from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, writ
 from models.zoo_table import small_model
 
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.core import (
-    FinishReason,
-    Grammar,
-    Request,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprobs,
-)
+from mlxinfer.core import FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop

@@ -8,11 +8,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.runs import every
 from scenes import Scene, build
 
-from mlxinfer.metal_kernels.attention_plan import (
-    MAX_PARTIAL_BYTES,
-    AttentionPlanner,
-    prefill_shape,
-)
+from mlxinfer.metal_kernels.attention_plan import MAX_PARTIAL_BYTES, AttentionPlanner, prefill_shape
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 

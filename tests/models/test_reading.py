@@ -30,13 +30,7 @@ from mlxinfer.models.weights import files, tensors
 from mlxinfer.models.weights.files import WeightFile
 from mlxinfer.models.weights.placing import NOWHERE
 from mlxinfer.models.weights.source import Checkpoint
-from mlxinfer.models.weights.tensors import (
-    FileTensor,
-    load_tensors,
-    loaded,
-    side_by_side,
-    stacked,
-)
+from mlxinfer.models.weights.tensors import FileTensor, load_tensors, loaded, side_by_side, stacked
 from mlxinfer.models.weights.weights import Weights
 
 SIZES = {

@@ -16,13 +16,7 @@ from mlxinfer.errors import CheckpointError, ModelNotFoundError
 from mlxinfer.hub.cache import missing_files
 from mlxinfer.models.jsonfields import read_json
 from mlxinfer.models.weights import files
-from mlxinfer.models.weights.files import (
-    INDEX,
-    TensorInfo,
-    open_weights,
-    read_header,
-    read_headers,
-)
+from mlxinfer.models.weights.files import INDEX, TensorInfo, open_weights, read_header, read_headers
 
 
 def write(path, header, data: bytes, *, length: int | None = None):

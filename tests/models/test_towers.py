@@ -9,14 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from models.dense_kv import DenseCache
-from models.picture_cases import (
-    DATA,
-    PICTURE_CASES,
-    older_names,
-    picture_tensors,
-    pixels,
-    prompt,
-)
+from models.picture_cases import DATA, PICTURE_CASES, older_names, picture_tensors, pixels, prompt
 from models.runs import every
 from models.tiny import write
 

@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import Entry
-from mlxinfer.cache.inputs import (
-    CacheWork,
-    Move,
-    PageTransfer,
-    Segments,
-    StepMetadata,
-    ints,
-)
+from mlxinfer.cache.inputs import CacheWork, Move, PageTransfer, Segments, StepMetadata, ints
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.engine.batch import StepInputs
 from mlxinfer.ranks import messages

@@ -11,13 +11,7 @@ from engine.harness import Harness, alone, config, prompt, tiny_model
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, write
-from speculation.head_names import (
-    ASSISTANT,
-    ASSISTANT_MODEL,
-    BLOCK,
-    assistant_tensors,
-    head_inputs,
-)
+from speculation.head_names import ASSISTANT, ASSISTANT_MODEL, BLOCK, assistant_tensors, head_inputs
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Proposal, Sequence

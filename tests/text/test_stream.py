@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces, read_template, tokenizer_with
 
 from mlxinfer.outputs import Delta, TextPart
-from mlxinfer.text import (
-    ChatTemplate,
-    ReasoningFormat,
-    TextStream,
-    Tokenizer,
-    detect_reasoning,
-)
+from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, detect_reasoning
 from mlxinfer.text.tokenizer import load_backend
 
 THINK = ReasoningFormat("<think>", "</think>")

@@ -5,14 +5,7 @@ from text_data import load_tokenizer, tokenizer_with
 from tool_samples import TOOLS
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
-from mlxinfer.text import (
-    GENERIC,
-    ChatTemplate,
-    ToolUse,
-    detect_tools,
-    encode_chat,
-    tool_format,
-)
+from mlxinfer.text import GENERIC, ChatTemplate, ToolUse, detect_tools, encode_chat, tool_format
 from mlxinfer.text.tools import FORMATS
 
 HI = [{"role": "user", "content": "hi"}]

@@ -9,12 +9,7 @@ import mlx.core as mx
 from ...cache_specs import LatentSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
-from ...layers.latent_attention import (
-    Indexer,
-    LatentAttention,
-    LatentProjection,
-    RankedAttention,
-)
+from ...layers.latent_attention import Indexer, LatentAttention, LatentProjection, RankedAttention
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice

@@ -14,13 +14,7 @@ import mlx.core as mx
 
 from ...cache_specs import KVSpec, StateSpec
 from ...errors import CheckpointError
-from ...layers.block_residual import (
-    BlockLayer,
-    BlockPlace,
-    MessageGate,
-    Messages,
-    MixedBlocks,
-)
+from ...layers.block_residual import BlockLayer, BlockPlace, MessageGate, Messages, MixedBlocks
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated
 from ...layers.moe import ExpertChoice

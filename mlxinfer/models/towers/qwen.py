@@ -28,14 +28,7 @@ from .merged import (
     merged_sizes,
     seeing_config,
 )
-from .parts import (
-    PatchBlock,
-    gated_activation,
-    layer_norm,
-    plain_activation,
-    plain_mlp,
-    rms_norm,
-)
+from .parts import PatchBlock, gated_activation, layer_norm, plain_activation, plain_mlp, rms_norm
 
 _SHARED = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2 = {

@@ -29,15 +29,7 @@ from ...layers.linear import (
 )
 from ...layers.mlp import FeedForward
 from ...layers.moe import MoE
-from ...layers.ranks import (
-    AbsentLayer,
-    AbsentTable,
-    Link,
-    SplitEmbedding,
-    SplitHead,
-    Summed,
-    Sums,
-)
+from ...layers.ranks import AbsentLayer, AbsentTable, Link, SplitEmbedding, SplitHead, Summed, Sums
 from ...layers.step import Layer
 from ..language import arrays
 from ..quantization import QuantFormat, Quantization, format_of_shapes

@@ -22,14 +22,7 @@ from .documents import read_pdfs
 from .models import SAMPLING
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .tools import DeclaredTools, Prompts, texts_of
-from .usage import (
-    FINGERPRINT,
-    logprob_of,
-    logprobs_of,
-    progress_of,
-    reuse_details,
-    timings_of,
-)
+from .usage import FINGERPRINT, logprob_of, logprobs_of, progress_of, reuse_details, timings_of
 
 INFILL_MAX_TOKENS = 128
 MAX_FILES = 256

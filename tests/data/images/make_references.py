@@ -17,22 +17,14 @@ from PIL import Image
 
 sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
-from transformers.models.gemma3.image_processing_pil_gemma3 import (  # noqa: E402
-    Gemma3ImageProcessorPil,
-)
-from transformers.models.gemma4.image_processing_pil_gemma4 import (  # noqa: E402
-    Gemma4ImageProcessorPil,
-)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil  # noqa: E402
 from transformers.models.gemma4_unified.image_processing_gemma4_unified import (  # noqa: E402
     Gemma4UnifiedImageProcessor,
 )
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
-from transformers.models.pixtral.image_processing_pil_pixtral import (  # noqa: E402
-    PixtralImageProcessorPil,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: E402
-    Qwen2VLImageProcessorPil,
-)
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
 from tests.images.cases import ALL, FAMILIES, Case, numbers_of, picture  # noqa: E402
 

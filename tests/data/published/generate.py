@@ -20,13 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data.parity import k2_horizon, xing  # noqa: E402
-from data.torch_models import (  # noqa: E402
-    SEEING,
-    of_text,
-    record,
-    seeing_config,
-    with_whole_convolutions,
-)
+from data.torch_models import SEEING, of_text, record, seeing_config, with_whole_convolutions  # noqa: E402
 from models.published import PUBLISHED  # noqa: E402
 
 OURS = {"k2_horizon": k2_horizon}

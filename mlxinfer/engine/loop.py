@@ -79,6 +79,15 @@ class Loop(EngineParts):
         """Whether nothing runs, waits or is in flight."""
         return not self._in_flight and self.scheduler.queues.idle
 
+    @property
+    def asks_for_kernel(self) -> bool:
+        """Whether a step could have used a kernel that was not checked yet."""
+        return bool(self.kernels.asked)
+
+    def prepare_kernel(self) -> None:
+        """Check and compile one such kernel. Call it while no request runs: it takes a second."""
+        self.kernels.prepare_next()
+
     def turn(self) -> None:
         """Schedule a step, launch it, read the step before it and emit the events of that one.
 
@@ -240,7 +249,7 @@ class Loop(EngineParts):
         result = self.scheduler.commit(step.batch, outputs.token_ids)
         self.runner.commit(step.batch, outputs.token_ids, result)
         self._emit(token_events(step.batch.sampling, outputs.token_ids, result, outputs.logprobs))
-        if self.suspects.active and not outputs.not_finite:
+        if self.suspects.kinds and not outputs.not_finite:
             self.suspects.passed(step.batch)
         if step.batch.begins_answers:
             self._free_after_prompts()
@@ -321,7 +330,7 @@ class Loop(EngineParts):
             sequence.alone = True
         self._followers.reset(RequestFailedError("a step was not finite"))
         self._start_over()
-        if self.suspects.active and self.store is not None:
+        if self.suspects.kinds and self.store is not None:
             self.store.close()
         return True
 

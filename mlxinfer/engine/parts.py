@@ -145,22 +145,13 @@ class EngineParts:
         """
         disk, store = self.config.disk, self.store
         options = disk or self.config.peers
-        if options is None or store is None or store.tiers or self.suspects.active:
+        if options is None or store is None or store.tiers or self.suspects.kinds:
             return
         identity = options.identity(wait_s)
         if identity is not None:
             kernels, form = self.kernels.identity, store.others.form
             parts = disk_identity(identity, self.model, self.cache, kernels, form)
             store.open("" if disk is None else str(disk.folder.resolve()), parts)
-
-    @property
-    def asks_for_kernel(self) -> bool:
-        """Whether a step could have used a kernel that was not checked yet."""
-        return bool(self.kernels.asked)
-
-    def prepare_kernel(self) -> None:
-        """Check and compile one such kernel. Call it while no request runs: it takes a second."""
-        self.kernels.prepare_next()
 
     def _state_limits(self) -> None:
         self.limits = EngineLimits(

@@ -29,6 +29,8 @@ class Suspects:
         tell: lets other ranks leave out the same kinds, see `Followers.leave_out`.
 
     Attributes:
+        kinds: that are suspected, in the order of their trials. While there are any, nothing is
+            kept beyond this process.
         of_model: times that a step without kernels was not finite.
     """
 
@@ -36,17 +38,12 @@ class Suspects:
         self._kernels, self._tell = kernels, tell
         self._all: list[str] = []  # that were in use when it began
         self._cleared: set[str] = set()
-        self._suspects: list[str] = []  # in the order of their trials; empty: nothing is suspected
+        self.kinds: list[str] = []
         self._trial: list[str] = []  # of the suspects: used now, or when the last step failed
         self._waiting: dict[Running, int] = {}  # tokens known when it failed; not got past that
         self._shape: set[str] = set()  # of the step that failed
         self._num_clean = Counter[str]()  # by part of a shape
         self.of_model = 0
-
-    @property
-    def active(self) -> bool:
-        """Whether kernels are suspected, so that nothing is kept beyond this process."""
-        return bool(self._suspects)
 
     def met(self, batch: Batch, sequences: Sequence[Running]) -> bool:
         """A step gave numbers that are not finite in these sequences.
@@ -58,10 +55,10 @@ class Suspects:
         if self._waiting:  # plain MLX gave them
             self._end_plain(is_model=True)
             return False
-        if not self.active:
+        if not self.kinds:
             if self.of_model >= MAX_OF_MODEL or not self._kernels.kinds:
                 return False
-            self._all = self._suspects = self._trial = sorted(self._kernels.kinds)
+            self._all = self.kinds = self._trial = sorted(self._kernels.kinds)
             self._cleared = set()
         self._shape = _shape(batch)
         self._waiting = {sequence: sequence.num_known for sequence in sequences}
@@ -76,12 +73,12 @@ class Suspects:
             }
             if not self._waiting:
                 self._end_plain(is_model=False)
-        elif self.active:
+        elif self.kinds:
             self._num_clean.update(_shape(batch))
             if all(self._num_clean[part] >= CLEAN_STEPS for part in self._shape):
                 self._cleared.update(self._trial)
-                self._try([kind for kind in self._suspects if kind not in self._trial])
-            if not self._suspects:
+                self._try([kind for kind in self.kinds if kind not in self._trial])
+            if not self.kinds:
                 logger.warning("Numbers that are not finite did not come again: no kernel is named")
 
     def _end_plain(self, *, is_model: bool) -> None:
@@ -89,8 +86,8 @@ class Suspects:
         self._waiting = {}
         if is_model:
             self.of_model += 1
-            first = self._trial == self._suspects and len(self._trial) > 1
-            self._try([] if first else self._suspects, [] if first else self._trial)
+            first = self._trial == self.kinds and len(self._trial) > 1
+            self._try([] if first else self.kinds, [] if first else self._trial)
         elif len(self._trial) > 1:
             self._try(self._trial)
         else:
@@ -98,8 +95,8 @@ class Suspects:
 
     def _try(self, suspects: Sequence[str], trial: Sequence[str] = ()) -> None:
         """Use half of the suspects, or `trial`; none are left: all are used again."""
-        self._suspects, self._num_clean = list(suspects), Counter()
-        self._trial = list(trial or self._suspects[: -(-len(suspects) // 2)])
+        self.kinds, self._num_clean = list(suspects), Counter()
+        self._trial = list(trial or self.kinds[: -(-len(suspects) // 2)])
         used = {*self._cleared, *self._trial} if suspects else set(self._all)
         self._leave_out([kind for kind in self._all if kind not in used])
 
@@ -109,7 +106,7 @@ class Suspects:
             "any more on this machine; the requests went on in plain MLX.",
             kind,
         )
-        self._suspects = self._trial = []
+        self.kinds = self._trial = []
         self._kernels.condemn(kind)
         self._leave_out([], faulty=kind)
 

@@ -149,7 +149,7 @@ def test_a_fault_that_does_not_come_again_names_no_kernel(monkeypatch: pytest.Mo
     assert {o.error for o in outcomes} == {None}
     assert "left_out" not in harness.loop.kernels.stats()
     assert told.orders[-1] == (frozenset(), "")
-    assert not harness.loop.suspects.active
+    assert not harness.loop.suspects.kinds
 
 
 @requires_compiler
@@ -172,7 +172,7 @@ def test_where_the_model_gives_nan_kernels_are_used_again(monkeypatch: pytest.Mo
         assert "weights may be damaged" in str(error)
     assert outcomes["fine"].token_ids == alone(model, fine, params).token_ids
     assert harness.loop.kernels.kinds
-    assert not harness.loop.suspects.active
+    assert not harness.loop.suspects.kinds
     assert told.orders.count("reset") <= MAX_OF_MODEL, "a model that does so costs others little"
 
 

@@ -9,16 +9,16 @@ import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
-from ..errors import EngineClosedError, GrammarFailedError
-from ..grammar.relaxed import Unenforced, problem_of
+from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
+from ..errors import EngineClosedError
 from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
 from ..text import TextStream
 from ..threads import take
+from .attempts import Attempts
 from .guard import Guard
 from .inputs import EncodedPrompt, Input
 from .mailbox import Mailbox
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..engine.engine import Engine, Listener
-
-MAX_ATTEMPTS = 6  # at an answer that is checked when it is complete
-RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts before it
-SEED_STEP = 1 << 32  # between two attempts
-
 
 PromptWatch = Callable[[int, int], None]  # tokens of a prompt that are computed, and all of them
 
@@ -99,15 +94,14 @@ class Answer:
         request: the request whose events are pushed.
         new_stream: makes the TextStream that turns the tokens into text.
         prompt: the prompt of the request.
-        unenforced: schemas that the complete answer is checked against. If it breaks one, the
-            request is made again.
+        attempts: makes the request again if the complete answer breaks a schema; None: it is not
+            checked.
         prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
         guard: of the caller's functions; None: there are none.
 
     Attributes:
         progress: how far the prompt was computed, where the request asked for reports.
         result: the result of the whole answer, once it has ended.
-        num_attempts: requests so far, with the running one.
         reasoning_tokens: tokens so far, up to the last one of the reasoning.
         ended_early: the text has ended the answer before the engine did, so the request must be
             aborted.
@@ -121,7 +115,7 @@ class Answer:
         new_stream: Callable[[], TextStream],
         *,
         prompt: EncodedPrompt | None = None,
-        unenforced: Sequence[Unenforced] = (),
+        attempts: Attempts | None = None,
         prompt_scores: PromptScores | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -129,13 +123,8 @@ class Answer:
         self.guard = guard
         self.prompt = EncodedPrompt(request.prompt_ids) if prompt is None else prompt
         self.prompt_scores = prompt_scores
-        self.num_attempts = 1
+        self.attempts = attempts
         self._new_stream = new_stream
-        self._first_id = request.id
-        self.unenforced = unenforced
-        self._fresh_grammar: Grammar | None = None  # for another attempt
-        if request.grammar is not None and unenforced:
-            self._fresh_grammar = request.grammar.fork()
         self._submitted_s = time.monotonic()
         self._begin()
 
@@ -156,50 +145,22 @@ class Answer:
     def try_again(self) -> bool:
         """Make another request if the answer breaks a schema; False: the answer is valid.
 
-        An answer that was cut off is not checked. Each further attempt has a higher temperature:
-        at 0 it would give the same answer.
-
         Raises:
-            GrammarFailedError: MAX_ATTEMPTS answers broke the schema.
+            GrammarFailedError: no attempt may follow.
         """
-        result = self.result
-        if not self.unenforced or result is None or result.finish_reason is not FinishReason.STOP:
+        assert self.attempts is not None
+        assert self.result is not None
+        request = self.attempts.after(self.request, self.result)
+        if request is None:
             return False
-        problem = problem_of(self.unenforced, result)
-        if problem is None:
-            return False
-        if self.num_attempts == MAX_ATTEMPTS:
-            place, what = problem
-            raise GrammarFailedError(
-                f"{place}: {MAX_ATTEMPTS} answers did not fit the schema; of the last one, {what}. "
-                "Keywords that tokens cannot be held to are checked on the complete answer.",
-                param=place,
-            )
-        self.request = self._next_request()
-        self.num_attempts += 1
+        self.request = request
         self._begin()
         return True
 
-    def _next_request(self) -> Request:
-        request, grammar = self.request, self._fresh_grammar
-        params = request.params
-        seed = None if params.seed is None else (params.seed + SEED_STEP + 2**63) % 2**64 - 2**63
-        temperature = max(params.temperature, RETRY_TEMPERATURE * self.num_attempts)
-        temperature = temperature if params.sampler is None else 0.0
-        return replace(
-            request,
-            id=self.attempt_ids[self.num_attempts],
-            params=replace(params, temperature=temperature, seed=seed),
-            grammar=None if grammar is None else grammar.fork(),
-        )
-
     @property
-    def attempt_ids(self) -> tuple[str, ...]:
-        """The ids of the request and of all attempts that may follow it."""
-        first = self._first_id
-        if not self.unenforced:
-            return (first,)
-        return (first, *(f"{first}+{number}" for number in range(1, MAX_ATTEMPTS)))
+    def num_attempts(self) -> int:
+        """Requests so far, with the running one."""
+        return 1 if self.attempts is None else self.attempts.num
 
     @property
     def num_tokens(self) -> int:
@@ -319,8 +280,9 @@ class Answers:
         self._held: dict[
             int, list[AnswerStep]
         ] = {}  # of answers that are checked when they are complete
-        attempts = [request_id for answer in answers for request_id in answer.attempt_ids]
-        self.abort: Callable[[], None] = engine.aborter(attempts)
+        ids = [answer.request.id for answer in answers]
+        ids += [other for answer in answers if answer.attempts for other in answer.attempts.ids]
+        self.abort: Callable[[], None] = engine.aborter(ids)
         self._listener: Listener | None = None
         self._begun = False
         self._watcher: AnswerWatcher | None = None
@@ -514,7 +476,7 @@ class Answers:
             del self._unfinished[event.request_id]
             if answer.ended_early:
                 self._engine.abort(event.request_id)
-        if answer.unenforced:
+        if answer.attempts is not None:
             steps = self._checked(index, steps)
         if watcher is not None and answer.result is not None:
             watcher.end(index, str(answer.result.finish_reason), answer.result)

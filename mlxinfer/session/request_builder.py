@@ -33,6 +33,7 @@ from ..text import (
 )
 from ..text.tokenizer import exceeds_tokens
 from .answers import Answer
+from .attempts import Attempts
 from .engine_factory import ModelInfo
 from .guard import Guard
 from .inputs import UNREADABLE, ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
@@ -152,7 +153,9 @@ class RequestBuilder:
             request,
             partial(self._text_stream, request, prompt),
             prompt=prompt,
-            unenforced=() if grammar is None else grammar.unenforced,
+            attempts=(
+                Attempts(request, grammar.unenforced) if grammar and grammar.unenforced else None
+            ),
             prompt_scores=(
                 None if prompt.logprobs is None else PromptScores(prompt.ids, prompt.logprobs)
             ),

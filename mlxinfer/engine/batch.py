@@ -12,7 +12,7 @@ from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease, PageNames
 from ..core import FinishReason, Request
-from .prompt_pictures import PromptPictures
+from .prompt_pictures import PictureRows, PromptPictures, step_spans, turning_positions
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
@@ -161,6 +161,15 @@ class Segment:
     def stop(self) -> int:
         """One past the position of the last token."""
         return self.start + self.num_tokens
+
+    @property
+    def picture_rows(self) -> PictureRows | None:
+        """The segment as the pictures of its prompt see it; None: there are none."""
+        pictures, rows = self.sequence.pictures, slice(self.row, self.row + self.num_tokens)
+        if pictures is None:
+            return None
+        in_prompt = self.start < self.sequence.num_prompt
+        return PictureRows(pictures, rows, self.start, self.stop, in_prompt)
 
 
 def step_metadata(
@@ -429,10 +438,12 @@ class Batch:
         metadata = step_metadata(self.short, self.long, decodes, verified=verified)
         if not self.has_pictures and not turns:
             return metadata
-        with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
-        spans = _spans(with_pictures, metadata.positions)
-        turning = _rope_positions(self.decodes, with_pictures, metadata.positions)
-        return replace(metadata, spans=spans, rope_positions=turning)
+        parts = [part for segment in self.ragged if (part := segment.picture_rows) is not None]
+        return replace(
+            metadata,
+            spans=step_spans(parts, metadata.positions),
+            rope_positions=turning_positions(parts, metadata.positions, self.decodes.rope_delta),
+        )
 
     def known_ids(self) -> Ints:
         """(T,) token ids. An id that the host does not know yet is a placeholder."""
@@ -478,49 +489,6 @@ class Batch:
     def writes_pages(self) -> bool:
         """Whether the step writes or reads out pages, and so waits for the one in flight."""
         return bool(self.long) or self.cache_work.writes_pages
-
-
-def _rope_positions(decodes: DecodeBatch, segments: list[Segment], positions: Ints) -> Ints | None:
-    """(3, T) rope positions of a step, or (T,) where those of each token are equal.
-
-    Args:
-        decodes: of the step.
-        segments: with pictures in their prompts.
-        positions: (T,) places of all tokens.
-
-    Returns:
-        None: they are the places.
-    """
-    turned = [s for s in segments if s.sequence.pictures and s.sequence.pictures.has_turns]
-    if not turned and decodes.rope_delta is None:
-        return None
-    rope_positions = np.tile(positions, (3, 1))
-    if decodes.rope_delta is not None:
-        rope_positions[:, : len(decodes.sequences)] += decodes.rope_delta
-    for segment in turned:
-        pictures, rows = (
-            segment.sequence.pictures,
-            slice(segment.row, segment.row + segment.num_tokens),
-        )
-        assert pictures is not None
-        rope_positions[:, rows] = pictures.rope_positions(segment.start, segment.stop)
-    return rope_positions[0] if (rope_positions == rope_positions[0]).all() else rope_positions
-
-
-def _spans(segments: list[Segment], positions: Ints) -> Ints | None:
-    """(2, T) positions from, and up to, of the span of each token of a step; None: all are alone.
-
-    For the arguments see `_rope_positions`.
-    """
-    spans = None
-    for segment in segments:
-        pictures = segment.sequence.pictures
-        if pictures is None or not pictures.spans or segment.start >= segment.sequence.num_prompt:
-            continue
-        spans = np.stack([positions, positions + 1]) if spans is None else spans
-        rows = slice(segment.row, segment.row + segment.num_tokens)
-        spans[:, rows] = pictures.seen_spans(segment.start, segment.stop)
-    return spans
 
 
 @dataclass(slots=True)

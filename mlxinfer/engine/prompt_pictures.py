@@ -192,3 +192,60 @@ class PictureLimits:
                 f"have {self.max_span} at most; use fewer tokens for it, or raise prefill_chunk.",
                 param="messages",
             )
+
+
+# -- of a step -------------------------------------------------------------------------------------
+
+
+class PictureRows(NamedTuple):
+    """Rows of a step that belong to a prompt with pictures, or to its answer.
+
+    Attributes:
+        pictures: of the prompt.
+        rows: of the step.
+        start, stop: positions of the first token, and behind the last one.
+        in_prompt: whether the first token is the prompt's.
+    """
+
+    pictures: PromptPictures
+    rows: slice
+    start: int
+    stop: int
+    in_prompt: bool
+
+
+def turning_positions(
+    parts: list[PictureRows], positions: Ints, decode_deltas: Ints | None
+) -> Ints | None:
+    """(3, T) rope positions of a step, or (T,) where those of each token are equal.
+
+    Args:
+        parts: of the step.
+        positions: (T,) places of all tokens.
+        decode_deltas: (B,) of the rope positions of single tokens, the first rows; None: all are 0.
+
+    Returns:
+        None: they are the places.
+    """
+    turned = [part for part in parts if part.pictures.has_turns]
+    if not turned and decode_deltas is None:
+        return None
+    turning = np.tile(positions, (3, 1))
+    if decode_deltas is not None:
+        turning[:, : len(decode_deltas)] += decode_deltas
+    for part in turned:
+        turning[:, part.rows] = part.pictures.rope_positions(part.start, part.stop)
+    return turning[0] if (turning == turning[0]).all() else turning
+
+
+def step_spans(parts: list[PictureRows], positions: Ints) -> Ints | None:
+    """(2, T) positions from, and up to, of the span of each token of a step; None: all are alone.
+
+    For the arguments see `turning_positions`.
+    """
+    spans = None
+    for part in parts:
+        if part.in_prompt and part.pictures.spans:
+            spans = np.stack([positions, positions + 1]) if spans is None else spans
+            spans[:, part.rows] = part.pictures.seen_spans(part.start, part.stop)
+    return spans

@@ -92,7 +92,7 @@ class AdapterTable:
             loaded.num_bytes = max(self._loaded.bytes_of(loaded.number), of_others)
             self._reserve(self.num_bytes)
             self._check_name(name)  # another may have come first
-        except BaseException:  # what was loaded of it goes, whatever ended it
+        except BaseException:  # the parts that were loaded are freed
             self._free(loaded)
             raise
         self._by_name[name] = loaded
@@ -120,7 +120,7 @@ class AdapterTable:
             self._others.begin_piece(number)
             try:
                 ended = bool(next(pieces, True))
-            finally:  # they have done theirs, whatever came of this one
+            finally:  # other ranks have loaded their part, even if this one failed
                 ended &= self._others.end_piece(number, adapter)
             yield 0.0
 

@@ -277,8 +277,8 @@ class Engine:
         """Change the loop on its thread, piece by piece between steps: running requests go on.
 
         Args:
-            begin: given the loop, returns the pieces. Each gives the seconds until the next may
-                begin. Closed early, they undo what they did.
+            begin: called with the loop; returns a generator. Each `next` does one piece and gives
+                the seconds until the next piece may begin. If it is closed early, it undoes all.
 
         Raises:
             EngineClosedError: the engine was closed, or is meanwhile.

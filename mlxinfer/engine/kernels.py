@@ -85,7 +85,7 @@ class Kernels:
 
     @property
     def identity(self) -> str:
-        """What computes keys and values beside MLX, for keys of pages on disk."""
+        """The kernels that compute keys and values. Names of pages on disk depend on it."""
         if self._chooser is choose_none:
             return "plain MLX"
         return " ".join(
@@ -174,7 +174,7 @@ class Kernels:
         return loads is not None and loads.admits(sequences)
 
     def _loads_of(self, variant: Variant) -> Loads | None:
-        """What was found about a variant; None: it is asked for."""
+        """The measured loads of a variant; None: it was not measured, and is noted in `asked`."""
         if variant not in self._loads:
             if self._when_idle:
                 self.asked[variant] = None

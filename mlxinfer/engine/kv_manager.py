@@ -91,7 +91,7 @@ class KVManager:
         sequence.tables = point.tables
         sequence.num_computed = point.num_tokens
         sequence.num_sealed = point.num_tokens - point.cut_tokens
-        if not sequence.num_preempted:  # later it finds what it left itself
+        if not sequence.num_preempted:  # else it finds pages of its own
             sequence.num_cached = point.num_tokens
             sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
@@ -368,7 +368,7 @@ class KVManager:
         return self._prompts[place]
 
     def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
-        """Bring what the disk has of a prompt into memory, as far as there is room."""
+        """Bring the pages that the disk has of a prompt into memory, as far as there is room."""
         assert self._store is not None
         self._remember(place, prompt)
         namespace, ids = prompt

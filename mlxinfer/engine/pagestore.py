@@ -209,7 +209,7 @@ class PageStore:
         self._spills, self._loads = [], {}
 
     def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
-        """As many of the last entries as may be held, and at least one.
+        """The last entries that fit into the memory for spilled pages, and at least one.
 
         The last entries of a path are those nearest to its beginning.
         """
@@ -245,7 +245,7 @@ class PageStore:
     def lacking(
         self, pages: Iterable[Page], groups: Collection[int] | None = None
     ) -> list[PageTransfer]:
-        """What groups (None: all) have of pages, to be stored, but for what the disk has."""
+        """Transfers of the parts of pages that the disk lacks, of some groups (None: of all)."""
         if self.disk is None or not self._max_bytes:
             return []
         groups = range(len(self.page_bytes)) if groups is None else groups
@@ -509,7 +509,7 @@ class PageSearch:
         return sorted(p for p in needed if not self.point.holds(*p) and p not in self.read)
 
     def loaded(self) -> dict[Place, Entry]:
-        """What was read of the pages that are needed to go on after all `stop` pages."""
+        """The entries that were read, of all that are needed to go on after `stop` pages."""
         return {place: self.read[place] for place in self._needed(self.stop) if place in self.read}
 
     def _needed(self, num_pages: int) -> list[Place]:

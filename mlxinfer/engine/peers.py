@@ -98,7 +98,7 @@ class Peer:
         return time.monotonic() >= self._out_until_s
 
     async def held(self, namespace: bytes, keys: Seq[bytes], wait: Wait) -> set[bytes]:
-        """Those of some keys whose entries it has."""
+        """Which of these keys the peer has entries for."""
         async with self._asked("held", _named(namespace, keys), wait) as response:
             answer = b"".join([chunk async for chunk in _chunks(response, len(keys))])
             if len(answer) != len(keys):
@@ -222,7 +222,7 @@ def pages_at_once(store: PageStore) -> int:
 
 
 async def _refusal(response: "httpx2.Response") -> str:
-    """What a peer says that refuses; it may be another program, and say anything."""
+    """The reason of a refusal. The peer may be another program, so any body may come."""
     body = b"".join([chunk async for chunk in _chunks(response, 0)])
     said = "no reason"
     with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -232,7 +232,7 @@ async def _refusal(response: "httpx2.Response") -> str:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """What a request asks of peers.
+    """The search of one request for pages at peers.
 
     Attributes:
         search: of the prompt's pages.
@@ -387,7 +387,7 @@ class PeerFetches:
             await self._take(fetch, places)
 
     def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
-        """Those of some places that only peers have."""
+        """Which of these places each peer shall send: those that only peers have."""
         places_by_peer: dict[Peer, list[Place]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))

@@ -109,7 +109,7 @@ class PrefillSizer:
         served, self._rows_s = ((), None) if beside is None else beside[:2]
         if not prefilling:
             return []
-        if self._slice_s is None:  # the budget is what the others wait for
+        if self._slice_s is None:  # a fixed number; half, if others wait for the step
             room = min(self.fixed // 2 if num_running > 1 else self.fixed, self._limit)
             return self._divide(prefilling, max(room, page_size))
         if num_running == len(prefilling) and beside is None:

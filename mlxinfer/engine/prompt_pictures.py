@@ -113,8 +113,8 @@ def feature_places(picture: Picture, start: int) -> Ints:
 def feature_keys(picture: Picture) -> list[int]:
     """The key ids (N,) of a picture's features: 61 bits each.
 
-    They follow from what a feature is to the layers below: the picture's digest, the place in it,
-    and how features turn and see each other.
+    An id is a hash of all that a feature's keys and values depend on: the picture's digest, the
+    place in it, and how features turn and see each other.
     """
     seen = picture.turns, picture.times, picture.sees_itself
     drawn = shake_128(picture.digest + repr(seen).encode()).digest(8 * picture.num_features)

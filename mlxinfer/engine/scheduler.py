@@ -227,7 +227,7 @@ class Scheduler:
     def _rows_in_turn(
         self, rows: DecodeRows, decoding: list[Sequence]
     ) -> tuple[list[Sequence], int]:
-        """The same where tenants share the step: each gets tokens as often as its share says."""
+        """As `_micro_batch`, if tenants share the step: tokens come as often as shares say."""
         rows.times.note(self.prefill.decoded)
         prefilling, page_s = self._tenants_of_prompts(), self.prefill.page_s
         chosen = rows.choose(decoding, prefilling, self.queues.tenants, page_s)

@@ -303,7 +303,7 @@ class Call(Exchange):
 
     @property
     def reuse(self) -> Record | None:
-        """What its first prompt reused, once that is computed."""
+        """The reuse of the first prompt; None: the prompt is not computed yet."""
         return None if self._counts is None else self._counts.reuse
 
     def _enter(self, prompts: Sequence[int]) -> None:

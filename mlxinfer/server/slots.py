@@ -73,7 +73,7 @@ class ServedModel:
         )
 
     def with_adapter(self, adapter: str) -> "ServedModel":
-        """The same model, as requests see it that name an adapter."""
+        """The model as it is for requests that name an adapter."""
         return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
 
     @property
@@ -188,7 +188,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a client needs that asks a model as if it ran there.
+    """Facts for clients that use a model of a server as if it ran in their process.
 
     Attributes:
         vocab_size: number of tokens.

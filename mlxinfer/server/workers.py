@@ -38,7 +38,7 @@ def in_background(function: Callable[[], T], name: str) -> "Future[T]":
 
 
 def apart(function: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """The same as a future of the running event loop."""
+    """Run a function on a thread of its own; a future of the running event loop."""
     return asyncio.wrap_future(in_background(function, name))
 
 

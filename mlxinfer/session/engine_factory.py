@@ -149,7 +149,7 @@ def _load(
         model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
 
     def kv_bytes(draft_bytes: int) -> int:
-        """Of each rank, where rank 0 also has the weights of a draft."""
+        """Bytes of the KV cache on each rank, if rank 0 also has the weights of a draft."""
         weights = model.num_bytes + draft_bytes
         if group is None or options.max_memory is not None:
             return options.kv_bytes(weights)

@@ -31,7 +31,7 @@ KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
 
 
 class PreparedKey(NamedTuple):
-    """What a picture that was made ready is found by.
+    """Key of a prepared picture.
 
     Attributes:
         cache_salt: of the request. Otherwise the time that a picture takes would tell one client

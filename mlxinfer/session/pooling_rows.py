@@ -173,7 +173,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 def resolved(pooling: PoolingConfig, tokenizer: Tokenizer, name: str) -> PoolingConfig:
-    """The same with the tokens that score: "yes" and "no", where no file names others.
+    """The config with the tokens that score: "yes" and "no", unless a file names others.
 
     Raises:
         UnsupportedModelError: the tokenizer has no such tokens.

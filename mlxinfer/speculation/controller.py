@@ -343,7 +343,7 @@ class Controller:
 
 
 class FixedDepth(Controller):
-    """The same number of proposals always: for measurements and tests."""
+    """Always proposes the same number of tokens: for measurements and tests."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(max_depth=depth)

@@ -319,8 +319,9 @@ class PageStore:
         users, tiers = prefix.hold_path(point), {}
         search = self.find(point) if has_room(point) else None
         if search is not None and self._make_room(prefix, loaded := search.loaded()):
-            users += self._insert(prefix, point.names, loaded)
+            inserted = self._insert(prefix, point.names, loaded)
             tiers = search.tiers
+            prefix.let_go(inserted, anchored=True)
         prefix.let_go(users, anchored=True)
         return tiers
 
@@ -335,7 +336,7 @@ class PageStore:
 
     def _insert(self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]) -> Users:
         """Name pages, and note which entries will fill them."""
-        users: Users = []
+        users: Users = {group: [] for group in prefix.attention}
         for group, allocator in enumerate(prefix.allocators):
             numbers = [number for number, g in loaded if g == group]
             for number, page_id in zip(numbers, allocator.allocate(len(numbers)), strict=True):
@@ -343,7 +344,7 @@ class PageStore:
                 if page is None:
                     allocator.release([page_id])
                     continue
-                users.append((page, group))
+                users[group].append(page)
                 self._loads[group, page_id] = PageTransfer(group, page_id, loaded[number, group])
         group = len(prefix.groups)  # of the states
         for number in [number for number, g in loaded if g == group]:

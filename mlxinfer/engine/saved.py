@@ -71,7 +71,7 @@ class Saving:
             raise InvalidRequestError("A prompt with a cache_salt of its own cannot be saved.")
         names = kv.prefix.names(namespace, ids)
         users = kv.prefix.hold_path(kv.prefix.probe(names, limit=len(ids)))
-        pages = list(dict.fromkeys(page for page, _ in users))
+        pages = list(dict.fromkeys(page for of_group in users.values() for page in of_group))
         try:
             for spills in store.chunks(store.lacking(pages)):
                 if not all(page.is_named for page in pages):

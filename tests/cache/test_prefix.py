@@ -81,13 +81,13 @@ def test_a_page_is_given_back_even_if_the_listener_fails() -> None:
 
 
 def test_queue_drops_stale_entries() -> None:
-    queue: EvictionQueue[str] = EvictionQueue()
+    queue, (a, b, c) = EvictionQueue(), [Page(b"", b"", number, (), []) for number in range(3)]
     for number in range(1000):
-        queue.push("a", (1000 - number,))
-        queue.push("b", (number,))
-    assert len(queue) == 2
+        queue.push([a], (1000 - number,))
+        queue.push([b, c], (number,))
+    assert len(queue) == 3
     assert len(queue._heap) < 100
-    assert [queue.pop(), queue.pop(), queue.pop()] == ["a", "b", None]
+    assert [queue.pop() for _ in range(4)] == [a, c, b, None]
 
 
 def test_a_page_is_kept_by_the_highest_priority_of_all_that_used_it() -> None:
@@ -137,7 +137,7 @@ def test_a_state_behind_a_page_that_a_window_lost_goes_first() -> None:
         put(cache, [first] * 2 * SIZE, states=[SIZE])
     kept = cache.hold_path(cache.probe(cache.names("", [1] * 2 * SIZE + [9])))
     passed = cache.hold_path(cache.probe(cache.names("", [2] * 2 * SIZE + [9])))
-    cache.let_go([(page, group) for page, group in passed if group == 1])
+    cache.let_go({1: passed[1]})
     cache.evict(1, 9)
     assert (reused(cache, [1] * SIZE), reused(cache, [2] * SIZE)) == (SIZE, 0)
     assert len(states_of(cache)) == 2
@@ -145,7 +145,7 @@ def test_a_state_behind_a_page_that_a_window_lost_goes_first() -> None:
     assert reused(cache, [1] * SIZE) == SIZE
     check(cache)
     cache.let_go(kept)
-    cache.let_go([(page, group) for page, group in passed if group == 0])
+    cache.let_go({0: passed[0]})
 
 
 # -- names --------------------------------------------------------------------------------------

@@ -347,7 +347,9 @@ class World:
         check(self.prefix)
         for page in self.prefix.page_of.values():
             self.check_page(page)
-        users: Counter[tuple[Page, int]] = Counter(use for pin in self.pins for use in pin)
+        users: Counter[tuple[Page, int]] = Counter()
+        for held in [*self.pins, *(running.lease.copied for running in self.running)]:
+            users.update((page, group) for group, pages in held.items() for page in pages)
         for group, allocator in enumerate(self.allocators):
             by_id = self.prefix.by_id[group]
             tables = [running.lease.tables[group] for running in self.running]
@@ -356,7 +358,6 @@ class World:
             assert allocator.num_held == len(unnamed) + self.prefix.num_pages(group)
             users.update((by_id[i], group) for t in tables for i in t.all_pages if i in by_id)
         for running in self.running:
-            users.update(running.lease.copied)
             tables, ids = running.lease.tables, running.names.token_ids
             self.check_tables(running.namespace, ids, tables, running.num_computed)
         for page in {*self.prefix.page_of.values(), *(page for page, _ in users)}:

@@ -73,7 +73,7 @@ class Bench:
             for number, page_id in enumerate(allocator.allocate(num_pages)):
                 page = memory.insert(memory.names(None, IDS), number, group, page_id)
                 assert page is not None
-                memory.let_go([(page, group)])
+                memory.let_go({group: [page]})
         return memory
 
     def spills(self) -> list[PageTransfer]:

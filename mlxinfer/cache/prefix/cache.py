@@ -9,14 +9,15 @@ evicted before the pages that follow it. Pure Python; knows no arrays and no req
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from ...fair import NOBODY, Tenant
 from ..pages import HeldBy, PageGroup, PageTable, Spans, StateGroup, longest_prefix
 from .index import Name, Page, PageIndex, PageNames, UnusedPages, namespace_key, page_key
 
 LOCAL_ROOT = namespace_key("this process")
-Users = list[tuple[Page, int]]
-"""Pages that somebody needs, each with the group in which."""
+Users = dict[int, list[Page]]
+"""Pages that somebody needs, by group; those of a prompt in order."""
 OnEvict = Callable[[Page, Sequence[int]], None]
 """Gets a page and the groups that lose it, before their places are given to others."""
 
@@ -242,31 +243,34 @@ class PrefixCache(PageIndex):
 
         Its pages are evicted after all pages of a lower priority, see `evict`.
         """
-        copied: Users = []
-        if point.cut is not None:
-            copied = [(point.cut, g) for g in self.attention if point.cut.ids[g] is not None]
+        tables = enumerate(point.tables)
+        whole = {g: [*map(self.by_id[g].__getitem__, table.all_pages)] for g, table in tables}
+        copied = self._of_groups([] if point.cut is None else [point.cut])
         if point.state is not None:
-            copied.append((point.state, len(self.groups)))
-        whole = [
-            (self.by_id[g][i], g) for g, table in enumerate(point.tables) for i in table.all_pages
-        ]
-        self.use([*whole, *copied], anchored=True)
+            copied[len(self.groups)] = [point.state]
+        self.use(whole, anchored=True)
+        self.use(copied, anchored=True)
         return Lease(point.tables, point.num_pages, copied, priority, self._epoch, tenant)
 
     def hold_path(self, point: RestorePoint) -> Users:
         """Keep all whole pages that agreed with a prompt, until `let_go`."""
-        pages = [page for page in point.path if page is not None]
-        users = [(page, g) for page in pages for g in self.attention if page.ids[g] is not None]
+        users = self._of_groups(point.path)
         self.use(users, anchored=True)
         return users
 
+    def _of_groups(self, pages: Sequence[Page | None]) -> Users:
+        """Of some pages, those that each group has."""
+        return {g: [p for p in pages if p and p.ids[g] is not None] for g in self.attention}
+
     def use(self, users: Users, *, anchored: bool = False) -> None:
         """Count one more that needs each page."""
-        for page, group in users:
-            assert page.is_named, "the cache changed between match and lock"
-            page.users[group] += 1
-            page.anchored[group] |= anchored
-            self.unused[group].discard(page)
+        for group, pages in users.items():
+            for page in pages:
+                assert page.is_named, "the cache changed between match and lock"
+                page.users[group] += 1
+                if anchored:
+                    page.anchored[group] = True
+            self.unused[group].discard(pages)
 
     def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
         """Count one less that needs each page; it counts as just used.
@@ -277,46 +281,44 @@ class PrefixCache(PageIndex):
             anchored: others will go on from here.
         """
         now = self.clock()
-        for page, group in reversed(users):  # of least worth first: so a queue takes each at once
-            page.users[group] -= 1
-            assert page.users[group] >= 0
-            page.tick = now
-            if page.priority < priority:
-                page.priority = priority
-            if anchored:
-                page.anchored[group] = True
-            if page.users[group]:
-                continue
-            if page.is_named:
-                worth = (page.anchored[group], page.priority, now, -page.number)
-                self.unused[group].push(page, worth)
-            else:
-                self._free(page, [group])
+        for group, pages in users.items():
+            unused = []
+            for page in pages:
+                page.tick = now
+                if page.priority < priority:
+                    page.priority = priority
+                if anchored:
+                    page.anchored[group] = True
+                page.users[group] = left = page.users[group] - 1
+                assert left >= 0
+                if not left:
+                    unused.append(page)
+            self._offer(group, unused)
 
     def release_copied(self, lease: Lease) -> None:
         """Stop protecting the cut page and the state: copies of them are launched.
 
         `release` does so too.
         """
-        copied, lease.copied = lease.copied, []
+        copied, lease.copied = lease.copied, {}
         self.let_go(copied, priority=lease.priority)
 
     def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
         """A window has passed pages of a table; those without a name are free."""
-        self.let_go(self._named(group, ids), priority=lease.priority)
+        self.let_go({group: self._named(group, ids)}, priority=lease.priority)
 
-    def _named(self, group: int, ids: Sequence[int]) -> Users:
-        known = [self.by_id[group].get(i) for i in ids]
-        self.allocators[group].release([i for i, p in zip(ids, known, strict=True) if p is None])
-        return [(page, group) for page in known if page is not None]
+    def _named(self, group: int, ids: Sequence[int]) -> list[Page]:
+        """The pages of some ids; those without a name are given back."""
+        known = list(map(self.by_id[group].get, ids))
+        self.allocators[group].release(i for i, page in zip(ids, known, strict=True) if not page)
+        return [page for page in known if page]
 
     def release(self, lease: Lease) -> None:
         """End a lease, and give back the pages of its tables."""
         assert not lease.released
         lease.released = True
         self.release_copied(lease)
-        tables = enumerate(lease.tables)
-        users = [user for group, table in tables for user in self._named(group, table.all_pages)]
+        users = {g: self._named(g, table.all_pages) for g, table in enumerate(lease.tables)}
         self.let_go(users, priority=lease.priority, anchored=True)
 
     def up_to_date(self, lease: Lease) -> bool:
@@ -341,6 +343,7 @@ class PrefixCache(PageIndex):
             Whether a page was replaced by an equal one.
         """
         replaced, stop = False, num_tokens // self.page_size
+        users: Users = {group: [] for group in self.attention}
         if not self.up_to_date(lease):
             return False
         for number in range(lease.num_pages, stop):
@@ -355,7 +358,8 @@ class PrefixCache(PageIndex):
                     replaced = True
                 if page_id is not None:
                     self.fill(page, group, page_id if known_id is None else known_id)
-                    self.use([(page, group)])
+                    users[group].append(page)
+        self.use(users)
         lease.num_pages = max(lease.num_pages, stop)
         return replaced
 
@@ -375,7 +379,7 @@ class PrefixCache(PageIndex):
             page_id = table.page_at(lease.num_pages)
             if page_id is not None:
                 self.fill(page, group, page_id)
-                self.use([(page, group)], anchored=True)
+                self.use({group: [page]}, anchored=True)
 
     def add_state(
         self, names: PageNames, num_tokens: int, priority: int = 0, tenant: Tenant = NOBODY
@@ -395,13 +399,14 @@ class PrefixCache(PageIndex):
         page = self.page_of.get(page_key(parent, tokens))
         if page is not None and page.ids[group] is not None:
             page.tick = self.clock()
-            self._offer(page, group)
+            if not page.users[group]:
+                self._offer(group, [page])
             return None
         if not self.states.has_room and not self.evict(group, 1, tenant):
             return None
         page = self._page(names, number, count, priority, tenant)
         self.fill(page, group, self.states.allocate())
-        self._offer(page, group)
+        self._offer(group, [page])
         return page
 
     def remove_state(self, page: Page) -> None:
@@ -418,7 +423,7 @@ class PrefixCache(PageIndex):
         if group in self.attention:
             self.by_id[group][number] = page
             if self.states is not None and len(self.groups) in page.unused:
-                self._offer(page, len(self.groups))
+                self._offer(len(self.groups), [page])
 
     def insert(self, names: PageNames, number: int, group: int, page_id: int) -> Page | None:
         """Name a page that the caller needs until `let_go`; None: the group has one of the name."""
@@ -426,7 +431,7 @@ class PrefixCache(PageIndex):
         if page.ids[group] is not None:
             return None
         self.fill(page, group, page_id)
-        self.use([(page, group)], anchored=True)
+        self.use({group: [page]}, anchored=True)
         return page
 
     def _page(
@@ -487,29 +492,36 @@ class PrefixCache(PageIndex):
                 self._strand(page, group)
         return freed
 
-    def _offer(self, page: Page, group: int) -> None:
-        """Put a page among those of a group that may be evicted, if it is there and unused."""
-        if page.ids[group] is not None and not page.users[group]:
-            worth = (page.anchored[group], page.priority, page.tick, -page.number)
-            self.unused[group].push(page, worth)
+    def _offer(self, group: int, pages: Iterable[Page]) -> None:
+        """Let unused pages of a group be evicted, those of one worth together; nameless ones go."""
+
+        def worth_of(page: Page) -> tuple[bool, Tenant, bool, int, int]:
+            return page.is_named, page.owner, page.anchored[group], page.priority, page.tick
+
+        for (is_named, _, *worth), run in groupby(pages, worth_of):
+            if is_named:
+                self.unused[group].push([*run], tuple(worth))
+            else:
+                for page in run:
+                    self._free(page, [group])
 
     def _give(self, page: Page, owner: Tenant) -> None:
         """Let a page count for another tenant, in all groups."""
         for group, number in enumerate(page.ids):
             if number is not None:
-                self.unused[group].discard(page)
+                self.unused[group].discard([page])
                 self.unused[group].hold(page.owner, -1)
                 self.unused[group].hold(owner, 1)
         page.owner = owner
         for group in page.unused if page.is_named else ():
-            self._offer(page, group)
+            self._offer(group, [page])
 
     def _strand(self, page: Page, group: int) -> None:
         """A window lost a page, so no prompt can resume at the state behind it: it goes first."""
         states = len(self.groups)
         sees_others = group in self.windowed and self.groups[group].window.size != 1
         if sees_others and self.states is not None and states in page.unused:
-            self.unused[states].push(page, (False, page.priority, page.tick, -page.number))
+            self.unused[states].push([page], (False, page.priority, page.tick))
 
     def _free(self, page: Page, groups: Iterable[int]) -> None:
         """Give back what groups have of a page; without any it is gone."""
@@ -518,7 +530,7 @@ class PrefixCache(PageIndex):
             assert number is not None
             assert not page.users[group]
             page.ids[group] = None
-            self.unused[group].discard(page)
+            self.unused[group].discard([page])
             self.unused[group].hold(page.owner, -1)
             if group in self.attention:
                 del self.by_id[group][number]

@@ -13,7 +13,8 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from itertools import groupby
+from operator import attrgetter
 
 from ...fair import NOBODY, Tenant
 
@@ -25,7 +26,6 @@ ID_BYTES = 8
 _PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
 MAX_NAMED = 512
 NUM_GONE = 16384  # names of evicted pages that are remembered
-Item = TypeVar("Item")
 
 
 class PageNames:
@@ -312,42 +312,67 @@ def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return length
 
 
-class EvictionQueue(Generic[Item]):
-    """A priority queue of distinct items that can be taken out: a heap that skips stale
-    entries, and sweeps them out when they outnumber the others. O(log n) each, amortised.
+class EvictionQueue:
+    """Distinct pages in order of their worth, of equal worth the deepest first.
+
+    A heap of runs: pages that are pushed together are one entry. Stale pages are skipped, and swept
+    out when they outnumber the others. O(log n) to pop, amortised.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, ...], int, Item]] = []
-        self._entry: dict[Item, int] = {}  # item -> the entry of it that counts
-        self._num_pushed = 0
+        self._heap: list[tuple[tuple[int, ...], int, int, list[Page]]] = []
+        self._run_of: dict[Page, int] = {}  # page -> the run of it that counts
+        self._num_runs = 0  # so far
+        self._num_queued = 0  # pages in the heap
 
     def __len__(self) -> int:
-        return len(self._entry)
+        return len(self._run_of)
 
-    def items(self) -> set[Item]:
-        return set(self._entry)
+    def items(self) -> set[Page]:
+        return set(self._run_of)
 
-    def push(self, item: Item, worth: tuple[int, ...]) -> None:
-        """Put an item in, or change its worth; among equals the first one in is the first out."""
-        self._num_pushed += 1
-        self._entry[item] = self._num_pushed
-        heapq.heappush(self._heap, (worth, self._num_pushed, item))
-        if len(self._heap) > 2 * len(self._entry) + 64:
-            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+    def push(self, pages: list[Page], worth: tuple[int, ...]) -> None:
+        """Put pages in, or change their worth.
 
-    def discard(self, item: Item) -> None:
-        """Take an item out, if it is in."""
-        self._entry.pop(item, None)
+        Args:
+            pages: the deepest last.
+            worth: of each. Among equally deep ones of the same worth, the first in is the first
+                out.
+        """
+        self._num_runs += 1
+        self._run_of.update(dict.fromkeys(pages, self._num_runs))
+        self._num_queued += len(pages)
+        heapq.heappush(self._heap, (worth, -pages[-1].number, self._num_runs, pages))
+        if self._num_queued > 2 * len(self._run_of) + 64:
+            self._sweep()
 
-    def pop(self) -> Item | None:
-        """Take out the item of least worth; None: the queue is empty."""
+    def _sweep(self) -> None:
+        runs, self._heap = self._heap, []
+        for worth, _, run, pages in runs:
+            if pages := [page for page in pages if self._run_of.get(page) == run]:
+                self._heap.append((worth, -pages[-1].number, run, pages))
+        heapq.heapify(self._heap)
+        self._num_queued = len(self._run_of)
+
+    def discard(self, pages: Iterable[Page]) -> None:
+        """Take those pages out that are in."""
+        take_out = self._run_of.pop
+        for page in pages:
+            take_out(page, None)
+
+    def pop(self) -> Page | None:
+        """Take out the page of least worth; None: the queue is empty."""
         while self._heap:
-            _, serial, item = heapq.heappop(self._heap)
-            if self._entry.get(item) == serial:
-                del self._entry[item]
-                return item
+            worth, _, run, pages = self._heap[0]
+            page = pages.pop()
+            self._num_queued -= 1
+            if pages:
+                heapq.heapreplace(self._heap, (worth, -pages[-1].number, run, pages))
+            else:
+                heapq.heappop(self._heap)
+            if self._run_of.get(page) == run:
+                del self._run_of[page]
+                return page
         return None
 
 
@@ -363,7 +388,7 @@ class UnusedPages:
 
     def __init__(self) -> None:
         self.held: Counter[Tenant] = Counter()
-        self._queues: dict[Tenant, EvictionQueue[Page]] = {}
+        self._queues: dict[Tenant, EvictionQueue] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -371,16 +396,18 @@ class UnusedPages:
     def items(self) -> set[Page]:
         return {page for queue in self._queues.values() for page in queue.items()}
 
-    def push(self, page: Page, worth: tuple[int, ...]) -> None:
-        """See `EvictionQueue.push`."""
-        if page.owner not in self._queues:
-            self._queues[page.owner] = EvictionQueue()
-        self._queues[page.owner].push(page, worth)
+    def push(self, pages: list[Page], worth: tuple[int, ...]) -> None:
+        """Put pages of one owner in, see `EvictionQueue.push`."""
+        owner = pages[0].owner
+        if owner not in self._queues:
+            self._queues[owner] = EvictionQueue()
+        self._queues[owner].push(pages, worth)
 
-    def discard(self, page: Page) -> None:
+    def discard(self, pages: Iterable[Page]) -> None:
         """See `EvictionQueue.discard`."""
-        if page.owner in self._queues:
-            self._queues[page.owner].discard(page)
+        for owner, run in groupby(pages, attrgetter("owner")):
+            if owner in self._queues:
+                self._queues[owner].discard(run)
 
     def pop(self, tenant: Tenant, num_pages: int, *, everything: bool) -> Page | None:
         """The page to evict next for a tenant; None: there is none, see `num_for`.

@@ -1,9 +1,10 @@
 """What holds of a prefix cache at any time."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
-from mlxinfer.cache.prefix import Page, PrefixCache
+from mlxinfer.cache.prefix import Lease, Page, PrefixCache, Users
 
 
 def groups_of(
@@ -56,6 +57,32 @@ def check_parents(prefix: PrefixCache, group: int) -> None:
             assert parent is not None
             assert parent.ids[group] is not None
             assert parent.users[group] or not page.users[group]
+
+
+def check_users(
+    prefix: PrefixCache, leases: Sequence[Lease], pins: Sequence[Users] = ()
+) -> set[Page]:
+    """Pages count just the leases and pins that need them, by group; others have one owner.
+
+    Returns:
+        All pages with a name, and those that are needed without one.
+    """
+    assert not any(lease.released for lease in leases)
+    users: Counter[tuple[Page, int]] = Counter()
+    for needed in [*pins, *(lease.copied for lease in leases)]:
+        users.update((page, group) for group, pages in needed.items() for page in pages)
+    for group, allocator in enumerate(prefix.allocators):
+        by_id = prefix.by_id[group]
+        page_ids = [i for lease in leases for i in lease.tables[group].all_pages]
+        unnamed = [i for i in page_ids if i not in by_id]
+        assert len(unnamed) == len(set(unnamed)), "a page has two owners"
+        assert allocator.num_held == len(unnamed) + len(by_id)
+        assert allocator.num_held + allocator.num_free == allocator.num_pages
+        users.update((by_id[i], group) for i in page_ids if i in by_id)
+    known = {*prefix.page_of.values(), *(page for page, _ in users)}
+    for page in known:
+        assert page.users == [users[page, group] for group in range(len(page.users))]
+    return known
 
 
 def states_of(prefix: PrefixCache) -> list[Page]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from cache.prefix_invariants import check, groups_of
+from cache.prefix_invariants import check, check_users, groups_of
 
 from mlxinfer.cache.disk import namespace_key, page_key
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
@@ -347,24 +347,12 @@ class World:
         check(self.prefix)
         for page in self.prefix.page_of.values():
             self.check_page(page)
-        users: Counter[tuple[Page, int]] = Counter()
-        for held in [*self.pins, *(running.lease.copied for running in self.running)]:
-            users.update((page, group) for group, pages in held.items() for page in pages)
-        for group, allocator in enumerate(self.allocators):
-            by_id = self.prefix.by_id[group]
-            tables = [running.lease.tables[group] for running in self.running]
-            unnamed = [page for table in tables for page in table.all_pages if page not in by_id]
-            assert len(unnamed) == len(set(unnamed)), "a page has two owners"
-            assert allocator.num_held == len(unnamed) + self.prefix.num_pages(group)
-            users.update((by_id[i], group) for t in tables for i in t.all_pages if i in by_id)
+        known = check_users(self.prefix, [running.lease for running in self.running], self.pins)
         for running in self.running:
             tables, ids = running.lease.tables, running.names.token_ids
             self.check_tables(running.namespace, ids, tables, running.num_computed)
-        for page in {*self.prefix.page_of.values(), *(page for page, _ in users)}:
-            assert page.users == [users[page, group] for group in range(len(page.users))]
         if self.states is not None:
-            numbers = [p.ids[-1] for p in {*self.prefix.page_of.values(), *(p for p, _ in users)}]
-            held = [number for number in numbers if number is not None]
+            held = [page.ids[-1] for page in known if page.ids[-1] is not None]
             assert self.states.num_held == len(held) <= self.states.max_snapshots
             assert not set(self.states.take_dropped()) & set(held)
 

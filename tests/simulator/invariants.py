@@ -1,13 +1,12 @@
 """What must hold of a scheduler between two steps, and of every batch. Changes nothing."""
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
-from cache.prefix_invariants import check
+from cache.prefix_invariants import check, check_users
 from engine.spelled import segments_of
 
-from mlxinfer.cache.prefix import Lease, Page
+from mlxinfer.cache.prefix import Lease
 from mlxinfer.engine.batch import MAX_SHORT, Batch, DecodeBatch
 from mlxinfer.engine.scheduler import Scheduler
 
@@ -60,15 +59,8 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
 
 def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     """Every page is free, a sequence's or named; every request runs or waits; locks agree."""
-    kv_manager = scheduler.kv_manager
-    check(kv_manager.prefix)
-    for group, allocator in enumerate(kv_manager.allocators):
-        by_id = kv_manager.prefix.by_id[group]
-        tables = [s.tables[group] for s in scheduler.queues.running]
-        unnamed = [page for table in tables for page in table.all_pages if page not in by_id]
-        assert len(set(unnamed)) == len(unnamed), "a page has two owners"
-        assert len(unnamed) + len(by_id) == allocator.num_held
-        assert allocator.num_held + allocator.num_free == allocator.num_pages
+    prefix = scheduler.kv_manager.prefix
+    check(prefix)
     running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
     assert not running & waiting
     assert running | waiting == set(scheduler.queues.unfinished())
@@ -79,18 +71,4 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
         assert s.slot < 0
         assert not s.tables
         assert s.lease is None
-    check_users(scheduler, [s.lease_of for s in scheduler.queues.running] + list(pins))
-
-
-def check_users(scheduler: Scheduler, leases: list[Lease]) -> None:
-    """Pages count just the sequences and pins that need them, by group."""
-    prefix = scheduler.kv_manager.prefix
-    users: Counter[tuple[Page, int]] = Counter()
-    for lease in leases:
-        assert not lease.released
-        users.update(lease.copied)
-        for group, table in enumerate(lease.tables):
-            by_id = prefix.by_id[group]
-            users.update((by_id[page], group) for page in table.all_pages if page in by_id)
-    for page in {*prefix.page_of.values(), *(page for page, _ in users)}:
-        assert page.users == [users[page, group] for group in range(len(page.users))]
+    check_users(prefix, [s.lease_of for s in scheduler.queues.running] + list(pins))

@@ -39,13 +39,20 @@ class Admission:
     Args:
         max_waiting: requests without a token.
         max_waiting_tokens: of their prompts together.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_waiting = max_waiting
         self._max_tokens = max_waiting_tokens
+        self._clock = clock
         self._calls: list[WaitingCall] = []  # oldest first
-        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
+        self._interval_s: float | None = None  # between two that leave the queue, smoothed
         self._left_s = 0.0  # when the last one left
 
     @property
@@ -82,7 +89,7 @@ class Admission:
         call = WaitingCall(tenant, dict(enumerate(prompts)), give_up)
         victims = self._victims(call)
         if not self._calls:
-            self._left_s = time.monotonic()
+            self._left_s = self._clock()
         for victim in victims:
             error = self._full(victim.tenant)
             self._calls.remove(victim)
@@ -134,14 +141,22 @@ class Admission:
         call.is_whole = False
         if not call.tokens:
             self._calls.remove(call)
-        now = time.monotonic()
-        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
-        self._left_s = now
+        now_s, before_s = self._clock(), self._interval_s
+        latest_s = now_s - self._left_s
+        if before_s is not None:
+            latest_s = before_s + SMOOTHING * (latest_s - before_s)
+        self._interval_s, self._left_s = latest_s, now_s
         return True
 
     def retry_after_s(self, tenant: Tenant) -> float:
-        """Seconds after which about a quarter of a tenant's waiting requests should have gone."""
+        """Seconds after which about a quarter of a tenant's waiting requests should have gone.
+
+        None has gone since the last one did, so that time is the shortest that the next may take.
+        Before any has gone it is all that is known. Then the result is never longer than the truth,
+        and grows from one try to the next.
+        """
+        interval_s = max(self._interval_s or 0.0, self._clock() - self._left_s)
         tenants = {call.tenant for call in self._calls} | {tenant}
         share = tenant.weight / sum(other.weight for other in tenants)
         count = sum(len(call.tokens) for call in self._calls if call.tenant == tenant)
-        return min(max(self._interval_s / share * count / 4, MIN_RETRY_S), MAX_RETRY_S)
+        return min(max(interval_s / share * count / 4, MIN_RETRY_S), MAX_RETRY_S)

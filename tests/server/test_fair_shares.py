@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from test_documents import MESSAGES, RESPONSES, asked, part_of
 
 from mlxinfer.errors import InvalidRequestError, OverloadedError
 from mlxinfer.fair import Tenant
+from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, WaitingCall
 from mlxinfer.server.config import network_of
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
@@ -260,3 +261,46 @@ def test_each_key_sees_its_waits_in_the_metrics() -> None:
         text = server.get("/metrics").text
         assert 'mlxinfer:key_time_to_first_token_seconds_count{key="anna"} 2.0' in text
         assert 'mlxinfer:key_requests_waiting{key="bob"} 0.0' in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_retry_after_is_true(seed: int) -> None:
+    """Whatever the pace: a quarter of what waits has gone by then; early tries are never too late.
+
+    Requests of several keys go one after the other, each key in its turn.
+    """
+    rnd = random.Random(seed)
+    now_s, pace_s = 0.0, rnd.choice([0.02, 0.3, 2, 20])  # seconds from one that goes to the next
+    names, places = [f"key{i}" for i in range(rnd.randint(1, 3))], rnd.randint(24, 64)
+    admission = Admission(places * len(names), 10**9, lambda: now_s)
+    waiting = {name: deque[WaitingCall]() for name in names}
+
+    def send(name: str) -> None:
+        while True:
+            waiting[name].append(admission.enter(Tenant(name), [5], lambda _: None))
+
+    def fill() -> float:
+        """Send requests of each key until one is refused; when that one may come again."""
+        for name in names:
+            with pytest.raises(OverloadedError) as refused:
+                send(name)
+        for name, calls in waiting.items():  # without those that lost their places
+            waiting[name] = deque([call for call in calls if call.tokens])
+            assert len(waiting[name]) == places
+        assert refused.value.retry_after_s is not None
+        return refused.value.retry_after_s
+
+    fill()
+    quarter_s, tries_s = places / 4 * len(names) * pace_s, [fill()]
+    while now_s + tries_s[-1] < pace_s:  # none has gone
+        now_s += tries_s[-1]
+        tries_s.append(fill())
+        assert tries_s[-1] <= max(quarter_s, MIN_RETRY_S)
+        assert tries_s[-1] >= min(now_s, MAX_RETRY_S)
+    now_s = 0.0
+    for gone in range(places * len(names)):
+        now_s += pace_s
+        assert admission.leave(waiting[names[gone % len(names)]].popleft(), 0)
+        if gone > 2 * len(names):
+            expected_s = min(max(quarter_s, MIN_RETRY_S), MAX_RETRY_S)
+            assert fill() == pytest.approx(expected_s, rel=0.2)

@@ -7,15 +7,17 @@ import json
 import lzma
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import yaml
 from convert_cases import by_mlxinfer, logits, write_tokenizer
+from models.cases import CASES as MODELS
 from models.dense_kv import DenseCache
 from models.picture_cases import PICTURE_CASES, QWEN_CASES, prompt
-from models.random_weights import coarse
+from models.random_weights import coarse, tiny_tensors
 from models.runs import every
 from models.test_qwen_pictures import Prompt, placed_pictures, run, seen
 from models.test_towers import features, tiles
@@ -54,8 +56,15 @@ def written(folder: Path, source: SourceModel) -> Path:
     is_native = source.config["model_type"] in SUPPORTED
     arranged = (arrange if is_native else arrange_made)(source)
     tensors = {output.name: arranged.whole(output) for output in arranged.outputs}
-    arrays = {name: array.astype(mx.float32) for name, array in tensors.items()}
-    write(folder, dict(source.config), arrays)
+    arrays = {
+        name: array if array.dtype == mx.int64 else array.astype(mx.float32)
+        for name, array in tensors.items()
+    }
+    return with_tokenizer(folder, dict(source.config), arrays)
+
+
+def with_tokenizer(folder: Path, config: dict[str, Any], arrays: dict[str, mx.array]) -> Path:
+    write(folder, config, arrays)
     write_tokenizer(folder)
     return folder
 
@@ -81,9 +90,15 @@ def logits_with_pictures(folder: Path, case: str) -> np.ndarray:
 def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    source = open_gguf(unpacked(tmp_path, name))
-    expected = LOGITS[name.rpartition("-")[0]]
-    ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
+    """Or those of the folder that it was made of, which is compared with transformers elsewhere."""
+    source, case = open_gguf(unpacked(tmp_path, name)), CASES[name.rpartition("-")[0]]
+    ids = np.random.default_rng(1).integers(3, source.config["vocab_size"], 24).tolist()
+    if "folder" in case:
+        config = MODELS[case["folder"]]
+        values = {key: mx.array(coarse(v, key)) for key, v in tiny_tensors(config).items()}
+        expected = logits(with_tokenizer(tmp_path / "reference", config, values), ids)
+    else:
+        expected = LOGITS[name.rpartition("-")[0]]
     folder = written(tmp_path / "folder", source)
     is_native = source.config["model_type"] in SUPPORTED
     actual = (logits if is_native else by_mlxinfer)(folder, ids)

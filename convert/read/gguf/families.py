@@ -12,7 +12,15 @@ from ....errors import CheckpointError, UnsupportedModelError
 from ..stored import Array
 from .fields import ArchitectureFields
 from .gemma import GEMMA, GEMMA2, gemma3, gemma3n, gemma4, gemma_embedding
-from .hybrids import delta_net, falcon_h1, granite_hybrid, lfm2, nemotron_h
+from .hybrids import (
+    delta_net,
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    nemotron_h,
+    ngram_constants,
+    qwen4_exp,
+)
 from .latent import deepseek2, indexed, mistral4
 from .layout import HALVES
 from .names import QUERY_SCALE
@@ -435,7 +443,10 @@ _EXPERTS: dict[str, FamilyValue] = {
     "num_experts_per_tok": lambda facts, shapes, config: facts.integer("expert_used_count"),
     "norm_topk_prob": lambda facts, shapes, config: facts.flag("expert_weights_norm"),
 }
-CONSTANTS = {"apertus": _apertus_constants}  # tensors that a file has among its fields
+CONSTANTS = {
+    "apertus": _apertus_constants,
+    "qwen4exp": ngram_constants,
+}  # tensors that a file has among its fields
 FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
     "mistral3": _mistral3,
@@ -534,6 +545,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "qwen3": _QWEN3,
     "qwen35": delta_net,
     "qwen35moe": delta_net,
+    "qwen4exp": qwen4_exp,
     "qwen3moe": _qwen3_moe,
     "qwen3next": delta_net,
     "qwen3vl": _of_pictures(_QWEN3),
@@ -564,6 +576,7 @@ PARTIAL = (
     "qwen3next",
     "qwen35",
     "qwen35moe",
+    "qwen4exp",
     "glm4",
     "glm4moe",
     "phi3",

@@ -1,7 +1,11 @@
 """config.json of families with recurrent layers, as `families.py` has those of the others."""
 
-from ....errors import CheckpointError
+import numpy as np
+
+from ....errors import CheckpointError, UnsupportedModelError
+from ..stored import Array
 from .fields import ArchitectureFields
+from .names import NGRAMS
 from .parts import (
     SIGMOID,
     Config,
@@ -47,6 +51,73 @@ def delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
         "shared_expert_intermediate_size": shared,
         "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
     }
+
+
+def qwen4_exp(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """A layer with n-grams at most, whose table is a tensor; gates are llama.cpp's own constant."""
+    count = config["num_hidden_layers"]
+    ratios = facts.by_layer("attention.compress_ratios", count)
+    heads = facts.integer("attention.indexer.head_count")
+    indexed = [
+        f"model.layers.{i}.self_attn.indexer.q_layernorm.weight" in shapes for i in range(count)
+    ]
+    if [ratio > 0 for ratio in ratios] != indexed or len({*ratios} - {0}) > 1:
+        raise UnsupportedModelError(
+            f"attention.compress_ratios in {facts.all.where} is {ratios}; expected one number for "
+            f"the layers with an index, {[i for i in range(count) if indexed[i]]}."
+        )
+    made = delta_net(facts, shapes, config) | {
+        "model_type": "qwen4_exp_text",
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "output_gate_type": "sigmoid",
+        "hc_count": facts.integer("hyper_connection.count"),
+        "hc_lowrank": facts.integer("hyper_connection.low_rank"),
+        "indexer_n_heads": heads,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": facts.integer("attention.indexer.key_length"),
+        "indexer_budget": facts.integer("attention.indexer.top_k"),
+        "indexer_compress_ratio": max(ratios),
+        "ple_layer_ids": [],
+    }
+    facts.read("ple.image_token_id")  # pictures are not read
+    if not facts.has("ple.layers"):
+        return made
+    ngram_constants(facts)  # they are read again with the tensors
+    (layer,) = _integers(facts, "ple.layers")
+    ngrams, per_length = facts.integer("ple.ngram_size"), facts.integer("ple.heads_per_ngram")
+    width = facts.integer("embedding_length_per_layer_input")
+    return made | {
+        "ple_layer_ids": [int(layer) + 1],
+        "ngram_size": ngrams,
+        "heads_per_ngram": per_length,
+        "ple_embed_dim": width * per_length * (ngrams - 1),
+        "ple_conv_kernel_size": facts.integer("ple.conv_kernel"),
+        "eos_token_id": facts.count("ple.eos_token_id"),  # where n-grams begin anew
+    }
+
+
+def ngram_constants(facts: ArchitectureFields) -> dict[str, Array]:
+    """How tokens become rows of the table, which are tensors in transformers."""
+    if not facts.has("ple.layers"):
+        return {}
+    (layer,) = _integers(facts, "ple.layers")
+    names = {
+        "layer_multipliers": "layer_multipliers",
+        "ngram_heads_offsets": "head_offsets",
+        "ngram_heads_vocab_sizes": "head_vocab_sizes",
+    }
+    path = NGRAMS.format(layer)
+    return {f"{path}.{ours}": _integers(facts, f"ple.{key}") for ours, key in names.items()}
+
+
+def _integers(facts: ArchitectureFields, key: str) -> Array:
+    name = facts.name(key)
+    values = facts.all.get(name)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or not len(values):
+        raise CheckpointError(f"{name} in {facts.all.where} is no list of whole numbers.")
+    if key == "ple.layers" and len(values) > 1:
+        raise UnsupportedModelError(f"{name} in {facts.all.where} has several; supported is one.")
+    return values.astype(np.int64)
 
 
 def lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:

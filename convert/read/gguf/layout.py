@@ -129,6 +129,8 @@ def _delta_net(
 ) -> TensorLayout:
     part = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
     if not part:
+        if name.endswith(".ple.conv1d.weight"):
+            return TensorLayout(shape=(shape[0], 1, shape[1]))
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             return TensorLayout(shape=(1, *shape))
         return TensorLayout(change=_less_one) if _is_norm(name) else PLAIN
@@ -166,7 +168,8 @@ def _value_order(keys: int, values: int, dim: int, tiled: bool) -> Order:
 
 def _is_norm(name: str) -> bool:
     """Whether layers add one to the weights; of a module that predicts further ahead too."""
-    return name.endswith(("norm.weight", "norm_embedding.weight", "norm_hidden.weight"))
+    ends = ("", "_embedding", "_hidden", "_key", "_query", "_conv")
+    return name.endswith(tuple(f"norm{end}.weight" for end in ends))
 
 
 def _less_one(values: Array) -> Array:

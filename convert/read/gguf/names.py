@@ -72,6 +72,11 @@ _GPT_OSS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+_CONNECTION = {
+    "norm": "hc_norm",
+    "down": "input_mix_weight_down",
+    "up": "input_mix_weight_up",
+}
 _DELTA_NET = {
     **_COMMON,
     **_DENSE,
@@ -92,6 +97,18 @@ _DELTA_NET = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_QWEN4_EXP = {
+    **_DELTA_NET,
+    **{
+        f"hc_{theirs}_{part}": f"{ours}_hyper_connection.{module}"
+        for theirs, ours in (("attn", "attn"), ("ffn", "mlp"))
+        for part, module in {**_CONNECTION, "inject": "block_inject_weight"}.items()
+    },
+    **{f"ple_{part}": f"ple.{part}_proj" for part in ("key", "value")},
+    **{f"ple_{part}": f"ple.{part}" for part in ("norm_key", "norm_query", "norm_conv", "conv1d")},
+    **{f"indexer.{part}_proj": f"self_attn.indexer.index_{part}_proj" for part in "qk"},
+    **{f"indexer.{part}_norm": f"self_attn.indexer.{part}_layernorm" for part in "qk"},
 }
 _LFM2 = {
     **{stem: path for stem, path in _COMMON.items() if not stem.endswith(("_norm", "_output"))},
@@ -357,6 +374,7 @@ _FAMILIES = {
     "qwen3next": _DELTA_NET,
     "qwen35": _DELTA_NET,
     "qwen35moe": _DELTA_NET,
+    "qwen4exp": _QWEN4_EXP,
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
     "gpt-oss": _GPT_OSS,
@@ -403,6 +421,13 @@ _TOPS = {
         **_BERT_TOP,
         **_ends({"cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"}),
     },
+    "qwen4exp": {
+        **_TOP,
+        **{
+            f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{module}.weight"
+            for part, module in _CONNECTION.items()
+        },
+    },
     "qwen3": {**_TOP, "cls.output.weight": "score.weight"},
     "falcon-h1": _FALCON_TOP,
     "nemotron_h": _NEMOTRON_TOP,
@@ -439,7 +464,8 @@ _QWEN_AHEAD = {
 
 ARCHITECTURES = tuple(_FAMILIES)
 NUM_STREAMS = 4  # of Gemma 3n
-DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
+NGRAMS = "model.layers.{}.ple.ple_embedding"
 # What follows from the config of transformers.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -467,6 +493,9 @@ def hf_names(
     if name in top:  # Gemma 3n's streams, but for the first, have a matrix each
         return tuple(dict.fromkeys(top[name].format(i) for i in range(NUM_STREAMS - 1)))
     match = _BLOCK.fullmatch(name)
+    if architecture == "qwen4exp" and name == "per_layer_token_embd.weight":
+        layers = (i for i in range(num_layers) if f"blk.{i}.ple_key.weight" in names)
+        return tuple(f"{NGRAMS.format(i)}.ngram_embedding.weight" for i in layers)[:1]
     if match is None:
         return ()
     index, rest = int(match[1]), match[2]

@@ -128,10 +128,13 @@ class Qwen4Exp(Qwen3_5MoE):
         path, rope = f"model.layers.{index}.self_attn.indexer", self.config.ropes[index]
         heads = self.config.fields.integer("indexer_n_heads", high=2**10)
         assert rope is not None, "positions are always encoded"
+        sizes, hidden = [heads * spec.dim, spec.dim], self.config.hidden_size
+        parts = [f"{path}.index_{part}_proj" for part in "qk"]  # apart, as llama.cpp has them
+        apart = f"{parts[0]}.weight" in self.weights
         return MeanIndexer(
-            qk_proj=self.weights.linear(
-                f"{path}.index_qk_proj", (heads + 1) * spec.dim, self.config.hidden_size
-            ),
+            qk_proj=self.weights.fused(parts, sizes, hidden)
+            if apart
+            else self.weights.linear(f"{path}.index_qk_proj", sum(sizes), hidden),
             q_norm=self.norm(f"{path}.q_layernorm", spec.dim),
             k_norm=self.norm(f"{path}.k_layernorm", spec.dim),
             num_heads=heads,

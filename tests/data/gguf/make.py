@@ -34,7 +34,7 @@ from data.pictures.generate import reference  # noqa: E402
 from data.torch_models import TOWER, loaded, read_config, saved_shapes  # noqa: E402
 from models.cases import CASES  # noqa: E402
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensor  # noqa: E402
-from models.random_weights import LESS_ONE, coarse, random_tensor  # noqa: E402
+from models.random_weights import LESS_ONE, coarse, random_tensor, tiny_tensors  # noqa: E402
 from pooling import cases as pooling  # noqa: E402
 
 LENGTH = 24
@@ -161,6 +161,17 @@ def pooling_checkpoint(case: dict[str, Any], folder: Path) -> str:
     return config["architectures"][0]
 
 
+def folder_checkpoint(case: dict[str, Any], folder: Path) -> str:
+    """Write a tiny model whose folder is the reference, its config as it is; its class."""
+    folder.mkdir()
+    config = case_config({**case, "from": case["folder"]})
+    values = tiny_tensors(CASES[case["folder"]])
+    tensors = {name: coarse(array, name) for name, array in values.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [case["text"]]}))
+    return str(case["text"])
+
+
 def as_published(name: str, values: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
     """Name and values as published checkpoints have them, and as the converter asks for them."""
     kind, front = config["model_type"], "vision_tower."
@@ -185,10 +196,11 @@ def write_processor(folder: Path, size: int, features: int) -> None:
         (folder / name).write_text(json.dumps(content))
 
 
-def convert(jobs: list[Job], llama_cpp: Path) -> None:
-    """Run the converter in a process of its own."""
+def convert(jobs: list[Job], llama_cpp: Path, *, plain: bool = False) -> None:
+    """Run the converter in a process of its own; `plain`: configs are not as transformers reads."""
+    script = f"import transformers; transformers.AutoConfig = None\n{CONVERT}" if plain else CONVERT
     subprocess.run(
-        [sys.executable, "-c", CONVERT, str(llama_cpp)],
+        [sys.executable, "-c", script, str(llama_cpp)],
         env={**os.environ, "TRANSFORMERS_OFFLINE": "1"},
         input=json.dumps(jobs),
         text=True,
@@ -218,8 +230,12 @@ def main() -> None:
     cases = yaml.safe_load((HERE / "cases.yml").read_text())
     logits = dict(np.load(LOGITS)) if LOGITS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        scratch, jobs = Path(folder), []
+        scratch, jobs, plain = Path(folder), [], []
         for name in names or cases:
+            if "folder" in cases[name]:
+                architecture = folder_checkpoint(cases[name], scratch / name)
+                plain += jobs_of(name, architecture, cases[name], scratch)
+                continue
             if "pooling" in cases[name]:
                 architecture = pooling_checkpoint(cases[name], scratch / name)
                 jobs += jobs_of(name, architecture, cases[name], scratch)
@@ -231,6 +247,7 @@ def main() -> None:
                 continue
             jobs += jobs_of(name, architecture, cases[name], scratch)
         convert(jobs, Path(llama_cpp))
+        convert(plain, Path(llama_cpp), plain=True)
         for path in scratch.glob("*.gguf"):
             data = lzma.compress(path.read_bytes(), preset=9)
             (HERE / f"{path.name}.xz").write_bytes(data)

@@ -283,9 +283,10 @@ class StreamedModel:
             for name, out in self.outputs_of(index).items()
         }
 
-    def zeros(self, output: OutputTensor) -> mx.array:
-        """As a tensor; they take no memory unless they are evaluated."""
-        return self._computed(mx.zeros(output.shape, mx_dtype(self._arranged.source.dtype)))
+    def zeros(self, output: OutputTensor, *, rows: int | None = None) -> mx.array:
+        """As a tensor, or as its first rows; they take no memory unless they are evaluated."""
+        shape = output.shape if rows is None else (rows, *output.shape[1:])
+        return self._computed(mx.zeros(shape, mx_dtype(self._arranged.source.dtype)))
 
     def states(
         self, sequences: Sequence[Sequence[int]], change: Change = lambda rows: rows
@@ -374,7 +375,7 @@ class StreamedModel:
 
     def _ends(self) -> dict[str, mx.array]:
         ends = {name: self.zeros(self.output(name)) for name in self._norms}
-        return ends | {EMBEDDING: self.zeros(self.output(EMBEDDING))[:1]}
+        return ends | {EMBEDDING: self.zeros(self.output(EMBEDDING), rows=1)}
 
     def _only(self, layers: range) -> ModelConfig:
         """The config of a model with these layers alone, its own table for output."""

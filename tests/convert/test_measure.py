@@ -1,6 +1,7 @@
 """What one pass over a model finds, layer by layer, against a model that is held whole."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -108,6 +109,25 @@ def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     squares = (flowing**2).sum(axis=0)
     expected = squares / squares.mean()
     assert actual["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_layer_is_built_without_a_table_of_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros in its place are computed, too: with 262,144 tokens they took a gigabyte a layer."""
+    streamed = StreamedModel(arrange(open_source(write_source(tmp_path / "m", "qwen3-v4"))))
+    made, zeros = [], mx.zeros
+
+    def noted(shape: int | Sequence[int], *dtype: mx.Dtype) -> mx.array:
+        made.append(int(np.prod(shape)))
+        return zeros(shape, *dtype)
+
+    monkeypatch.setattr(mx, "zeros", noted)
+    for index in range(streamed.config.num_layers):
+        streamed.layer(index, streamed.read_layer(index))
+    streamed.embed(IDS[0])
+    assert made
+    assert max(made) <= streamed.config.hidden_size
 
 
 def whole(folder: Path) -> np.ndarray:

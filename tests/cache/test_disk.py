@@ -2,11 +2,7 @@
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -366,36 +362,3 @@ def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
     assert wrong == []
     assert all(path.suffix == ".kv" for path in files_in(tmp_path))
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 2 * 3000
-
-
-WRITE_FOR_EVER = """
-import sys
-from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
-model = namespace_key("model", "bf16")
-tier = DiskTier(sys.argv[1], model, max_bytes=2**20)
-for n in range(10**9):
-    payload = memoryview(n.to_bytes(4, "little") * 5000)
-    tier.store(Entry(page_key(model, [n]), model, (n,), payload))
-    tier.flush()
-    if n == 3:
-        print("under way", flush=True)
-"""
-
-
-def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)]
-    for delay_s in (0.02, 0.05):
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout.readline() == b"under way\n"
-            time.sleep(delay_s)
-            process.send_signal(signal.SIGKILL)
-    tier = DiskTier(str(tmp_path), MODEL, max_bytes=2**20)
-    file_names = files_in(tmp_path)
-    assert file_names
-    assert all(path.suffix == ".kv" for path in file_names)
-    for path in file_names:
-        entry = tier.get(bytes.fromhex(path.stem))
-        (number,) = entry.token_ids
-        assert bytes(entry.payload) == number.to_bytes(4, "little") * 5000
-    tier.close()
-    assert tier.stats()["corrupt"] == 0

@@ -1,7 +1,8 @@
 """SIGKILL at random moments: nothing is lost that was said to be stored, no half counts as whole.
 
-One table of what writes. Each writer runs, is killed and runs again on what it left; after every
-kill the product reads what is there. A writer that prints numbers has stored what it printed.
+One table of what writes (batches: `test_cli_batch.py`). Each writer runs, is killed and runs again
+on what it left; after every kill the product reads what is there. A writer that prints numbers has
+stored what it printed.
 """
 
 import os
@@ -15,12 +16,10 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from standin import StandIn
 from standin_fixtures import MODEL
-from test_cli_batch import answers_in, as_file, chat, line
 
 from mlxinfer.cache.disk import DiskTier, namespace_key
 from mlxinfer.cache.disk.entry import decode
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.ci
 SEED = int(os.environ.get("MLXINFER_KILLS", random.randrange(10**6)))
 WAIT_S = 120.0  # for a writer to begin, on a machine that does other work
 MLXINFER = ("-m", "mlxinfer.cli")
-NUM_LINES = 60  # of a batch
 NAMES = 5  # of sessions, each saved again and again
 
 HISTORY = """
@@ -166,14 +164,6 @@ def conversion_of(folder: Path, stored: int) -> None:
         shutil.rmtree(out)
 
 
-def batch_of(folder: Path, stored: int) -> None:
-    output = folder / "out.jsonl"
-    if output.exists():
-        whole = output.read_bytes().rpartition(b"\n")[0]
-        (folder / "whole").write_bytes(whole)
-        answers_in(folder / "whole")  # each once
-
-
 def pulled(folder: Path, stored: int) -> None:
     for model in cached_models():
         assert not model.complete or files_of() == wanted(), f"{model} is half, and listed as whole"
@@ -216,15 +206,10 @@ def script(text: str) -> Callable[[Path], tuple[str, ...]]:
 WRITERS = {
     "pull": Writer(lambda folder: (*MLXINFER, "pull", "org/tiny"), pulled, 7, 1.5, counts=False),
     "convert": Writer(script(CONVERT), conversion_of, 6, 0.4, counts=False),
-    "session save": Writer(script(SESSIONS), sessions_of, 8),
-    "history": Writer(script(HISTORY), history_of, 8),
+    "session save": Writer(script(SESSIONS), sessions_of, 9),
+    "history": Writer(script(HISTORY), history_of, 9),
     "responses": Writer(script(RESPONSES), responses_of, 6),
-    "batch": Writer(
-        lambda folder: (*MLXINFER, "batch", str(folder / "in.jsonl"), str(folder / "out.jsonl")),
-        *(batch_of, 5, 0.1),
-        counts=False,
-    ),
-    "key edits": Writer(script(KEYS), keys_of, 8),
+    "key edits": Writer(script(KEYS), keys_of, 9),
 }
 assert sum(writer.kills - 1 for writer in WRITERS.values()) >= 40  # each may be missed once
 
@@ -270,8 +255,6 @@ def finish(name: str, writer: Writer, folder: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     if name == "pull":
         assert files_of() == wanted()
-    elif name == "batch":
-        assert answers_in(folder / "out.jsonl").keys() == {f"row {n}" for n in range(NUM_LINES)}
     else:
         assert contents(folder / "out") == contents(folder.parent / "undisturbed" / "out")
         assert not (folder / "out.partial").exists()
@@ -297,9 +280,6 @@ def test_a_killed_command_leaves_whole_files(
     if name == "convert":
         (undisturbed := tmp_path / "undisturbed").mkdir()
         subprocess.run([sys.executable, *writer.argv(undisturbed)], check=True)
-    if name == "batch":
-        lines: list[Any] = [line(n, chat(f"Say {n}", ignore_eos=True)) for n in range(NUM_LINES)]
-        (folder / "in.jsonl").write_bytes(as_file(lines))
     num_killed = 0
     for _ in range(3 * writer.kills):
         last, was_killed = run_and_kill(writer, folder, last, rng)

@@ -1,7 +1,6 @@
 """Killed at any call that changes the disk and resumed: the same bytes as without that."""
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -42,20 +41,6 @@ def test_a_conversion_killed_twice_resumes_with_what_it_has(tmp_path: Path) -> N
     convert(source, out, shard_bytes=SHARD_BYTES, run={"resume": True})
     assert contents(out) == contents(tmp_path / "undisturbed")
     assert not (tmp_path / "out.partial").exists()
-
-
-@pytest.mark.slow
-def test_wherever_it_is_killed_the_folder_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Anywhere, up to the renaming of the folder and what follows."""
-    source, out = write_source(tmp_path / "source", shards=2), tmp_path / "out"
-    convert(source, tmp_path / "undisturbed", shard_bytes=SHARD_BYTES)
-    moments, finished = random.Random(2), 0
-    while finished < 3:
-        finished += not killed(source, out, moments.randint(1, 120))
-        if out.exists():
-            assert contents(out) == contents(tmp_path / "undisturbed")
-            shutil.rmtree(out)
-    assert not list((tmp_path / "out.partial").rglob("*.safetensors"))
 
 
 def test_a_line_that_a_kill_cut_short_is_done_again(tmp_path: Path, monkeypatch) -> None:

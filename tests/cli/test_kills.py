@@ -162,6 +162,7 @@ def conversion_of(folder: Path, stored: int) -> None:
     if out.exists():  # then it is whole; the next one begins anew
         assert contents(out) == contents(folder.parent / "undisturbed" / "out")
         shutil.rmtree(out)
+        shutil.rmtree(folder / "out.partial", ignore_errors=True)  # killed before it tidied up
 
 
 def pulled(folder: Path, stored: int) -> None:

@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import yaml
 from convert_cases import by_mlxinfer, logits, write_tokenizer
+from engine.seeing_cases import picture_logits
 from models.cases import CASES as MODELS
-from models.dense_kv import DenseCache
-from models.picture_cases import PICTURE_CASES, QWEN_CASES, prompt
 from models.random_weights import coarse, tiny_tensors
 from models.runs import every
-from models.test_qwen_pictures import Prompt, placed_pictures, run, seen
-from models.test_towers import features, tiles
 from models.tiny import write
 from pooling.test_pooling_parity import close, model_in, results, rows_of
 from pooling.tiny_pooling import pooling_folder
@@ -69,23 +66,6 @@ def with_tokenizer(folder: Path, config: dict[str, Any], arrays: dict[str, mx.ar
     return folder
 
 
-def logits_with_pictures(folder: Path, case: str) -> np.ndarray:
-    """Of a prompt of models/pictures.yml."""
-    model, (ids, places) = load(folder), prompt(case)
-    cache = DenseCache(model)
-    if case in QWEN_CASES:
-        pictures = placed_pictures(case)
-        vectors = [seen(model.tower, one.picture.tiles[0]) for one in pictures]
-        return run(model, cache, [("a", Prompt(ids, pictures, vectors), 0, len(ids))])
-    assert case in PICTURE_CASES
-    placed = [
-        (place.start, mx.concatenate([features(model.tower, tile) for tile in pieces]))
-        for place, pieces in zip(places, tiles(case), strict=True)
-    ]
-    cache.see("a", placed)
-    return np.array(cache.run(model, [("a", ids)]))
-
-
 @pytest.mark.parametrize("name", every(3, TEXTS))
 def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tmp_path: Path, name: str
@@ -110,7 +90,7 @@ def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, na
     case = name.rpartition("-")[0]
     text, tower = (unpacked(tmp_path, one) for one in (name, f"mmproj-{name}"))
     folder = written(tmp_path / "folder", open_gguf(text, mmproj=tower))
-    actual, expected = logits_with_pictures(folder, CASES[case]["seeing"]), LOGITS[case]
+    (actual, _), expected = picture_logits(load(folder), CASES[case]["seeing"]), LOGITS[case]
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
 
 

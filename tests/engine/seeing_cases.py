@@ -8,11 +8,13 @@ from tempfile import mkdtemp
 
 import mlx.core as mx
 import numpy as np
-from engine.harness import QUANTIZED
+from engine.harness import QUANTIZED, Harness
+from engine.harness import prompt as text
 from models.picture_cases import ALL_PICTURE_CASES, IMAGE, picture_tensors, pixels, prompt
 from models.test_towers import channels_last
 from models.tiny import quantized, write
 
+from mlxinfer.core import SamplingParams
 from mlxinfer.images import Picture, PlacedPicture, Tile
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
@@ -80,3 +82,16 @@ def drawn_picture(name: str, seed: int) -> Picture:
     grids = case.pictures[seed % len(case.pictures)]
     sizes = [(rows * columns, case.patch) for rows, columns in grids]
     return own_picture(name, [rng.random(size, dtype=np.float32) for size in sizes], grids)
+
+
+def picture_logits(model: Model, name: str) -> list[np.ndarray]:
+    """Logits (T, vocab) of the prompt of a case, twice: in chunks, beside each other and a text."""
+    ids, pictures = own_prompt(name)
+    harness = Harness(model, prefill_chunk=16, max_batch=3)
+    harness.add("text", text(30), SamplingParams(max_tokens=40))
+    for request in "ab":
+        one = SamplingParams(max_tokens=3)
+        harness.add(request, ids, one, prompt_logits=True, pictures=pictures)
+    outcomes = harness.drain()
+    assert outcomes["a"].error is outcomes["b"].error is None
+    return [np.concatenate(outcomes[request].logits) for request in "ab"]

@@ -21,7 +21,7 @@ from mlxinfer.cache_specs import (
 )
 from mlxinfer.layers.ranks import AbsentMixer
 from mlxinfer.layers.relative_attention import RelativeBias
-from mlxinfer.layers.step import Step, StepFeatures
+from mlxinfer.layers.step import Step
 
 
 class DenseLayerKV:
@@ -33,7 +33,6 @@ class DenseLayerKV:
         self.spec = spec
         self.past: dict[str, tuple[mx.array, mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
-        self.spans: dict[str, list[range]] = {}  # whose tokens see each other
 
     def attend(self, queries, keys, values, softmax, choice=None):
         spec = self.spec
@@ -123,7 +122,6 @@ class DenseLayerKV:
             window=self.spec.window,
             kept=self.spec.sinks,
             chunked=self.spec.chunked,
-            spans=self.spans.get(name, ()) if self.spec.sees_spans else (),
             **softmax._asdict(),
         )
 
@@ -376,26 +374,6 @@ class DenseCache:
         }
         self.lengths: dict[str, int] = {}
         self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0
-        self.pictures: dict[str, list[tuple[int, mx.array]]] = {}  # of sequences that have some
-
-    def see(self, name: str, pictures: Sequence[tuple[int, mx.array]]) -> None:
-        """Let features (N, hidden) stand in a sequence, from their places on."""
-        self.pictures[name] = list(pictures)
-        for layer in self.layers.values():
-            layer.spans = {**getattr(layer, "spans", {}), name: list(spans_of(pictures))}
-
-    def features(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> StepFeatures | None:
-        """The features that stand in a step, whose sequences are as long as before it."""
-        rows, vectors, first = [], [], 0
-        for name, ids in chunks:
-            start = self.lengths.get(name, 0)
-            for place, whole in self.pictures.get(name, []):
-                low, high = max(place, start), min(place + len(whole), start + len(ids))
-                if low < high:
-                    rows += range(first + low - start, first + high - start)
-                    vectors.append(whole[low - place : high - place])
-            first += len(ids)
-        return StepFeatures(mx.array(rows), mx.concatenate(vectors)) if rows else None
 
     def step(self, segments: Sequence[tuple[str, int]]) -> dict:
         """The caches of mixers for a step of these (sequence, number of tokens), in this order."""
@@ -406,7 +384,6 @@ class DenseCache:
     def run(self, model, chunks: Sequence[tuple[str, Sequence[int]]]) -> mx.array:
         """Logits (T, vocab_size) of a step over (sequence, its next token ids) pairs."""
         positions: list[int] = []
-        features = self.features(chunks)
         for name, ids in chunks:
             start = self.lengths.get(name, 0)
             positions += range(start, start + len(ids))
@@ -418,7 +395,6 @@ class DenseCache:
             self.step([(name, len(ids)) for name, ids in chunks]),
             rope_variants=np.array(variants, np.int32) if any(variants) else None,
         )
-        step.features = features
         return model.logits(model(mx.array(flat, mx.int32), step))
 
 
@@ -427,19 +403,13 @@ def logits(model, ids: Sequence[int] = range(3, 43)) -> np.ndarray:
     return np.array(DenseCache(model).run(model, [("a", ids)]).astype(mx.float32))
 
 
-def spans_of(pictures: Sequence[tuple[int, mx.array]]):
-    """The places of features, one range for each picture."""
-    return [range(place, place + len(vectors)) for place, vectors in pictures]
-
-
 def masked_attention(
-    q, k, v, *, scale, window=None, kept=0, chunked=False, spans=(), sinks=None, soft_cap=None
+    q, k, v, *, scale, window=None, kept=0, chunked=False, sinks=None, soft_cap=None
 ):
     """q (L, H, D): the last L tokens of k (S, Hkv, D) and v (S, Hkv, Dv) -> (L, H, Dv).
 
     With a window the first `kept` positions stay visible; `sinks` are learned logits. `chunked`:
-    the context is cut into chunks of `window` tokens, which do not see each other. The tokens of
-    one of `spans` see each other as far as the window lets them.
+    the context is cut into chunks of `window` tokens, which do not see each other.
     """
     length, heads, _ = q.shape
     total, kv_heads, _ = k.shape
@@ -451,9 +421,6 @@ def masked_attention(
     at = mx.arange(total - length, total)[:, None]
     of = mx.arange(total)[None]
     seen = of <= at
-    for span in spans:
-        both = [(one >= span.start) & (one < span.stop) for one in (at, of)]
-        seen = seen | (both[0] & both[1])
     if chunked:
         seen = seen & (of // window == at // window)
     elif window is not None:

@@ -1,15 +1,13 @@
-"""Towers give the features of transformers, and models with pictures in their prompt its logits."""
+"""Towers give the features of transformers. Logits: `engine/test_picture_parity.py`."""
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.dense_kv import DenseCache
-from models.picture_cases import DATA, PICTURE_CASES, older_names, picture_tensors, pixels, prompt
+from models.picture_cases import DATA, PICTURE_CASES, older_names, picture_tensors, pixels
 from models.runs import every
 from models.tiny import write
 
@@ -66,20 +64,6 @@ def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
     assert np.abs(ours - reference).max() <= 1e-4 * max(1.0, reference.std())
 
 
-@pytest.fixture(scope="module", params=PICTURE_CASES)
-def seeing(request, tmp_path_factory):
-    """A model, its prompt, the features that stand in it from some places on, and the logits."""
-    name = request.param
-    model = load(checkpoint(tmp_path_factory.mktemp("case"), name))
-    ids, places = prompt(name)
-    pictures = [
-        (place.start, mx.concatenate([features(model.tower, tile) for tile in pieces]))
-        for place, pieces in zip(places, tiles(name), strict=True)
-    ]
-    with np.load(DATA / f"{name}.npz") as reference:
-        return model, ids, pictures, reference["logits"]
-
-
 @pytest.mark.parametrize("older", [False, True], ids=["new names", "published names"])
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_features_equal_the_reference(name, older, tmp_path):
@@ -87,26 +71,6 @@ def test_features_equal_the_reference(name, older, tmp_path):
     actual = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
     with np.load(DATA / f"{name}.npz") as reference:
         assert_close(np.array(mx.concatenate(actual)), reference["features"])
-
-
-def test_logits_equal_the_reference(seeing):
-    model, ids, pictures, reference = seeing
-    cache = DenseCache(model)
-    cache.see("a", pictures)
-    assert_close(np.array(cache.run(model, [("a", ids)])), reference)
-
-
-def test_chunks_beside_text_give_the_reference(seeing):
-    """Chunks end everywhere but inside of a picture."""
-    model, ids, pictures, reference = seeing
-    cache, collected, text = DenseCache(model), [], [7, 8, 9]
-    cache.see("a", pictures)
-    stops = {place + extra for place, whole in pictures for extra in (0, len(whole))}
-    stops = sorted({1, len(ids) - 1, len(ids), *stops})
-    for start, stop in pairwise([0, *stops]):
-        both = cache.run(model, [("b", text), ("a", ids[start:stop])])
-        collected.append(both[len(text) :])
-    assert_close(np.array(mx.concatenate(collected)), reference)
 
 
 @pytest.mark.parametrize("name", PICTURE_CASES)

@@ -337,6 +337,43 @@ def _hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     }
 
 
+def _step(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Heads, windows and limits by layer; half of a head turns where a layer sees everything."""
+    facts.read("leading_dense_block_count", "moe_every_n_layers")  # tensors say where experts are
+    facts.expect("expert_weights_norm", True)
+    count, whole = config["num_hidden_layers"], facts.integer("block_count")
+    slides = facts.by_layer("attention.sliding_window_pattern", whole)
+    heads = dict(zip(slides, facts.by_layer("attention.head_count", whole), strict=True))
+    ropes = _by_kind(facts, config)
+    ropes["rope_parameters"]["full_attention"]["partial_rotary_factor"] = STEP_TURNS
+    names = ("step3p5", "Step3p5ForCausalLM")
+    return make_family(*names, sliding_window=window_of)(facts, shapes, config) | {
+        **experts_of(facts, count="n_routed_experts"),
+        **ropes,
+        "num_attention_heads": heads.get(0, heads.get(1)),
+        "num_sliding_attention_heads": heads.get(1, heads.get(0)),
+        "layer_types": [KINDS[0] if one else KINDS[1] for one in slides],
+        "mlp_layer_types": [
+            "sparse" if f"model.layers.{i}.moe.gate.weight" in shapes else "dense"
+            for i in range(count)
+        ],
+        "share_expert_dim": facts.integer("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "swiglu_limits": facts.numbers("swiglu_clamp_exp", whole),
+        "swiglu_limits_shared": facts.numbers("swiglu_clamp_shexp", whole),
+    }
+
+
+def _sarvam(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Sarvam 30B; and Ling 2, of which a part of each head turns."""
+    facts.expect("expert_gating_func", SIGMOID)
+    return make_family("sarvam_moe", "SarvamMoEForCausalLM")(facts, shapes, config) | {
+        **routing_of(facts),
+        "use_qkv_bias": "model.layers.0.self_attn.qkv_proj.bias" in shapes,
+        "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
+    }
+
+
 def _afmoe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Embeddings are scaled, and each fourth layer sees all: llama.cpp's own constants."""
     facts.expect("expert_gating_func", SIGMOID)
@@ -385,6 +422,7 @@ def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     }
 
 
+STEP_TURNS = 0.5  # of a head, llama.cpp's own constant
 _MAVERICK = 128  # experts: the one Llama 4 whose queries and keys are not normed
 
 
@@ -482,6 +520,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "exaone4": _exaone4,
     "exaone-moe": _exaone_moe,
     "falcon-h1": falcon_h1,
+    "bailingmoe2": _sarvam,
     "bert": BERT,
     "nomic-bert": NOMIC_BERT,
     "modern-bert": modern_bert,
@@ -555,6 +594,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),
     "stablelm": _stablelm,
+    "step35": _step,
     "starcoder2": make_family(
         "starcoder2",
         "Starcoder2ForCausalLM",
@@ -573,6 +613,7 @@ BY_LAYER = (
     "nemotron_h_moe",
 )  # heads for K and V differ between layers
 PARTIAL = (
+    "bailingmoe2",
     "qwen3next",
     "qwen35",
     "qwen35moe",

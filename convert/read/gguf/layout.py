@@ -48,7 +48,7 @@ _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _LESS_ONE = {  # how the names of norms end that include the one which layers add
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding"), "norm.weight"),
     "muse-glimmer": "layernorm.weight",
-    "nemotron": "norm.weight",
+    **dict.fromkeys(("nemotron", "step35"), "norm.weight"),
 }
 
 

@@ -199,6 +199,18 @@ _LAGUNA = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_STEP = {
+    **_LLAMA,
+    "attn_gate": "self_attn.g_proj",
+    "ffn_gate_inp": "moe.gate",
+    "exp_probs_b.bias": "moe.router_bias",
+    **{
+        f"ffn_{part}_{kind}": f"{module}.{part}_proj"
+        for part in ("gate", "up", "down")
+        for kind, module in (("exps", "moe"), ("shexp", "share_expert"))
+    },
+}
+_SARVAM = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS, "attn_qkv": "self_attn.qkv_proj"}
 _LLAMA4 = {
     **_COMMON,
     "ffn_norm": "post_attention_layernorm",
@@ -316,6 +328,7 @@ _BERT = {
 _NOMIC_BERT = {**_BERT, "attn_qkv": "self_attn.qkv_proj"}
 _MODERN_BERT = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FAMILIES = {
+    "bailingmoe2": _SARVAM,
     "bert": _BERT,
     "nomic-bert": _NOMIC_BERT,
     "modern-bert": _MODERN_BERT,
@@ -367,6 +380,7 @@ _FAMILIES = {
     "smollm3": _LLAMA,
     "stablelm": _STABLELM,
     "starcoder2": _STARCODER2,
+    "step35": _STEP,
     "qwen2": _LLAMA,
     "qwen2moe": _QWEN2_MOE,
     "qwen3": _LLAMA,

@@ -19,7 +19,7 @@ from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
-from .families import BY_LAYER, CONSTANTS, FAMILIES, PARTIAL, query_scale
+from .families import BY_LAYER, CONSTANTS, FAMILIES, PARTIAL, STEP_TURNS, query_scale
 from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .gemma import gemma4_ropes
 from .header import GGUFHeader, TensorEntry, parse_header
@@ -41,6 +41,7 @@ WITHOUT_TOWER = (
 # Of a part, or none.
 _OTHER_ROPES = (
     "deepseek2", "deepseek32", "glm-dsa", "mistral4", "nemotron_h", "nemotron_h_moe",
+    "step35",
 )  # fmt: skip
 _WIDE = (
     "gemma-embedding",
@@ -385,6 +386,9 @@ def _ropes(
 ) -> dict[str, Any]:
     if facts.architecture == "gemma4":
         return {"rope_parameters": gemma4_ropes(facts, factors.get(ROPE_FACTORS))}
+    if facts.architecture == "step35":  # divisors of what does not turn are 1
+        head_dim = round(STEP_TURNS * head_dim)
+        factors = {name: values[: head_dim // 2] for name, values in factors.items()}
     fields: dict[str, Any] = {
         "rope_theta": facts.number("rope.freq_base", 10_000.0),
         "rope_scaling": rope_scaling(facts, factors, head_dim),

@@ -39,8 +39,9 @@ def class_part(name: str) -> list[str]:
     parts = [f"## `{name}{signature(kind)}`\n", doc_of(kind)]
     members: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        if base.__module__.startswith("mlxinfer"):
-            members |= {n: value for n, value in vars(base).items() if not n.startswith("_")}
+        if base.__module__.startswith("mlxinfer"):  # its own come first
+            own = {n: value for n, value in vars(base).items() if not n.startswith("_")}
+            members = {**own, **{n: value for n, value in members.items() if n not in own}}
     for member, value in members.items():
         if inspect.isfunction(value):
             parts += callable_part(f"{name}.{member}", value)

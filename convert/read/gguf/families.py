@@ -23,6 +23,7 @@ from .hybrids import (
 )
 from .latent import deepseek2, indexed, mistral4
 from .layout import HALVES
+from .mixtures import afmoe, cohere2_moe, exaone_moe, hy3, laguna, mellum, mimo2, sarvam, step
 from .names import QUERY_SCALE
 from .parts import (
     KINDS,
@@ -266,163 +267,6 @@ def _glm4_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
     }
 
 
-def _by_kind(facts: ArchitectureFields, config: Config) -> Config:
-    """The ropes of layers that see everything, and of those with a window."""
-    theta, whole = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
-    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", theta)}
-    ropes = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}
-    return {"rope_parameters": ropes, "rope_scaling": None}
-
-
-def _kinds_of_mlp(shapes: Shapes, config: Config) -> list[str]:
-    gate = "model.layers.{}.mlp.gate.weight"
-    layers = range(config["num_hidden_layers"])
-    return ["sparse" if gate.format(i) in shapes else "dense" for i in layers]
-
-
-def _mellum(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    made = make_family("mellum", "MellumForCausalLM", sliding_window=window_of)
-    return made(facts, shapes, config) | {
-        **experts_of(facts),
-        **_by_kind(facts, config),
-        "layer_types": layer_types_of(4)(facts, shapes, config),
-        "mlp_layer_types": _kinds_of_mlp(shapes, config),
-        "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
-    }
-
-
-def _exaone_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    family = make_family("exaone_moe", "ExaoneMoeForCausalLM", sliding_window=window_of)
-    facts.expect("expert_gating_func", SIGMOID)
-    kinds = _kinds_of_mlp(shapes, config)
-    return family(facts, shapes, config) | {
-        **experts_of(facts),
-        **routing_of(facts),
-        "num_shared_experts": facts.integer("expert_shared_count"),
-        "is_moe_layer": [kind == "sparse" for kind in kinds],
-        "layer_types": layer_types_of(4)(facts, shapes, config),
-    }
-
-
-def _cohere2_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    family = make_family(
-        "cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=number_of("logit_scale", 1)
-    )
-    chosen = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
-    gating = facts.count("expert_gating_func") or SOFTMAX
-    return family(facts, shapes, config) | {
-        **experts_of(facts, size="intermediate_size"),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),  # which norms there are
-        "expert_selection_fn": chosen.get(gating, str(gating)),
-        "norm_topk_prob": facts.flag("expert_weights_norm"),
-        "num_shared_experts": facts.count("expert_shared_count"),
-        "first_k_dense_replace": facts.count("leading_dense_block_count"),
-        "prefix_dense_intermediate_size": facts.integer("feed_forward_length"),
-        "sliding_window": window_of(facts, shapes, config),
-        "layer_types": layer_types_of(4)(facts, shapes, config),
-    }
-
-
-def _hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("expert_gating_func", SIGMOID)
-    size = facts.integer("expert_feed_forward_length")
-    shared = facts.integer("expert_shared_feed_forward_length", size)
-    return make_family("hy_v3", "HYV3ForCausalLM")(facts, shapes, config) | {
-        **experts_of(facts),
-        "num_shared_experts": shared // size,
-        "mlp_layer_types": _kinds_of_mlp(shapes, config),
-        "router_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "route_norm": facts.flag("expert_weights_norm", default=True),
-        "qk_norm": True,
-    }
-
-
-def _step(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Heads, windows and limits by layer; half of a head turns where a layer sees everything."""
-    facts.read("leading_dense_block_count", "moe_every_n_layers")  # tensors say where experts are
-    facts.expect("expert_weights_norm", True)
-    count, whole = config["num_hidden_layers"], facts.integer("block_count")
-    slides = facts.by_layer("attention.sliding_window_pattern", whole)
-    heads = dict(zip(slides, facts.by_layer("attention.head_count", whole), strict=True))
-    ropes = _by_kind(facts, config)
-    ropes["rope_parameters"]["full_attention"]["partial_rotary_factor"] = STEP_TURNS
-    names = ("step3p5", "Step3p5ForCausalLM")
-    return make_family(*names, sliding_window=window_of)(facts, shapes, config) | {
-        **experts_of(facts, count="n_routed_experts"),
-        **ropes,
-        "num_attention_heads": heads.get(0, heads.get(1)),
-        "num_sliding_attention_heads": heads.get(1, heads.get(0)),
-        "layer_types": [KINDS[0] if one else KINDS[1] for one in slides],
-        "mlp_layer_types": [
-            "sparse" if f"model.layers.{i}.moe.gate.weight" in shapes else "dense"
-            for i in range(count)
-        ],
-        "share_expert_dim": facts.integer("expert_shared_feed_forward_length"),
-        "moe_router_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "swiglu_limits": facts.numbers("swiglu_clamp_exp", whole),
-        "swiglu_limits_shared": facts.numbers("swiglu_clamp_shexp", whole),
-    }
-
-
-def _sarvam(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Sarvam 30B; and Ling 2, of which a part of each head turns."""
-    facts.expect("expert_gating_func", SIGMOID)
-    return make_family("sarvam_moe", "SarvamMoEForCausalLM")(facts, shapes, config) | {
-        **routing_of(facts),
-        "use_qkv_bias": "model.layers.0.self_attn.qkv_proj.bias" in shapes,
-        "use_qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
-    }
-
-
-def _afmoe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Embeddings are scaled, and each fourth layer sees all: llama.cpp's own constants."""
-    facts.expect("expert_gating_func", SIGMOID)
-    return make_family("afmoe", "AfmoeForCausalLM")(facts, shapes, config) | {
-        **experts_of(facts),
-        "num_shared_experts": facts.count("expert_shared_count"),
-        "num_dense_layers": facts.count("leading_dense_block_count"),
-        "route_scale": facts.number("expert_weights_scale", 1.0),
-        "route_norm": facts.flag("expert_weights_norm", default=True),
-        "mup_enabled": True,
-        "sliding_window": window_of(facts, shapes, config),
-        "layer_types": layer_types_of(4)(facts, shapes, config),
-    }
-
-
-def _laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Heads of queries by layer; where the file has no list, each fourth layer sees all."""
-    facts.expect("expert_gating_func", SIGMOID)
-    facts.expect("expert_weights_norm", True)
-    facts.read("leading_dense_block_count")  # tensors say which layers have experts
-    count, dim = config["num_hidden_layers"], config["head_dim"]
-    kinds = layer_types_of(1)(facts, shapes, config)
-    if not facts.has("attention.sliding_window_pattern"):
-        kinds = [KINDS[int(i % 4 == 0)] for i in range(count)]
-    made = _by_kind(facts, config)
-    turned = {
-        kind: facts.integer(key, dim) / dim
-        for kind, key in (("full_attention", "rope.dimension_count"),
-                          ("sliding_attention", "rope.dimension_count_swa"))
-    }  # fmt: skip
-    for kind, rope in made["rope_parameters"].items():
-        rope["partial_rotary_factor"] = turned[kind]
-    heads = facts.by_layer("attention.head_count", count)
-    gates = [shapes.get(f"model.layers.{i}.self_attn.g_proj.weight", (0,))[0] for i in range(count)]
-    return make_family("laguna", "LagunaForCausalLM")(facts, shapes, config) | {
-        **experts_of(facts),
-        **made,
-        "num_attention_heads": heads[0],
-        "num_attention_heads_per_layer": heads,
-        "gating": "per-head" if gates == heads else "per-element",
-        "shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
-        "mlp_layer_types": _kinds_of_mlp(shapes, config),
-        "moe_routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "sliding_window": window_of(facts, shapes, config),
-        "layer_types": kinds,
-    }
-
-
-STEP_TURNS = 0.5  # of a head, llama.cpp's own constant
 _MAVERICK = 128  # experts: the one Llama 4 whose queries and keys are not normed
 
 
@@ -488,7 +332,7 @@ CONSTANTS = {
 FAMILIES: dict[str, FamilyConfig] = {
     "llama": _llama,
     "mistral3": _mistral3,
-    "afmoe": _afmoe,
+    "afmoe": afmoe,
     "apertus": make_family(
         "apertus", "ApertusForCausalLM", hidden_act="xielu", post_norm=False, qk_norm=True
     ),
@@ -501,7 +345,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         sliding_window=window_of,
         layer_types=layer_types_of(4),
     ),
-    "cohere2moe": _cohere2_moe,
+    "cohere2moe": cohere2_moe,
     "command-r": make_family(
         "cohere",
         "CohereForCausalLM",
@@ -518,9 +362,9 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
-    "exaone-moe": _exaone_moe,
+    "exaone-moe": exaone_moe,
     "falcon-h1": falcon_h1,
-    "bailingmoe2": _sarvam,
+    "bailingmoe2": sarvam,
     "bert": BERT,
     "nomic-bert": NOMIC_BERT,
     "modern-bert": modern_bert,
@@ -540,12 +384,13 @@ FAMILIES: dict[str, FamilyConfig] = {
     "granitemoe": _granite_moe,
     "hunyuan-dense": make_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
     "hunyuan-moe": _hunyuan_moe,
-    "hy_v3": _hy3,
-    "laguna": _laguna,
+    "hy_v3": hy3,
+    "laguna": laguna,
     "lfm2": lfm2,
     "lfm2moe": lfm2,
     "llama4": _llama4,
-    "mellum": _mellum,
+    "mellum": mellum,
+    "mimo2": mimo2,
     "mistral4": mistral4,
     "muse-glimmer": _muse,
     "nemotron": make_family(
@@ -594,7 +439,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),
     "stablelm": _stablelm,
-    "step35": _step,
+    "step35": step,
     "starcoder2": make_family(
         "starcoder2",
         "Starcoder2ForCausalLM",
@@ -605,6 +450,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
 }
 BY_LAYER = (
+    "mimo2",
     "gemma4",
     "granitehybrid",
     "lfm2",

@@ -363,6 +363,12 @@ _FAMILIES = {
     "laguna": _LAGUNA,
     "llama4": _LLAMA4,
     "mellum": _QWEN3_MOE,
+    "mimo2": {
+        **_LLAMA,
+        **_EXPERTS,
+        **_SHARED_EXPERTS,
+        "attn_sinks.weight": "self_attn.attention_sink_bias",
+    },
     "minimax-m2": _MIXTRAL,
     "mistral4": _DEEPSEEK2,
     "muse-glimmer": _MUSE,

@@ -19,11 +19,12 @@ from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..source import SideFiles, SourceModel, TensorReader, origin_of_metadata
 from ..stored import FLOATS, Array, StoredArray
-from .families import BY_LAYER, CONSTANTS, FAMILIES, PARTIAL, STEP_TURNS, query_scale
+from .families import BY_LAYER, CONSTANTS, FAMILIES, PARTIAL, query_scale
 from .fields import ArchitectureFields, check_rope_dims, rope_scaling
 from .gemma import gemma4_ropes
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import HALVES, layout_of, part_layout
+from .mixtures import STEP_TURNS
 from .names import ARCHITECTURES, ROPE_FACTORS, STREAMS, hf_names, is_factor
 from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
@@ -41,7 +42,7 @@ WITHOUT_TOWER = (
 # Of a part, or none.
 _OTHER_ROPES = (
     "deepseek2", "deepseek32", "glm-dsa", "mistral4", "nemotron_h", "nemotron_h_moe",
-    "step35",
+    "mimo2", "step35",
 )  # fmt: skip
 _WIDE = (
     "gemma-embedding",

@@ -30,6 +30,7 @@ def test_batched_equals_alone(chunk: int) -> None:
         "grows": plain(SHORT, 20),
     }
     assert tokens_of["short"] != tokens_of["grows"][:9]
+    assert [tiny_model(CASE).rope_variant(n) for n in (1, 16, 17, 128)] == [0, 0, 1, 1]
 
 
 def test_keys_of_two_variants_are_never_shared() -> None:

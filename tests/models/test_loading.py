@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from models import tiny
 from models.cases import CASES
-from models.dense_kv import DenseCache, logits
+from models.dense_kv import logits
 from models.random_weights import tiny_tensors
 from models.runs import every
 from models.tiny import tiny_checkpoint, tiny_config, write
@@ -319,38 +319,6 @@ def test_cache_specs_and_limits_of_a_model(tmp_path):
     assert model.config.max_context == 128
     weights = sum(value.nbytes for value in tiny_tensors(tiny_config("gpt_oss")).values())
     assert weights <= model.num_bytes < 1.05 * weights
-
-
-# Every fourth family, in .ci/run every other one: test_parity.py has each beside another.
-FAMILIES = [
-    pytest.param(case, marks=(pytest.mark.slow if i % 2 else pytest.mark.ci) if i % 4 else ())
-    for i, case in enumerate(LAST)
-]
-
-
-@pytest.mark.parametrize("case", FAMILIES)
-def test_ragged_batch_equals_alone(tmp_path, case):
-    """Any split of any mixture of sequences into steps."""
-    model = load(tiny_checkpoint(tmp_path, case))
-    random = np.random.default_rng(7)
-    texts = {
-        name: random.integers(0, 96, n).tolist() for name, n in (("a", 17), ("b", 6), ("c", 11))
-    }
-    alone = {name: logits(model, ids) for name, ids in texts.items()}
-    cache, rest = DenseCache(model), dict(texts)
-    while any(rest.values()):
-        names = [name for name in random.permutation(list(rest)) if rest[name]]
-        step = []
-        for name in names[: random.integers(1, 4)]:
-            count = random.integers(1, 7)
-            step.append((name, rest[name][:count]))
-            rest[name] = rest[name][count:]
-        result, start = np.array(cache.run(model, step)), 0
-        for name, ids in step:
-            end = cache.lengths[name]
-            expected = alone[name][end - len(ids) : end]
-            np.testing.assert_allclose(result[start : start + len(ids)], expected, atol=2e-4)
-            start += len(ids)
 
 
 def test_layers_that_predict_further_ahead_are_left_out(tmp_path):

@@ -81,21 +81,3 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
         assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference["logits"])
         one = cache_for(model, ids).run(model, [("a", ids[:1])])
         assert_parity(one, reference["logits"][:1])
-
-
-def test_long_rope_is_chosen_by_each_sequence(tmp_path):
-    """Sequences of both kinds in one step give what each gives alone."""
-    model = load(tiny_checkpoint(tmp_path, "phi3-v4"))  # trained on 16 tokens
-    assert [model.rope_variant(n) for n in (1, 16, 17, 128)] == [0, 0, 1, 1]
-    short, long = list(range(3, 15)), list(range(20, 50))
-    alone = {"a": cache_for(model, long), "b": cache_for(model, short)}
-    expected = [alone["a"].run(model, [("a", long)]), alone["b"].run(model, [("a", short)])]
-    both = cache_for(model, long)
-    parts = [both.run(model, [("b", short[:7]), ("a", long[:20])])]
-    parts.append(both.run(model, [("a", long[20:]), ("b", short[7:])]))
-    a = mx.concatenate([parts[0][7:], parts[1][:10]])
-    b = mx.concatenate([parts[0][:7], parts[1][10:]])
-    np.testing.assert_allclose(np.array(a), np.array(expected[0]), atol=1e-4)
-    np.testing.assert_allclose(np.array(b), np.array(expected[1]), atol=1e-4)
-    wrong = DenseCache(model).run(model, [("a", long)])
-    assert np.abs(np.array(wrong) - np.array(expected[0])).max() > 0.1

@@ -517,19 +517,6 @@ def span_rule(start: int, stop: int) -> Rule:
     return lambda point: start if start < point < stop else point
 
 
-def rules_of(groups: Sequence[PageGroup], states: StateGroup | None, held: HeldBy) -> list[Rule]:
-    """The rule of each group, the states last."""
-
-    rules: list[Rule] = [
-        partial(group.last_resumable, held=partial(held, number))
-        for number, group in enumerate(groups)
-    ]
-    if states is not None:
-        size, of_states = groups[0].page_size, partial(held, len(groups))
-        rules.append(partial(states.last_resumable, held=of_states, page_size=size))
-    return rules
-
-
 def longest_prefix(
     longest: int,
     groups: Sequence[PageGroup],
@@ -544,9 +531,14 @@ def longest_prefix(
     Groups in which all later tokens see every page are asked first and once: they look for each
     page in order, up to the first that is missing.
     """
-    rules = rules_of(groups, states, held)
-    for rule, group in zip(rules, groups, strict=False):
-        longest = longest if group.recycles else rule(longest)
-    sparse = [rule for rule, group in zip(rules, groups, strict=False) if group.recycles]
-    sparse += rules[len(groups) :]
-    return resume_point(longest, [*sparse, *[span_rule(*span) for span in spans]], alignment)
+    rules: list[Rule] = []
+    for number, group in enumerate(groups):
+        rule = partial(group.last_resumable, held=partial(held, number))
+        if group.recycles:
+            rules.append(rule)
+        else:
+            longest = rule(longest)
+    if states is not None:
+        of_states, size = partial(held, len(groups)), groups[0].page_size
+        rules.append(partial(states.last_resumable, held=of_states, page_size=size))
+    return resume_point(longest, [*rules, *[span_rule(*span) for span in spans]], alignment)

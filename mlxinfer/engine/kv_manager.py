@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move
 from ..cache.pages import PageGroup, StateGroup
-from ..cache.prefix import LOCAL_ROOT, PageNames, PrefixCache, RestorePoint
+from ..cache.prefix import LOCAL_ROOT, PageNames, PrefixCache, RestorePoint, common_length
 from ..core import Reuse, ReuseEnd
 from ..errors import InvalidRequestError
 from .batch import Namespace, Sequence
@@ -43,7 +43,6 @@ class KVManager:
         self.allocators = [group.allocator for group in groups]
         self.page_size = groups[0].page_size
         self.reuse = reuse
-        self._alignment = self.page_size if any(group.whole_pages for group in groups) else 1
         self._recycling = [(g, group) for g, group in enumerate(groups) if group.recycles]
         self._written: list[Sequence] = []
         self._closing: list[Move] = []
@@ -98,8 +97,8 @@ class KVManager:
             num_tokens = group.begin(point.num_tokens, sequence.num_known)
             extended = self._extend(sequence, g, num_tokens, everything=True)
             assert extended, "there was room"
-        if point.cut_tokens:
-            pages = point.cut_pages(len(self.groups))
+        if point.cut is not None:
+            pages = tuple(point.cut.ids[: len(self.groups)])
             self._copies[sequence] = Move(
                 sequence.tables, slot, sequence.num_sealed, point.num_tokens, pages
             )
@@ -209,7 +208,7 @@ class KVManager:
         stop = min(len(known), len(ids) - 1)
         if stop <= size or ids[:size] != known[:size] or other.namespace != sequence.namespace:
             return 0
-        common = _common_prefix(ids, known, stop)
+        common = min(common_length(ids, known), stop)
         common -= common % size
         if common <= self.probe(sequence).num_tokens:
             return 0
@@ -328,7 +327,7 @@ class KVManager:
             written = sequence.num_sealed
             if sequence.started:
                 written = min(sequence.num_computed, sequence.num_known)
-            written -= written % self._alignment
+            written -= written % self.prefix.alignment
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]
                 self._closing.append(Move(tables, sequence.slot, sequence.num_sealed, written))
@@ -388,15 +387,3 @@ class KVManager:
         self.prefix.clear()
         if self._states is not None:
             self._states.forget()
-
-
-def _common_prefix(a: list[int], b: list[int], stop: int) -> int:
-    """How many of the first `stop` tokens are equal; by halving, so that slices are compared."""
-    low, high = 0, stop
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -299,10 +299,6 @@ class PageStore:
 
     # -- to memory ------------------------------------------------------------------------------
 
-    def has(self, key: bytes) -> bool:
-        """Whether a tier has an entry."""
-        return any(tier.has(key) for tier in self.tiers)
-
     def fetch(
         self, prefix: PrefixCache, point: RestorePoint, has_room: Callable[[RestorePoint], bool]
     ) -> dict[int, str]:
@@ -492,7 +488,8 @@ class PageSearch:
             return True
         place = number, group
         if place not in self.known:
-            self.known[place] = self.store.has(self.key(*place))
+            key = self.key(*place)
+            self.known[place] = any(tier.has(key) for tier in self.store.tiers)
         return self.known[place] or self.key(*place) in self.offered
 
     def reachable(self) -> int:

@@ -51,7 +51,8 @@ class Snapshots:
         places = [*sequence.request.boundaries, sequence.num_prompt - 1]
         if point.num_matched > point.num_tokens:
             places.append(point.num_matched)
-        self._boundaries[sequence] = {self._aligned(place) for place in places}
+        size = self._prefix.page_size
+        self._boundaries[sequence] = {place - place % size for place in places}
 
     def next_boundary(self, sequence: Sequence) -> int | None:
         """The next position at which a snapshot is to be taken."""
@@ -118,6 +119,3 @@ class Snapshots:
         """Forget what was to be done: all states are lost."""
         self._group.take_dropped()
         self._save, self._leave, self._resume = [], [], {}
-
-    def _aligned(self, place: int) -> int:
-        return place - place % self._prefix.page_size

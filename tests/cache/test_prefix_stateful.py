@@ -180,7 +180,7 @@ class World:
             number = point.state.ids[-1]
             assert number is not None
             assert self.state_contents[number] == (namespace, tuple(ids[: point.num_tokens]))
-        pages = point.cut_pages(len(self.windows))
+        pages = [] if point.cut is None else point.cut.ids[: len(self.windows)]
         copies = [None if i is None else list(self.contents[g][i]) for g, i in enumerate(pages)]
         lease = self.prefix.lock(point, priority=self.rng.choice([0, 0, 0, 1]))
         running = Running(namespace, names, lease, point.num_tokens)

@@ -5,6 +5,7 @@ from cache.prefix_invariants import check
 from engine.spelled import segments_of
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
+from mlxinfer.cache.prefix import common_length
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import Batch
@@ -177,13 +178,12 @@ def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() ->
 def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
 
-    def counting(a: list[int], b: list[int], stop: int) -> int:
+    def counting(a: list[int], b: list[int]) -> int:
         nonlocal compared
         compared += 1
-        return common_prefix(a, b, stop)
+        return common_length(a, b)
 
-    common_prefix = kv_manager._common_prefix
-    monkeypatch.setattr(kv_manager, "_common_prefix", counting)
+    monkeypatch.setattr(kv_manager, "common_length", counting)
     scheduler = build(pages=400, chunk=2 * PAGE)
     for i in range(30):
         scheduler.queues.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)

@@ -1,7 +1,7 @@
 """The prefix cache: pages by name. Pure Python."""
 
 from .cache import LOCAL_ROOT, Lease, PrefixCache, RestorePoint, Users
-from .index import EvictionQueue, Name, Page, PageNames
+from .index import EvictionQueue, Name, Page, PageNames, common_length
 
 __all__ = [
     "LOCAL_ROOT",
@@ -13,4 +13,5 @@ __all__ = [
     "PrefixCache",
     "RestorePoint",
     "Users",
+    "common_length",
 ]

@@ -57,10 +57,6 @@ class RestorePoint:
         page = self.path[number] if number < len(self.path) else None
         return page is not None and page.ids[group] is not None
 
-    def cut_pages(self, num_groups: int) -> tuple[int | None, ...]:
-        """By group: the page id to copy the first `cut_tokens` tokens from; () without a cut."""
-        return tuple(self.cut.ids[:num_groups]) if self.cut else ()
-
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -115,7 +111,7 @@ class PrefixCache(PageIndex):
         self.tokens_reused = 0  # of matches that were made use of
         self.clock = clock or itertools.count(1).__next__
         self._needs_whole = len(self.windowed) < len(groups)  # a group needs every page
-        self._alignment = self.page_size if any(group.whole_pages for group in groups) else 1
+        self.alignment = self.page_size if any(group.whole_pages for group in groups) else 1
         self._on_evict = on_evict or (lambda page, groups: None)
         self._epoch = 0
 
@@ -162,7 +158,7 @@ class PrefixCache(PageIndex):
             self.states,
             self._held(names, ids, begun),
             spans=spans,
-            alignment=size if whole_pages else self._alignment,
+            alignment=size if whole_pages else self.alignment,
         )
         number, inside = divmod(point, size)
         cut = (path[number] if number < len(path) else begun) if inside else None
@@ -372,7 +368,7 @@ class PrefixCache(PageIndex):
         count = num_tokens - lease.num_pages * self.page_size
         tokens = names.tokens(lease.num_pages, max(count, 0))
         parent = names.name(lease.num_pages - 1)
-        if not self.up_to_date(lease) or not tokens or self.covers(parent, tokens):
+        if not self.up_to_date(lease) or not tokens or self._covers(parent, tokens):
             return
         page = self._page(names, lease.num_pages, count, lease.priority, lease.tenant)
         for group, table in enumerate(lease.tables):
@@ -394,7 +390,7 @@ class PrefixCache(PageIndex):
         number = (num_tokens - 1) // self.page_size
         count, group = num_tokens - number * self.page_size, len(self.groups)
         tokens, parent = names.tokens(number, count), names.name(number - 1)
-        if self.states is None or not self.covers(parent, tokens):
+        if self.states is None or not self._covers(parent, tokens):
             return None
         page = self.page_of.get(page_key(parent, tokens))
         if page is not None and page.ids[group] is not None:
@@ -408,6 +404,10 @@ class PrefixCache(PageIndex):
         self.fill(page, group, self.states.allocate())
         self._offer(group, [page])
         return page
+
+    def _covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
+        """Whether a page after `parent` begins with `tokens`."""
+        return self.closest(parent, tokens, self.attention)[1] == len(tokens)
 
     def remove_state(self, page: Page) -> None:
         """Give up a state that another one replaces, unless it is needed or gone."""

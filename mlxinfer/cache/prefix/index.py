@@ -272,12 +272,6 @@ class PageIndex:
             if not at:  # shorter ones would come before it
                 return
 
-    def covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
-        """Whether a page after `parent` begins with `tokens`."""
-        pages = self.children.get(parent, [])
-        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
-        return at < len(pages) and pages[at].tokens[: len(tokens)] == tokens
-
     def existed(self, name: Name) -> bool:
         """Whether a page of this name is in memory, or was until not long ago."""
         return name in self.page_of or name in self._gone
@@ -302,14 +296,16 @@ class PageIndex:
             del self.children[page.parent]
 
 
-def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens two tuples share at their beginning."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many items both begin with, of two lists or tuples; by halving: slices are compared."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class EvictionQueue:

@@ -174,7 +174,7 @@ class KVManager:
             lease = self.prefix.lock(point, priority=request.page_priority, tenant=request.tenant)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
-                self.prefix.count(point)
+                self.prefix.tokens_reused += point.num_tokens
                 return point
             self.prefix.release(lease)
             if not point.cut_tokens:

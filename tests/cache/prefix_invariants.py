@@ -37,7 +37,7 @@ def check(prefix: PrefixCache) -> None:
             assert page.users[group] >= 0
             assert number is not None or not page.users[group]
             waits = page.is_named and group in page.unused
-            assert (page in prefix.unused[group].items()) == waits
+            assert (page in waiting(prefix, group)) == waits
             if number is not None and group in prefix.attention:
                 assert prefix.by_id[group][number] is page
     for parent, pages in prefix.children.items():
@@ -83,6 +83,11 @@ def check_users(
     for page in known:
         assert page.users == [users[page, group] for group in range(len(page.users))]
     return known
+
+
+def waiting(prefix: PrefixCache, group: int) -> set[Page]:
+    """Pages of a group that may be evicted."""
+    return {page for queue in prefix.unused[group].queues.values() for page in queue.run_of}
 
 
 def states_of(prefix: PrefixCache) -> list[Page]:

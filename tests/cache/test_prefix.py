@@ -63,7 +63,7 @@ def test_windows_lose_pages_passed_by_before_those_where_a_sequence_ended() -> N
     pass_by(cache, new)
     cache.evict(1, 11)
     assert (reused(cache, old), reused(cache, new)) == (12, 40)
-    assert cache.num_pages(1) == 2
+    assert len(cache.by_id[1]) == 2
     cache.evict(1, 1)
     assert (reused(cache, old), reused(cache, new)) == (0, 40)
 
@@ -117,7 +117,7 @@ def test_a_longer_page_leaves_the_state_of_a_shorter_one() -> None:
     cache = make_cache(None, states=StateGroup(1, 9))
     put(cache, [5, 6], states=[2])
     put(cache, [5, 6, 7, 8])
-    assert cache.num_pages(0) == len(states_of(cache)) == 1
+    assert len(cache.by_id[0]) == len(states_of(cache)) == 1
     assert cache.probe(cache.names("", [5, 6, 1, 1, 1])).num_tokens == 2
     check(cache)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from cache.prefix_invariants import check, check_users, groups_of
+from cache.prefix_invariants import check, check_users, groups_of, waiting
 
 from mlxinfer.cache.disk import namespace_key, page_key
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
@@ -295,10 +295,10 @@ class World:
 
     def evict_of(self, group: int, num_pages: int) -> int:
         evictable, before = self.prefix.num_evictable(group), self.held()
-        worth = {page: (page.priority, page.tick) for page in self.prefix.unused[group].items()}
+        worth = {page: (page.priority, page.tick) for page in waiting(self.prefix, group)}
         freed = self.prefix.evict(group, num_pages)
         assert freed == min(num_pages, evictable)
-        stays = self.prefix.unused[group].items()
+        stays = waiting(self.prefix, group)
         gone = [page for page in worth if page not in stays]
         assert len(gone) == freed
         assert before.keys() >= self.held().keys()

@@ -195,7 +195,7 @@ class Harness:
         check(prefix)
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held
-            assert held == prefix.num_pages(g) == prefix.num_evictable(g)
+            assert held == len(prefix.by_id[g]) == prefix.num_evictable(g)
         assert not self.loop.features.wanted
         assert not self.loop.features.stats()["in_use"]
 

@@ -49,7 +49,7 @@ def assert_only_cached(scheduler: Scheduler) -> None:
     prefix = scheduler.kv_manager.prefix
     check(prefix)
     for group, allocator in enumerate(scheduler.kv_manager.allocators):
-        assert allocator.num_held == prefix.num_pages(group) == prefix.num_evictable(group)
+        assert allocator.num_held == len(prefix.by_id[group]) == prefix.num_evictable(group)
 
 
 def step(scheduler: Scheduler, token: int = 7) -> Batch:

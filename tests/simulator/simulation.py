@@ -287,7 +287,7 @@ class Simulation:
         if self.states is not None:
             prefix.evict(len(self.sizes.windows), self.states.num_held)
         for group, allocator in enumerate(self.scheduler.kv_manager.allocators):
-            assert allocator.num_held == prefix.num_pages(group) == prefix.num_evictable(group)
+            assert allocator.num_held == len(prefix.by_id[group]) == prefix.num_evictable(group)
             prefix.evict(group, allocator.num_held)
             assert allocator.num_free == allocator.num_pages
         assert not prefix.page_of

@@ -214,9 +214,6 @@ class PrefixCache(PageIndex):
         sinks, rest = ids[:num_kept], ids[first:]  # a restore point has all: no id is None
         return PageTable(self.page_size, num_kept, first, sinks, rest)  # type: ignore[arg-type]
 
-    def num_pages(self, group: int) -> int:
-        return len(self.by_id[group])
-
     def num_evictable(self, group: int, tenant: Tenant | None = None) -> int:
         """Pages of a group that `evict` could free now; for a tenant: without everything."""
         unused = self.unused[group]
@@ -229,10 +226,6 @@ class PrefixCache(PageIndex):
         return self.unused[group].held.total()
 
     # -- using ----------------------------------------------------------------------------------
-
-    def count(self, point: RestorePoint) -> None:
-        """Count a match that is used. A match may also be locked in vain."""
-        self.tokens_reused += point.num_tokens
 
     def lock(self, point: RestorePoint, *, priority: int = 0, tenant: Tenant = NOBODY) -> Lease:
         """Take what a match found until `release`. The match must be fresh, and may be empty.

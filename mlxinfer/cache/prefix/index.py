@@ -70,7 +70,7 @@ def namespace_key(*parts: str) -> bytes:
     """The key of a namespace: a model's content id, a KV format, an adapter, in a fixed order."""
     texts = [part.encode() for part in parts]
     data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return _hash(data, f"namespace{VERSION}", KEY_BYTES)
+    return blake2b(data, digest_size=KEY_BYTES, person=f"namespace{VERSION}".encode()).digest()
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -120,10 +120,6 @@ def group_key(page: bytes, group: int) -> bytes:
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Ids as bytes, `ID_BYTES` each."""
     return struct.pack(f"<{len(token_ids)}Q", *token_ids)
-
-
-def _hash(data: bytes, purpose: str, num_bytes: int) -> bytes:
-    return blake2b(data, digest_size=num_bytes, person=purpose.encode()).digest()
 
 
 class Page:
@@ -317,15 +313,12 @@ class EvictionQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, ...], int, int, list[Page]]] = []
-        self._run_of: dict[Page, int] = {}  # page -> the run of it that counts
+        self.run_of: dict[Page, int] = {}  # page -> the run of it that counts
         self._num_runs = 0  # so far
         self._num_queued = 0  # pages in the heap
 
     def __len__(self) -> int:
-        return len(self._run_of)
-
-    def items(self) -> set[Page]:
-        return set(self._run_of)
+        return len(self.run_of)
 
     def push(self, pages: list[Page], worth: tuple[int, ...]) -> None:
         """Put pages in, or change their worth.
@@ -336,23 +329,23 @@ class EvictionQueue:
                 out.
         """
         self._num_runs += 1
-        self._run_of.update(dict.fromkeys(pages, self._num_runs))
+        self.run_of.update(dict.fromkeys(pages, self._num_runs))
         self._num_queued += len(pages)
         heapq.heappush(self._heap, (worth, -pages[-1].number, self._num_runs, pages))
-        if self._num_queued > 2 * len(self._run_of) + 64:
+        if self._num_queued > 2 * len(self.run_of) + 64:
             self._sweep()
 
     def _sweep(self) -> None:
         runs, self._heap = self._heap, []
         for worth, _, run, pages in runs:
-            if pages := [page for page in pages if self._run_of.get(page) == run]:
+            if pages := [page for page in pages if self.run_of.get(page) == run]:
                 self._heap.append((worth, -pages[-1].number, run, pages))
         heapq.heapify(self._heap)
-        self._num_queued = len(self._run_of)
+        self._num_queued = len(self.run_of)
 
     def discard(self, pages: Iterable[Page]) -> None:
         """Take those pages out that are in."""
-        take_out = self._run_of.pop
+        take_out = self.run_of.pop
         for page in pages:
             take_out(page, None)
 
@@ -366,8 +359,8 @@ class EvictionQueue:
                 heapq.heapreplace(self._heap, (worth, -pages[-1].number, run, pages))
             else:
                 heapq.heappop(self._heap)
-            if self._run_of.get(page) == run:
-                del self._run_of[page]
+            if self.run_of.get(page) == run:
+                del self.run_of[page]
                 return page
         return None
 
@@ -380,30 +373,28 @@ class UnusedPages:
 
     Attributes:
         held: named pages of the group by tenant, used or not.
+        queues: of the pages that may be evicted, by tenant.
     """
 
     def __init__(self) -> None:
         self.held: Counter[Tenant] = Counter()
-        self._queues: dict[Tenant, EvictionQueue] = {}
+        self.queues: dict[Tenant, EvictionQueue] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def items(self) -> set[Page]:
-        return {page for queue in self._queues.values() for page in queue.items()}
+        return sum(map(len, self.queues.values()))
 
     def push(self, pages: list[Page], worth: tuple[int, ...]) -> None:
         """Put pages of one owner in, see `EvictionQueue.push`."""
         owner = pages[0].owner
-        if owner not in self._queues:
-            self._queues[owner] = EvictionQueue()
-        self._queues[owner].push(pages, worth)
+        if owner not in self.queues:
+            self.queues[owner] = EvictionQueue()
+        self.queues[owner].push(pages, worth)
 
     def discard(self, pages: Iterable[Page]) -> None:
         """See `EvictionQueue.discard`."""
         for owner, run in groupby(pages, attrgetter("owner")):
-            if owner in self._queues:
-                self._queues[owner].discard(run)
+            if owner in self.queues:
+                self.queues[owner].discard(run)
 
     def pop(self, tenant: Tenant, num_pages: int, *, everything: bool) -> Page | None:
         """The page to evict next for a tenant; None: there is none, see `num_for`.
@@ -415,11 +406,11 @@ class UnusedPages:
         """
         counts = self._evictable(tenant, num_pages)
         if not counts and everything:
-            counts = {owner: len(queue) for owner, queue in self._queues.items() if len(queue)}
+            counts = {owner: len(queue) for owner, queue in self.queues.items() if len(queue)}
         if not counts:
             return None
         most = max(counts, key=lambda owner: self.held[owner] / owner.weight)
-        return self._queues[most].pop()
+        return self.queues[most].pop()
 
     def num_for(self, tenant: Tenant, num_pages: int) -> int:
         """Pages that may be evicted for a tenant while others keep their shares of `num_pages`."""
@@ -428,7 +419,7 @@ class UnusedPages:
     def _evictable(self, tenant: Tenant, num_pages: int) -> dict[Tenant, int]:
         """The same by owner; those with none are left out."""
         counts, weight = {}, sum(owner.weight for owner in self.held.keys() | {tenant})
-        for owner, queue in self._queues.items():
+        for owner, queue in self.queues.items():
             count = len(queue)
             if owner != tenant:
                 count = min(count, self.held[owner] - int(num_pages * owner.weight / weight))

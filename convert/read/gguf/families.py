@@ -34,21 +34,19 @@ from .parts import (
     FamilyValue,
     Shapes,
     experts_of,
+    has,
     has_biases,
     layer_types_of,
     make_family,
     ministral_ropes,
     multipliers_of,
+    norm_eps,
     number_of,
     routing_of,
-    rows_of,
+    rows_in,
     window_of,
 )
 from .vectors import BERT, NOMIC_BERT, modern_bert
-
-
-def _out_biased(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
-    return "model.layers.0.self_attn.o_proj.bias" in shapes
 
 
 def _halved(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
@@ -350,15 +348,13 @@ FAMILIES: dict[str, FamilyConfig] = {
         "cohere",
         "CohereForCausalLM",
         logit_scale=number_of("logit_scale", 1.0),
-        use_qk_norm=lambda facts, shapes, config: (
-            "model.layers.0.self_attn.q_norm.weight" in shapes
-        ),
+        use_qk_norm=has("self_attn.q_norm.weight"),
     ),
     "deepseek2": deepseek2,
     "deepseek32": indexed,
     "dots1": _dots1,
     "ernie4_5": make_family(
-        "ernie4_5", "Ernie4_5ForCausalLM", use_bias=lambda facts, shapes, config: has_biases(shapes)
+        "ernie4_5", "Ernie4_5ForCausalLM", use_bias=has("self_attn.q_proj.bias")
     ),
     "ernie4_5-moe": _ernie_moe,
     "exaone4": _exaone4,
@@ -397,7 +393,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         "nemotron",
         "NemotronForCausalLM",
         hidden_act="relu2",
-        norm_eps=lambda facts, shapes, config: config["layer_norm_eps"],
+        norm_eps=norm_eps,
     ),
     "minimax-m2": _minimax_m2,
     "nemotron_h": nemotron_h,
@@ -408,9 +404,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         "phi",
         "PhiForCausalLM",
         hidden_act="gelu_new",
-        intermediate_size=lambda facts, shapes, config: rows_of(
-            shapes, "model.layers.0.mlp.fc1.weight"
-        ),
+        intermediate_size=rows_in("mlp.fc1.weight"),
     ),
     "phi3": _phi3,
     "qwen2": _QWEN2,
@@ -418,12 +412,8 @@ FAMILIES: dict[str, FamilyConfig] = {
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         **_EXPERTS,
-        moe_intermediate_size=lambda facts, shapes, config: rows_of(
-            shapes, "model.layers.0.mlp.switch_mlp.gate_proj.weight", 1
-        ),
-        shared_expert_intermediate_size=lambda facts, shapes, config: rows_of(
-            shapes, "model.layers.0.mlp.shared_expert.gate_proj.weight"
-        ),
+        moe_intermediate_size=rows_in("mlp.switch_mlp.gate_proj.weight", 1),
+        shared_expert_intermediate_size=rows_in("mlp.shared_expert.gate_proj.weight"),
     ),
     "qwen2vl": _of_pictures(_QWEN2),
     "qwen3": _QWEN3,
@@ -434,7 +424,9 @@ FAMILIES: dict[str, FamilyConfig] = {
     "qwen3next": delta_net,
     "qwen3vl": _of_pictures(_QWEN3),
     "qwen3vlmoe": _of_pictures(_qwen3_moe),
-    "seed_oss": make_family("seed_oss", "SeedOssForCausalLM", attention_out_bias=_out_biased),
+    "seed_oss": make_family(
+        "seed_oss", "SeedOssForCausalLM", attention_out_bias=has("self_attn.o_proj.bias")
+    ),
     "smollm3": make_family(
         "smollm3", "SmolLM3ForCausalLM", no_rope_layers=_no_ropes, use_sliding_window=False
     ),
@@ -444,8 +436,8 @@ FAMILIES: dict[str, FamilyConfig] = {
         "starcoder2",
         "Starcoder2ForCausalLM",
         hidden_act="gelu_pytorch_tanh",
-        norm_epsilon=lambda facts, shapes, config: config["layer_norm_eps"],
-        use_bias=lambda facts, shapes, config: has_biases(shapes),
+        norm_epsilon=norm_eps,
+        use_bias=has("self_attn.q_proj.bias"),
         sliding_window=window_of,
     ),
 }

@@ -38,6 +38,21 @@ def has_biases(shapes: Shapes) -> bool:
     return "model.layers.0.self_attn.q_proj.bias" in shapes
 
 
+def has(name: str) -> FamilyValue:
+    """Whether the first layer has a tensor."""
+    return lambda facts, shapes, config: f"model.layers.0.{name}" in shapes
+
+
+def rows_in(name: str, axis: int = 0) -> FamilyValue:
+    """The size of a tensor of the first layer."""
+    return lambda facts, shapes, config: rows_of(shapes, f"model.layers.0.{name}", axis)
+
+
+def norm_eps(facts: ArchitectureFields, shapes: Shapes, config: Config) -> float:
+    """Of norms with a mean."""
+    return float(config["layer_norm_eps"])
+
+
 def number_of(key: str, default: float | None = None) -> FamilyValue:
     return lambda facts, shapes, config: facts.number(key, default)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, alone, prompt, tiny_model
-from models.runs import every
 from speculation.following import following
 
 from mlxinfer.core import SamplingParams
@@ -46,6 +45,7 @@ class Breaking(NgramProposer):
     def __init__(self, where: str) -> None:
         super().__init__()
         self._where = where
+        self.taps = (0,) if where == "take" else ()
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         if self._where == "outlook":
@@ -54,6 +54,10 @@ class Breaking(NgramProposer):
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         raise ValueError("broken")
+
+    def take(self, batch: Batch, hidden: object) -> None:
+        if self._where == "take":
+            raise ValueError("broken")
 
 
 def test_repetitive_answers_take_fewer_steps_and_are_the_same() -> None:
@@ -81,7 +85,7 @@ def test_stats_count_by_source_and_by_position() -> None:
     assert sorted(stats["accepted_at"], reverse=True) == stats["accepted_at"]
 
 
-@pytest.mark.parametrize("where", every(2, ["outlook", "propose"]))
+@pytest.mark.parametrize("where", ["outlook", "propose", "take"])
 def test_a_source_that_fails_is_switched_off_for_the_request(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

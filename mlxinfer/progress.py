@@ -42,10 +42,8 @@ def progress_bars(
     """
     if wants_lines():
         yield progress_lines()
-    elif piped and not is_watched(wanted):
-        yield rare_lines()
     elif not is_watched(wanted):
-        yield unwatched
+        yield rare_lines() if piped else unwatched
     else:
         with _tqdm_bars(unit) as show:
             yield show
@@ -132,11 +130,8 @@ def rare_lines() -> StepWatch:
             line = f"{step} {share:.0%}"
             if 0 < share < 1 and not is_new:
                 left_s = (now_s - begun[step]) * (1 - share) / share
-                line += (
-                    f", about {left_s / 60:.0f} min left"
-                    if left_s > 90
-                    else (f", about {left_s:.0f} s left")
-                )
+                left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
+                line += f", about {left} left"
             print(line, file=sys.stderr, flush=True)
 
     return write

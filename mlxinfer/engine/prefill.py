@@ -225,9 +225,8 @@ class PrefillSizer:
         spent_s = seconds - (decode_s or 0.0) if beside else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)
-        at, before = self._beside.get(place, (context, None))
-        if before is None and self._beside:  # one slow step says little of a new context
-            before = self._seconds_at(context)
+        at, _ = self._beside.get(place, (context, 0.0))
+        before = self._seconds_at(context) if self._beside else None
         part = min(num_tokens / self._page_size, 1.0)  # the time of few tokens says little
         known = _blended(before, cost, part)
         if self._num_stages == 1:  # else the seconds are of one stage
@@ -280,9 +279,7 @@ class PrefillSizer:
 
     def _seconds_at(self, context: float) -> float:
         """Seconds of one token after `context` others, from the lengths that were measured."""
-        known = self._beside.get(_half_octave(context))
-        near = [known] if known is not None else self._beside.values()
-        return min([s * max(1.0, context / at) for at, s in near])
+        return min([s * max(1.0, context / at) for at, s in self._beside.values()])
 
     # -- while none decodes ---------------------------------------------------------------------
 

@@ -60,11 +60,6 @@ class Admission:
         """Requests that wait."""
         return sum([len(call.tokens) for call in self._calls])
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of their prompts."""
-        return sum([sum(call.tokens.values()) for call in self._calls])
-
     def require_place(self, tenant: Tenant) -> None:
         """Raise OverloadedError where not even a short request of a tenant could enter."""
         self._victims(WaitingCall(tenant, {0: 1}, lambda _: None))

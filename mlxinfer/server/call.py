@@ -439,15 +439,9 @@ class Call(Exchange):
         Large bodies have their own threads and wait for each other: a million characters take about
         a second to encode, and no thread can be interrupted.
         """
-        if self._body_bytes > LARGE_BODY:
-            return await self.in_long_worker(function, *args, **kwargs)
-        return await self.service.workers.run_for(self.tenant, function, *args, **kwargs)
-
-    async def in_long_worker(
-        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Call a function that takes seconds, off the event loop."""
-        return await self.service.long_workers.run_for(self.tenant, function, *args, **kwargs)
+        is_large = self._body_bytes > LARGE_BODY
+        workers = self.service.long_workers if is_large else self.service.workers
+        return await workers.run_for(self.tenant, function, *args, **kwargs)
 
     async def frames(
         self,

@@ -185,7 +185,6 @@ class LiveServer:
         return (
             not self.service.calls
             and self.service.admission.num_waiting == 0
-            and self.service.admission.num_waiting_tokens == 0
             and (stats["running"], stats["waiting"], held) == (0, 0, 0)
         )
 

@@ -21,7 +21,7 @@ from .hybrids import (
     ngram_constants,
     qwen4_exp,
 )
-from .latent import deepseek2, indexed, mistral4
+from .latent import deepseek2, indexed, kimi_linear, mistral4
 from .layout import HALVES
 from .mixtures import afmoe, cohere2_moe, exaone_moe, hy3, laguna, mellum, mimo2, sarvam, step
 from .names import QUERY_SCALE
@@ -381,6 +381,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "hunyuan-dense": make_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", use_qk_norm=True),
     "hunyuan-moe": _hunyuan_moe,
     "hy_v3": hy3,
+    "kimi-linear": kimi_linear,
     "laguna": laguna,
     "lfm2": lfm2,
     "lfm2moe": lfm2,
@@ -442,6 +443,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
 }
 BY_LAYER = (
+    "kimi-linear",
     "mimo2",
     "gemma4",
     "granitehybrid",

@@ -1,7 +1,18 @@
-"""config.json of families with latent attention: DeepSeek V2 to V3.2, GLM 5, Mistral 4, Youtu."""
+"""config.json of families with latent attention: DeepSeek V2 to V3.2, GLM 5, Kimi Linear,
+Mistral 4, Youtu.
+"""
 
 from .fields import ArchitectureFields
-from .parts import SIGMOID, SOFTMAX, Config, Shapes, make_family, ministral_ropes, routing_of
+from .parts import (
+    SIGMOID,
+    SOFTMAX,
+    Config,
+    Shapes,
+    make_family,
+    ministral_ropes,
+    routing_of,
+    rows_of,
+)
 
 
 def deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
@@ -67,3 +78,28 @@ def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
         **_latent_sizes(facts, shapes, config),
         **ministral_ropes(facts, config),
     }
+
+
+def kimi_linear(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Delta attention, and latent attention where nothing turns; weights are normalised always."""
+    facts.expect("expert_gating_func", SIGMOID)
+    facts.read("attention.head_count_kv")  # tensors say which layers recur
+    rate, layers = "model.layers.{}.self_attn.A_log", range(config["num_hidden_layers"])
+    recurs = [i for i in layers if rate.format(i) in shapes]
+    routing, dim = routing_of(facts), facts.integer("kda.head_dim")
+    made = make_family("kimi_linear", "KimiLinearForCausalLM")(facts, shapes, config)
+    return (
+        made
+        | routing
+        | _latent_sizes(facts, shapes, config)
+        | {
+            "norm_topk_prob": True,
+            "linear_attn_config": {
+                "kda_layers": [i + 1 for i in recurs],
+                "full_attn_layers": [i + 1 for i in layers if i not in recurs],
+                "num_heads": rows_of(shapes, f"model.layers.{recurs[0]}.self_attn.b_proj.weight"),
+                "head_dim": dim,
+                "short_conv_kernel_size": facts.integer("ssm.conv_kernel"),
+            },
+        }
+    )

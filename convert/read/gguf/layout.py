@@ -45,6 +45,7 @@ _PAIRED = (
     "smollm3",
 )  # stored as neighbours instead
 _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_KIMI_DELTAS = ("kimi-linear",)
 _LESS_ONE = {  # how the names of norms end that include the one which layers add
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding"), "norm.weight"),
     "muse-glimmer": "layernorm.weight",
@@ -70,6 +71,8 @@ def layout_of(
         return _llama(name, shape, config)
     if config.get(HALVES) and (".q_proj." in name or ".k_proj." in name):
         return _neighbours(shape, config)
+    if architecture in _KIMI_DELTAS:
+        return _kimi_delta(name, shape)
     if architecture in DELTA_NETS:
         return _delta_net(architecture, name, shape, config)
     if name.endswith(".conv.conv.weight") and len(shape) == 2:
@@ -113,6 +116,15 @@ def _mamba(name: str, shape: tuple[int, ...]) -> TensorLayout:
         return TensorLayout(shape=shape[:1])
     flat = name.endswith(("mamba.norm.weight", "mixer.norm.weight"))
     return TensorLayout(shape=(prod(shape),)) if flat else PLAIN
+
+
+def _kimi_delta(name: str, shape: tuple[int, ...]) -> TensorLayout:
+    """Convolutions and decay rates have dimensions of 1 around them."""
+    if name.endswith(".A_log"):
+        return TensorLayout(change=_log_rate, shape=(prod(shape),))
+    if name.endswith("_conv1d.weight"):
+        return TensorLayout(shape=(prod(shape[:-1]), 1, shape[-1]))
+    return PLAIN
 
 
 def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:

@@ -157,6 +157,14 @@ _DEEPSEEK2 = {
     "attn_k_b": "self_attn.embed_q",  # split and turned, as MLX checkpoints have it too
     "attn_v_b": "self_attn.unembed_out",
 }
+_KIMI_DELTA = {
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}_{end}": f"self_attn.{part}_{end}_proj" for part in "fg" for end in "ab"},
+    "ssm_a": "self_attn.A_log",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 _SANDWICH = {  # norms behind each block alone
     **_COMMON,
     **_DENSE,
@@ -360,6 +368,7 @@ _FAMILIES = {
     "falcon-h1": _FALCON_H1,
     "hunyuan-moe": _HUNYUAN_MOE,
     "hy_v3": _HY3,
+    "kimi-linear": {**_DEEPSEEK2, **_KIMI_DELTA},
     "laguna": _LAGUNA,
     "llama4": _LLAMA4,
     "mellum": _QWEN3_MOE,

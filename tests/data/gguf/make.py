@@ -14,9 +14,11 @@ theirs.
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,7 @@ def checkpoint(case: dict[str, Any], folder: Path) -> tuple[str, np.ndarray]:
     (folder / "config.json").write_text(json.dumps(config))
     write_processor(folder, text["vocab_size"], config.get("mm_tokens_per_image", 256))
     if "seeing" in case:
-        tensors = dict(as_published(key, tensors[key], config) for key in tensors)
+        tensors = dict(p for key in tensors for p in as_published(key, tensors[key], config))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return config["architectures"][0], reference(case["seeing"], model)[1].astype(np.float32)
     ids = np.random.default_rng(1).integers(3, text["vocab_size"], LENGTH)
@@ -166,20 +168,28 @@ def folder_checkpoint(case: dict[str, Any], folder: Path) -> str:
     folder.mkdir()
     config = case_config({**case, "from": case["folder"]})
     values = tiny_tensors(CASES[case["folder"]])
-    tensors = {name: coarse(array, name) for name, array in values.items()}
+    tensors = dict(
+        pair
+        for name, array in values.items()
+        for pair in as_published(name, coarse(array, name), config)
+    )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [case["text"]]}))
     return str(case["text"])
 
 
-def as_published(name: str, values: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
-    """Name and values as published checkpoints have them, and as the converter asks for them."""
+def as_published(
+    name: str, values: np.ndarray, config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values as published checkpoints have them, and as the converter asks for them."""
     kind, front = config["model_type"], "vision_tower."
     if kind in ("gemma3", "lfm2_vl"):
         name = name.replace(front, f"{front}vision_model.")
     if kind == "qwen3_vl_moe" and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         values = np.ascontiguousarray(values.swapaxes(1, 2))
-    return name, values
+    if kind == "kimi_linear":
+        name = re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)", "mlp.", name)
+    yield name, values
 
 
 def write_processor(folder: Path, size: int, features: int) -> None:

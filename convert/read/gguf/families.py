@@ -23,7 +23,18 @@ from .hybrids import (
 )
 from .latent import deepseek2, indexed, kimi_linear, mistral4
 from .layout import HALVES
-from .mixtures import afmoe, cohere2_moe, exaone_moe, hy3, laguna, mellum, mimo2, sarvam, step
+from .mixtures import (
+    afmoe,
+    cohere2_moe,
+    exaone_moe,
+    hy3,
+    laguna,
+    mellum,
+    mimo2,
+    minimax_m3,
+    sarvam,
+    step,
+)
 from .names import QUERY_SCALE
 from .parts import (
     KINDS,
@@ -397,6 +408,7 @@ FAMILIES: dict[str, FamilyConfig] = {
         norm_eps=norm_eps,
     ),
     "minimax-m2": _minimax_m2,
+    "minimax-m3": minimax_m3,
     "nemotron_h": nemotron_h,
     "nemotron_h_moe": nemotron_h,
     "olmo2": _olmo2,
@@ -462,6 +474,7 @@ PARTIAL = (
     "glm4moe",
     "phi3",
     "minimax-m2",
+    "minimax-m3",
     "chatglm",
     "nemotron",
     "phi2",

@@ -49,7 +49,7 @@ _KIMI_DELTAS = ("kimi-linear",)
 _LESS_ONE = {  # how the names of norms end that include the one which layers add
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding"), "norm.weight"),
     "muse-glimmer": "layernorm.weight",
-    **dict.fromkeys(("nemotron", "step35"), "norm.weight"),
+    **dict.fromkeys(("minimax-m3", "nemotron", "step35"), "norm.weight"),
 }
 
 

@@ -12,6 +12,7 @@ from .parts import (
     make_family,
     number_of,
     routing_of,
+    rows_of,
     window_of,
 )
 
@@ -204,4 +205,31 @@ def mimo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
         "topk_group": facts.integer("expert_group_used_count", 1),
         "norm_topk_prob": facts.flag("expert_weights_norm", default=True),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+    }
+
+
+def minimax_m3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Tensors say which layers have an index; the clamp is llama.cpp's own constant."""
+    facts.expect("expert_gating_func", SIGMOID)
+    facts.expect("expert_weights_norm", True)
+    facts.read("leading_dense_block_count", "expert_shared_count")  # tensors say both
+    layers, kinds = range(config["num_hidden_layers"]), _kinds_of_mlp(shapes, config)
+    indexed = [f"model.layers.{i}.self_attn.indexer.k_proj.weight" in shapes for i in layers]
+    shared = f"model.layers.{kinds.index('sparse')}.mlp.shared_experts.up_proj.weight"
+    names = ("minimax_m3_vl_text", "MiniMaxM3SparseForCausalLM")
+    return make_family(*names, hidden_act="swigluoai")(facts, shapes, config) | {
+        **experts_of(facts, count="num_local_experts", size="intermediate_size"),
+        "dense_intermediate_size": facts.integer("feed_forward_length"),
+        "shared_intermediate_size": rows_of(shapes, shared),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "rotary_dim": facts.integer("rope.dimension_count"),
+        "is_moe_layer": [int(kind == "sparse") for kind in kinds],
+        "layer_types": ["minimax_m3_sparse" if one else KINDS[1] for one in indexed],
+        "index_n_heads": facts.integer("attention.indexer.head_count"),
+        "index_head_dim": facts.integer("attention.indexer.key_length"),
+        "index_topk_blocks": facts.integer("attention.indexer.top_k"),
+        "index_block_size": facts.integer("attention.indexer.block_size"),
+        "index_local_blocks": facts.count("attention.indexer.local_blocks"),
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
     }

@@ -327,6 +327,14 @@ _MUSE = {
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _DOTS1 = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS}
+_MINIMAX_M3 = {
+    **_DOTS1,
+    **{
+        f"indexer.{part}_{kind}": f"self_attn.indexer.{part}_{kind}"
+        for part in "qk"
+        for kind in ("proj", "norm")
+    },
+}
 _BERT = {
     **_COMMON,
     **_DENSE,
@@ -379,6 +387,7 @@ _FAMILIES = {
         "attn_sinks.weight": "self_attn.attention_sink_bias",
     },
     "minimax-m2": _MIXTRAL,
+    "minimax-m3": _MINIMAX_M3,
     "mistral4": _DEEPSEEK2,
     "muse-glimmer": _MUSE,
     "nemotron": _LLAMA,

@@ -36,7 +36,7 @@ _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one fil
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
 # Native families whose GGUF files have no reader.
 _IN_FOLDERS = (
-    "bailingmoe3", "deepseek4", "glm5-next", "minimax-m3",
+    "bailingmoe3", "deepseek4", "glm5-next",
 )  # fmt: skip
 _PICTURES = ("image", "IMG")  # in the templates of models that see
 _SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees

@@ -166,7 +166,7 @@ def pooling_checkpoint(case: dict[str, Any], folder: Path) -> str:
 def folder_checkpoint(case: dict[str, Any], folder: Path) -> str:
     """Write a tiny model whose folder is the reference, its config as it is; its class."""
     folder.mkdir()
-    config = case_config({**case, "from": case["folder"]})
+    config = case_config({**case, "from": case["folder"]}) | case.get("both", {})
     values = tiny_tensors(CASES[case["folder"]])
     tensors = dict(
         pair
@@ -189,6 +189,28 @@ def as_published(
         values = np.ascontiguousarray(values.swapaxes(1, 2))
     if kind == "kimi_linear":
         name = re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)", "mlp.", name)
+    if kind == "minimax_m3_vl_text":
+        yield from _of_minimax(name, values)
+        return
+    yield name, values
+
+
+def _of_minimax(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Experts, gates and the rest of a mixture under the names of the hub."""
+    name = name.replace(".self_attn.indexer.", ".self_attn.index_")
+    if ".experts." in name:
+        parts = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+        path, _, part = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        for expert, matrix in enumerate(values):
+            for module, array in zip(parts[part], np.split(matrix, len(parts[part])), strict=True):
+                yield f"{path}.{expert}.{module}.weight", np.ascontiguousarray(array)
+        return
+    if ".gate_up_proj." in name:
+        for part, array in zip(("gate", "up"), np.split(values, 2), strict=True):
+            yield from _of_minimax(name.replace("gate_up", part), np.ascontiguousarray(array))
+        return
+    if ".mlp.gate." in name or ".shared_experts." in name:
+        name = name.replace(".gate.e_score", ".e_score").replace(".mlp.", ".block_sparse_moe.")
     yield name, values
 
 

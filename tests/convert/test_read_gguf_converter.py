@@ -75,8 +75,13 @@ def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     ids = np.random.default_rng(1).integers(3, source.config["vocab_size"], 24).tolist()
     if "folder" in case:
         tiny = MODELS[case["folder"]]
-        values = {key: mx.array(coarse(v, key)) for key, v in tiny_tensors(tiny).items()}
         config = tiny | case.get("both", {})
+        behind = f".layers.{config['num_hidden_layers']}."  # where the case has fewer layers
+        values = {
+            key: mx.array(coarse(array, key))
+            for key, array in tiny_tensors(tiny).items()
+            if behind not in key
+        }
         expected = logits(with_tokenizer(tmp_path / "reference", config, values), ids)
     else:
         expected = LOGITS[name.rpartition("-")[0]]

@@ -21,7 +21,7 @@ from .hybrids import (
     ngram_constants,
     qwen4_exp,
 )
-from .latent import deepseek2, indexed, kimi_linear, mistral4
+from .latent import bailing_hybrid, deepseek2, indexed, kimi_linear, mistral4
 from .layout import HALVES
 from .mixtures import (
     afmoe,
@@ -372,6 +372,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "exaone-moe": exaone_moe,
     "falcon-h1": falcon_h1,
     "bailingmoe2": sarvam,
+    "bailingmoe3": bailing_hybrid,
     "bert": BERT,
     "nomic-bert": NOMIC_BERT,
     "modern-bert": modern_bert,
@@ -455,6 +456,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
 }
 BY_LAYER = (
+    "bailingmoe3",
     "kimi-linear",
     "mimo2",
     "gemma4",

@@ -1,5 +1,5 @@
 """config.json of families with latent attention: DeepSeek V2 to V3.2, GLM 5, Kimi Linear,
-Mistral 4, Youtu.
+Ling 3, Mistral 4, Youtu.
 """
 
 from .fields import ArchitectureFields
@@ -82,24 +82,43 @@ def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
 
 def kimi_linear(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Delta attention, and latent attention where nothing turns; weights are normalised always."""
+    made = make_family("kimi_linear", "KimiLinearForCausalLM")(facts, shapes, config)
+    return made | _with_delta(facts, shapes, config) | {"norm_topk_prob": True}
+
+
+def bailing_hybrid(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Ling 3, whose decays have a bound."""
+    made = make_family("bailing_hybrid", "BailingMoeV3ForCausalLM")(facts, shapes, config)
+    made |= _with_delta(facts, shapes, config) | {
+        "kda_safe_gate": facts.flag("kda.safe_gate", default=True),
+        "kda_lower_bound": facts.all.number(facts.name("kda.gate_lower_bound")),
+    }
+    shared = f"model.layers.{made['first_k_dense_replace']}.mlp.shared_experts.up_proj.weight"
+    made["moe_shared_expert_intermediate_size"] = (
+        rows_of(shapes, shared) // made["n_shared_experts"]
+    )
+    limits = {
+        "expert_swiglu_limit_list": "swiglu_clamp_exp",
+        "share_expert_swiglu_limit_list": "swiglu_clamp_shexp",
+    }
+    count = facts.integer("block_count")
+    stated = {ours: facts.numbers(key, count) for ours, key in limits.items() if facts.has(key)}
+    return made | stated
+
+
+def _with_delta(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Experts, latent attention, and delta attention in layers that tensors tell."""
     facts.expect("expert_gating_func", SIGMOID)
-    facts.read("attention.head_count_kv")  # tensors say which layers recur
+    facts.read("attention.head_count_kv")
     rate, layers = "model.layers.{}.self_attn.A_log", range(config["num_hidden_layers"])
     recurs = [i for i in layers if rate.format(i) in shapes]
-    routing, dim = routing_of(facts), facts.integer("kda.head_dim")
-    made = make_family("kimi_linear", "KimiLinearForCausalLM")(facts, shapes, config)
-    return (
-        made
-        | routing
-        | _latent_sizes(facts, shapes, config)
-        | {
-            "norm_topk_prob": True,
-            "linear_attn_config": {
-                "kda_layers": [i + 1 for i in recurs],
-                "full_attn_layers": [i + 1 for i in layers if i not in recurs],
-                "num_heads": rows_of(shapes, f"model.layers.{recurs[0]}.self_attn.b_proj.weight"),
-                "head_dim": dim,
-                "short_conv_kernel_size": facts.integer("ssm.conv_kernel"),
-            },
-        }
-    )
+    heads = f"model.layers.{min(recurs, default=0)}.self_attn.b_proj.weight"
+    delta = {
+        "kda_layers": [i + 1 for i in recurs],
+        "full_attn_layers": [i + 1 for i in layers if i not in recurs],
+        "num_heads": rows_of(shapes, heads),
+        "head_dim": facts.integer("kda.head_dim"),
+        "short_conv_kernel_size": facts.integer("ssm.conv_kernel"),
+    }
+    sizes = routing_of(facts) | _latent_sizes(facts, shapes, config)
+    return sizes | {"linear_attn_config": delta}

@@ -345,6 +345,13 @@ _NOMIC_BERT = {**_BERT, "attn_qkv": "self_attn.qkv_proj"}
 _MODERN_BERT = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FAMILIES = {
     "bailingmoe2": _SARVAM,
+    "bailingmoe3": {
+        **_DEEPSEEK2,
+        **_KIMI_DELTA,
+        "attn_gate": "self_attn.g_proj",
+        "ssm_f_a": "self_attn.f_proj",
+        "ssm_g_a": "self_attn.g_proj",
+    },
     "bert": _BERT,
     "nomic-bert": _NOMIC_BERT,
     "modern-bert": _MODERN_BERT,
@@ -486,6 +493,7 @@ _TOPS = {
 }
 # Modules that predict tokens further ahead lie in blocks behind the last layer.
 _AHEAD = {
+    "layer_output_norm": "shared_head.norm",
     "nextn.eh_proj": "eh_proj",
     "nextn.embed_tokens": "embed_tokens",
     "nextn.enorm": "enorm",

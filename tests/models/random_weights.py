@@ -89,4 +89,6 @@ def coarse(values: np.ndarray, name: str) -> np.ndarray:
         if in_blocks
         else np.float32(np.round(spread * 312) / 256)
     )
+    if ".ffn.experts." in name:  # of DeepSeek V4, which are in MXFP4
+        step = np.exp2(np.round(np.log2(step)))
     return np.where(np.abs(values) < 0.43 * spread, 0, np.sign(values)).astype(np.float32) * step

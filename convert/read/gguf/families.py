@@ -21,7 +21,7 @@ from .hybrids import (
     ngram_constants,
     qwen4_exp,
 )
-from .latent import bailing_hybrid, deepseek2, indexed, kimi_linear, mistral4
+from .latent import bailing_hybrid, deepseek2, deepseek4, indexed, kimi_linear, mistral4
 from .layout import HALVES
 from .mixtures import (
     afmoe,
@@ -363,6 +363,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     ),
     "deepseek2": deepseek2,
     "deepseek32": indexed,
+    "deepseek4": deepseek4,
     "dots1": _dots1,
     "ernie4_5": make_family(
         "ernie4_5", "Ernie4_5ForCausalLM", use_bias=has("self_attn.q_proj.bias")

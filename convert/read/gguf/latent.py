@@ -1,7 +1,8 @@
-"""config.json of families with latent attention: DeepSeek V2 to V3.2, GLM 5, Kimi Linear,
+"""config.json of families with latent attention: DeepSeek V2 to V4, GLM 5, Kimi Linear,
 Ling 3, Mistral 4, Youtu.
 """
 
+from ....errors import UnsupportedModelError
 from .fields import ArchitectureFields
 from .parts import (
     SIGMOID,
@@ -13,6 +14,8 @@ from .parts import (
     routing_of,
     rows_of,
 )
+
+_ROOT_SOFTPLUS = 4  # expert_gating_func
 
 
 def deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
@@ -67,6 +70,43 @@ def indexed(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     whole = facts.by_layer_or_none("attention.indexer.types", config["num_hidden_layers"])
     kinds = [] if whole is None else ["full" if one else "shared" for one in whole]
     return fields | ({"indexer_types": kinds} if kinds else {})
+
+
+def deepseek4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """Beside its window a layer sees entries of few tokens through an index, or of many tokens."""
+    count, eps = config["num_hidden_layers"], facts.number("hyper_connection.epsilon")
+    facts.expect("expert_gating_func", _ROOT_SOFTPLUS)
+    facts.expect("expert_weights_norm", True)
+    facts.read("embedding_length_out")  # of all streams
+    limits = {
+        *facts.numbers("swiglu_clamp_exp", count),
+        *facts.numbers("swiglu_clamp_shexp", count),
+    }
+    if len(limits) != 1:
+        raise UnsupportedModelError(
+            f"swiglu_clamp_exp and swiglu_clamp_shexp in {facts.all.where} have {len(limits)} "
+            "limits; supported is one for all layers."
+        )
+    routing = routing_of(facts)
+    return make_family("deepseek_v4", "DeepseekV4ForCausalLM")(facts, shapes, config) | {
+        **{key: routing[key] for key in routing if "group" not in key and "dense" not in key},
+        "scoring_func": "sqrtsoftplus",
+        "swiglu_limit": limits.pop(),
+        "sliding_window": facts.integer("attention.sliding_window"),
+        "qk_rope_head_dim": facts.integer("rope.dimension_count"),
+        "q_lora_rank": facts.integer("attention.q_lora_rank"),
+        "o_groups": facts.integer("attention.output_group_count"),
+        "o_lora_rank": facts.integer("attention.output_lora_rank"),
+        "index_n_heads": facts.integer("attention.indexer.head_count"),
+        "index_head_dim": facts.integer("attention.indexer.key_length"),
+        "index_topk": facts.integer("attention.indexer.top_k"),
+        "compress_ratios": facts.by_layer("attention.compress_ratios", count),
+        "compress_rope_theta": facts.number("attention.compress_rope_freq_base"),
+        "hc_mult": facts.integer("hyper_connection.count"),
+        "hc_sinkhorn_iters": facts.integer("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": eps,
+        "num_hash_layers": facts.count("hash_layer_count"),
+    }
 
 
 def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:

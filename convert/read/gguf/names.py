@@ -165,6 +165,31 @@ _KIMI_DELTA = {
     "ssm_dt.bias": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
 }
+_COMPRESSOR = {"kv": "kv_proj", "gate": "gate_proj", "norm": "kv_norm"}
+_DEEPSEEK4 = {
+    **{stem: path for stem, path in _DEEPSEEK2.items() if "kv_b" not in stem},
+    "attn_sinks.weight": "self_attn.sinks",
+    "attn_q_a_norm": "self_attn.q_a_norm",
+    "attn_kv": "self_attn.kv_proj",
+    "attn_kv_a_norm": "self_attn.kv_norm",
+    "attn_output_a": "self_attn.o_a_proj",
+    "attn_output_b": "self_attn.o_b_proj",
+    "ffn_gate_tid2eid.weight": "mlp.gate.tid2eid",
+    "indexer.attn_q_b": "self_attn.indexer.q_b_proj",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+    **{
+        f"hc_{block}_{part}.weight": f"hc_{block}_{part}"
+        for block in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+    **{
+        f"{theirs}_compressor_{part}": f"self_attn.{ours}compressor.{module}"
+        for theirs, ours in (("attn", ""), ("indexer", "indexer."))
+        for part, module in _COMPRESSOR.items()
+    },
+    "attn_compressor_ape.weight": "self_attn.compressor.position_bias",
+    "indexer_compressor_ape.weight": "self_attn.indexer.compressor.position_bias",
+}
 _SANDWICH = {  # norms behind each block alone
     **_COMMON,
     **_DENSE,
@@ -366,6 +391,7 @@ _FAMILIES = {
     "cohere2moe": _HY3,
     "command-r": _LLAMA,
     "deepseek32": _INDEXED,
+    "deepseek4": _DEEPSEEK4,
     "dots1": _DOTS1,
     "ernie4_5": _LLAMA,
     "ernie4_5-moe": _ERNIE_MOE,
@@ -472,6 +498,10 @@ _TOPS = {
             f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{module}.weight"
             for part, module in _CONNECTION.items()
         },
+    },
+    "deepseek4": {
+        **_TOP,
+        **{f"output_hc_{part}.weight": f"model.hc_head_{part}" for part in ("fn", "base", "scale")},
     },
     "qwen3": {**_TOP, "cls.output.weight": "score.weight"},
     "falcon-h1": _FALCON_TOP,

@@ -192,6 +192,9 @@ class GGUFTensor:
         return SourceTensor(self.name, self.shape, "float32", self.block.name, size, lossless)
 
 
+_TABLE = ".tid2eid"  # of the experts of each token
+
+
 def reader_of(place: GGUFTensor) -> TensorReader:
     """The reader for the type of a tensor.
 
@@ -202,6 +205,8 @@ def reader_of(place: GGUFTensor) -> TensorReader:
     kind = place.block.name
     if kind in FLOATS:
         return _floats(place)
+    if kind == "I32" and place.name.endswith(_TABLE):
+        return _whole_numbers(place)
     if place.layout.change is not None:
         raise place.array.fail(f"is {kind}; expected {' or '.join(FLOATS)}")
     place.groups(32)
@@ -242,6 +247,17 @@ def _floats(place: GGUFTensor) -> TensorReader:
 
     dtype = FLOATS[kind] if change is None else "float32"
     info = SourceTensor(place.name, place.shape, dtype, kind.lower(), place.array.num_bytes)
+    return TensorReader(info, (place.array,), values)
+
+
+def _whole_numbers(place: GGUFTensor) -> TensorReader:
+    """Of a table."""
+
+    def values(rows: slice) -> mx.array:
+        numbers = np.ascontiguousarray(place.rows(rows)).view("<i4")
+        return mx.array(place.values(numbers, rows).astype(np.int64))
+
+    info = SourceTensor(place.name, place.shape, "int64", "i32", place.array.num_bytes)
     return TensorReader(info, (place.array,), values)
 
 

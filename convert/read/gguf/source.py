@@ -35,7 +35,7 @@ from .vectors import VERDICT, is_dense, pooling_files, scoring, verdict
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
 # Native families whose GGUF files have no reader.
-_IN_FOLDERS = ("deepseek4", "glm5-next")
+_IN_FOLDERS = ("glm5-next",)
 _PICTURES = ("image", "IMG")  # in the templates of models that see
 _SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees
 WITHOUT_TOWER = (
@@ -43,8 +43,8 @@ WITHOUT_TOWER = (
 )
 # Of a part, or none.
 _OTHER_ROPES = (
-    "bailingmoe3", "deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "mimo2", "mistral4",
-    "nemotron_h", "nemotron_h_moe", "step35",
+    "bailingmoe3", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "kimi-linear", "mimo2",
+    "mistral4", "nemotron_h", "nemotron_h_moe", "step35",
 )  # fmt: skip
 _WIDE = (
     "gemma-embedding",

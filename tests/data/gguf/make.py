@@ -53,6 +53,8 @@ from conversion import get_model_class
 from conversion.base import TextModel
 from conversion.deepseek import DeepseekV2Model
 from conversion.llama import LlamaModel
+from gguf import GGUFWriter
+GGUFWriter.add_chat_template = lambda *_: None  # of those that llama.cpp has itself
 for kind in (TextModel, LlamaModel, DeepseekV2Model):
     kind.set_vocab = TextModel._set_vocab_none
 for architecture, arguments in json.loads(sys.stdin.read()):
@@ -191,10 +193,28 @@ def as_published(
         name = re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)", "mlp.", name)
     if kind == "bailing_hybrid" and f".layers.{config['num_hidden_layers']}." in name:
         return  # llama.cpp has the last layer of a group attend, however short the group is
+    if kind == "deepseek_v4":
+        yield from _of_deepseek(name, values)
+        return
     if kind == "minimax_m3_vl_text":
         yield from _of_minimax(name, values)
         return
     yield name, values
+
+
+def _of_deepseek(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The names of the hub, and experts in MXFP4: 0, 1 and -1 times a power of two."""
+    name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
+    name = name.replace("embed_tokens", "embed").replace("attn.norm.", "attn.kv_norm.")
+    if ".experts." not in name:
+        yield name, values
+        return
+    rows, columns = values.shape
+    codes = np.select([values > 0, values < 0], [2, 10], 0).astype(np.uint8)
+    exponent = int(np.log2(np.abs(values).max())) + 127
+    yield name, codes[:, ::2] | codes[:, 1::2] << 4
+    scale = np.full((rows, columns // 32), exponent, np.uint8)
+    yield name.replace(".weight", ".scale"), scale
 
 
 def _of_minimax(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

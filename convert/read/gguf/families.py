@@ -21,7 +21,7 @@ from .hybrids import (
     ngram_constants,
     qwen4_exp,
 )
-from .latent import bailing_hybrid, deepseek2, deepseek4, indexed, kimi_linear, mistral4
+from .latent import bailing_hybrid, deepseek2, deepseek4, glm5_next, indexed, kimi_linear, mistral4
 from .layout import HALVES
 from .mixtures import (
     afmoe,
@@ -386,6 +386,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "glm-dsa": indexed,
     "glm4": make_family("glm4", "Glm4ForCausalLM", **{HALVES: _halved}),
     "glm4moe": _glm4_moe,
+    "glm5-next": glm5_next,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granite_swa": _granite_swa,
@@ -458,6 +459,7 @@ FAMILIES: dict[str, FamilyConfig] = {
 }
 BY_LAYER = (
     "bailingmoe3",
+    "glm5-next",
     "kimi-linear",
     "mimo2",
     "gemma4",

@@ -1,4 +1,4 @@
-"""config.json of families with latent attention: DeepSeek V2 to V4, GLM 5, Kimi Linear,
+"""config.json of families with latent attention: DeepSeek V2 to V4, GLM 5 and 5.3, Kimi Linear,
 Ling 3, Mistral 4, Youtu.
 """
 
@@ -40,11 +40,11 @@ def _latent_sizes(facts: ArchitectureFields, shapes: Shapes, config: Config) -> 
     """Sizes of attention heads, and of the latent vector that the KV cache holds for them."""
     facts.read("attention.key_length", "attention.value_length")  # of what is kept, with _mla
     mla = "_mla" if facts.has("attention.key_length_mla") else ""
-    rope = facts.integer("rope.dimension_count")
+    rope = facts.count("rope.dimension_count")
     rank = facts.integer("attention.q_lora_rank") if facts.has("attention.q_lora_rank") else None
     return {
         "num_key_value_heads": config["num_attention_heads"],
-        "head_dim": rope,
+        "head_dim": rope or config["head_dim"],
         "q_lora_rank": rank,
         "kv_lora_rank": facts.integer("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,
@@ -63,50 +63,70 @@ def indexed(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
     fields = made(facts, shapes, config) | {
         **routing_of(facts),
         **_latent_sizes(facts, shapes, config),
+        **_index_sizes(facts),
+    }
+    return fields | _whole_indexes(facts, config)
+
+
+def _index_sizes(facts: ArchitectureFields) -> Config:
+    return {
         "index_n_heads": facts.integer("attention.indexer.head_count"),
         "index_head_dim": facts.integer("attention.indexer.key_length"),
         "index_topk": facts.integer("attention.indexer.top_k"),
     }
+
+
+def _whole_indexes(facts: ArchitectureFields, config: Config) -> Config:
+    """Which layers have an index of their own, where a file says it."""
     whole = facts.by_layer_or_none("attention.indexer.types", config["num_hidden_layers"])
-    kinds = [] if whole is None else ["full" if one else "shared" for one in whole]
-    return fields | ({"indexer_types": kinds} if kinds else {})
+    if whole is None:
+        return {}
+    return {"indexer_types": ["full" if one else "shared" for one in whole]}
 
 
 def deepseek4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Beside its window a layer sees entries of few tokens through an index, or of many tokens."""
-    count, eps = config["num_hidden_layers"], facts.number("hyper_connection.epsilon")
+    count = config["num_hidden_layers"]
     facts.expect("expert_gating_func", _ROOT_SOFTPLUS)
     facts.expect("expert_weights_norm", True)
     facts.read("embedding_length_out")  # of all streams
-    limits = {
-        *facts.numbers("swiglu_clamp_exp", count),
-        *facts.numbers("swiglu_clamp_shexp", count),
-    }
-    if len(limits) != 1:
-        raise UnsupportedModelError(
-            f"swiglu_clamp_exp and swiglu_clamp_shexp in {facts.all.where} have {len(limits)} "
-            "limits; supported is one for all layers."
-        )
     routing = routing_of(facts)
     return make_family("deepseek_v4", "DeepseekV4ForCausalLM")(facts, shapes, config) | {
         **{key: routing[key] for key in routing if "group" not in key and "dense" not in key},
         "scoring_func": "sqrtsoftplus",
-        "swiglu_limit": limits.pop(),
+        "swiglu_limit": _limit(facts),
         "sliding_window": facts.integer("attention.sliding_window"),
         "qk_rope_head_dim": facts.integer("rope.dimension_count"),
         "q_lora_rank": facts.integer("attention.q_lora_rank"),
         "o_groups": facts.integer("attention.output_group_count"),
         "o_lora_rank": facts.integer("attention.output_lora_rank"),
-        "index_n_heads": facts.integer("attention.indexer.head_count"),
-        "index_head_dim": facts.integer("attention.indexer.key_length"),
-        "index_topk": facts.integer("attention.indexer.top_k"),
+        **_index_sizes(facts),
         "compress_ratios": facts.by_layer("attention.compress_ratios", count),
         "compress_rope_theta": facts.number("attention.compress_rope_freq_base"),
-        "hc_mult": facts.integer("hyper_connection.count"),
-        "hc_sinkhorn_iters": facts.integer("hyper_connection.sinkhorn_iterations"),
-        "hc_eps": eps,
+        **_streams(facts),
         "num_hash_layers": facts.count("hash_layer_count"),
     }
+
+
+def _streams(facts: ArchitectureFields) -> Config:
+    """How the streams of the residual are mixed."""
+    return {
+        "hc_mult": facts.integer("hyper_connection.count"),
+        "hc_sinkhorn_iters": facts.integer("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": facts.number("hyper_connection.epsilon"),
+    }
+
+
+def _limit(facts: ArchitectureFields) -> float:
+    """Of activations: one for all layers."""
+    keys, count = ("swiglu_clamp_exp", "swiglu_clamp_shexp"), facts.integer("block_count")
+    limits = {limit for key in keys for limit in facts.numbers(key, count)}
+    if len(limits) != 1:
+        raise UnsupportedModelError(
+            f"{' and '.join(keys)} in {facts.all.where} have {len(limits)} limits; supported is "
+            "one for all layers."
+        )
+    return limits.pop()
 
 
 def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
@@ -144,6 +164,27 @@ def bailing_hybrid(facts: ArchitectureFields, shapes: Shapes, config: Config) ->
     count = facts.integer("block_count")
     stated = {ours: facts.numbers(key, count) for ours, key in limits.items() if facts.has(key)}
     return made | stated
+
+
+def glm5_next(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
+    """GLM 5.3 Flash: delta attention, and latent attention that sees the best blocks of tokens."""
+    facts.expect("attention.indexer.kpool_select_tail", True)
+    made = make_family("glm5_next_text", "Glm5NextForConditionalGeneration")(facts, shapes, config)
+    made |= _with_delta(facts, shapes, config)
+    bounded = facts.has("kda.gate_lower_bound")
+    bound = facts.all.number(facts.name("kda.gate_lower_bound")) if bounded else None
+    made["linear_attn_config"] |= {"gate_lower_bound": bound, "safe_gate": bounded}
+    recurs = made["linear_attn_config"]["kda_layers"]
+    kinds = ("indexed_attention", "linear_attention")
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return made | {
+        **_index_sizes(facts),
+        **_whole_indexes(facts, config),
+        **_streams(facts),
+        "index_kpool": facts.integer("attention.indexer.kpool"),
+        "swiglu_limit": _limit(facts),
+        "layer_types": [kinds[number in recurs] for number in layers],
+    }
 
 
 def _with_delta(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:

@@ -45,7 +45,7 @@ _PAIRED = (
     "smollm3",
 )  # stored as neighbours instead
 _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-_KIMI_DELTAS = ("bailingmoe3", "kimi-linear")
+_KIMI_DELTAS = ("bailingmoe3", "glm5-next", "kimi-linear")
 _LESS_ONE = {  # how the names of norms end that include the one which layers add
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma-embedding"), "norm.weight"),
     "muse-glimmer": "layernorm.weight",

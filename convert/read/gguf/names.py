@@ -165,6 +165,11 @@ _KIMI_DELTA = {
     "ssm_dt.bias": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
 }
+_STREAMS = {
+    f"hc_{block}_{part}.weight": f"hc_{block}_{part}"
+    for block in ("attn", "ffn")
+    for part in ("fn", "base", "scale")
+}
 _COMPRESSOR = {"kv": "kv_proj", "gate": "gate_proj", "norm": "kv_norm"}
 _DEEPSEEK4 = {
     **{stem: path for stem, path in _DEEPSEEK2.items() if "kv_b" not in stem},
@@ -177,11 +182,7 @@ _DEEPSEEK4 = {
     "ffn_gate_tid2eid.weight": "mlp.gate.tid2eid",
     "indexer.attn_q_b": "self_attn.indexer.q_b_proj",
     "indexer.proj": "self_attn.indexer.weights_proj",
-    **{
-        f"hc_{block}_{part}.weight": f"hc_{block}_{part}"
-        for block in ("attn", "ffn")
-        for part in ("fn", "base", "scale")
-    },
+    **_STREAMS,
     **{
         f"{theirs}_compressor_{part}": f"self_attn.{ours}compressor.{module}"
         for theirs, ours in (("attn", ""), ("indexer", "indexer."))
@@ -401,6 +402,13 @@ _FAMILIES = {
     "gemma2": _GEMMA3,
     "gemma3n": _GEMMA3N,
     "glm-dsa": _INDEXED,
+    "glm5-next": {
+        **_INDEXED,
+        **_KIMI_DELTA,
+        **_STREAMS,
+        "indexer_compressor_ape.weight": "self_attn.indexer.index_kpool_compress_ape",
+        "indexer_compressor_gate.weight": "self_attn.indexer.index_kpool_compress_gate",
+    },
     "granite": _LLAMA,
     "granite_swa": _GRANITE_SWA,
     "granitehybrid": _GRANITE_HYBRID,

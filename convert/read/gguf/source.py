@@ -34,8 +34,6 @@ from .vectors import VERDICT, is_dense, pooling_files, scoring, verdict
 
 _ASIDE = ("v.", "mm.", "a.", "mtp.")  # as other exporters put them into one file
 _PARTS = tuple(f".{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias"))
-# Native families whose GGUF files have no reader.
-_IN_FOLDERS = ("glm5-next",)
 _PICTURES = ("image", "IMG")  # in the templates of models that see
 _SEEING_GEMMA3 = 2560  # the width of the smallest Gemma 3 that sees
 WITHOUT_TOWER = (
@@ -43,8 +41,8 @@ WITHOUT_TOWER = (
 )
 # Of a part, or none.
 _OTHER_ROPES = (
-    "bailingmoe3", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "kimi-linear", "mimo2",
-    "mistral4", "nemotron_h", "nemotron_h_moe", "step35",
+    "bailingmoe3", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm5-next", "kimi-linear",
+    "mimo2", "mistral4", "nemotron_h", "nemotron_h_moe", "step35",
 )  # fmt: skip
 _WIDE = (
     "gemma-embedding",
@@ -168,11 +166,9 @@ def _without_tower(facts: ArchitectureFields) -> tuple[str, ...]:
 def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     architecture = Fields(metadata, label).text("general.architecture")
     if architecture not in ARCHITECTURES:
-        known = architecture in _IN_FOLDERS
-        runs = "of the original repository this model runs" if known else "many more models run"
         raise UnsupportedModelError(
             f"{label} has the architecture {architecture[:60]!r}, and what its tensors and fields "
-            f"mean is not known here. From the safetensors {runs}. GGUF files are read of "
+            "mean is not known here. From safetensors many more models run. GGUF files are read of "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     return architecture

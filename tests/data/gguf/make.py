@@ -193,6 +193,8 @@ def as_published(
         name = re.sub(r"block_sparse_moe\.(?=(gate|up|down)_proj\.)", "mlp.", name)
     if kind == "bailing_hybrid" and f".layers.{config['num_hidden_layers']}." in name:
         return  # llama.cpp has the last layer of a group attend, however short the group is
+    if kind == "glm5_next_text":
+        name = name.replace("model.language_model.", "model.")
     if kind == "deepseek_v4":
         yield from _of_deepseek(name, values)
         return

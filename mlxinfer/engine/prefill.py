@@ -241,8 +241,8 @@ class PrefillSizer:
         """
         context, known = self._beside[place]
         for other, (at, seconds) in self._beside.items():
-            least, most = (0.0, known) if other < place else (known, known * at / context)
-            self._beside[other] = at, min(max(seconds, least), max(least, most))
+            least, most = sorted((known, known * at / context))
+            self._beside[other] = at, min(max(seconds, least), most)
 
     def halve(self, batch: Batch) -> None:
         """Give prompts half as many tokens as in this step, which the GPU stopped.

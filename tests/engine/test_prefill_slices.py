@@ -310,6 +310,30 @@ def test_a_prompt_alone_on_a_slow_machine_has_no_smaller_steps_than_its_first(
     assert bench.sizes[-3:] == [64, 64, 48]
 
 
+@pytest.mark.parametrize(("before", "after"), [(30, 44), (44, 30), (30, 200)])
+def test_what_is_known_of_other_lengths_follows_when_a_machine_gets_slower(
+    monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    """Two steps may be longer than a slice; without a lower bound each of them was."""
+    monkeypatch.setitem(CHIPS, "some cores", (12e12, 400e9))
+    bench = Bench("some cores", "4B")
+    bench.add("stream", 30, max_tokens=10_000)
+    bench.until("stream")
+    for number in range(8):
+        bench.add(f"before {number}", before)
+        bench.until(f"before {number}")
+    monkeypatch.setitem(CHIPS, "some cores", (1.2e12, 400e9))  # 9 ms a token
+    changed_s = bench.now_s
+    for number in range(24):
+        bench.add(f"after {number}", after)
+    for number in range(24):
+        bench.until(f"after {number}")
+    times = [at_s for at_s in bench.token_s["stream"] if at_s >= changed_s]
+    gaps = sorted(late - early for early, late in pairwise(times))
+    page_s = PAGE * 2 * MODELS["4B"].params / (BUSY * 1.2e12)
+    assert gaps[-3] <= 1.3 * max(SLICE_S, 2 * page_s)
+
+
 def test_a_limit_after_a_stopped_step_rises_again() -> None:
     bench = Bench("M4 Max", "4B")
     bench.add("first", 4000)

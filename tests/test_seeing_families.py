@@ -42,6 +42,7 @@ def family_folder(folder: Path, name: str) -> Path:
     size, token = tokenizer.get_vocab_size(), tokenizer.token_to_id
     whole = ALL_PICTURE_CASES[name].config
     kind, old = whole["model_type"], whole["text_config"]["vocab_size"]
+    lengths = {old, whole["text_config"].get("unpadded_vocab_size", old)}
     text = {**whole["text_config"], "vocab_size": size, "max_position_embeddings": 2048}
     text |= dict.fromkeys(text.keys() & {"vocab_size_per_layer_input", "unpadded_vocab_size"}, size)
     begin = MORE[0] if kind == "gemma3" else MARKS[2]
@@ -51,7 +52,7 @@ def family_folder(folder: Path, name: str) -> Path:
         config |= {f"{what}_{ending}": value for what, value in ids.items()}
     tensors, rng = picture_tensors(name), np.random.default_rng(0)
     for key, array in tensors.items():
-        if key.endswith(TABLES) and len(array) == old:
+        if key.endswith(TABLES) and len(array) in lengths:
             tensors[key] = rng.normal(size=(size, *array.shape[1:])).astype(np.float32) * 0.3
     write(folder, config, tensors)
     tokenizer.save(str(folder / "tokenizer.json"))

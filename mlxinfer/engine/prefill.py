@@ -93,6 +93,7 @@ class PrefillSizer:
         self._size = min(UNTIMED, most)  # of steps while none decodes
         self._times: dict[int, float] = {}  # such a size -> seconds a token
         self._context = LONGER  # up to which these hold
+        self._last = 0  # prompt tokens of the last step that had any
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
     def shares(
@@ -124,7 +125,9 @@ class PrefillSizer:
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
         if len(costs) > 1 and beside is None:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
-        left_s = min(left_s, self._limit * min(costs.values()))
+        # Twice the last step's where keys share: what a token costs beside rows may be far off.
+        most = self._limit if beside is None else min(self._limit, max(2 * self._last, UNTIMED))
+        left_s = min(left_s, most * min(costs.values()))
         return self._divide(prefilling, left_s, served, costs.__getitem__)
 
     def _divide(
@@ -212,6 +215,7 @@ class PrefillSizer:
                 self.decoded = len(batch.decodes.sequences) + len(batch.ragged), seconds
             return
         self._rise()
+        self._last = num_tokens
         beside = num_tokens < batch.num_tokens
         if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
             num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0

@@ -95,7 +95,7 @@ class Scene:
 
     Attributes:
         clients: how many.
-        kinds: make the bodies of requests; one of them is drawn for each request.
+        kinds: functions that make a request's body; each request draws one at random.
         leave: share of the requests that hang up.
     """
 

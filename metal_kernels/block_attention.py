@@ -58,7 +58,7 @@ def attend_in_tiles(
 
 
 def block_edges(start: int, count: int, token_bytes: int) -> list[tuple[int, int]]:
-    """Positions [from, to) of blocks of keys; every query sees the beginning of each of them.
+    """Half-open ranges of key positions, one a block; all queries see the first key of each.
 
     Args:
         start: position of the first of `count` queries.

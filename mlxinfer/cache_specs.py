@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens: one class for each kind. No MLX."""
+"""The kinds of cache that layers need, one class each. No MLX."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +17,8 @@ class KVSpec:
     chunked: bool = False
     key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
     rope_axes: int = 1  # positions by which a key turns: 3 with M-RoPE
-    # Numbers of a key that turn with its position, where all others are those of the value: half
-    # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
+    # Dimensions of a key that rope turns, where its other dimensions equal the value's: the first
+    # half of them are the key's first, the second half begin at its middle. 0: K and V differ.
     turning: int = 0
     sees_spans: bool = False  # features of a picture see each other here, where it says so
     relative: bool = False  # scores have a bias by distance, which no kernel of attention knows

@@ -21,7 +21,7 @@ from mlxinfer.engine import loop as loop_module
 from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
-from mlxinfer.engine.prefill import MAX_STEP_S, PrefillSizer
+from mlxinfer.engine.prefill import MAX_STEP_S, UNTIMED, Beside, PrefillSizer
 from mlxinfer.engine.runner import Launched
 from mlxinfer.engine.scheduler import Proposer, Scheduler
 from mlxinfer.fair import NOBODY, Tenant
@@ -332,6 +332,20 @@ def test_what_is_known_of_other_lengths_follows_when_a_machine_gets_slower(
     gaps = sorted(late - early for early, late in pairwise(times))
     page_s = PAGE * 2 * MODELS["4B"].params / (BUSY * 1.2e12)
     assert gaps[-3] <= 1.3 * max(SLICE_S, 2 * page_s)
+
+
+def test_steps_that_keys_share_grow_to_twice_the_last_one_at_most() -> None:
+    """However cheap a token is said to be."""
+    bench = Bench("M3 Ultra", "4B")
+    bench.add("stream", 30, max_tokens=10_000, tenant=Tenant("light"))
+    bench.until("stream")
+    bench.add("long", 6_000, tenant=Tenant("heavy"))
+    bench.step()
+    sizer, running = bench.scheduler.prefill, bench.scheduler.queues.running
+    (long,) = [sequence for sequence in running if sequence.request.id == "long"]
+    beside = Beside({Tenant("light"): 1}.keys(), 0.0, 10.0, 10.0)
+    ((_, count),) = sizer.shares([long], 2, beside)
+    assert count == max(2 * bench.sizes[-1], UNTIMED)
 
 
 def test_a_limit_after_a_stopped_step_rises_again() -> None:

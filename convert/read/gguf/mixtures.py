@@ -118,7 +118,7 @@ def step(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def sarvam(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Sarvam 30B; and Ling 2, of which a part of each head turns."""
+    """Sarvam 30B, and Ling 2, where rope turns only a part of each attention head."""
     facts.expect("expert_gating_func", SIGMOID)
     return make_family("sarvam_moe", "SarvamMoEForCausalLM")(facts, shapes, config) | {
         **routing_of(facts),

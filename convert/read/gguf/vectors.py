@@ -60,7 +60,7 @@ def pooling_files(facts: ArchitectureFields, entries: Mapping[str, Entry]) -> di
 
 
 def scoring(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """What config.json says of a head that scores pairs; nothing where there is none.
+    """The fields of config.json for a reranker's classification head; empty without one.
 
     Raises:
         UnsupportedModelError: a way to pool that is not known, or a part of the head is missing.

@@ -348,25 +348,15 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
     """
     if fields.get("sliding_window") is None:
         return [FULL] * num_layers
-    stated = fields.items("layer_types")
+    further = fields.integer("num_nextn_predict_layers", low=0, default=1)
+    known = (FULL, SLIDING)
+    stated = fields.by_layer("layer_types", count=num_layers, known=known, further=further)
     if stated is not None:
-        most = num_layers + fields.integer("num_nextn_predict_layers", low=0, default=1)
-        known = all(kind in (FULL, SLIDING) for kind in stated)
-        if not num_layers <= len(stated) <= most or not known:
-            raise CheckpointError(
-                f"layer_types in {fields.where} must be {num_layers} times {FULL!r} or {SLIDING!r}."
-            )
-        return stated[:num_layers]
+        return stated
     if fields.get("sliding_window_pattern") is None:
         return [SLIDING] * num_layers
     period = fields.integer("_sliding_window_pattern", "sliding_window_pattern", high=2**20)
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
-
-
-def stated_layer_types(fields: Fields, num_layers: int) -> list[str]:
-    """The stated list, see `read_layer_types`; without one all layers see everything."""
-    stated = fields.items("layer_types") is not None
-    return read_layer_types(fields, num_layers) if stated else [FULL] * num_layers
 
 
 def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
@@ -451,7 +441,7 @@ def _stated(config: Fields, layer_type: str) -> Fields:
     chosen = _one_of(new, old)
     values = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
     if chosen is not None:
-        values |= _present(chosen)
+        values |= chosen.present
     return Fields(values, chosen.where if chosen is not None else config.where)
 
 
@@ -469,18 +459,14 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
     if kinds[1] == "default":
         return new
     if kinds[0] == "default":
-        return Fields({**new.values, **_present(old), "rope_type": kinds[1]}, old.where)
-    stated, repeated = _present(new), _present(old)
+        return Fields({**new.values, **old.present, "rope_type": kinds[1]}, old.where)
+    stated, repeated = new.present, old.present
     both = stated.keys() & repeated.keys() - {"type", "rope_type"}
     if kinds[0] != kinds[1] or any(stated[key] != repeated[key] for key in both):
         raise CheckpointError(
             f"{new.where} and {old.where} scale positions in two ways; leave one of them out."
         )
     return Fields({**repeated, **stated}, new.where)
-
-
-def _present(stated: Fields) -> dict[str, Any]:
-    return {key: value for key, value in stated.values.items() if value is not None}
 
 
 def _proportional(stated: Fields, head_dim: int, dims: int) -> RopeSpec:

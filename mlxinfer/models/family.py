@@ -12,14 +12,13 @@ from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
-from ..cache_specs import KVSpec, StateSpec
+from ..cache_specs import KVSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, Activation, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from ..layers.norm import Norm, RMSNorm, WideQKNorm
-from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from ..metal_kernels.attention_heads import HeadsForm
@@ -44,6 +43,7 @@ class Family:
         defaults: values of config.json where it is silent, as transformers has them.
         fits_float16: whether hidden states stay below 65,504.
         head_norms: Q and K have an RMS norm over each head; None: they have none.
+        wide_norms: Q has one norm over the whole of it, and so has K.
         norm_last: the norm of Q and K comes behind the rope, else before it.
         sinks: attention has learned logits that take part in each softmax.
         soft_caps: the scores of attention may have a soft cap.
@@ -51,7 +51,10 @@ class Family:
         mtp: how a predictor (MTP) is read, where a checkpoint has one; None: it is not.
         output_proj, final_norm: the checkpoint's names of attention's output projection, and of
             the norm behind the last layer.
+        keys: fields of the config under other names than here, and ours.
         names: parts of checkpoints' names of tensors, and what stands for each here, in this order.
+        block_norms: names of the norms before and behind the mixer, and before and behind the other
+            block; None: there is none.
         stacks: ends of the names of experts' stacks that the hub has without ".weight".
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
@@ -71,6 +74,7 @@ class Family:
     defaults: ClassVar[Mapping[str, Any]] = {}
     fits_float16: ClassVar[bool] = True
     head_norms: ClassVar[HeadNorms | None] = None
+    wide_norms: ClassVar[bool] = False
     norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
@@ -89,6 +93,10 @@ class Family:
     alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     final_norm: ClassVar[str] = "model.norm"
+    block_norms: ClassVar[tuple[str | None, ...]] = (
+        "input_layernorm", None, "post_attention_layernorm", None
+    )  # fmt: skip
+    keys: ClassVar[Mapping[str, str]] = {}
     names: ClassVar[Mapping[str, str]] = {}
     stacks: ClassVar[tuple[str, ...]] = PACKED
 
@@ -97,22 +105,35 @@ class Family:
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The object that describes the language model, with its `model_type`."""
-        return config
+        return config.renamed(cls.keys)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """FULL or SLIDING for each layer; see `read_layer_types`."""
-        return read_layer_types(fields, num_layers) if cls.windows else [FULL] * num_layers
+        if not cls.windows:
+            return [FULL] * num_layers
+        stated = fields.items("layer_types") is not None
+        return (read_layer_types if stated else cls.unstated_types)(fields, num_layers)
+
+    @classmethod
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The same where the config has no list of them."""
+        return read_layer_types(fields, num_layers)
 
     @classmethod
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """The rope of each layer; None: the layer has no positions."""
-        if not cls.positions:
-            return (None,) * len(layer_types)
-        by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in set(layer_types)}
-        return tuple(by_type[kind] for kind in layer_types)
+        pairs = [*zip(layer_types, cls.turning(fields, layer_types), strict=True)]
+        turning = {kind for kind, turns in pairs if turns}
+        by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in turning}
+        return tuple(by_type[kind] if turns else None for kind, turns in pairs)
+
+    @classmethod
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        """Whether the tokens of each layer have positions."""
+        return [cls.positions] * len(layer_types)
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
@@ -222,10 +243,10 @@ class Family:
         layers = [weights.layer(index, self.layer) for index in range(config.num_layers)]
         norm = self.last_norm()
         self._drop_prediction_layers()
+        lm_head = table.as_linear() if tied else None
         if tied or config.without_lm_head:
             weights.drop(*[f"lm_head.{part}" for part in ("weight", "scales", "biases", "signs")])
-        lm_head = table.as_linear() if tied else None
-        if not tied and not config.without_lm_head:
+        else:
             lm_head = self.output_head()
         weights.finish()
         model = Model(
@@ -287,10 +308,15 @@ class Family:
 
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""
-        path = f"model.layers.{index}"
-        names = ("input_layernorm", "post_attention_layernorm")
-        norms = [self.norm(f"{path}.{name}") for name in names]
-        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
+        norms = [
+            name and self.norm(f"model.layers.{index}.{name}") for name in self.norm_names(index)
+        ]
+        blocks = self.mixer(index), self.mlp(index)
+        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
+
+    def norm_names(self, index: int) -> Sequence[str | None]:
+        """As `block_norms`, of layer `index`."""
+        return self.block_norms
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
@@ -300,23 +326,6 @@ class Family:
 
     def mlp(self, index: int) -> FeedForward:
         return self.dense_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
-
-    def causal_conv(
-        self, path: str, state: StateSpec, *, bias: bool = False, parts: Sequence[int] | None = None
-    ) -> CausalConv:
-        """The convolution at `path`; its state is the first of `state`.
-
-        `parts`: channels of each kind that stand side by side; None: they are of one kind.
-        """
-        before, channels = state.shapes[0][0]
-        name, length = f"{path}.weight", before + 1
-        if self.weights.has_shape(name, (channels, length, 1)):  # as MLX checkpoints have it
-            weight = self.weights.take(name, (channels, length, 1), parts=parts)
-        else:
-            weight = self.weights.take(name, (channels, 1, length), parts=parts)[:, 0, :, None]
-        return CausalConv(
-            weight, self.weights.take(f"{path}.bias", (channels,), parts=parts) if bias else None
-        )
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -415,7 +424,14 @@ class Family:
 
     def qk_norm(self, index: int) -> Norm | None:
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
-        return None
+        if not self.wide_norms:
+            return None
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        return WideQKNorm(
+            self.norm(f"{path}.q_norm", config.num_heads * config.head_dim),
+            self.norm(f"{path}.k_norm", config.num_kv_heads * config.head_dim),
+            config.num_heads,
+        )
 
     def sink_logits(self, index: int) -> mx.array | None:
         """The learned logits of a layer's sinks, (num_heads,); None: there are none."""
@@ -441,16 +457,6 @@ class Family:
     def has_head_norms(self) -> bool:
         """Whether Q and K have a norm over each head."""
         return self.head_norms is not None
-
-    def wide_qk_norm(self, index: int) -> WideQKNorm:
-        """One norm over the whole of Q, and one over the whole of K."""
-        config, dim = self.config, self.config.head_dim
-        path = f"model.layers.{index}.self_attn"
-        return WideQKNorm(
-            self.norm(f"{path}.q_norm", config.num_heads * dim),
-            self.norm(f"{path}.k_norm", config.num_kv_heads * dim),
-            config.num_heads,
-        )
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         """The rope of a spec over heads of a size; layers that agree in both share it."""
@@ -497,17 +503,10 @@ class Family:
 
         `activation`: None: that of the config.
         """
-        config, weights = self.config, self.weights
-        gate_name, up_name, down_name = names
-        gate_up = weights.fused(
-            [f"{path}.{gate_name}", f"{path}.{up_name}"],
-            [inner, inner],
-            config.hidden_size,
-            bias=config.mlp_bias,
-        )
-        down = weights.linear(
-            f"{path}.{down_name}", config.hidden_size, inner, bias=config.mlp_bias
-        )
+        hidden, bias = self.config.hidden_size, self.config.mlp_bias
+        *ups, down_path = (f"{path}.{name}" for name in names)
+        gate_up = self.weights.fused(ups, [inner, inner], hidden, bias=bias)
+        down = self.weights.linear(down_path, hidden, inner, bias=bias)
         return MLP(gate_up, down, activation or self.activation)
 
     def packed_mlp(self, path: str, inner: int) -> MLP:

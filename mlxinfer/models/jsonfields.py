@@ -154,6 +154,39 @@ class Fields:
             self._fail(keys, value, f"a list of at most {MAX_ITEMS} items")
         return value
 
+    def by_layer(
+        self, *keys: str, count: int, known: Sequence[Any], further: int = 0
+    ) -> list[Any] | None:
+        """A list with one of the values of `known` for each layer; None where there is none.
+
+        Args:
+            keys: spellings of the list.
+            count: of the layers.
+            known: the values.
+            further: layers that may follow, and predict further ahead. They are left out.
+        """
+        stated = self.items(*keys)
+        if stated is None:
+            return None
+        if not 0 <= len(stated) - count <= further or not all(one in known for one in stated):
+            raise CheckpointError(
+                f"{keys[0]} in {self.where} must be {count} times {' or '.join(map(repr, known))}."
+            )
+        return stated[:count]
+
+    @property
+    def present(self) -> dict[str, Any]:
+        """The values that are not null."""
+        return {key: value for key, value in self.values.items() if value is not None}
+
+    def stated(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The values that are present and not null, under other names: {key: other name}."""
+        return {other: self.get(key) for key, other in names.items() if self.get(key) is not None}
+
+    def renamed(self, names: Mapping[str, str]) -> "Fields":
+        """The object with values under other names too, see `stated`."""
+        return Fields({**self.values, **self.stated(names)}, self.where)
+
     def require(self, known: Mapping[str, Sequence[Any]]) -> None:
         """Check settings that would change the answers; `known`: values of each that are supported.
 

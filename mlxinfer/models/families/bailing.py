@@ -24,7 +24,6 @@ class BailingHybrid(KimiLinear):
     defaults: ClassVar = {
         **KimiLinear.defaults,
         "n_routed_experts": 512,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "n_group": 8,
         "topk_group": 4,

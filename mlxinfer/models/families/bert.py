@@ -86,6 +86,13 @@ class DistilBert(Encoder):
 
     defaults: ClassVar[Mapping[str, Any]] = {**Bert.defaults, "type_vocab_size": 0}
     prefixes = ("distilbert.",)
+    keys: ClassVar = {
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "hidden_dim": "intermediate_size",
+        "activation": "hidden_act",
+    }
     left_out = (
         "pre_classifier.",
         "classifier.",
@@ -105,19 +112,6 @@ class DistilBert(Encoder):
         ".ffn.lin2": ".mlp.down_proj",
         ".output_layer_norm": ".post_mlp_layernorm",
     }
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        theirs = {
-            "hidden_size": "dim",
-            "num_hidden_layers": "n_layers",
-            "num_attention_heads": "n_heads",
-            "intermediate_size": "hidden_dim",
-            "hidden_act": "activation",
-        }
-        renamed = {ours: config.get(key) for ours, key in theirs.items()}
-        stated = {ours: value for ours, value in renamed.items() if value is not None}
-        return Fields({**config.values, **stated}, config.where)
 
     def mlp(self, index: int) -> FeedForward:
         return self.ungated_mlp(f"model.layers.{index}.mlp")

@@ -3,6 +3,7 @@
 dots.llm1, Hy3, Trinity, K-EXAONE and ERNIE 4.5 with experts.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,60 +14,16 @@ from ...layers.linear import Linear, Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
-from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..decoder import ResidualLayer
+from ..config import FULL, SLIDING, ModelConfig
 from ..family import Family
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
-from .deepseek import PLAIN_ROUTING, biased_routing, shared_expert, with_experts
+from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
 from .llama import Ernie4_5
 from .olmo import Exaone4
 
-
-class Dots1(Family):
-    """dots.llm1: the attention of Qwen 3, the experts of DeepSeek V3."""
-
-    defaults: ClassVar = {
-        **PLAIN_ROUTING,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-    }
-    head_norms: ClassVar[HeadNorms | None] = HeadNorms()
-    dense_matrices = (".mlp.gate",)
-    names: ClassVar = {
-        f".mlp.experts.{kind}_proj.": f".mlp.switch_mlp.{kind}_proj."
-        for kind in ("gate", "up", "down")
-    }
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        return with_deepseek_names(config)
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else the layers from `max_window_layers` on have the window."""
-        if fields.get("sliding_window") is None or fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
-        first = fields.integer("max_window_layers", low=0)
-        return [SLIDING if i >= first else FULL for i in range(num_layers)]
-
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        return with_experts(config)
-
-    def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and shared experts."""
-        path = f"model.layers.{index}.mlp"
-        if not self.config.sparse_layers[index]:
-            return Family.mlp(self, index)
-        return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))
-
-
-_V3_NAMES = {  # of configs, and DeepSeek's for the same things
+V3_KEYS: Mapping[str, str] = {  # of configs, and DeepSeek's for the same things
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "num_dense_layers": "first_k_dense_replace",
@@ -81,13 +38,31 @@ _V3_NAMES = {  # of configs, and DeepSeek's for the same things
 }
 
 
-def with_deepseek_names(config: Fields) -> Fields:
-    """The config with DeepSeek's names for the fields of experts."""
-    renamed = {ours: config.values[key] for key, ours in _V3_NAMES.items() if key in config.values}
-    return Fields({**config.values, **renamed}, config.where)
+class Dots1(V3Experts):
+    """dots.llm1: the attention of Qwen 3, the experts of DeepSeek V3."""
+
+    defaults: ClassVar = {
+        **PLAIN_ROUTING,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+    }
+    head_norms: ClassVar[HeadNorms | None] = HeadNorms()
+    keys: ClassVar = V3_KEYS
+    names: ClassVar = {
+        f".mlp.experts.{kind}_proj.": f".mlp.switch_mlp.{kind}_proj."
+        for kind in ("gate", "up", "down")
+    }
+
+    @classmethod
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The layers from `max_window_layers` on have the window."""
+        first = fields.integer("max_window_layers", low=0)
+        return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
-class HyV3(Dots1):
+class HyV3(V3Experts):
     """Hy3: the attention of Qwen 3, the experts of DeepSeek V3 in all layers but the first."""
 
     defaults: ClassVar = {
@@ -105,15 +80,14 @@ class HyV3(Dots1):
         "routed_scaling_factor": 2.826,
     }
     mtp = MTPForm()
+    head_norms = HeadNorms()
+    windows = False
+    keys = V3_KEYS
     names: ClassVar = {
         ".mlp.router.gate.": ".mlp.gate.",
         ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",
         ".mlp.shared_mlp.": ".mlp.shared_experts.",
     }
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        return [FULL] * num_layers
 
 
 class Afmoe(HyV3):
@@ -130,17 +104,14 @@ class Afmoe(HyV3):
         "n_shared_experts": 2,
         "routed_scaling_factor": 1.0,
         "sliding_window": 1024,
-        "global_attn_every_n_layers": 4,
+        "sliding_window_pattern": 4,
         "mup_enabled": False,
     }
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else every so many layers one sees everything."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
-        period = fields.integer("global_attn_every_n_layers", high=2**20)
-        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+    windows = True
+    keys = V3_KEYS | {"global_attn_every_n_layers": "sliding_window_pattern"}
+    block_norms = (
+        "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"
+    )  # fmt: skip
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
@@ -152,22 +123,11 @@ class Afmoe(HyV3):
         scaled = self.config.fields.boolean("mup_enabled")
         return float(self.config.hidden_size**0.5) if scaled else None
 
-    def layer(self, index: int) -> Layer:
-        names = ("input_layernorm", "pre_mlp_layernorm")
-        behind = ("post_attention_layernorm", "post_mlp_layernorm")
-        path = f"model.layers.{index}"
-        return ResidualLayer(
-            self.mixer(index),
-            self.mlp(index),
-            before=[self.norm(f"{path}.{name}") for name in names],
-            after=[self.norm(f"{path}.{name}") for name in behind],
-        )
-
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         return self.qkv(index), self.gates(index, "gate_proj")
 
 
-class ExaoneMoE(Exaone4):
+class ExaoneMoE(V3Experts, Exaone4):
     """K-EXAONE: the attention of EXAONE 4 behind norms, the experts of DeepSeek V3."""
 
     defaults: ClassVar = {
@@ -177,18 +137,9 @@ class ExaoneMoE(Exaone4):
         "routed_scaling_factor": 2.5,
         "n_shared_experts": 1,
     }
-    dense_matrices = (".mlp.gate",)
-    layer = Family.layer
-    mlp = Dots1.mlp
+    block_norms = Family.block_norms
+    keys = V3_KEYS
     names: ClassVar = {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        return with_deepseek_names(config)
-
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        return with_experts(config)
 
 
 class Ernie4_5MoE(Ernie4_5):

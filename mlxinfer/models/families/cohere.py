@@ -13,7 +13,7 @@ from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types, read_rope
+from ..config import FULL, SLIDING, ModelConfig, read_rope
 from ..decoder import ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -90,10 +90,8 @@ class Cohere2MoE(Cohere2):
         return fields.integer("head_dim", high=2**14)
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else the dense layers have a period of their own, and the others theirs."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The dense layers have a period of their own, and the others theirs."""
         first = min(fields.integer("first_k_dense_replace", low=0), num_layers)
         periods = ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
         kinds: list[str] = []

@@ -27,6 +27,13 @@ PLAIN_ROUTING: Mapping[str, Any] = {  # of configs: one group, weights that sum 
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+_LATENT: Mapping[str, Any] = {  # of configs: sizes of attention
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+}
 _INNER_EPS = 1e-6  # of the norms inside attention, whatever most families' configs say
 
 
@@ -51,16 +58,33 @@ class LatentDims:
         )
 
 
-class DeepseekV3(Family):
+class V3Experts(Family):
+    """The experts of DeepSeek V3, behind any attention."""
+
+    dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        return with_experts(config)
+
+    def mlp(self, index: int) -> FeedForward:
+        """An MLP in the first layers, then experts and shared experts."""
+        path = f"model.layers.{index}.mlp"
+        if not self.config.sparse_layers[index]:
+            return super().mlp(index)
+        return self.experts(path, self.routing(path), shared=shared_expert(self, path))
+
+    def routing(self, path: str) -> ExpertChoice:
+        """Scores of a sigmoid; the best groups by scores with the bias."""
+        return biased_routing(self, path)
+
+
+class DeepseekV3(V3Experts):
     """DeepSeek V3 and R1: a sigmoid router with a bias that balances the experts' load."""
 
     defaults: ClassVar = {
+        **_LATENT,
         "num_attention_heads": 128,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
@@ -74,7 +98,6 @@ class DeepseekV3(Family):
     }
     mtp: ClassVar[MTPForm | None] = MTPForm()
     inner_eps: ClassVar[float | None] = _INNER_EPS  # None: that of the config
-    dense_matrices = (".mlp.gate",)
     folded = (".self_attn.kv_b_proj", ".self_attn.embed_q", ".self_attn.unembed_out")
 
     @classmethod
@@ -91,7 +114,7 @@ class DeepseekV3(Family):
             raise CheckpointError(f"qk_rope_head_dim in {fields.where} is 0; positions need some.")
         cls.check_routing(fields)
         return replace(
-            with_experts(config),
+            super().configure(config),
             attention_scale=(dims.nope + dims.rope) ** -0.5 * _yarn_scale(fields, config.ropes[0]),
             latent=LatentSpec(dims.rank, dims.rope),
         )
@@ -178,30 +201,13 @@ class DeepseekV3(Family):
             key_reads_latent=True,
         )
 
-    # -- experts --------------------------------------------------------------------------------
-
-    def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and shared experts."""
-        config, path = self.config, f"model.layers.{index}.mlp"
-        if not config.sparse_layers[index]:
-            return super().mlp(index)
-        return self.experts(path, self.routing(path), shared=shared_expert(self, path))
-
-    def routing(self, path: str) -> ExpertChoice:
-        """Scores of a sigmoid; the best groups by scores with the bias."""
-        return biased_routing(self, path)
-
 
 class Youtu(DeepseekV3):
     """Youtu-LLM: the attention of DeepSeek V3, without experts."""
 
     defaults: ClassVar = {
+        **_LATENT,
         "num_attention_heads": 16,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     }
@@ -211,12 +217,8 @@ class DeepseekV2(DeepseekV3):
     """DeepSeek V2, V2.5 and V2 Lite: a softmax router, with groups or without."""
 
     defaults: ClassVar = {
+        **_LATENT,
         "num_attention_heads": 32,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "moe_intermediate_size": 1407,
@@ -331,14 +333,11 @@ def with_experts(config: ModelConfig) -> ModelConfig:
 
 def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """For each layer, whether it has experts: as listed; else all but the first have them."""
-    stated = fields.items("mlp_layer_types") or fields.items("is_moe_layer")
+    keys, known = ("mlp_layer_types", "is_moe_layer"), ("dense", "sparse", False, True)
+    stated = fields.by_layer(*keys, count=num_layers, known=known)
     if stated is None:
         dense = fields.integer("first_k_dense_replace", low=0)
         return tuple(i >= dense for i in range(num_layers))
-    if len(stated) != num_layers or not all(k in ("dense", "sparse", False, True) for k in stated):
-        raise CheckpointError(
-            f"mlp_layer_types in {fields.where} must be {num_layers} times 'dense' or 'sparse'."
-        )
     return tuple(kind in ("sparse", True) for kind in stated)
 
 

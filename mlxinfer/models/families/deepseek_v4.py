@@ -308,30 +308,21 @@ def _layer_types(config: Fields, num_layers: int) -> list[str]:
 
     A list may go on with the layers that predict further ahead.
     """
-    stated, ratios = config.items("layer_types"), config.items("compress_ratios")
-    if stated is None and ratios is not None:
-        stated = [_KINDS.get(ratio) if type(ratio) is int else None for ratio in ratios]
-    if stated is None:
-        stated = [_CSA if i > 2 and i % 2 else _HCA for i in range(num_layers)]
-    if len(stated) < num_layers or not all(kind in _KINDS.values() for kind in stated):
-        raise CheckpointError(
-            f"layer_types in {config.where} must be {num_layers} times {_WINDOW!r}, {_CSA!r} or "
-            f"{_HCA!r}, or compress_ratios as many times 0, 4 or 128."
-        )
-    return stated[:num_layers]
+    sizes = {"count": num_layers, "further": num_layers}
+    kinds = config.by_layer("layer_types", known=[*_KINDS.values()], **sizes)
+    ratios = config.by_layer("compress_ratios", known=[*_KINDS], **sizes)
+    if kinds is None and ratios is not None:
+        return [_KINDS[ratio] for ratio in ratios]
+    return kinds or [_CSA if i > 2 and i % 2 else _HCA for i in range(num_layers)]
 
 
 def _mlp_types(config: Fields, num_layers: int) -> list[str]:
     """'hash_moe' where ids choose the experts, as stated or in the first layers; else 'moe'."""
-    stated = config.items("mlp_layer_types")
-    if stated is None:
-        first = config.integer("num_hash_layers", low=0, default=3)
-        stated = ["hash_moe" if i < first else "moe" for i in range(num_layers)]
-    if len(stated) < num_layers or not all(kind in ("hash_moe", "moe") for kind in stated):
-        raise CheckpointError(
-            f"mlp_layer_types in {config.where} must be {num_layers} times 'hash_moe' or 'moe'."
-        )
-    return stated[:num_layers]
+    known, count = ("hash_moe", "moe"), num_layers
+    first = config.integer("num_hash_layers", low=0, default=3)
+    return config.by_layer("mlp_layer_types", count=count, known=known, further=count) or [
+        "hash_moe" if i < first else "moe" for i in range(count)
+    ]
 
 
 def _is_hashed(config: ModelConfig, index: int) -> bool:

@@ -14,9 +14,7 @@ from ...layers.attention import Attention, LayerMixer, ParallelMixers
 from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import MLP, FeedForward
-from ...layers.step import Layer
 from ..config import ModelConfig
-from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused
@@ -54,6 +52,7 @@ class FalconH1(Family):
         "ssm_multipliers": [1.0] * 5,
     }
     final_norm = "model.final_layernorm"
+    block_norms = ("input_layernorm", None, "pre_ff_layernorm", None)
     windows = False
 
     @classmethod
@@ -80,11 +79,6 @@ class FalconH1(Family):
     @property
     def embed_scale(self) -> float | None:
         return None if self.of_mlx else self.config.fields.number("embedding_multiplier")
-
-    def layer(self, index: int) -> Layer:
-        path = f"model.layers.{index}"
-        norms = [self.norm(f"{path}.{name}") for name in ("input_layernorm", "pre_ff_layernorm")]
-        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
 
     def mixer(self, index: int) -> LayerMixer:
         """Mamba-2 and attention."""

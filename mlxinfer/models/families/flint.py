@@ -6,9 +6,8 @@ from typing import ClassVar
 from ...errors import UnsupportedModelError
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, read_layer_types
+from ..config import FULL, SLIDING
 from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
@@ -39,24 +38,18 @@ class Flint(Family):
     names: ClassVar = {".softmax_offset": ".sinks"}
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else the first two layers, each fourth and the last one see everything."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The first two layers, each fourth and the last one see everything."""
         full = {0, num_layers - 1, *range(1, num_layers, 4)}
         return [FULL if i in full else SLIDING for i in range(num_layers)]
 
     @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        """None in the layers that `no_rope_layer_indices` lists, else in those without windows."""
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        """All but the layers that `no_rope_layer_indices` lists, else those with windows."""
         stated = fields.items("no_rope_layer_indices")
-        specs = super().rope_specs(fields, layer_types, head_dim)
-        plain = [kind == FULL for kind in layer_types]
-        if stated is not None:
-            plain = [i in stated for i in range(len(specs))]
-        return tuple(None if bare else spec for spec, bare in zip(specs, plain, strict=True))
+        if stated is None:
+            return [kind != FULL for kind in layer_types]
+        return [i not in stated for i in range(len(layer_types))]
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the layers that are listed, else experts beside a shared one."""

@@ -3,20 +3,12 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from ...layers.step import Layer
 from ..config import ModelConfig
-from ..decoder import ResidualLayer
 from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 
 SPANS = "sees_spans"  # our own key: features of a picture see each other
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 
 
 def language_fields(config: Fields, model_type: str) -> Fields:
@@ -52,11 +44,12 @@ class Gemma2(Family):
     soft_caps = True
     norm_offset = 1.0
     scaled_embeddings = True
-
-    def layer(self, index: int) -> Layer:
-        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        blocks = self.mixer(index), self.mlp(index)
-        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
+    block_norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
 
 
 class Gemma3(Gemma2):
@@ -67,7 +60,6 @@ class Gemma3(Gemma2):
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
-        "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
         "sliding_window": 4096,

@@ -24,7 +24,7 @@ from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
-from .gemma import language_fields
+from .gemma import Gemma2, language_fields
 from .gemma_e import (
     FROM_ELSEWHERE,
     PerLayerGate,
@@ -224,7 +224,6 @@ class Gemma3n(Family):
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 256,
-        "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 32_768,
         "sliding_window": 512,
@@ -300,16 +299,12 @@ class Gemma3n(Family):
 
     def layer(self, index: int) -> Layer:
         path, hidden = f"model.layers.{index}", self.config.hidden_size
-        names = (
-            "input_layernorm", "post_attention_layernorm",
-            "pre_feedforward_layernorm", "post_feedforward_layernorm",
-        )  # fmt: skip
         rank = self.config.fields.integer("laurel_rank", high=2**16)
         gate = per_layer_gate(self, index)
         assert gate is not None, "see entry"
         scale = self.weights.take(f"{path}.altup.correct_output_scale", (hidden,))
         return StreamedLayer(
-            [self.norm(f"{path}.{name}") for name in names],
+            [self.norm(f"{path}.{name}") for name in Gemma2.block_norms],
             self.mixer(index),
             self.mlp(index),
             altup=self._altup(f"{path}.altup"),

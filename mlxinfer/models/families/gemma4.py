@@ -150,7 +150,6 @@ class Gemma4(Family):
         "num_key_value_heads": 4,
         "head_dim": 256,
         "global_head_dim": 512,
-        "rms_norm_eps": 1e-6,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
         "sliding_window": 512,

@@ -6,28 +6,12 @@ from typing import Any, ClassVar
 from ...errors import CheckpointError
 from ...layers.latent_attention import LatentAttention, RankedAttention
 from ...layers.mlp import FeedForward
-from ...layers.step import Layer
 from ..config import ModelConfig
-from ..decoder import ResidualLayer
 from ..family import Family
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
-from .deepseek import (
-    PLAIN_ROUTING,
-    DeepseekV3,
-    DeepseekV32,
-    biased_routing,
-    shared_expert,
-    with_experts,
-)
-
-_NORMS = (
-    "input_layernorm",
-    "post_self_attn_layernorm",
-    "post_attention_layernorm",
-    "post_mlp_layernorm",
-)
+from .deepseek import PLAIN_ROUTING, DeepseekV3, DeepseekV32, V3Experts
 
 
 class Glm(Family):
@@ -56,10 +40,12 @@ class Glm(Family):
 class Glm4(Glm):
     """The dense models of 2025: norms after both blocks too."""
 
-    def layer(self, index: int) -> Layer:
-        norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        blocks = self.mixer(index), self.mlp(index)
-        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
+    block_norms = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
 
 
 class Glm4V(Glm4):
@@ -86,7 +72,7 @@ class GlmOcr(Glm4V):
     }
 
 
-class Glm4MoE(Family):
+class Glm4MoE(V3Experts):
     """Pre-norm layers, QK-norm where stated, DeepSeek V3's experts."""
 
     defaults: ClassVar = {
@@ -104,26 +90,14 @@ class Glm4MoE(Family):
         "use_qk_norm": False,
     }
     mtp = MTPForm()
-    dense_matrices = (".mlp.gate",)
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         """Never on the output."""
         return fields.boolean("attention_bias", default=False), False
 
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        return with_experts(config)
-
     def has_head_norms(self) -> bool:
         return self.config.fields.boolean("use_qk_norm")
-
-    def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and shared experts."""
-        path = f"model.layers.{index}.mlp"
-        if not self.config.sparse_layers[index]:
-            return super().mlp(index)
-        return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))
 
 
 class SolarOpen(Glm4MoE):
@@ -132,7 +106,6 @@ class SolarOpen(Glm4MoE):
     defaults: ClassVar = {
         **Glm4MoE.defaults,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
         "head_dim": 128,
         "intermediate_size": 10_240,  # of dense layers, which there are none of
         "partial_rotary_factor": 1.0,
@@ -222,17 +195,14 @@ def indexer_kinds(fields: Fields) -> list[str]:
     As listed; else by a pattern of letters; else every `index_topk_freq`-th layer has an indexer.
     """
     count = fields.integer("num_hidden_layers", high=2**16)
-    kinds: list[Any] | None = fields.items("indexer_types")
-    if kinds is None and (pattern := fields.text("index_topk_pattern", default="")):
-        kinds = [{"F": "full", "S": "shared"}.get(letter) for letter in pattern]
+    key, known = "index_topk_pattern", {"F": "full", "S": "shared"}
+    kinds = fields.by_layer("indexer_types", count=count, known=("full", "shared"))
+    if kinds is None and (pattern := fields.text(key, default="")):
+        letters = Fields({key: [*pattern]}, fields.where).by_layer(key, count=count, known="FS")
+        kinds = [known[letter] for letter in letters or ()]
     if kinds is None:
         period = fields.integer("index_topk_freq", low=0, high=2**16, default=1) or 1
         offset = fields.integer("index_skip_topk_offset", low=0, high=2**16, default=2)
         late = [max(index - offset + 1, 0) % period for index in range(count)]
         kinds = ["shared" if more else "full" for more in late]
-    if len(kinds) != count or not all(kind in ("full", "shared") for kind in kinds):
-        raise CheckpointError(
-            f"indexer_types or index_topk_pattern in {fields.where} must be {count} times 'full' "
-            "or 'shared'."
-        )
     return kinds

@@ -7,18 +7,18 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
+from ..config import FULL, SLIDING, ModelConfig, with_layer_thetas
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from .mamba import MambaDims, plain_mamba_mixer
+from .recurrent import with_states
 
 _RECURRENT = ("mamba", "linear_attention")
 _ATTENTION = ("attention", FULL)
@@ -59,9 +59,8 @@ class Granite(Family):
         return self.config.fields.number("embedding_multiplier")
 
     def layer(self, index: int) -> Layer:
-        path = f"model.layers.{index}"
         names = ("input_layernorm", "post_attention_layernorm")
-        norms = [self.norm(f"{path}.{name}") for name in names]
+        norms = [self.norm(f"model.layers.{index}.{name}") for name in names]
         scaled = partial(mx.multiply, self.config.fields.number("residual_multiplier"))
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms, after=(scaled, scaled))
@@ -93,21 +92,14 @@ class GraniteHybrid(Granite):
         return Fields({**config.values, "num_local_experts": None}, config.where)
 
     @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        """None, but where position_embedding_type says "rope"."""
-        if fields.text("position_embedding_type", default=None) != "rope":
-            return (None,) * len(layer_types)
-        return super().rope_specs(fields, layer_types, head_dim)
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        turns = fields.text("position_embedding_type", default=None) == "rope"
+        return [turns] * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        state = _dims(config.fields).spec
         recurs = _recurs(config.fields, config.num_layers)
-        return replace(
-            super().configure(config), states=tuple(state if one else None for one in recurs)
-        )
+        return with_states(super().configure(config), _dims(config.fields).spec, recurs)
 
     def mixer(self, index: int) -> LayerMixer:
         """Mamba-2 or attention."""
@@ -144,10 +136,8 @@ class GraniteSWA(Granite):
     sinks = True
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else every fourth layer, from the first, sees everything."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """Every fourth layer, from the first, sees everything."""
         return [SLIDING if i % 4 else FULL for i in range(num_layers)]
 
     @classmethod
@@ -184,13 +174,10 @@ def _experts(family: Granite, path: str, shared: FeedForward | None) -> FeedForw
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
     """For each layer, whether it is recurrent. All are, unless the config lists layer types."""
-    stated = fields.items("layer_types", "layers_block_type")
+    keys, known = ("layer_types", "layers_block_type"), (*_RECURRENT, *_ATTENTION)
+    stated = fields.by_layer(*keys, count=num_layers, known=known)
     if stated is None:
         return [True] * num_layers
-    if len(stated) != num_layers or not all(k in (*_RECURRENT, *_ATTENTION) for k in stated):
-        raise CheckpointError(
-            f"layer_types in {fields.where} must be {num_layers} times 'mamba' or 'attention'."
-        )
     return [kind in _RECURRENT for kind in stated]
 
 

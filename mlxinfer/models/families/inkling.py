@@ -17,12 +17,10 @@ from ...errors import CheckpointError
 from ...layers.block_residual import BlockLayer, BlockPlace, MessageGate, Messages, MixedBlocks
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated
-from ...layers.moe import ExpertChoice
 from ...layers.norm import Norm
 from ...layers.relative_attention import ClippedHeads, LogScale, RelativeAttention
 from ...layers.residual_conv import ResidualConv
 from ...layers.step import Layer, Step
-from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
 from ..family import Family
@@ -30,6 +28,7 @@ from ..jsonfields import Fields
 from ..quantization import MXFP8, NVFP4
 from ..stage import BetweenStages
 from ..weights.matrix import StoredMatrix
+from .deepseek import PLAIN_ROUTING, biased_routing
 
 _FRONTS: Mapping[str, str] = {  # of the vendor's names, in this order, and ours
     "model.llm.": "model.",
@@ -91,7 +90,7 @@ _SAME = {  # other names of settings, and those that are read
     "moe_intermediate_size": "intermediate_size",
     "num_local_experts": "n_routed_experts",
     "sconv_kernel_size": "conv_kernel_size",
-    "routed_scaling_factor": "route_scale",
+    "route_scale": "routed_scaling_factor",
 }
 _FULL_INPUTS = ("q", "k", "v")
 _CONTROLLERS = ("attn", "k", "v", "mlp")
@@ -174,12 +173,12 @@ class Inkling2Loop(Family):
         "log_scaling_n_floor": 8192,
         "log_scaling_alpha": 0.1,
         "max_position_embeddings": 1_048_576,
-        "rms_norm_eps": 1e-6,
         "conv_kernel_size": 4,
         "intermediate_size": 1152,
         "n_routed_experts": 128,
         "num_experts_per_tok": 8,
-        "route_scale": 8.0,
+        **PLAIN_ROUTING,
+        "routed_scaling_factor": 8.0,
         "qk_l2_clip_threshold": 22.627416997969522,
         "rel_l2_clip_threshold": 8.0,
         "n_layers_per_attn_res_block": 6,
@@ -193,6 +192,7 @@ class Inkling2Loop(Family):
         "tie_word_embeddings": False,
     }
     alternating_experts = True
+    keys = _SAME
     names: ClassVar = _MODULES
     stacks = ()
     positions = False
@@ -203,14 +203,8 @@ class Inkling2Loop(Family):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The config in the spelling of transformers 5.24, kinds of layers as elsewhere."""
-        values = dict(config.values)
-        for theirs, ours in _SAME.items():
-            if values.get(theirs) is not None:
-                values[ours] = values[theirs]
-        loop = config.fields("loop_config")
-        for theirs, ours in _LOOP.items():
-            if loop is not None and loop.get(theirs) is not None:
-                values[ours] = loop.get(theirs)
+        loop = config.fields("loop_config") or Fields({}, config.where)
+        values = {**super().language_model(config).values, **loop.stated(_LOOP)}
         count = config.integer("num_hidden_layers", high=2000)
         period = ["hybrid" if (i + 1) % 6 == 0 else "hybrid_sliding" for i in range(count)]
         kinds = config.items("layer_types") or period
@@ -254,6 +248,7 @@ class Inkling2Loop(Family):
             num_experts=fields.integer("n_routed_experts", high=2**16),
             experts_per_token=fields.integer("num_experts_per_tok", high=2**16),
             moe_intermediate_size=config.intermediate_size,
+            norm_topk_prob=True,
             sparse_layers=(True,) * len(visits),
         )
 
@@ -459,17 +454,7 @@ class Inkling2Loop(Family):
     # -- experts --------------------------------------------------------------------------------
 
     def _mixture(self, path: str) -> FeedForward:
-        config, fields = self.config, self.config.fields
-        bias = self.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-        routing = Routing(
-            config.experts_per_token,
-            sigmoid=True,
-            normalised=True,
-            biased=True,
-            eps=SUM_EPS,
-            factor=fields.number("route_scale"),
-        )
-        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)))
+        return self.experts(path, biased_routing(self, path))
 
     def _packed(
         self,

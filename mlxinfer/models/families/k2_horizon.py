@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
-from .biased_experts import with_deepseek_names
+from .biased_experts import V3_KEYS
 from .deepseek import shared_expert
 
 
@@ -91,6 +91,7 @@ class K2Horizon(Family):
         "attention_gate_func": (None, "softplus"),
     }
     windows = False
+    keys = V3_KEYS
     dense_matrices = (".mlp.gate", ".self_attn.v_router")
 
     @classmethod
@@ -103,7 +104,7 @@ class K2Horizon(Family):
             values["partial_rotary_factor"] = dim / cls.head_dim(config, heads) if turning else 1.0
         if not values.get("num_experts"):
             values.pop("num_experts", None)
-        return with_deepseek_names(Fields(values, config.where))
+        return super().language_model(Fields(values, config.where))
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -2,23 +2,20 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import mlx.core as mx
 
 from ...cache_specs import StateSpec
-from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
-from ...layers.recurrent import CausalConv
 from ..config import FULL, ModelConfig
-from ..family import Family
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .mixtral import PROJECTIONS
+from .recurrent import joint_conv, with_states
 
 _RECURRENT = "linear_attention"
 _NAMES = {  # of the config, and what DeepSeek calls the same
@@ -65,6 +62,7 @@ class KimiLinear(DeepseekV3):
     mtp: ClassVar[MTPForm | None] = None  # no definition of one is published
     windows = False
     positions = False
+    keys = _NAMES
     names: ClassVar = {
         **PROJECTIONS,
         ".block_sparse_moe.": ".mlp.",
@@ -73,27 +71,17 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The config under DeepSeek's names, with `linear_attn_config` beside the others."""
-        values = dict(config.values)
-        for theirs, ours in _NAMES.items():
-            if (stated := values.pop(theirs, None)) is not None:
-                values[ours] = stated
-        delta = config.fields("linear_attn_config")
-        if delta is not None:
-            for theirs, ours in _DELTA.items():
-                if (stated := delta.get(theirs)) is not None:
-                    values[ours] = stated
-            attending = delta.items("full_attn_layers")
-            values.setdefault("full_attn_layers", attending)
-        return Fields(values, config.where)
+        """The config with `linear_attn_config` beside the others."""
+        fields, delta = super().language_model(config), config.fields("linear_attn_config")
+        if delta is None:
+            return fields
+        attending = {"full_attn_layers": delta.items("full_attn_layers")}
+        return Fields({**attending, **fields.values, **delta.stated(_DELTA)}, fields.where)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        config = super().configure(config)
-        fields = config.fields
-        state = _state(fields)
-        recurs = _recurs(fields, config.num_layers)
-        return replace(config, states=tuple(state if one else None for one in recurs))
+        recurs = _recurs(config.fields, config.num_layers)
+        return with_states(super().configure(config), _state(config.fields), recurs)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -135,25 +123,10 @@ class KimiLinear(DeepseekV3):
         return down, self.weights.linear(f"{path}_b_proj", width, dims)
 
 
-def joint_conv(family: Family, path: str, state: StateSpec, widths: Sequence[int]) -> CausalConv:
-    """The convolutions of queries, keys and values, `widths` channels each, as one."""
-    (before, _), dtype = state.shapes[0]
-    parts = [
-        family.causal_conv(f"{path}.{name}_conv1d", StateSpec((((before, width), dtype),))).weight
-        for name, width in zip("qkv", widths, strict=True)
-    ]
-    return CausalConv(mx.concatenate(parts))
-
-
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
     """For each layer, whether it is recurrent: by a list of either kind, counted from 1."""
-    stated = fields.items("layer_types")
+    stated = fields.by_layer("layer_types", count=num_layers, known=(_RECURRENT, FULL))
     if stated is not None:
-        if len(stated) != num_layers or not all(kind in (_RECURRENT, FULL) for kind in stated):
-            raise CheckpointError(
-                f"layer_types in {fields.where} must be {num_layers} times {_RECURRENT!r} or "
-                f"{FULL!r}."
-            )
         return [kind == _RECURRENT for kind in stated]
     attending = fields.items("full_attn_layers")
     if attending is None:

@@ -5,8 +5,6 @@ from typing import ClassVar
 
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ..config import FULL, SLIDING, read_layer_types
-from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing
 from .glm import Glm4
 from .olmo import Exaone4
@@ -27,6 +25,7 @@ class Kolibri1(Exaone4):
         "head_dim": 128,
         "max_position_embeddings": 262_144,
         "sliding_window": 513,
+        "sliding_window_pattern": 5,
         "num_experts": 384,
         "num_experts_per_tok": 6,
         "norm_topk_prob": False,
@@ -36,15 +35,8 @@ class Kolibri1(Exaone4):
     }
     mtp = None
     dense_matrices = (".mlp.gate",)
-    layer = Glm4.layer
+    block_norms = Glm4.block_norms
     names = _NAMES
-
-    @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else each fifth layer sees everything."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
-        return [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)]
 
     def mlp(self, index: int) -> FeedForward:
         path = f"model.layers.{index}.mlp"

@@ -8,7 +8,7 @@ from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mlp import Activation, FeedForward, softplus
 from ...layers.moe import ExpertChoice
-from ..config import FULL, SLIDING, ModelConfig, stated_layer_types
+from ..config import FULL, SLIDING, ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
 from .biased_experts import Dots1
@@ -51,9 +51,8 @@ class Laguna(Dots1):
     }
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else all layers see everything."""
-        return stated_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        return [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -1,25 +1,24 @@
 """LFM2, LFM2.5 and LFM3: short convolutions, and attention now and then; dense or with experts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import mlx.core as mx
 
 from ...cache_specs import StateSpec
-from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.recurrent import ShortConv
-from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
-from ..decoder import ResidualLayer
 from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from .mixtral import PROJECTIONS
+from .recurrent import causal_conv, with_states
 
 
 class Lfm2(Family):
@@ -42,20 +41,12 @@ class Lfm2(Family):
     final_norm = "model.embedding_norm"
     attention_biases = False
     windows = False
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        names = {
-            "norm_eps": "rms_norm_eps",
-            "block_ff_dim": "intermediate_size",
-            "tie_embedding": "tie_word_embeddings",
-        }
-        renamed = {
-            ours: config.values[theirs]
-            for theirs, ours in names.items()
-            if config.get(theirs) is not None
-        }
-        return Fields({**config.values, **renamed}, config.where)
+    block_norms = ("operator_norm", None, "ffn_norm", None)
+    keys: ClassVar = {
+        "norm_eps": "rms_norm_eps",
+        "block_ff_dim": "intermediate_size",
+        "tie_embedding": "tie_word_embeddings",
+    }
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -63,23 +54,21 @@ class Lfm2(Family):
         fields = config.fields
         length = fields.integer("conv_L_cache", low=2, high=64)
         state = StateSpec((((length - 1, config.hidden_size), "float32"),))
-        convolves = cls.convolves(fields, config.num_layers)
-        return replace(
+        config = replace(
             config,
             rms_norm_eps=fields.number("norm_eps", low=0.0, high=1.0),
             intermediate_size=_inner(fields, config.intermediate_size),
-            states=tuple(state if one else None for one in convolves),
         )
+        return with_states(config, state, cls.convolves(fields, config.num_layers))
 
     @classmethod
     def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
         """For each layer, whether it is a convolution."""
-        return _convolves(fields, num_layers)
-
-    def layer(self, index: int) -> Layer:
-        path = f"model.layers.{index}"
-        norms = [self.norm(f"{path}.{name}") for name in ("operator_norm", "ffn_norm")]
-        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
+        stated = fields.by_layer("layer_types", count=num_layers, known=("conv", FULL))
+        if stated is not None:
+            return [kind == "conv" for kind in stated]
+        attending = fields.items("full_attn_idxs")
+        return [attending is not None and i not in attending for i in range(num_layers)]
 
     def mlp(self, index: int) -> FeedForward:
         """w1 is the gate, w3 goes up, w2 down."""
@@ -95,7 +84,7 @@ class Lfm2(Family):
         return ShortConv(
             in_proj=weights.linear(f"{path}.in_proj", 3 * hidden, hidden, bias=bias),
             out_proj=weights.linear(f"{path}.out_proj", hidden, hidden, bias=bias),
-            conv=self.causal_conv(f"{path}.conv", state, bias=bias),
+            conv=causal_conv(self, f"{path}.conv", state, bias=bias),
             spec=state,
         )
 
@@ -138,16 +127,11 @@ class Lfm3(Lfm2):
     def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
         return [kind == "conv" for kind in _lfm3_kinds(fields, num_layers)]
 
-    def layer(self, index: int) -> Layer:
-        """Norms before both blocks, and behind them where the config says so."""
-        path, after = f"model.layers.{index}", (None, None)
-        names = ("operator_norm", "ffn_norm")
-        before = [self.norm(f"{path}.{name}") for name in names]
-        blocks = self.mixer(index), self.mlp(index)
+    def norm_names(self, index: int) -> Sequence[str | None]:
+        """Before both blocks, and behind them where the config says so."""
         if not self.config.fields.boolean("use_sandwich_norm"):
-            return ResidualLayer(*blocks, before=before, after=after)
-        behind = [self.norm(f"{path}.post_{name}") for name in names]
-        return ResidualLayer(*blocks, before=before, after=behind)
+            return self.block_norms
+        return "operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         if not self.config.fields.boolean("use_attention_gate"):
@@ -205,33 +189,12 @@ class Lfm2MoE(Lfm2):
         return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)))
 
 
-def _convolves(fields: Fields, num_layers: int) -> list[bool]:
-    """For each layer, whether it is a convolution."""
-    stated = fields.items("layer_types")
-    if stated is not None:
-        if len(stated) != num_layers or not set(map(str, stated)) <= {"conv", FULL}:
-            raise CheckpointError(
-                f"layer_types in {fields.where} must be {num_layers} times 'conv' or {FULL!r}."
-            )
-        return [kind == "conv" for kind in stated]
-    attending = fields.items("full_attn_idxs")
-    return [attending is not None and i not in attending for i in range(num_layers)]
-
-
 def _lfm3_kinds(fields: Fields, num_layers: int) -> list[str]:
     """For each layer "conv", FULL or SLIDING."""
-    stated = fields.items("layer_types")
-    if stated is None:
-        return [
-            FULL if i % 4 == 2 else SLIDING if i and not i % 4 else "conv"
-            for i in range(num_layers)
-        ]
-    if len(stated) != num_layers or not set(map(str, stated)) <= {"conv", FULL, SLIDING}:
-        raise CheckpointError(
-            f"layer_types in {fields.where} must be {num_layers} times 'conv', {FULL!r} or "
-            f"{SLIDING!r}."
-        )
-    return stated
+    known = ("conv", FULL, SLIDING)
+    return fields.by_layer("layer_types", count=num_layers, known=known) or [
+        FULL if i % 4 == 2 else SLIDING if i and not i % 4 else "conv" for i in range(num_layers)
+    ]
 
 
 def _inner(fields: Fields, stated: int) -> int:

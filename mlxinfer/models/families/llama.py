@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import ExpertChoice
-from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..family import Family
@@ -88,10 +87,7 @@ class Cwm(Mistral):
     }
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else with a period of four."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
         return [SLIDING if i % 4 else FULL for i in range(num_layers)]
 
 
@@ -247,31 +243,22 @@ class SmolLM3(Family):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else layers without positions have the window."""
-        if not fields.boolean("use_sliding_window", default=False):
-            return [FULL] * num_layers
-        if fields.items("layer_types") is not None or fields.get("sliding_window") is None:
-            return read_layer_types(fields, num_layers)
-        return [FULL if turns else SLIDING for turns in layers_with_positions(fields, num_layers)]
+        stated = fields.boolean("use_sliding_window", default=False)
+        return super().layer_types(fields, num_layers) if stated else [FULL] * num_layers
 
     @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        """None where `no_rope_layers` has a 0."""
-        specs = super().rope_specs(fields, layer_types, head_dim)
-        pairs = zip(specs, layers_with_positions(fields, len(specs)), strict=True)
-        return tuple(spec if turns else None for spec, turns in pairs)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """Layers without positions have the window."""
+        kinds = read_layer_types(fields, num_layers)
+        turning = cls.turning(fields, kinds)
+        return [FULL if turns else kind for kind, turns in zip(kinds, turning, strict=True)]
 
-
-def layers_with_positions(fields: Fields, num_layers: int) -> list[bool]:
-    """For each layer, whether its tokens have positions."""
-    stated = fields.items("no_rope_layers")
-    if stated is None:
-        interval = fields.integer("no_rope_layer_interval")
-        return [bool((i + 1) % interval) for i in range(num_layers)]
-    if len(stated) != num_layers or not all(value in (0, 1) for value in stated):
-        raise CheckpointError(
-            f"no_rope_layers in {fields.where} must be {num_layers} times 0 or 1."
-        )
-    return [bool(value) for value in stated]
+    @classmethod
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        """False where `no_rope_layers` has a 0."""
+        count = len(layer_types)
+        stated = fields.by_layer("no_rope_layers", count=count, known=(0, 1))
+        if stated is None:
+            interval = fields.integer("no_rope_layer_interval")
+            stated = [(i + 1) % interval for i in range(count)]
+        return [bool(value) for value in stated]

@@ -13,16 +13,15 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.norm import Norm, RMSNorm
-from ...layers.rope import QueryScale, RopeSpec
+from ...layers.rope import QueryScale
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from .llama import layers_with_positions
+from .llama import SmolLM3
 
 _CHUNKED = "chunked_attention"
 _STACK = re.compile(r"\.feed_forward\.experts\.(?!\d)")  # of all experts, not one of them
@@ -64,26 +63,17 @@ class Llama4(Family):
         return Fields({**rest, "moe_layers": []}, config.where)
 
     @classmethod
-    def rope_specs(
-        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
-    ) -> tuple[RopeSpec | None, ...]:
-        """None where `no_rope_layers` has a 0."""
-        specs = super().rope_specs(fields, layer_types, head_dim)
-        pairs = zip(specs, layers_with_positions(fields, len(specs)), strict=True)
-        return tuple(spec if turns else None for spec, turns in pairs)
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        return SmolLM3.turning(fields, layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """With the chunks of attention, and the layers that have experts."""
         fields, count = config.fields, config.num_layers
         chunk = fields.integer("attention_chunk_size", default=None)
-        kinds = fields.items("layer_types")
+        kinds = fields.by_layer("layer_types", count=count, known=(FULL, _CHUNKED))
         if kinds is None:
             kinds = [_CHUNKED if rope else FULL for rope in config.ropes]
-        if len(kinds) != count or not all(kind in (FULL, _CHUNKED) for kind in kinds):
-            raise CheckpointError(
-                f"layer_types in {fields.where} must be {count} times {FULL!r} or {_CHUNKED!r}."
-            )
         step = fields.integer("interleave_moe_layer_step", low=1)
         sparse = fields.items("moe_layers")
         if sparse is None:

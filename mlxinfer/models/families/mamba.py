@@ -11,6 +11,7 @@ from ...layers.mamba2 import Mamba2
 from ...layers.norm import Norm, RMSNorm
 from ..family import Family
 from ..jsonfields import Fields
+from .recurrent import causal_conv
 
 _INFINITY = ({"__float__": "Infinity"}, "Infinity")  # as JSON that has no such number spells it
 
@@ -102,7 +103,9 @@ def mamba_mixer(
     return Mamba2(
         in_proj=in_proj,
         out_proj=out_proj,
-        conv=family.causal_conv(f"{path}.conv1d", dims.spec, bias=conv_bias, parts=dims.conv_parts),
+        conv=causal_conv(
+            family, f"{path}.conv1d", dims.spec, bias=conv_bias, parts=dims.conv_parts
+        ),
         norm=norm,
         gate_first=gate_first,
         num_groups=dims.groups,

@@ -13,7 +13,7 @@ from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
 from ..forms import MTPForm
 from ..jsonfields import Fields
-from .biased_experts import Dots1
+from .biased_experts import V3_KEYS, Dots1
 from .deepseek import PLAIN_ROUTING
 
 _NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
@@ -50,6 +50,7 @@ class MiMoV2Flash(Dots1):
     }
     mtp = MTPForm()
     head_norms = None
+    keys = V3_KEYS | _NAMES
     names: ClassVar = {".attention_sink_bias": ".sinks"}
 
     @classmethod
@@ -59,10 +60,7 @@ class MiMoV2Flash(Dots1):
         The vendor's `sliding_window_size` leaves the token itself out, and its pattern of layers
         has 1 for windows. Where nothing is stated, the first layer and each sixth see everything.
         """
-        values = dict(config.values)
-        for theirs, ours in _NAMES.items():
-            if (stated := values.pop(theirs, None)) is not None:
-                values[ours] = stated
+        values = dict(super().language_model(config).values)
         if config.get("sliding_window_size") is not None:
             values["sliding_window"] = 1 + config.integer("sliding_window_size")
         if config.items("layer_types") is None:
@@ -70,7 +68,7 @@ class MiMoV2Flash(Dots1):
             every_sixth = [i and (i + 1) % 6 for i in range(count)]
             pattern = config.items("hybrid_layer_pattern") or every_sixth
             values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern]
-        return super().language_model(Fields(values, config.where))
+        return Fields(values, config.where)
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:

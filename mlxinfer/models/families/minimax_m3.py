@@ -118,6 +118,7 @@ class MiniMaxM3(MiniMaxM2):
     }
     windows = False
     head_norms = HeadNorms()
+    wide_norms = False
     norm_offset = 1.0
     names = _NAMES
 
@@ -128,13 +129,10 @@ class MiniMaxM3(MiniMaxM2):
         Raises:
             UnsupportedModelError: a setting that would change the answers.
         """
-        values = dict(config.values)
         index = config.fields("sparse_attention_config") or Fields({}, config.where)
         index.require(_KNOWN)
         config.require(_KNOWN)
-        for theirs, ours in _INDEX.items():
-            if index.get(theirs) is not None:
-                values[ours] = index.get(theirs)
+        values = {**config.values, **index.stated(_INDEX)}
         frequency = index.items("sparse_attention_freq")
         if frequency is not None and values.get("layer_types") is None:
             values["layer_types"] = [_SPARSE if one else FULL for one in frequency]
@@ -165,9 +163,6 @@ class MiniMaxM3(MiniMaxM2):
             sparse_layers=sparse_layers(fields, count),
             extra_specs=tuple(spec if one else None for one in chosen),
         )
-
-    def qk_norm(self, index: int) -> Norm | None:
-        return None
 
     def indexer(self, index: int) -> Mixer | None:
         """The index of a layer that sees the best blocks; None: it sees all tokens."""

@@ -2,15 +2,13 @@
 
 from typing import ClassVar
 
-import mlx.core as mx
-
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
-from ...metal_kernels.routing import SUM_EPS, Routing
+from ...metal_kernels.routing import Routing
 from ..family import Family
 from ..jsonfields import Fields
+from .deepseek import PLAIN_ROUTING, biased_routing
 
 PROJECTIONS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}  # of an expert
 
@@ -38,6 +36,7 @@ class MiniMaxM2(Family):
     """MiniMax M2 and M2.5: QK-norm over all heads at once, partial RoPE, a biased router."""
 
     defaults: ClassVar = {
+        **PLAIN_ROUTING,
         "num_attention_heads": 48,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -47,7 +46,11 @@ class MiniMaxM2(Family):
         "max_position_embeddings": 196_608,
     }
     attention_biases = False
-    names = PROJECTIONS
+    wide_norms = True
+    names: ClassVar = {
+        **PROJECTIONS,
+        ".block_sparse_moe.e_score_": ".block_sparse_moe.gate.e_score_",
+    }
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
@@ -57,14 +60,6 @@ class MiniMaxM2(Family):
             fields = Fields({**fields.values, key: part}, fields.where)
         return super().rope_spec(fields, layer_type, head_dim)
 
-    def qk_norm(self, index: int) -> Norm | None:
-        """One norm over the whole of Q, and one over the whole of K."""
-        return self.wide_qk_norm(index)
-
     def mlp(self, index: int) -> FeedForward:
-        config, path = self.config, f"model.layers.{index}.block_sparse_moe"
-        bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
-        routing = Routing(
-            config.experts_per_token, sigmoid=True, normalised=True, biased=True, eps=SUM_EPS
-        )
-        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)))
+        path = f"model.layers.{index}.block_sparse_moe"
+        return self.experts(path, biased_routing(self, path))

@@ -61,10 +61,8 @@ class ModernBert(Encoder):
         return Fields({**fields.values, **stated}, config.where)
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else the first of every few layers sees everything."""
-        if fields.items("layer_types") is not None:
-            return super().layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The first of every few layers sees everything."""
         period = fields.integer("global_attn_every_n_layers")
         return [SLIDING if i % period else FULL for i in range(num_layers)]
 

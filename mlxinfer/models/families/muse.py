@@ -10,7 +10,7 @@ from ...layers.linear import Projection
 from ...layers.norm import Norm, RMSNorm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types, with_layer_thetas
+from ..config import FULL, SLIDING, ModelConfig, with_layer_thetas
 from ..decoder import Entry, ResidualLayer
 from ..family import Family
 from ..forms import HeadNorms
@@ -37,10 +37,8 @@ class MuseGlimmer(Family):
     head_norms = HeadNorms()
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else with a period of four that ends with the last layer."""
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """A period of four ends with the last layer."""
         return [SLIDING if (num_layers - 1 - i) % 4 else FULL for i in range(num_layers)]
 
     @classmethod
@@ -48,11 +46,12 @@ class MuseGlimmer(Family):
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """By the base that `layer_rope_theta` states for each layer; 0: it has no positions."""
-        specs = super().rope_specs(fields, layer_types, head_dim)
-        if fields.items("layer_rope_theta") is not None:
-            return with_layer_thetas(fields, specs)
-        count = len(specs)
-        return tuple(spec if (count - 1 - i) % 4 else None for i, spec in enumerate(specs))
+        return with_layer_thetas(fields, super().rope_specs(fields, layer_types, head_dim))
+
+    @classmethod
+    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        stated, count = fields.get("layer_rope_theta") is not None, len(layer_types)
+        return [stated or (count - 1 - i) % 4 > 0 for i in range(count)]
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

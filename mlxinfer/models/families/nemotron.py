@@ -129,20 +129,16 @@ class NemotronH(Family):
     }
     mtp = MTPForm()
     positions = False
+    keys = _NAMES
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the names of other families, and the kind of each block as one letter."""
-        renamed = {
-            ours: config.values[theirs]
-            for theirs, ours in _NAMES.items()
-            if config.get(theirs) is not None
-        }
-        blocks = _blocks(config)
-        theirs = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
-        return Fields({**config.values, **renamed, **theirs}, config.where)
+        """With the kind of each block as one letter."""
+        fields, blocks = super().language_model(config), _blocks(config)
+        stated = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
+        return Fields({**fields.values, **stated}, config.where)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

@@ -10,15 +10,15 @@ from ...layers.linear import Projection
 from ..encoder import Encoder
 from ..jsonfields import Fields
 
-_KEYS = {  # ours -> the hub's
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "layer_norm_eps": "layer_norm_epsilon",
-    "rope_theta": "rotary_emb_base",
-    "partial_rotary_factor": "rotary_emb_fraction",
+_KEYS = {  # the hub's, and ours
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
 }
 _FIXED = {  # keys -> the value that is built here; others are other networks
     "activation_function": ("swiglu", "silu"),
@@ -44,14 +44,13 @@ class NomicBert(Encoder):
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "intermediate_size": 3072,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
         "rope_theta": 1000.0,
     }
     prefixes = ("nomic_bert.", "bert.")
     rotary = True
+    keys = _KEYS
     qkv_bias = False
     names: ClassVar = {
         "embeddings.word_embeddings": "embed_tokens",
@@ -70,11 +69,9 @@ class NomicBert(Encoder):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The usual keys; refuses other networks of the same name."""
+        """Refuses other networks of the same name."""
         config.require(_FIXED)
-        renamed = {ours: config.get(ours, theirs) for ours, theirs in _KEYS.items()}
-        stated = {ours: value for ours, value in renamed.items() if value is not None}
-        return Fields({**config.values, **stated}, config.where)
+        return super().language_model(config)
 
     def qkv(self, index: int) -> Projection:
         """Q, K and V as one matrix, or apart."""

@@ -1,5 +1,6 @@
 """OLMo 2 and 3, and EXAONE 4: norms after the blocks instead of before; OLMo Hybrid."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
@@ -7,16 +8,13 @@ import mlx.core as mx
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet
-from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
-from ...layers.step import Layer
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..decoder import ResidualLayer
 from ..family import Family
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
-from .kimi_linear import joint_conv
 from .qwen_hybrid import conv_widths, value_heads, with_delta_states
+from .recurrent import joint_conv
 
 _NORMS = {  # of the hub, and of other families
     ".attention_layer_norm.": ".input_layernorm.",
@@ -27,21 +25,14 @@ _NORMS = {  # of the hub, and of other families
 class PostNormFamily(Family):
     """Layers in which norms follow the blocks (arXiv 2501.00656)."""
 
-    def layer(self, index: int) -> Layer:
-        path = f"model.layers.{index}"
-        names = ("post_attention_layernorm", "post_feedforward_layernorm")
-        norms = [self.norm(f"{path}.{name}") for name in names]
-        return ResidualLayer(self.mixer(index), self.mlp(index), after=norms)
+    block_norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 class Olmo2(PostNormFamily):
     """OLMo 2."""
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
-
-    def qk_norm(self, index: int) -> Norm:
-        """One norm over the whole of Q, and one over the whole of K."""
-        return self.wide_qk_norm(index)
+    wide_norms = True
 
 
 class Olmo3(Olmo2):
@@ -68,7 +59,6 @@ class OlmoHybrid(Olmo2):
     """
 
     defaults: ClassVar = {
-        "rms_norm_eps": 1e-6,
         "max_position_embeddings": 65_536,
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,
@@ -99,9 +89,9 @@ class OlmoHybrid(Olmo2):
         }
         return with_delta_states(config, Fields({**fields.values, **sizes}, fields.where))
 
-    def layer(self, index: int) -> Layer:
+    def norm_names(self, index: int) -> Sequence[str | None]:
         recurs = self.config.states[index] is not None
-        return Family.layer(self, index) if recurs else super().layer(index)
+        return Family.block_norms if recurs else self.block_norms
 
     def mixer(self, index: int) -> LayerMixer:
         state = self.config.states[index]
@@ -144,13 +134,12 @@ class Exaone4(PostNormFamily):
     attention_biases = False
 
     @classmethod
-    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated, or by a pattern: a period, or letters such as "LLLG" that repeat."""
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """By a pattern: a period, or letters such as "LLLG" that repeat."""
         pattern = fields.get("sliding_window_pattern")
-        windowed = fields.get("sliding_window") is not None and pattern != 0
-        if not windowed:
+        if pattern == 0:
             return [FULL] * num_layers
-        if fields.items("layer_types") is not None or not isinstance(pattern, str):
+        if not isinstance(pattern, str) or fields.get("sliding_window") is None:
             return read_layer_types(fields, num_layers)
         if not pattern or set(pattern) - {"L", "G"}:
             raise CheckpointError(

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
-from ..config import FULL, SLIDING, ModelConfig, read_layer_types, stated_layer_types
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..family import Family
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
@@ -18,18 +18,14 @@ class _Qwen(Family):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """As stated; else the layers from `max_window_layers` on have the window."""
-        if not fields.boolean("use_sliding_window", default=False):
-            return [FULL] * num_layers
-        if fields.items("layer_types") is not None:
-            return read_layer_types(fields, num_layers)
-        first = cls.first_window(fields)
-        return [SLIDING if i >= first else FULL for i in range(num_layers)]
+        used = fields.boolean("use_sliding_window", default=False)
+        return super().layer_types(fields, num_layers) if used else [FULL] * num_layers
 
     @classmethod
-    def first_window(cls, fields: Fields) -> int:
-        """The first layer with a window, where windows are used and no types are stated."""
-        return fields.integer("max_window_layers", low=0, default=28)
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """The layers from `max_window_layers` on have the window."""
+        first = fields.integer("max_window_layers", low=0, default=28)
+        return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
 class Qwen2(_Qwen):
@@ -65,8 +61,8 @@ class Qwen3MoE(_Qwen):
     transposed_experts = True  # where they are stacks: inside of Qwen3-VL
 
     @classmethod
-    def first_window(cls, fields: Fields) -> int:
-        return 0
+    def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        return [SLIDING] * num_layers
 
     def mlp(self, index: int) -> FeedForward:
         """A mixture of experts, or a dense MLP where the config leaves a layer dense."""
@@ -101,7 +97,8 @@ class Mellum(Qwen3MoE):
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """As stated; else all layers see everything."""
-        return stated_layer_types(fields, num_layers)
+        stated = fields.items("layer_types") is not None
+        return read_layer_types(fields, num_layers) if stated else [FULL] * num_layers
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

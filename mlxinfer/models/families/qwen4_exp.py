@@ -27,6 +27,7 @@ from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.weights import Weights
 from .qwen_hybrid import Qwen3_5MoE
+from .recurrent import causal_conv
 
 _INDEXED = {"indexed_attention": "full_attention"}
 _TABLE = "ple.ple_embedding.ngram_embedding"
@@ -36,7 +37,6 @@ class Qwen4Exp(Qwen3_5MoE):
     """Hyper-connections in place of norms, an index over blocks, and layers with n-grams."""
 
     defaults: ClassVar = Qwen3_5MoE.defaults | {
-        "num_key_value_heads": 2,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "hc_count": 4,
@@ -168,8 +168,8 @@ class Qwen4Exp(Qwen3_5MoE):
         table = weights.rows_in_files(parts, width // (per_length * (longest - 1)))
         channels = self.num_streams * hidden
         taps = fields.integer("ple_conv_kernel_size", low=2, high=64)
-        conv = self.causal_conv(
-            f"{path}.conv1d", StateSpec((((taps - 1, channels), "float32"),))
+        conv = causal_conv(
+            self, f"{path}.conv1d", StateSpec((((taps - 1, channels), "float32"),))
         ).weight
         spread = mx.zeros((channels, taps - 1, longest, 1), conv.dtype)  # zeros between the taps
         spread[:, :, 0] = conv[:, :-1]

@@ -21,6 +21,7 @@ from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
+from .recurrent import causal_conv, with_states
 
 _RECURRENT = "linear_attention"
 
@@ -73,7 +74,7 @@ class Qwen3Next(Family):
         return GatedDeltaNet(
             in_proj=fused(self.delta_inputs(path, state)),
             out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
-            conv=self.causal_conv(f"{path}.conv1d", state, parts=conv_widths(state)),
+            conv=causal_conv(self, f"{path}.conv1d", state, parts=conv_widths(state)),
             norm=RMSNorm(weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps),
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
@@ -173,21 +174,16 @@ class Qwen3_5MoE(Qwen3_5):
 
 def with_delta_states(config: ModelConfig, fields: Fields) -> ModelConfig:
     """The config with the states of recurrent layers, of the sizes that `fields` state."""
-    state, recurs = _state(fields), _recurs(fields, config.num_layers)
-    states = tuple(state if one else None for one in recurs)
-    return replace(config, states=states, fields=fields)
+    recurs = _recurs(fields, config.num_layers)
+    return with_states(replace(config, fields=fields), _state(fields), recurs)
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
     """For each layer, whether it is recurrent: by a list, or by attention's interval."""
-    stated = fields.items("layer_types")
+    stated = fields.by_layer("layer_types", count=num_layers, known=(_RECURRENT, FULL))
     if stated is None:
         interval = fields.integer("full_attention_interval", high=2**20)
         return [(i + 1) % interval != 0 for i in range(num_layers)]
-    if len(stated) != num_layers or not all(kind in (_RECURRENT, FULL) for kind in stated):
-        raise CheckpointError(
-            f"layer_types in {fields.where} must be {num_layers} times {_RECURRENT!r} or {FULL!r}."
-        )
     return [kind == _RECURRENT for kind in stated]
 
 

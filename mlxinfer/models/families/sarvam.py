@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from ..jsonfields import Fields
 from .bailing import BailingHybrid
-from .biased_experts import with_deepseek_names
+from .biased_experts import V3_KEYS
 from .deepseek import DeepseekV3
 from .glm import Glm4MoE
 from .llama import Phi3
@@ -29,10 +29,7 @@ class SarvamMLA(DeepseekV3):
         "topk_group": 1,
         "first_k_dense_replace": 1,
     }
-
-    @classmethod
-    def language_model(cls, config: Fields) -> Fields:
-        return with_deepseek_names(config)
+    keys = V3_KEYS
 
 
 class SarvamMoE(Glm4MoE):
@@ -51,6 +48,7 @@ class SarvamMoE(Glm4MoE):
         "routed_scaling_factor": 2.5,
         "use_qk_norm": True,
     }
+    keys = V3_KEYS
     names = _NAMES
     qkv = Phi3.qkv
 
@@ -58,4 +56,4 @@ class SarvamMoE(Glm4MoE):
     def language_model(cls, config: Fields) -> Fields:
         bias = config.get("use_qkv_bias", "attention_bias")
         values = {**config.values, "attention_bias": False if bias is None else bias}
-        return with_deepseek_names(Fields(values, config.where))
+        return super().language_model(Fields(values, config.where))

@@ -23,6 +23,7 @@ from .parts import (
     PatchAttention,
     PatchBlock,
     PatchTower,
+    Projected,
     TowerSizes,
     Turn,
     frequencies,
@@ -180,7 +181,7 @@ class Gemma4UnifiedTower:
                 layer_norm(weights, "vision.pos_norm", hidden, _NORM_EPS),
             ],
         )
-        project = UnifiedProject(*_projection(config, vision, weights, hidden))
+        project = Projected(_projection(config, vision, weights, hidden))
         return PatchTower(embed, [], project, width=text_width(config))
 
 
@@ -237,20 +238,6 @@ class UnifiedEmbed:
         rows, columns = (mx.array(one) for one in _places(tile, self.table.shape[0]).T)
         x = between(self.proj(before(patches).astype(self.table.dtype)))
         return after(x + self.table[columns, 0] + self.table[rows, 1]), None
-
-
-class UnifiedProject:
-    """proj(norm(x))."""
-
-    __slots__ = ("norm", "proj")
-
-    def __init__(self, norm: Norm, proj: Projection) -> None:
-        self.norm = norm
-        self.proj = proj
-
-    def __call__(self, x: mx.array, tile: Tile) -> Features:
-        """(P, hidden) -> a feature for each patch."""
-        return Features(self.proj(self.norm(x)))
 
 
 def _block(weights: Weights, index: int, sizes: TowerSizes, *, limited: bool) -> PatchBlock:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ...images import Tile
 from ...layers.linear import Projection
-from ...layers.mlp import MLP
 from ...layers.norm import LayerNorm
 from ...layers.rope import rotary_order
 from ..jsonfields import Fields
@@ -22,19 +21,19 @@ from .parts import (
     PatchAttention,
     PatchBlock,
     PatchTower,
+    Projected,
     TowerSizes,
     Turn,
     frequencies,
     layer_norm,
     linear,
-    plain_activation,
+    plain_mlp,
     rope_theta,
     rows_and_columns,
     text_width,
     turn_by,
     vision_config,
 )
-from .tower import Features
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_size": 1024,
@@ -134,26 +133,9 @@ def centred(places: int, count: int) -> NDArray[np.float32]:
     return np.asarray(weights.clip(min=0), np.float32)
 
 
-class InklingProject:
-    """A feature of each square of patches, without the class token.
-
-    Args:
-        mlp: (N, side * side * hidden) -> (N, text hidden).
-        side: patches of a square's side.
-    """
-
-    __slots__ = ("mlp", "side")
-
-    def __init__(self, mlp: MLP, side: int) -> None:
-        self.mlp = mlp
-        self.side = side
-
-    def __call__(self, x: mx.array, tile: Tile) -> Features:
-        """(1 + P, hidden) -> (P / side / side, text hidden)."""
-        _, rows, columns = tile.grid
-        side = self.side
-        cells = x[1:].reshape(rows // side, side, columns // side, side, -1).swapaxes(1, 2)
-        return Features(self.mlp(cells.reshape(-1, side * side * x.shape[-1])))
+def without_first(x: mx.array) -> mx.array:
+    """(1 + P, hidden) -> (P, hidden), without the class token."""
+    return x[1:]
 
 
 class InklingTower:
@@ -166,15 +148,12 @@ class InklingTower:
         side = vision.integer("spatial_merge_size", "adapter_merge_size", high=64, default=2)
         inner = vision.integer("projection_hidden_dim", high=2**20, default=4096)
         names = MODULES if f"{MODULES.norm}.weight" in weights else PUBLISHED
-        mlp = MLP(
-            linear(weights, names.projections[0], inner, side * side * sizes.hidden),
-            linear(weights, names.projections[1], width, inner),
-            plain_activation(sizes.activation),
-        )
+        dims = side * side * sizes.hidden, inner, width
+        mlp = plain_mlp(weights, names.projections, dims, sizes.activation)
         paths = [f"{names.body}.layers.{i}" for i in range(sizes.depth)]
         blocks = [_block(weights, path, sizes, names) for path in paths]
         embed = _embed(vision, weights, sizes, names)
-        return PatchTower(embed, blocks, InklingProject(mlp, side), width=width)
+        return PatchTower(embed, blocks, Projected([without_first], side, [mlp]), width=width)
 
 
 def _embed(vision: Fields, weights: Weights, sizes: TowerSizes, names: TowerNames) -> InklingEmbed:
@@ -209,11 +188,7 @@ def _block(weights: Weights, path: str, sizes: TowerSizes, names: TowerNames) ->
         bias=True,
         orders=[order, order, None],
     )
-    mlp = MLP(
-        linear(weights, f"{path}.mlp.{names.mlp[0]}", sizes.inner, hidden),
-        linear(weights, f"{path}.mlp.{names.mlp[1]}", hidden, sizes.inner),
-        plain_activation(sizes.activation),
-    )
+    paths = [f"{path}.mlp.{name}" for name in names.mlp]
     return PatchBlock(
         PatchAttention(
             qkv,
@@ -221,7 +196,7 @@ def _block(weights: Weights, path: str, sizes: TowerSizes, names: TowerNames) ->
             heads=(heads, heads),
             scale=dim**-0.5,
         ),
-        mlp,
+        plain_mlp(weights, paths, (hidden, sizes.inner, hidden), sizes.activation),
         before=[layer_norm(weights, f"{path}.{one}", hidden, sizes.eps) for one in names.norms],
         after=[LayerScale(weights.take(f"{path}.{one}", (hidden,))) for one in names.scales],
     )

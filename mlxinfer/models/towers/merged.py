@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...errors import CheckpointError
 from ...images import Tile
-from ...layers.linear import Linear, Projection
+from ...layers.linear import Projection
 from ...layers.mlp import gelu_of
 from ...layers.norm import Norm
 from ..jsonfields import Fields
@@ -353,39 +353,21 @@ def merged_sizes(
 
 
 def _tower_sizes(vision: Fields, width: int, inner: int | None) -> TowerSizes:
-    heads = vision.integer("num_heads", high=2**12)
-    if width % heads or width // heads % 4:
+    stated = {
+        **vision.stated({"num_heads": "num_attention_heads", "depth": "num_hidden_layers"}),
+        **vision.stated({"hidden_act": "hidden_act", "intermediate_size": "intermediate_size"}),
+        "hidden_size": width,
+        "rms_norm_eps": EPS,
+    }
+    if inner is not None:
+        stated["intermediate_size"] = inner
+    sizes = TowerSizes.of(Fields(stated, vision.where), {})
+    if width % sizes.heads or sizes.head_dim % 4:
         raise CheckpointError(
-            f"{vision.where} has {heads} heads of a hidden size of {width}; expected heads of "
-            "4, 8, 12 and so on numbers."
+            f"{vision.where} has {sizes.heads} heads of a hidden size of {width}; expected heads "
+            "of 4, 8, 12 and so on numbers."
         )
-    if inner is None:
-        inner = vision.integer("intermediate_size", high=2**20)
-    return TowerSizes(
-        hidden=width,
-        inner=inner,
-        depth=vision.integer("depth", high=2**10),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        activation=vision.text("hidden_act"),
-        eps=EPS,
-    )
-
-
-def clip_conv(weights: Weights, sizes: MergedSizes, *, bias: bool) -> Linear:
-    """The convolution over patches that do not overlap, as a matrix.
-
-    Its inputs are in the order (colour, frame, row, column). MLX checkpoints have colours last.
-    """
-    path, (colours, *rest) = "vision.patch_embed.proj", sizes.row
-    name, last = f"{path}.weight", (sizes.blocks.hidden, *rest, colours)
-    if weights.has_shape(name, last):
-        weight = mx.moveaxis(weights.take(name, last), -1, 1)
-    else:
-        weight = weights.take(name, (sizes.blocks.hidden, *sizes.row))
-    offset = weights.take(f"{path}.bias", (sizes.blocks.hidden,)) if bias else None
-    return Linear(mx.contiguous(weight.flatten(1)), offset)
+    return sizes
 
 
 def merged_attention(weights: Weights, path: str, sizes: TowerSizes) -> PatchAttention:

@@ -265,7 +265,7 @@ class TowerSizes:
     @classmethod
     def of(cls, fields: Fields, defaults: Mapping[str, Any]) -> "TowerSizes":
         """Read `vision_config`, with the defaults that its model type has."""
-        read = Fields({**defaults, **_present(fields)}, fields.where)
+        read = Fields({**defaults, **fields.present}, fields.where)
         hidden = read.integer("hidden_size", high=2**16)
         heads = read.integer("num_attention_heads", high=2**12)
         kv_heads = read.integer("num_key_value_heads", high=2**12, default=heads)
@@ -287,8 +287,35 @@ class TowerSizes:
         )
 
 
-def _present(fields: Fields) -> dict[str, Any]:
-    return {key: value for key, value in fields.values.items() if value is not None}
+class Projected:
+    """Features of patches, or of squares of patches side by side.
+
+    Args:
+        patches: what is computed of all patches (P, hidden), one after the other.
+        side: patches of a square's side.
+        squares: the same of all squares (P / side / side, side * side * hidden).
+    """
+
+    __slots__ = ("patches", "side", "squares")
+
+    def __init__(
+        self, patches: Sequence[Activation], side: int = 1, squares: Sequence[Activation] = ()
+    ) -> None:
+        self.patches = tuple(patches)
+        self.side = side
+        self.squares = tuple(squares)
+
+    def __call__(self, x: mx.array, tile: Tile) -> Features:
+        """(P, hidden) -> (P / side / side, text hidden)."""
+        (_, rows, columns), side = tile.grid, self.side
+        for compute in self.patches:
+            x = compute(x)
+        if side > 1:
+            cells = x.reshape(rows // side, side, columns // side, side, -1).swapaxes(1, 2)
+            x = cells.reshape(-1, side * side * x.shape[-1])
+        for compute in self.squares:
+            x = compute(x)
+        return Features(x)
 
 
 class PatchTower:
@@ -364,16 +391,16 @@ def linear(weights: Weights, path: str, out_dims: int, in_dims: int) -> Projecti
     return weights.linear(path, out_dims, in_dims, bias=f"{path}.bias" in weights)
 
 
-def patch_conv(weights: Weights, path: str, out_dims: int, side: int) -> Linear:
-    """The convolution at `path` over squares of `side` pixels that do not overlap, as a matrix.
+def patch_conv(weights: Weights, path: str, out_dims: int, inputs: Sequence[int]) -> Linear:
+    """The convolution at `path` over patches that do not overlap, as a matrix.
 
-    Its inputs are in the order (channel, row, column). MLX checkpoints have channels last.
+    Its inputs are colours, perhaps frames, rows and columns. MLX checkpoints have colours last.
     """
-    name, last = f"{path}.weight", (out_dims, side, side, 3)
+    name, last = f"{path}.weight", (out_dims, *inputs[1:], inputs[0])
     if weights.has_shape(name, last):
-        weight = weights.take(name, last).transpose(0, 3, 1, 2)
+        weight = mx.moveaxis(weights.take(name, last), -1, 1)
     else:
-        weight = weights.take(name, (out_dims, 3, side, side))
+        weight = weights.take(name, (out_dims, *inputs))
     has_bias = f"{path}.bias" in weights
     bias = weights.take(f"{path}.bias", (out_dims,)) if has_bias else None
     return Linear(mx.contiguous(weight.flatten(1)), bias)
@@ -407,11 +434,14 @@ def gated_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
     return MLP(gate_up, down, gated_activation(sizes.activation, weights.dtype))
 
 
-def plain_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
-    """fc2(act(fc1(x)))."""
-    up = linear(weights, f"{path}.fc1", sizes.inner, sizes.hidden)
-    down = linear(weights, f"{path}.fc2", sizes.hidden, sizes.inner)
-    return MLP(up, down, plain_activation(sizes.activation))
+def plain_mlp(
+    weights: Weights, paths: Sequence[str], dims: tuple[int, int, int], activation: str
+) -> MLP:
+    """The second matrix of act(first(x)); `dims`: of what goes in, between them, and out."""
+    before, inner, behind = dims
+    up = linear(weights, paths[0], inner, before)
+    down = linear(weights, paths[1], behind, inner)
+    return MLP(up, down, plain_activation(activation))
 
 
 def gated_activation(name: str, dtype: mx.Dtype) -> Activation:

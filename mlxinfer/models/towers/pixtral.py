@@ -21,6 +21,8 @@ from ..weights.weights import Weights
 from .parts import (
     PatchBlock,
     PatchTower,
+    Project,
+    Projected,
     TowerSizes,
     Turn,
     attention,
@@ -28,7 +30,7 @@ from .parts import (
     gated_mlp,
     linear,
     patch_conv,
-    plain_activation,
+    plain_mlp,
     rms_norm,
     rope_theta,
     rows_and_columns,
@@ -74,21 +76,8 @@ class PixtralEmbed:
         return self.norm(x), turn_by(angles[:, None])
 
 
-class PixtralProject:
-    """Through two projections, a feature for each patch."""
-
-    __slots__ = ("mlp",)
-
-    def __init__(self, mlp: MLP) -> None:
-        self.mlp = mlp
-
-    def __call__(self, x: mx.array, tile: Tile) -> Features:
-        """(P, hidden) -> (P, text hidden)."""
-        return Features(self.mlp(x))
-
-
 class Mistral3Project:
-    """The same behind a norm and a projection that makes one of each square of patches.
+    """Two projections behind a norm and a projection that makes one of each square of patches.
 
     Args:
         norm: over a patch.
@@ -120,7 +109,7 @@ class PixtralTower:
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
         sizes = _sizes(config)
-        return _pixtral(config, weights, sizes, PixtralProject(_mlp(config, weights, sizes)))
+        return _pixtral(config, weights, sizes, Projected([_mlp(config, weights, sizes)]))
 
 
 class Mistral3Tower:
@@ -151,12 +140,12 @@ def _pixtral(
     config: Fields,
     weights: Weights,
     sizes: TowerSizes,
-    project: PixtralProject | Mistral3Project,
+    project: Project,
 ) -> PatchTower:
     vision = vision_config(config)
     pixels = vision.integer("patch_size", high=256, default=16)
     embed = PixtralEmbed(
-        patch_conv(weights, "vision.patch_conv", sizes.hidden, pixels),
+        patch_conv(weights, "vision.patch_conv", sizes.hidden, (3, pixels, pixels)),
         rms_norm(weights, "vision.ln_pre", sizes.hidden, sizes.eps),
         frequencies(rope_theta(vision, 10_000.0), sizes.head_dim),
     )
@@ -190,9 +179,6 @@ def _block(weights: Weights, index: int, sizes: TowerSizes) -> PatchBlock:
 
 
 def _mlp(config: Fields, weights: Weights, sizes: TowerSizes) -> MLP:
-    width = text_width(config)
-    return MLP(
-        linear(weights, "projector.linear_1", width, sizes.hidden),
-        linear(weights, "projector.linear_2", width, width),
-        plain_activation(config.text("projector_hidden_act", default="gelu")),
-    )
+    width, activation = text_width(config), config.text("projector_hidden_act", default="gelu")
+    paths = ("projector.linear_1", "projector.linear_2")
+    return plain_mlp(weights, paths, (sizes.hidden, width, width), activation)

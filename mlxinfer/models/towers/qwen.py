@@ -13,6 +13,7 @@ Source: transformers 5.24, models/qwen2_vl, qwen2_5_vl, qwen3_vl and qwen3_5.
 from math import isqrt
 
 from ...errors import CheckpointError
+from ...layers.linear import Projection
 from ...layers.mlp import MLP
 from ...layers.norm import Norm
 from ..jsonfields import Fields
@@ -23,12 +24,11 @@ from .merged import (
     MergedTower,
     PlaceTable,
     cell_merger,
-    clip_conv,
     merged_attention,
     merged_sizes,
     seeing_config,
 )
-from .parts import PatchBlock, gated_activation, layer_norm, plain_activation, plain_mlp, rms_norm
+from .parts import PatchBlock, gated_activation, layer_norm, patch_conv, plain_mlp, rms_norm
 
 _SHARED = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2 = {
@@ -72,16 +72,9 @@ class Qwen2VLTower:
         ratio = vision.number("mlp_ratio", above=0.0, high=64)
         inner = int(vision.integer("embed_dim", high=2**16) * ratio)
         sizes = merged_sizes(vision, hidden="embed_dim", out="hidden_size", inner=inner)
-        blocks = [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)]
+        blocks = [_plain_block(weights, i, sizes, ("fc1", "fc2")) for i in _depth(sizes)]
         norm = layer_norm(weights, "vision.merger.ln_q", sizes.blocks.hidden, sizes.blocks.eps)
         return _without_places(weights, sizes, blocks, norm)
-
-    @staticmethod
-    def _block(weights: Weights, path: str, sizes: MergedSizes) -> PatchBlock:
-        mlp, norms = plain_mlp(weights, f"{path}.mlp", sizes.blocks), _norms(weights, path, sizes)
-        return PatchBlock(
-            merged_attention(weights, f"{path}.attn", sizes.blocks), mlp, before=norms
-        )
 
 
 class Qwen2_5VLTower:
@@ -137,8 +130,8 @@ class Qwen3VLTower:
         vision = seeing_config(config, _QWEN3)
         sizes = merged_sizes(vision, hidden="hidden_size", out="out_hidden_size")
         return MergedTower(
-            clip_conv(weights, sizes, bias=True),
-            [cls._block(weights, f"vision.blocks.{i}", sizes) for i in _depth(sizes)],
+            _patch_conv(weights, sizes),
+            [_plain_block(weights, i, sizes, ("linear_fc1", "linear_fc2")) for i in _depth(sizes)],
             cls._merger(weights, "vision.merger", sizes),
             sizes=sizes,
             dtype=weights.dtype,
@@ -159,17 +152,6 @@ class Qwen3VLTower:
         paths = [f"vision.deepstack_merger_list.{number}" for number in range(len(indices))]
         mergers = [cls._merger(weights, path, sizes, of_cells=True) for path in paths]
         return dict(zip(indices, mergers, strict=True))
-
-    @staticmethod
-    def _block(weights: Weights, path: str, sizes: MergedSizes) -> PatchBlock:
-        blocks = sizes.blocks
-        mlp = MLP(
-            weights.linear(f"{path}.mlp.linear_fc1", blocks.inner, blocks.hidden, bias=True),
-            weights.linear(f"{path}.mlp.linear_fc2", blocks.hidden, blocks.inner, bias=True),
-            plain_activation(blocks.activation),
-        )
-        norms = _norms(weights, path, sizes)
-        return PatchBlock(merged_attention(weights, f"{path}.attn", blocks), mlp, before=norms)
 
     @staticmethod
     def _merger(
@@ -202,10 +184,24 @@ def _depth(sizes: MergedSizes) -> range:
     return range(sizes.blocks.depth)
 
 
-def _norms(weights: Weights, path: str, sizes: MergedSizes) -> list[Norm]:
-    blocks = sizes.blocks
-    names = [f"{path}.norm1", f"{path}.norm2"]
-    return [layer_norm(weights, name, blocks.hidden, blocks.eps) for name in names]
+def _patch_conv(weights: Weights, sizes: MergedSizes) -> Projection:
+    return patch_conv(weights, "vision.patch_embed.proj", sizes.blocks.hidden, sizes.row)
+
+
+def _plain_block(
+    weights: Weights, index: int, sizes: MergedSizes, names: tuple[str, str]
+) -> PatchBlock:
+    """A block with layer norms and a feed-forward block without a gate, of matrices `names`."""
+    blocks, path = sizes.blocks, f"vision.blocks.{index}"
+    paths = [f"{path}.mlp.{name}" for name in names]
+    return PatchBlock(
+        merged_attention(weights, f"{path}.attn", blocks),
+        plain_mlp(weights, paths, (blocks.hidden, blocks.inner, blocks.hidden), blocks.activation),
+        before=[
+            layer_norm(weights, f"{path}.{name}", blocks.hidden, blocks.eps)
+            for name in ("norm1", "norm2")
+        ],
+    )
 
 
 def _without_places(
@@ -214,7 +210,7 @@ def _without_places(
     """A tower without a table of places; `norm` is that of its merger."""
     names = "vision.merger.mlp.0", "vision.merger.mlp.2"
     return MergedTower(
-        clip_conv(weights, sizes, bias=False),
+        _patch_conv(weights, sizes),
         blocks,
         cell_merger(weights, names, norm, sizes),
         sizes=sizes,

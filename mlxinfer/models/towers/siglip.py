@@ -11,19 +11,20 @@ import numpy as np
 from ...errors import CheckpointError
 from ...images import Tile
 from ...layers.linear import Embedding, Linear, Projection
-from ...layers.mlp import MLP
+from ...layers.mlp import Activation
 from ...layers.norm import Norm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .parts import (
     PatchBlock,
     PatchTower,
+    Project,
+    Projected,
     TowerSizes,
     attention,
     layer_norm,
     linear,
     patch_conv,
-    plain_activation,
     plain_mlp,
     rms_norm,
     text_width,
@@ -114,33 +115,6 @@ class Gemma3Project:
         return Features(self.proj(self.norm(mx.mean(x, axis=(1, 3)).flatten(0, 1))))
 
 
-class Lfm2Project:
-    """Patches of a square side by side, perhaps normed, through two projections.
-
-    Args:
-        last_norm: of the tower.
-        factor: patches of a square's side.
-        norm: over a square; None: there is none.
-        mlp: the two projections.
-    """
-
-    __slots__ = ("factor", "last_norm", "mlp", "norm")
-
-    def __init__(self, last_norm: Norm, factor: int, norm: Norm | None, mlp: MLP) -> None:
-        self.last_norm = last_norm
-        self.factor = factor
-        self.norm = norm
-        self.mlp = mlp
-
-    def __call__(self, x: mx.array, tile: Tile) -> Features:
-        """(P, hidden) -> (P / factor / factor, text hidden)."""
-        _, rows, columns = tile.grid
-        factor = self.factor
-        x = self.last_norm(x).reshape(rows // factor, factor, columns // factor, factor, -1)
-        x = x.swapaxes(1, 2).reshape(-1, factor * factor * x.shape[-1])
-        return Features(self.mlp(x if self.norm is None else self.norm(x)))
-
-
 class Gemma3Tower:
     """Builds SigLIP with Gemma 3's projector."""
 
@@ -156,7 +130,9 @@ class Gemma3Tower:
                 f"{config.where} has {side} patches and {tokens} features on a side of a picture, "
                 "which does not divide them."
             )
-        proj = patch_conv(weights, "vision.embeddings.patch_embedding", sizes.hidden, pixels)
+        proj = patch_conv(
+            weights, "vision.embeddings.patch_embedding", sizes.hidden, (3, pixels, pixels)
+        )
         shape = sizes.hidden, text_width(config)
         project = Gemma3Project(
             _last_norm(weights, sizes),
@@ -182,15 +158,14 @@ class Lfm2Tower:
         proj = linear(weights, path, sizes.hidden, 3 * pixels * pixels)
         width = factor * factor * sizes.hidden
         inner = config.integer("projector_hidden_size", high=2**20, default=2560)
-        norm = None
+        paths = ("projector.linear_1", "projector.linear_2")
+        activation = config.text("projector_hidden_act", default="gelu")
+        squares: list[Activation] = [
+            plain_mlp(weights, paths, (width, inner, text_width(config)), activation)
+        ]
         if "projector.layer_norm.weight" in weights:
-            norm = layer_norm(weights, "projector.layer_norm", width, _NORM_EPS)
-        mlp = MLP(
-            linear(weights, "projector.linear_1", inner, width),
-            linear(weights, "projector.linear_2", text_width(config), inner),
-            plain_activation(config.text("projector_hidden_act", default="gelu")),
-        )
-        project = Lfm2Project(_last_norm(weights, sizes), factor, norm, mlp)
+            squares.insert(0, layer_norm(weights, "projector.layer_norm", width, _NORM_EPS))
+        project = Projected([_last_norm(weights, sizes)], factor, squares)
         return _siglip(config, weights, sizes, (proj, side), project)
 
 
@@ -199,7 +174,7 @@ def _siglip(
     weights: Weights,
     sizes: TowerSizes,
     pixels: tuple[Projection, int],
-    project: Gemma3Project | Lfm2Project,
+    project: Project,
 ) -> PatchTower:
     """`pixels`: their projection, and the places of a side of the table of positions."""
     proj, side = pixels
@@ -212,10 +187,11 @@ def _siglip(
 
 def _block(weights: Weights, index: int, sizes: TowerSizes) -> PatchBlock:
     path = f"vision.encoder.layers.{index}"
-    names = ("layer_norm1", "layer_norm2")
+    names, paths = ("layer_norm1", "layer_norm2"), (f"{path}.mlp.fc1", f"{path}.mlp.fc2")
+    dims = sizes.hidden, sizes.inner, sizes.hidden
     return PatchBlock(
         attention(weights, f"{path}.self_attn", sizes, output="out_proj"),
-        plain_mlp(weights, f"{path}.mlp", sizes),
+        plain_mlp(weights, paths, dims, sizes.activation),
         before=[layer_norm(weights, f"{path}.{one}", sizes.hidden, sizes.eps) for one in names],
     )
 

@@ -308,9 +308,8 @@ class Family:
 
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""
-        norms = [
-            name and self.norm(f"model.layers.{index}.{name}") for name in self.norm_names(index)
-        ]
+        path = f"model.layers.{index}."
+        norms = [self.norm(path + name) if name else None for name in self.norm_names(index)]
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
 

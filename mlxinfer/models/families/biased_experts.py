@@ -3,7 +3,6 @@
 dots.llm1, Hy3, Trinity, K-EXAONE and ERNIE 4.5 with experts.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
 from .llama import Ernie4_5
 from .olmo import Exaone4
 
-V3_KEYS: Mapping[str, str] = {  # of configs, and DeepSeek's for the same things
+V3_KEYS = {  # of configs, and DeepSeek's for the same things
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
     "num_dense_layers": "first_k_dense_replace",

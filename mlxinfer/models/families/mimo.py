@@ -1,6 +1,5 @@
 """MiMo V2: KV heads by kind of layer, short values, sinks in layers with windows."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -16,7 +15,7 @@ from ..jsonfields import Fields
 from .biased_experts import V3_KEYS, Dots1
 from .deepseek import PLAIN_ROUTING
 
-_NAMES: Mapping[str, str] = {  # the vendor's, and those of other families
+_NAMES = {  # the vendor's, and those of other families
     "swa_rope_theta": "rope_local_base_freq",
     "layernorm_epsilon": "rms_norm_eps",
     "moe_layer_freq": "is_moe_layer",

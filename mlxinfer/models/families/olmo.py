@@ -25,7 +25,9 @@ _NORMS = {  # of the hub, and of other families
 class PostNormFamily(Family):
     """Layers in which norms follow the blocks (arXiv 2501.00656)."""
 
-    block_norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    block_norms: ClassVar[tuple[str | None, ...]] = (
+        None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+    )  # fmt: skip
 
 
 class Olmo2(PostNormFamily):

@@ -109,6 +109,8 @@ def test_a_file_of_answers_is_read_again(tmp_path: Path) -> None:
     files = AnswerFiles(output, errors)
     files.write(answer("x", 400))
     files.write(answer("y"))
+    for path, custom_id in ((output, "y"), (errors, "x")):
+        assert answers_in(path).keys() == {custom_id}, "a kill now would lose an answer"
     files.close()
     with output.open("ab") as file:
         file.write(b'{"id":"batch_req_1","cust')

@@ -129,14 +129,6 @@ def _kernel(form: AddNorm) -> MetalKernel:
     )
 
 
-def _case(variant: Variant) -> Case:
-    return _adding(variant, CASE_ROWS)
-
-
-def _timed(variant: Variant, sequences: int, _: int) -> Case:
-    return _adding(variant, sequences)
-
-
 def _adding(variant: Variant, rows: int) -> Case:
     form, rng = variant.form, np.random.default_rng(rows)
     weights = sum(eps is not None for eps in (form.after, form.before))
@@ -176,8 +168,8 @@ def _in_float32(
 ADD_NORM = Kind(
     name="add_norm",
     files=("add_norm.metal", "add_norm.py"),
-    case=_case,
-    timed=_timed,
+    case=lambda variant: _adding(variant, CASE_ROWS),
+    timed=lambda variant, sequences, _: _adding(variant, sequences),
     registers=lambda variant: 14 + 4 * -(-variant.form.dims // 4 // threads_of(variant.form.dims)),
     samples=(
         AddNorm(4096, mx.bfloat16, None, 1e-6).variant,

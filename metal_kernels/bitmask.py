@@ -82,14 +82,6 @@ def bitmask_variant(dtype: mx.Dtype) -> Variant:
     return Variant.of("bitmask", dtype=dtype_name(dtype))
 
 
-def _bitmask_case(variant: Variant) -> Case:
-    return _masking(variant, MASKED_ROWS, SMALL_VOCAB)
-
-
-def _timed_bitmask(variant: Variant, sequences: int, _: int) -> Case:
-    return _masking(variant, sequences, LARGE_VOCAB)
-
-
 def _masking(variant: Variant, num_rows: int, vocab_size: int) -> Case:
     logits = random_logits(num_rows, vocab_size).astype(variant.dtype)
     mask = random_mask(num_rows, vocab_size)
@@ -112,8 +104,8 @@ def random_mask(num_rows: int, vocab_size: int) -> mx.array:
 BITMASK = Kind(
     name="bitmask",
     files=("bitmask.metal", "bitmask.py"),
-    case=_bitmask_case,
-    timed=_timed_bitmask,
+    case=lambda variant: _masking(variant, MASKED_ROWS, SMALL_VOCAB),
+    timed=lambda variant, sequences, _: _masking(variant, sequences, LARGE_VOCAB),
     registers=lambda variant: 12,
     samples=tuple(Variant.of("bitmask", dtype=d) for d in ("float32", "bfloat16", "float16")),
 )

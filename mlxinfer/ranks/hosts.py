@@ -302,10 +302,6 @@ class LocalRanks:
                 return f"rank {rank} (process {process.pid}) {how}"
         return None
 
-    @property
-    def pids(self) -> dict[int, int]:
-        return {rank: process.pid for rank, process in self._processes.items()}
-
     def end(self) -> None:
         for process in self._processes.values():
             if process.poll() is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from mlxinfer.convert.read.gguf.source import read_metadata
+from mlxinfer.convert.read.gguf.source import read_header
 from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, RAW, tokenizer_files
 
 FOLDER = "MLXINFER_LLAMA_CPP"  # environment variable: a folder of llama.cpp's sources
@@ -39,7 +39,7 @@ def test_a_vocabulary_gives_the_expected_tokens(name: str) -> None:
     path = MODELS / f"{name}.gguf"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # older files do not name their expression
-        files = tokenizer_files(read_metadata(path), str(path))
+        files = tokenizer_files(read_header(path)[0].metadata, str(path))
     tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     texts = path.with_name(f"{name}.gguf.inp").read_bytes().decode().split(BETWEEN)
     expected = path.with_name(f"{name}.gguf.out").read_text().split("\n")

@@ -127,7 +127,7 @@ def _headers(
     """The headers of all parts; `digest` is called with what identifies each."""
     headers: dict[Path, GGUFHeader] = {}
     for part in parts:
-        headers[part], raw = _read_header(part, progress)
+        headers[part], raw = read_header(part, progress)
         digest(f"{part.name} {file_state(part)} ".encode() + raw)
     return headers
 
@@ -238,12 +238,7 @@ def _readers(
     return readers
 
 
-def read_metadata(path: Path) -> Mapping[str, Any]:
-    """The metadata of a file, its vocabulary among them. Raises CheckpointError."""
-    return _read_header(path)[0].metadata
-
-
-def _read_header(path: Path, progress: Progress = lambda *_: None) -> tuple[GGUFHeader, bytes]:
+def read_header(path: Path, progress: Progress = lambda *_: None) -> tuple[GGUFHeader, bytes]:
     """The header, and a digest of the bytes in front of the data."""
     try:
         with path.open("rb") as file:

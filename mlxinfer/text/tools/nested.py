@@ -14,32 +14,26 @@ from .lark import Lark, value_rule
 from .schema import Tool, Toolbox, json_of, standalone_schema
 from .values import MAX_DEPTH
 
+TOKEN = "]<]minimax[>["  # before every tag
 _ITEM = "item"
 _NAME = compiled(r"[\w.:/-]+")
 
 
 class Nested(ToolFormat):
-    """A section of calls, whose parameters are tags within tags.
+    """A section of calls, whose parameters are tags within tags."""
 
-    Args:
-        name: under which a user chooses it.
-        token: stands before every tag.
-    """
-
-    def __init__(self, name: str, token: str) -> None:
-        self.name = name  # type: ignore[misc]
-        self.begins = (f"{token}<tool_call>",)  # type: ignore[misc]
-        self.ends = (token, f"{token}</tool_call>")  # type: ignore[misc]
-        self._token = token
+    name = "minimax_m3"
+    begins = (f"{TOKEN}<tool_call>",)
+    ends = (TOKEN, f"{TOKEN}</tool_call>")
 
     def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a section; a missing end of it is tolerated."""
         yield from reader.space()
-        yield from reader.expect(f'{self._token}<invoke name="')
+        yield from reader.expect(f'{TOKEN}<invoke name="')
         while True:
             yield from self._call(reader, calls)
             yield from reader.space()
-            ends = (f'{self._token}<invoke name="', f"{self._token}</tool_call>")
+            ends = (f'{TOKEN}<invoke name="', f"{TOKEN}</tool_call>")
             end = yield from reader.accept(*ends)
             if end != ends[0]:
                 reader.commit()
@@ -52,7 +46,7 @@ class Nested(ToolFormat):
         yield from reader.space()
         calls.arguments("{")
         first = True
-        while not (yield from reader.accept(f"{self._token}</invoke>")):
+        while not (yield from reader.accept(f"{TOKEN}</invoke>")):
             key = yield from self._key(reader)
             tool = calls.tools.get(name)
             spelled = json.dumps(key, ensure_ascii=False)
@@ -65,7 +59,7 @@ class Nested(ToolFormat):
         calls.end()
 
     def _key(self, reader: TextReader) -> Parse[str]:
-        yield from reader.expect(f"{self._token}<")
+        yield from reader.expect(f"{TOKEN}<")
         key = yield from reader.until(">", limit=MAX_WORD)
         reader.take()
         return key
@@ -76,8 +70,8 @@ class Nested(ToolFormat):
         """Read a value and the end of its tag; return its JSON."""
         if depth > MAX_DEPTH:
             raise Malformed(f"more than {MAX_DEPTH} tags within each other")
-        end = f"{self._token}</{key}>"
-        text = yield from reader.until(self._token)
+        end = f"{TOKEN}</{key}>"
+        text = yield from reader.until(TOKEN)
         if (yield from reader.accept(end)):
             inner = Tool("", parameters={**tool.parameters, "properties": {"value": schema or {}}})
             return json_of(text, inner.types_of("value"))
@@ -95,27 +89,26 @@ class Nested(ToolFormat):
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
         """Calls with the parameters of their schemas; within lists and objects any tags."""
-        token = self._token
         anything = lark.name()
         open_tag, close = (
-            f'{lark.text(f"{token}{slash}")} /[^<>]{{1,64}}/ ">"' for slash in ("<", "</")
+            f'{lark.text(f"{TOKEN}{slash}")} /[^<>]{{1,64}}/ ">"' for slash in ("<", "</")
         )
         tag = lark.rule(f"{open_tag} {anything} {close}")
         lark.rule(f"/(?s:.*)/ | {tag} {tag}*", name=anything)
 
         def call(tool: Tool) -> str:
             def parameter(name: str) -> str:
-                head, end = lark.text(f"{token}<{name}>"), f"{token}</{name}>"
+                head, end = lark.text(f"{TOKEN}<{name}>"), f"{TOKEN}</{name}>"
                 if tool.types_of(name) & {"object", "array"}:
                     return f"{head} {anything} {lark.text(end)}"
                 return f"{head} {value_rule(lark, tool, name, end)}"
 
-            head = lark.text(f'{token}<invoke name="{tool.name}">')
-            return f"{head} {lark.arguments(tool, parameter)} {lark.text(f'{token}</invoke>')}"
+            head = lark.text(f'{TOKEN}<invoke name="{tool.name}">')
+            return f"{head} {lark.arguments(tool, parameter)} {lark.text(f'{TOKEN}</invoke>')}"
 
         option = lark.one_of([call(tool) for tool in tools.alternatives()])
         calls = lark.repeated(lark.rule(f'{option} "\\n"'), "", parallel=parallel)
-        begin, end = f"{self.begins[0]}\n", f"{token}</tool_call>"
+        begin, end = f"{self.begins[0]}\n", f"{TOKEN}</tool_call>"
         return f"{lark.text(begin)} {calls} {lark.text(end)}"
 
 
@@ -123,4 +116,4 @@ def _items(schema: Any) -> Any:
     return schema.get("items") if isinstance(schema, Mapping) else None
 
 
-MINIMAX_M3 = Nested("minimax_m3", "]<]minimax[>[")
+MINIMAX_M3 = Nested()

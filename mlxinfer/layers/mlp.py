@@ -5,11 +5,12 @@ SiLU as it is, and the tanh form of GELU because 0.5 (1 + tanh(z)) = sigmoid(2 z
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import mlx.core as mx
 
+from ..errors import UnsupportedModelError
 from ..metal_kernels.gate_up import (
     GELU_CUBIC,
     GELU_SLOPE,
@@ -135,8 +136,8 @@ def softplus(x: mx.array) -> mx.array:
 
 
 def gated(name: str, dtype: mx.Dtype) -> Gated:
-    """The activation that a config's hidden_act names."""
-    assert name in ACTIVATIONS, name
+    """The activation that a config's hidden_act names; raises UnsupportedModelError."""
+    _check(name, ACTIVATIONS)
     if name in _GELU_ERF:
         return Gated(_geglu_erf)
     if name in _SILU:
@@ -192,7 +193,7 @@ def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0.0)
 
 
-PLAIN: dict[str, Activation] = {
+_PLAIN: dict[str, Activation] = {
     **dict.fromkeys(_GELU_ERF, gelu_of(mx.erf)),
     **dict.fromkeys(_GELU_TANH, _gelu_tanh),
     **dict.fromkeys(_SILU, _silu),
@@ -200,3 +201,16 @@ PLAIN: dict[str, Activation] = {
     "relu": _relu,
     "tanh": mx.tanh,
 }
+
+
+def plain(name: str) -> Activation:
+    """As `gated`, of a block without a gate, or of a projector."""
+    _check(name, _PLAIN)
+    return _PLAIN[name]
+
+
+def _check(name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise UnsupportedModelError(
+            f"The activation is {name[:60]!r}; supported are {', '.join(known)}."
+        )

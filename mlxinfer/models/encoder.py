@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..errors import UnsupportedModelError
 from ..layers.linear import Embedding
-from ..layers.mlp import MLP, PLAIN, Activation
+from ..layers.mlp import MLP, plain
 from ..layers.norm import LayerNorm, Norm
 from ..layers.rope import RopeSpec
 from ..layers.step import Layer, Passed, Step
@@ -138,16 +137,6 @@ class Encoder(Family):
 
     # -- parts ----------------------------------------------------------------------------------
 
-    @property
-    def plain_activation(self) -> Activation:
-        """Of feed-forward blocks without a gate."""
-        name = self.config.activation
-        if name not in PLAIN:
-            raise UnsupportedModelError(
-                f"hidden_act is {name!r}; supported are {', '.join(PLAIN)}."
-            )
-        return PLAIN[name]
-
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The layer norm at `path`, with a bias where there is one."""
         width = (self.config.hidden_size if dims is None else dims,)
@@ -197,5 +186,5 @@ class Encoder(Family):
         return MLP(
             self.weights.linear(f"{path}.up_proj", inner, hidden, bias=True),
             self.weights.linear(f"{path}.down_proj", hidden, inner, bias=True),
-            self.plain_activation,
+            plain(self.config.activation),
         )

@@ -2,10 +2,8 @@
 
 from typing import ClassVar
 
-from ...errors import UnsupportedModelError
-from ...layers.mlp import MLP, PLAIN, FeedForward
+from ...layers.mlp import MLP, FeedForward, plain
 from ...layers.norm import LayerNorm
-from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -26,14 +24,6 @@ class Starcoder2(Family):
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         return fields.boolean("use_bias"), fields.boolean("use_bias")
 
-    @classmethod
-    def configure(cls, config: ModelConfig) -> ModelConfig:
-        if config.activation not in PLAIN:
-            raise UnsupportedModelError(
-                f"hidden_act is {config.activation!r}; supported are {', '.join(PLAIN)}."
-            )
-        return config
-
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
         width = self.config.hidden_size if dims is None else dims
         stated = self.config.fields.number("norm_epsilon", low=0.0, high=1.0)
@@ -49,5 +39,5 @@ class Starcoder2(Family):
         return MLP(
             self.weights.linear(f"{path}.c_fc", *sizes, bias=bias),
             self.weights.linear(f"{path}.c_proj", *reversed(sizes), bias=bias),
-            PLAIN[config.activation],
+            plain(config.activation),
         )

@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import PictureError
 from ...images import Tile
 from ...layers.linear import Joined, Projection
-from ...layers.mlp import MLP
+from ...layers.mlp import MLP, gated
 from ...layers.norm import LayerNorm, Norm, RMSNorm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
@@ -27,7 +27,6 @@ from .parts import (
     TowerSizes,
     Turn,
     frequencies,
-    gated_activation,
     layer_norm,
     linear,
     rms_norm,
@@ -265,7 +264,7 @@ def _block(weights: Weights, index: int, sizes: TowerSizes, *, limited: bool) ->
     mlp = MLP(
         joined("mlp", ("gate", "up"), [sizes.inner, sizes.inner], sizes.hidden),
         joined("mlp", ("down",), [sizes.hidden], sizes.inner),
-        gated_activation(sizes.activation, weights.dtype),
+        gated(sizes.activation, weights.dtype),
     )
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     norms = [rms_norm(weights, f"{path}.{one}_layernorm", sizes.hidden, sizes.eps) for one in names]

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import CheckpointError
 from ...images import Tile
 from ...layers.linear import Linear, Projection
-from ...layers.mlp import ACTIVATIONS, MLP, PLAIN, Activation, FeedForward, gated
+from ...layers.mlp import MLP, Activation, FeedForward, gated, plain
 from ...layers.norm import LayerNorm, Norm, RMSNorm
 from ...metal_kernels.chips import FUSED_DIMS
 from ..jsonfields import Fields
@@ -431,7 +431,7 @@ def gated_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
         [f"{path}.gate_proj", f"{path}.up_proj"], [sizes.inner, sizes.inner], sizes.hidden
     )
     down = linear(weights, f"{path}.down_proj", sizes.hidden, sizes.inner)
-    return MLP(gate_up, down, gated_activation(sizes.activation, weights.dtype))
+    return MLP(gate_up, down, gated(sizes.activation, weights.dtype))
 
 
 def plain_mlp(
@@ -441,22 +441,4 @@ def plain_mlp(
     before, inner, behind = dims
     up = linear(weights, paths[0], inner, before)
     down = linear(weights, paths[1], behind, inner)
-    return MLP(up, down, plain_activation(activation))
-
-
-def gated_activation(name: str, dtype: mx.Dtype) -> Activation:
-    """The activation of gate and up side by side."""
-    if name not in ACTIVATIONS:
-        raise UnsupportedModelError(_unknown(name, ACTIVATIONS))
-    return gated(name, dtype)
-
-
-def plain_activation(name: str) -> Activation:
-    """The activation of a block without a gate, or of a projector."""
-    if name not in PLAIN:
-        raise UnsupportedModelError(_unknown(name, tuple(PLAIN)))
-    return PLAIN[name]
-
-
-def _unknown(name: str, known: Sequence[str]) -> str:
-    return f"The activation of the tower is {name[:60]!r}; supported are {', '.join(known)}."
+    return MLP(up, down, plain(activation))

@@ -14,7 +14,7 @@ from math import isqrt
 
 from ...errors import CheckpointError
 from ...layers.linear import Projection
-from ...layers.mlp import MLP
+from ...layers.mlp import MLP, gated
 from ...layers.norm import Norm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
@@ -28,7 +28,7 @@ from .merged import (
     merged_sizes,
     seeing_config,
 )
-from .parts import PatchBlock, gated_activation, layer_norm, patch_conv, plain_mlp, rms_norm
+from .parts import PatchBlock, layer_norm, patch_conv, plain_mlp, rms_norm
 
 _SHARED = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2 = {
@@ -114,7 +114,7 @@ class Qwen2_5VLTower:
         mlp = MLP(
             weights.fused(names, [inner, inner], hidden, bias=True),
             weights.linear(f"{path}.mlp.down_proj", hidden, inner, bias=True),
-            gated_activation(blocks.activation, weights.dtype),
+            gated(blocks.activation, weights.dtype),
         )
         norms = [rms_norm(weights, f"{path}.{n}", hidden, blocks.eps) for n in ("norm1", "norm2")]
         return PatchBlock(merged_attention(weights, f"{path}.attn", blocks), mlp, before=norms)

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
 from ..layers.linear import Projection
 from ..layers.mlp import MLP, Activation, FeedForward, Gated, gated
-from ..layers.moe import Choose
+from ..layers.moe import Choose, ExpertProjection
 from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
@@ -522,9 +522,23 @@ class Family:
         weighs_inputs: bool = False,
         activation: Gated | None = None,
     ) -> FeedForward:
-        """The mixture of experts at `path`; `activation`: None: that of the config.
+        """The mixture of experts at `path`; `activation`: None: that of the config."""
+        gate_up, down = self.expert_projections(path)
+        mixture = self.weights.moe(
+            router=self.router(f"{path}.{router}"),
+            choose=choose,
+            gate_up_proj=gate_up,
+            down_proj=down,
+            activation=activation or self.activation,
+            shared=shared,
+            weighs_inputs=weighs_inputs,
+        )
+        return self.weights.block(mixture)
 
-        Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
+    def expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:
+        """Gate beside up, and down, of the experts at `path`.
+
+        They are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
         `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
         `experts.down_proj`, as on the hub.
         """
@@ -552,16 +566,7 @@ class Family:
             down = self._packed(f"{path}.experts", "down_proj", shape)
         else:
             down = self._stacked(path, "down", shape)
-        mixture = weights.moe(
-            router=self.router(f"{path}.{router}"),
-            choose=choose,
-            gate_up_proj=gate_up,
-            down_proj=down.expert_projection(),
-            activation=activation or self.activation,
-            shared=shared,
-            weighs_inputs=weighs_inputs,
-        )
-        return weights.block(mixture)
+        return gate_up, down.expert_projection()
 
     def router(self, path: str) -> Projection:
         """The scores of experts (T, E), before they are weighed."""

@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
-from ...layers.moe import ExpertChoice, ExpertProjection, MoE
+from ...layers.moe import ExpertChoice, MoE
 from ...layers.norm import Join, Norm, RMSNorm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
@@ -30,7 +30,7 @@ from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
-from ..weights.matrix import fused, fused_experts
+from ..weights.matrix import fused
 from .gemma import SPANS, language_fields, sees_pictures
 from .gemma_e import (
     FROM_ELSEWHERE,
@@ -168,6 +168,7 @@ class Gemma4(Family):
     scaled_embeddings = True
     head_norms = HeadNorms(values=True)
     attention_biases = False
+    names: ClassVar = {".experts.switch_glu.": ".switch_mlp."}
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -282,7 +283,7 @@ class Gemma4(Family):
         scale = weights.take(f"{path}.router.scale", (hidden,)) * hidden**-0.5
         router = weights.linear(f"{path}.router.proj", count, hidden)
         factors = weights.take(f"{path}.router.per_expert_scale", (count,))
-        gate_up, down = self._expert_projections(f"{path}.experts")
+        gate_up, down = self.expert_projections(path)
         names = ("feedforward_layernorm_1", "feedforward_layernorm_2")
         return ParallelExperts(
             dense,
@@ -309,22 +310,6 @@ class Gemma4(Family):
         config = self.config
         wide = config.fields.boolean("use_double_wide_mlp") and config.without_cache[index]
         return config.intermediate_size * (1 + wide)
-
-    def _expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:
-        """Gate beside up, and down: as on the hub, or as MLX checkpoints have them."""
-        config, weights = self.config, self.weights
-        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        if f"{path}.gate_up_proj.weight" not in weights:
-            shapes = {"gate": (count, inner, hidden), "up": (count, inner, hidden)}
-            shapes["down"] = count, hidden, inner
-            gate, up, down = (
-                weights.experts(f"{path}.switch_glu.{name}_proj", f"{path}.{{}}.{name}_proj", shape)
-                for name, shape in shapes.items()
-            )
-            return fused_experts([gate, up]), down.expert_projection()
-        both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
-        down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))
-        return both.expert_projection(), down.expert_projection()
 
 
 class Gemma4Unified(Gemma4):

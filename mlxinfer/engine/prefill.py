@@ -83,7 +83,7 @@ class PrefillSizer:
         self.alone_s = inf
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
-        self.decoded = 0, 0.0  # rows and seconds of the last such step
+        self.decoded = 0, 0.0  # tokens and seconds of the last such step
         self._rows_s: float | None = None  # of the rows beside the last prompts of several tenants
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
@@ -212,7 +212,7 @@ class PrefillSizer:
         if not prompts:
             if not unseen:  # else it waited for prompts, too
                 self._decode_s = _blended(self._decode_s, seconds)
-                self.decoded = len(batch.decodes.sequences) + len(batch.ragged), seconds
+                self.decoded = batch.num_tokens, seconds
             return
         self._rise()
         self._last = num_tokens

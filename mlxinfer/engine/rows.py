@@ -1,5 +1,7 @@
 """Which sequences decode in a step that tenants share. Plain Python: knows no arrays of MLX.
 
+A row is a token of the step: the newest one of a sequence, or a proposal after it.
+
 With a share of a half, a tenant's tokens may come half as often as without others. A step with many
 rows of another tenant takes longer than that allows. Then only some rows are in each step, and they
 take turns. A step of `rows` takes about a + b * rows seconds: what all rows share, and each row. So
@@ -74,6 +76,7 @@ class DecodeRows:
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
         self.times = StepTimes()
+        self.depth = 0  # proposals for each chosen sequence that fit in the step
         self._turn = 0
         self._timed = -TIMED_EVERY  # the turn of the last step without prompts
         self._last: dict[Sequence, int] = {}  # turn of the last step of each
@@ -97,12 +100,13 @@ class DecodeRows:
         for sequence in decoding:
             rows.setdefault(sequence.request.tenant, []).append(sequence)
         counts = {tenant: len(rows[tenant]) for tenant in rows}
-        limit = self._limit(counts, prefilling, tenants, page_s)
+        limit = max(self._limit(counts, prefilling, tenants, page_s), len(counts))
         self._turn += 1
         if not prefilling:
             self._timed = self._turn
         self._last = {s: self._last.get(s, 0) for s in decoding}
         chosen = set(self._in_turn(rows, limit)) if len(decoding) > limit else set(decoding)
+        self.depth = (limit - len(chosen)) // max(len(chosen), 1)
         self._last.update(dict.fromkeys(chosen, self._turn))
         return [sequence for sequence in decoding if sequence in chosen]
 
@@ -113,11 +117,10 @@ class DecodeRows:
         tenants: Collection[Tenant],
         page_s: float,
     ) -> int:
-        """Rows of the next step; each tenant has one at least."""
-        limit, weight = sum(counts.values()), sum(tenant.weight for tenant in tenants)
+        """Rows of the next step: each tenant gets one, even if they do not fit."""
         if not self.times.known:
-            return limit
-        limit = min(limit, self.times.rows_in(self._slice_s))
+            return sum(counts.values())
+        limit, weight = self.times.rows_in(self._slice_s), sum(t.weight for t in tenants)
         for tenant, count in counts.items():
             most_s = equal_s = weight / tenant.weight * self.times.of(count)
             if any(other != tenant for other in prefilling):
@@ -128,7 +131,7 @@ class DecodeRows:
                 limit = min(limit, self.times.rows_in(self._slice_s * (1 - tenant.weight / weight)))
         if self._turn % TRIED_EVERY == 0:
             limit += max(limit // 2, 1)
-        return max(limit, len(counts))
+        return limit
 
     def _in_turn(self, rows: dict[Tenant, list[Sequence]], limit: int) -> Iterable[Sequence]:
         """So many rows, by weight: of each tenant those that have waited for longest."""
@@ -152,7 +155,7 @@ class DecodeRows:
         """What prompts may take of a step with these rows; None: it is one without prompts.
 
         Args:
-            chosen: sequences that decode in the step.
+            chosen: the sequence of each row.
             prefilling: tenants of the prompts.
             tenants: that want steps.
             tower_s: seconds that a tower took since the step before.

@@ -115,6 +115,7 @@ class Scheduler:
             tenants=self.queues.shares,
         )
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
+        self._most_proposals = self._max_short - 1  # of each sequence in a step
         self._proposer = proposer
         self._num_stages = num_stages
         self._rows: DecodeRows | None = None  # where times of steps may decide
@@ -137,7 +138,8 @@ class Scheduler:
             return False
         if self._num_stages == 1 and batch.ragged:
             return True
-        return self._proposer is not None and self._proposer.depth(running, len(running)) > 0
+        proposer = self._proposer if self._most_proposals else None
+        return proposer is not None and proposer.depth(running, len(running)) > 0
 
     def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight after this one was launched, this one included.
@@ -171,11 +173,8 @@ class Scheduler:
             pending = any(s.num_pending for s in queues.unfinished())
             assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None
-        short: list[Segment] = []
-        long: list[Segment] = []
-        if segments:
-            short = sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1)
-            long = [s for s in segments if s.seals]
+        short = sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1)
+        long = [s for s in segments if s.seals]
         work, admitted = self.kv_manager.take_work(), queues.admitted
         queues.admitted = []
         batch = Batch(decodes, short, long, work, admitted, num_decoding=num_decoding)
@@ -190,6 +189,7 @@ class Scheduler:
         value is the number of all sequences that decode, if the step has only some of them; else 0.
         """
         preemptions, num_decoding = self.counters.preemptions, 0
+        self._most_proposals = self._max_short - 1
         decoding = [s for s in self.queues.running if s.decodes]
         if self._num_stages > 1:
             decoding, num_decoding = self._micro_batch(decoding)
@@ -231,6 +231,7 @@ class Scheduler:
         rows.times.note(self.prefill.decoded)
         prefilling, page_s = self._tenants_of_prompts(), self.prefill.page_s
         chosen = rows.choose(decoding, prefilling, self.queues.tenants, page_s)
+        self._most_proposals = min(self._most_proposals, rows.depth)
         return chosen, len(decoding) if len(chosen) < len(decoding) else 0
 
     def _tenants_of_prompts(self) -> set[Tenant]:
@@ -289,7 +290,7 @@ class Scheduler:
         beside = None
         if ready and self._shared and self._rows is not None:
             tenants = {sequence.request.tenant for sequence in ready}
-            rows = [*decodes.sequences, *(segment.sequence for segment in verified)]
+            rows = decodes.sequences + [s.sequence for s in verified for _ in range(s.num_tokens)]
             tower_s = self._features.worked_s
             beside = self._rows.beside(rows, tenants, queues.tenants, tower_s)
             if beside is None:
@@ -334,12 +335,10 @@ class Scheduler:
         `num_decoding`: see `_next_decodes`.
         """
         proposer = self._proposer
-        if proposer is None:
+        if proposer is None or not self._most_proposals:
             return {}
         known = [s for s in decoding if not (s.num_pending or s.alone)]
-        if not known:
-            return {}
-        depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
+        depth = min(proposer.depth(known, num_decoding or len(known)), self._most_proposals)
         if depth <= 0:
             return {}
         proposals: dict[Sequence, Proposal] = {}

@@ -1,13 +1,15 @@
 """Tokens of a tenant beside another that fills the batch, in simulated time: see `Bench`."""
 
+import random
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 import pytest
 from engine.test_prefill_slices import CHIPS, MODELS, PAGE, SLICE_S, Bench
 
-from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.batch import Batch, Proposal, Sequence
 from mlxinfer.engine.rows import StepTimes
-from mlxinfer.engine.scheduler import RECENT_S
+from mlxinfer.engine.scheduler import RECENT_S, Proposer
 from mlxinfer.fair import Tenant
 
 HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
@@ -91,6 +93,43 @@ def test_a_page_that_takes_far_longer_than_an_answer_is_computed_bit_by_bit(
         assert bench.token_s[name][0] - asked_s <= 2 * 16 * 0.02 + 2 * SLICE_S
         gaps = sorted(after - before for before, after in pairwise(bench.token_s[name]))
         assert gaps[len(gaps) * 9 // 10] <= 1.5 * 2 * 0.02 + 1e-9
+
+
+class RandomProposals(Proposer):
+    """Up to `most` proposals for each sequence; token 7 holds."""
+
+    def __init__(self, rnd: random.Random, most: int) -> None:
+        self._rnd, self._most = rnd, most
+
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        return self._most
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        return [Proposal(self._rnd.choices([7, 5], k=self._rnd.randint(0, 7))) for _ in sequences]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_verified_proposals_take_no_more_of_a_step_than_rows_may(seed: int) -> None:
+    """On a GPU and without one; a tenant alone has as many as are proposed."""
+    rnd = random.Random(seed)
+    kind, most = rnd.choice([Bench, NoGpu]), rnd.randint(1, 7)
+    chip, model = rnd.choice([*CHIPS]), rnd.choice([*MODELS])
+    _, gap_s = idle(chip, model)
+    bench = kind(chip, model, max_batch=64, proposer=RandomProposals(rnd, most))
+    for i in range(rnd.randint(1, 63)):
+        bench.add(f"heavy{i}", rnd.randint(1, 60), 10_000, HEAVY)
+    while not all(len(times) > 20 for times in bench.token_s.values()):
+        bench.step()
+    counters = bench.scheduler.counters
+    assert counters.tokens_proposed > 0
+    bench.add("light", 16, 400, LIGHT)
+    while len(set(bench.token_s["light"])) < NUM_TOKENS:
+        bench.step()
+    times = sorted(set(bench.token_s["light"]))[4:]
+    gaps = sorted(after - before for before, after in pairwise(times))
+    row_s = 0.02 if kind is NoGpu else gap_s
+    assert gaps[len(gaps) * 8 // 10] <= 1.5 * 2 * row_s + 1e-9, f"seed {seed}"
+    assert gaps[-1] <= 1.5 * SLICE_S, f"seed {seed}"
 
 
 def test_what_a_busy_machine_measured_is_soon_forgotten() -> None:

@@ -177,13 +177,14 @@ class PrefillSizer:
     ) -> int:
         """Tokens that the oldest prompt of a tenant gets at least: a page, or far less.
 
-        A page may take far longer than the room. Then answers of other tenants wait for it only if
-        it ends the prompt of a tenant that is behind.
+        A page may take far longer than the room, or seem to. Then answers of other tenants wait
+        for it only if a tenant that is behind has a prompt of a page or two.
         """
         tenant, used = oldest.request.tenant, self._tenants.used
         others = [used(other) for other in served if other != tenant]
         is_behind = tenant not in served and all(used(tenant) <= other for other in others)
-        if not others or (is_behind and oldest.num_left <= self._page_size):
+        is_short = oldest.num_known - oldest.num_cached <= 2 * self._page_size
+        if not others or (is_behind and is_short):
             return self._page_size
         fitting = max(int(room / cost(oldest)), 1)
         return fitting if 2 * fitting < self._page_size else self._page_size

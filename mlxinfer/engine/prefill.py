@@ -178,15 +178,16 @@ class PrefillSizer:
         """Tokens that the oldest prompt of a tenant gets at least: a page, or far less.
 
         A page may take far longer than the room, or seem to. Then answers of other tenants wait
-        for it only if a tenant that is behind has a prompt of a page or two.
+        for it only if a tenant that is behind has a prompt of a page or two, or for a quarter of
+        it if that tenant is not behind.
         """
         tenant, used = oldest.request.tenant, self._tenants.used
         others = [used(other) for other in served if other != tenant]
-        is_behind = tenant not in served and all(used(tenant) <= other for other in others)
         is_short = oldest.num_known - oldest.num_cached <= 2 * self._page_size
-        if not others or (is_behind and is_short):
+        is_first = is_short and tenant not in served
+        if not others or (is_first and all(used(tenant) <= other for other in others)):
             return self._page_size
-        fitting = max(int(room / cost(oldest)), 1)
+        fitting = max(int(room / cost(oldest)), self._page_size // 4 if is_first else 1)
         return fitting if 2 * fitting < self._page_size else self._page_size
 
     def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:

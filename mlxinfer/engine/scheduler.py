@@ -173,8 +173,9 @@ class Scheduler:
             pending = any(s.num_pending for s in queues.unfinished())
             assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None
-        short = sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1)
-        long = [s for s in segments if s.seals]
+        long = [s for s in segments if s.seals] if segments else []
+        short = [s for s in segments if not s.seals] if segments else []
+        short.sort(key=lambda s: s.num_tokens > 1)
         work, admitted = self.kv_manager.take_work(), queues.admitted
         queues.admitted = []
         batch = Batch(decodes, short, long, work, admitted, num_decoding=num_decoding)
@@ -405,7 +406,7 @@ class Scheduler:
                 sequence.sharers = {}
         for segment in batch.long:
             self.kv_manager.wrote(segment.sequence)
-        if self.queues.contested:
+        if not self.prefill.alone_s:  # tenants compete for this step
             self.queues.charge(batch)
         self._note_steady(batch)
         self._newest = batch.sampling.sequences

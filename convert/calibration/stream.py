@@ -38,7 +38,7 @@ See = Callable[[Sequence[str], mx.array, mx.array | None], None]
 for experts, where x is (..., 1, in_dims), which expert each row goes to, (...)."""
 
 
-class ObservedProjection:
+class ObservedProjection(Projection):
     """A projection that shows its inputs to an observer."""
 
     __slots__ = ("paths", "projection", "see")

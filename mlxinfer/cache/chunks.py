@@ -59,8 +59,6 @@ class Chunk:
     def of(segment: Segments, metadata: StepMetadata, group: PageGroup) -> "Chunk":
         row, start, count = int(segment.rows[0]), int(segment.starts[0]), segment.num_tokens
         table, window, stop = segment.tables[0][group.number], group.window, start + count
-        # What of its first page is there already was copied into the page as well as into the tail.
-        assert segment.sealed[0] == start - start % table.page_size, "a full page is not sealed"
         ranges = window.ranges(start, stop)
         return Chunk(
             rows=slice(row, row + count),

@@ -85,6 +85,24 @@ class Segments:
             int(self.counts[places].max()),
         )
 
+    def last(self, rows: Ints) -> "Segments | None":
+        """The tokens of a step's `rows` (R,), the last ones of their segments; None: none of them.
+
+        Their rows are places in `rows`.
+        """
+        first, stop = np.searchsorted(rows, [self.rows, self.rows + self.counts]).astype(np.int32)
+        counts = stop - first
+        if (first == self.rows).all() and (counts == self.counts).all():
+            return self
+        places = np.flatnonzero(counts)
+        if not len(places):
+            return None
+        starts = self.starts + self.counts - counts
+        width = int(counts.max())
+        numbers = first, starts, counts, self.sealed, self.slots
+        whole = Segments(self.tables, *numbers, width)
+        return whole if len(places) == len(self) else whole.some(places)
+
     def joined(self, other: "Segments") -> "Segments":
         """These and others that come right after them in the flat list."""
         return Segments(
@@ -137,6 +155,22 @@ class StepMetadata:
     def turning(self) -> Ints:
         """(T,) or (3, T) positions by which keys and queries are turned."""
         return self.positions if self.rope_positions is None else self.rope_positions
+
+    def narrowed(self, rows: Ints) -> "StepMetadata":
+        """The tokens of some rows (R,) alone, in ascending order, the last ones of their segments.
+
+        For attention of these rows to what all rows store.
+        """
+        parts = [[part.last(rows) for part in parts] for parts in (self.short, self.long)]
+        short, long = ([part for part in some if part is not None] for some in parts)
+        spans, turning = self.spans, self.rope_positions
+        return StepMetadata(
+            short,
+            long,
+            self.positions[rows],
+            spans=None if spans is None else spans[:, rows],
+            rope_positions=None if turning is None else turning[..., rows],
+        )
 
     def spans_of(self, first: int, count: int) -> Ints | None:
         """(2, n) spans of `count` tokens from row `first` on; None: none sees a later token."""

@@ -35,6 +35,7 @@ from ..metal_kernels.stored import Affine, Plane
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import KERNEL, Variant
 from .attention import Prepared
+from .inputs import Ints
 from .paged import KEY_BIAS, Choice, Formats, GroupKey, PagedLayer, Stored, unrotated
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
@@ -187,7 +188,7 @@ class KeyValueLayer(PagedLayer):
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def attend_heads(self, qkv: mx.array, softmax: Softmax) -> mx.array:
+    def attend_heads(self, qkv: mx.array, softmax: Softmax, rows: Ints | None) -> mx.array:
         """Norm, rope and storage format in one kernel, then as `attend`.
 
         `qkv`: the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim).
@@ -202,7 +203,9 @@ class KeyValueLayer(PagedLayer):
         else:
             queries, stored = kv_write(qkv, place.positions, heads)
             self.write(stored, place, prepared.page_writes)
-        return self.restored(prepared.attend(self, queries, softmax))
+        if rows is not None:
+            queries = queries[mx.array(rows)]
+        return self.restored(prepared.of_rows(rows).attend(self, queries, softmax))
 
     def attend(
         self,
@@ -211,6 +214,8 @@ class KeyValueLayer(PagedLayer):
         values: mx.array,
         softmax: Softmax,
         choice: Choice | None = None,
+        *,
+        rows: Ints | None = None,
     ) -> mx.array:
         """Store keys and values, then attend over all that each token may see.
 
@@ -222,22 +227,27 @@ class KeyValueLayer(PagedLayer):
             values: (T, num_kv_heads, value_dim).
             softmax: of the layer.
             choice: of the blocks that each token sees; None: it sees all before it.
+            rows: (R,) that attend, in ascending order, the last ones of their sequences; None: all.
 
         Returns:
-            (T, num_heads * value_dim), the heads side by side.
+            (R, num_heads * value_dim), the heads side by side.
         """
         prepared = self.prepared
-        if self._as_they_are and choice is None:
-            self.write([[keys], [values]], prepared.place, prepared.page_writes)
+        stored = [[keys], [values]] if self._as_they_are else self.encode(keys, values)
+        self.write(stored, prepared.place, prepared.page_writes)
+        if self._as_they_are and choice is rows is None:
             return prepared.attend(self, queries, softmax)
-        self.write(self.encode(keys, values), prepared.place, prepared.page_writes)
-        if choice is None:
-            return self.attend_again(queries, softmax)
-        return self.restored(choice.attend(self, self.rotate(queries), softmax))
+        if choice is not None:
+            outputs = self.restored(choice.attend(self, self.rotate(queries), softmax))
+            return outputs if rows is None else outputs[mx.array(rows)]
+        if rows is not None:
+            queries = queries[mx.array(rows)]
+        return self.attend_again(queries, softmax, rows)
 
-    def attend_again(self, queries: mx.array, softmax: Softmax) -> mx.array:
-        """Other queries (T, heads, D) over what this step has stored."""
-        return self.restored(self.prepared.attend(self, self.rotate(queries), softmax))
+    def attend_again(self, queries: mx.array, softmax: Softmax, rows: Ints | None) -> mx.array:
+        """Queries (R, heads, D) of `rows` over what this step has stored."""
+        prepared = self.prepared.of_rows(rows)
+        return self.restored(prepared.attend(self, self.rotate(queries), softmax))
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
         """Encode keys and values (T, H, D) as they are stored."""

@@ -184,8 +184,10 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
         return metadata.short[0].tokens()
     parts = [segments.tokens() for segments in metadata.short]
     for chunk in metadata.long:
-        count = chunk.num_tokens  # what came before is in the tail already
-        rest = min(int(chunk.starts[0] + count) % page_size, count)
+        count, start = chunk.num_tokens, int(chunk.starts[0])
+        # What of its first page is there already was copied into the page as well as into the tail.
+        assert chunk.sealed[0] == start - start % page_size, "a full page is not sealed"
+        rest = min((start + count) % page_size, count)
         own_rows, own_slots, own_positions = (part[count - rest :] for part in chunk.tokens())
         parts.append((own_rows, own_slots, own_positions))
     rows, slots, positions = zip(*parts, strict=True)

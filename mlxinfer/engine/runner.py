@@ -40,7 +40,7 @@ class Computed:
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
     hidden: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
-    stored: mx.array | None  # (T, ...) of which keys and values of unread rows are made, if any
+    stored: list[mx.array]  # (T, ...) of which keys and values of unread rows are made, if any
     outputs: list[mx.array]  # arrays of the cache to evaluate with them
 
 
@@ -128,15 +128,15 @@ class Forward:
         ]
         logits: mx.array | None = None
         if step.num_rows:
-            read = hidden
-            if step.rows is not None and model_step.narrowed is None:
-                read = hidden[mx.array(step.rows)]
+            left = model_step.rows
+            order = step.rows if left is None else _order(step.rows, left)
+            read = hidden if order is None else hidden[mx.array(order)]
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
             logits = self.model.logits(read, adapters)  # (R, vocab)
         unused = [] if step.num_rows else [hidden]
         all_read = step.num_rows and step.rows is None
-        stored = None if all_read else hidden if model_step.passed is None else model_step.passed
+        stored = [] if all_read else model_step.stored or [hidden]
         for work in model_step.late or ():
             work()
         outputs = self.cache.step_outputs()
@@ -191,7 +191,13 @@ def _read_rows(step: StepInputs) -> Ints | None:
     num_tokens = len(step.segments.positions)
     rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
     assert rows is not None
-    return rows if len(rows) < num_tokens else None
+    return np.sort(rows) if len(rows) < num_tokens else None
+
+
+def _order(rows: Ints | None, left: Ints) -> Ints | None:
+    """(R,) places of `rows` of a step among those that are `left`; None: they are all, in order."""
+    assert rows is not None, "else all rows are read"
+    return None if (rows == left).all() else np.searchsorted(left, rows).astype(np.int32)
 
 
 ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
@@ -450,8 +456,9 @@ class Runner:
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
         logits, sampling = computed.logits, batch.sampling
-        stored = None if computed.stored is None else _largest(computed.stored)
-        outputs += [] if stored is None else [stored]
+        largest = list(map(_largest, computed.stored))
+        stored = mx.stack(largest).max(axis=0) if len(largest) > 1 else next(iter(largest), None)
+        outputs += largest
         if logits is None:
             return Launched(batch, None, prompt_logits, outputs, stored_check=stored)
         checks: list[mx.array] = []

@@ -101,31 +101,38 @@ class ActiveAdapters:
 
     def __init__(self) -> None:
         self.last_number = 0
-        self._numbers: Rows | None = None
-        self._plans: dict[tuple[tuple[int, ...], int], AdapterPlan | None] = {}
+        self._numbers: dict[int, Rows] = {}  # by rows of a layer's input
+        self._plans: dict[tuple[tuple[int, ...], int, int], AdapterPlan | None] = {}
 
-    def begin(self, numbers: Rows | None) -> None:
+    def begin(self, numbers: Rows | None, read_rows: Rows | None = None) -> None:
         """Set the adapter of each row (T,), 0 for none, for the layers called next.
 
-        `numbers`: None: no row has one.
+        Args:
+            numbers: None: no row has one.
+            read_rows: fewer than T rows, which the last layers get alone; None: all get all.
         """
-        self._numbers = numbers
-        self._plans = {}
+        self._numbers, self._plans = {}, {}
+        if numbers is not None and read_rows is not None:
+            self._numbers[len(read_rows)] = numbers[read_rows]
+        if numbers is not None:
+            self._numbers[len(numbers)] = numbers
 
-    def plan(self, members: tuple[int, ...], rows_per_token: int = 1) -> AdapterPlan | None:
+    def plan(
+        self, members: tuple[int, ...], num_rows: int, rows_per_token: int = 1
+    ) -> AdapterPlan | None:
         """The rows with one of `members` as their adapter; None: there are none.
 
         Args:
             members: numbers of the adapters of a stack, in their order.
-            rows_per_token: rows of the layer's input for each row of the step.
+            num_rows: of the layer's input.
+            rows_per_token: of these for each row of the step.
         """
-        if self._numbers is None:
+        if not self._numbers:
             return None
-        key = members, rows_per_token
+        key = members, num_rows, rows_per_token
         if key not in self._plans:
-            numbers = (
-                self._numbers if rows_per_token == 1 else np.repeat(self._numbers, rows_per_token)
-            )
+            numbers = self._numbers[num_rows // rows_per_token]
+            numbers = numbers if rows_per_token == 1 else np.repeat(numbers, rows_per_token)
             self._plans[key] = _planned(numbers, members)
         return self._plans[key]
 
@@ -389,13 +396,13 @@ class Adapted:
         having = [stack for stack in self.stacks if number in stack.members]
         return sum(stack.num_bytes // len(stack.members) for stack in having)
 
-    def used(self, rows_per_token: int = 1) -> list[tuple[Stack, AdapterPlan]]:
-        """The stacks that rows of the step need, see `ActiveAdapters.plan`."""
-        plans = [(stack, self._active.plan(stack.members, rows_per_token)) for stack in self.stacks]
+    def used(self, *rows: int) -> list[tuple[Stack, AdapterPlan]]:
+        """The stacks that rows of the layer's input need; `rows`: see `ActiveAdapters.plan`."""
+        plans = [(stack, self._active.plan(stack.members, *rows)) for stack in self.stacks]
         return [(stack, plan) for stack, plan in plans if plan is not None]
 
 
-class AdaptedLinear(Adapted):
+class AdaptedLinear(Adapted, Projection):
     """A projection of rows that have adapters.
 
     Args:
@@ -418,7 +425,7 @@ class AdaptedLinear(Adapted):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, in_dims) -> (T, out_dims), plus the residual."""
-        used = self.used()
+        used = self.used(len(x))
         if not used:
             return self.base(x, residual)
         stack, plan = used[0]
@@ -458,7 +465,8 @@ class AdaptedExperts(Adapted):
     def __call__(self, x: mx.array, routed: Routed) -> mx.array:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
         y = self.base(x, routed)
-        for stack, plan in self.used(routed.rows_per_token):
+        num_rows = routed.experts.size // routed.per_row
+        for stack, plan in self.used(num_rows, routed.rows_per_token):
             y = self._add_to_pairs(y, x, routed, stack, plan)
         return y
 

@@ -42,7 +42,17 @@ class Mixer(Protocol):
         ...
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus `residual` where one is given."""
+        """Let the tokens of a step see each other.
+
+        Args:
+            x: (T, hidden).
+            step: of the tokens.
+            residual: (R, hidden) that is added to the result; None: nothing is.
+
+        Returns:
+            (R, hidden): of all T rows, or of those that are left in the last layer that stores
+            anything, see `Step.narrow`.
+        """
         ...
 
 
@@ -62,7 +72,7 @@ class ParallelMixers:
         return [use for part in self.parts for use in part.kernels(model)]
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
+        """x (T, hidden) -> (R, hidden), plus the residual."""
         first, *later = self.parts
         y = first(x, step, residual)
         for part in later:
@@ -158,6 +168,7 @@ class Attention(AttentionShape, Mixer):
         "key_bias",
         "norm_last",
         "o_proj",
+        "q_dims",
         "qk_norm",
         "qk_shape",
         "qkv_proj",
@@ -200,6 +211,7 @@ class Attention(AttentionShape, Mixer):
         self.o_proj = o_proj
         self.spec = spec
         self.k_start = (num_heads,)
+        self.q_dims = num_heads * spec.key_dim
         self.qk_shape = (-1, num_heads + spec.num_kv_heads, spec.key_dim)
         self.v_shape = (-1, spec.num_kv_heads, spec.value_dim)
         self.v_start = ((num_heads + spec.num_kv_heads) * spec.key_dim,)
@@ -224,13 +236,14 @@ class Attention(AttentionShape, Mixer):
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
+        """x (T, hidden) -> (R, hidden), plus the residual."""
         cache = step.caches[self]
-        projected = self.qkv_proj(x)  # (T, (H + Hkv) * D + Hkv * Dv)
+        # (T, (H + Hkv) * D + Hkv * Dv)
+        projected = self.qkv_proj(x) if step.rows is None else self._projected(x, step)
         choice = [] if self.indexer is None else [self.indexer(x, step)]
         outputs: mx.array
         if cache.heads is not None and not any(choice):
-            outputs = cache.attend_heads(projected, self.softmax)
+            outputs = cache.attend_heads(projected, self.softmax, step.rows)
         else:
             qk, values = mx.split(projected, self.v_start, axis=1)
             qk = qk.reshape(self.qk_shape)  # (T, H + Hkv, D)
@@ -246,11 +259,24 @@ class Attention(AttentionShape, Mixer):
                 queries = self.query_scale(queries, step.prepared[self.query_scale])
             if self.v_norm is not None:
                 values = self.v_norm(values)
-            outputs = cache.attend(queries, keys, values, self.softmax, *choice)
+            outputs = cache.attend(queries, keys, values, self.softmax, *choice, rows=step.rows)
         if self.gate_proj is not None:
-            gates = self.gate(self.gate_proj(x))[..., None]
+            gates = self.gate(self.gate_proj(step.read(x)))[..., None]  # (R, H, 1 or Dv)
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)
         return self.o_proj(outputs, residual)  # of the heads side by side
+
+    def _projected(self, x: mx.array, step: Step) -> mx.array:
+        """`qkv_proj` where some rows are not read: their queries may be zeros."""
+        q_proj = self.qkv_proj.some_outputs(slice(self.q_dims))
+        kv_proj = self.qkv_proj.some_outputs(slice(self.q_dims, None))
+        if q_proj is None or kv_proj is None:
+            projected = self.qkv_proj(x)
+        else:
+            queries = mx.zeros((len(x), self.q_dims), x.dtype)
+            queries[mx.array(step.rows)] = q_proj(step.read(x)).astype(x.dtype)
+            projected = mx.concatenate([queries, kv_proj(x)], axis=1)
+        step.stored.append(projected)
+        return projected
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
         """The bias on keys of `heads` (N,): (N, head_dim) float32.
@@ -268,10 +294,10 @@ class SharedAttention:
     """Attention over the keys and values of an earlier layer; only queries are its own.
 
     Args:
-        q_proj: (T, hidden) -> (T, num_heads * head_dim).
-        o_proj: (T, num_heads * head_dim) -> (T, hidden).
+        q_proj: (R, hidden) -> (R, num_heads * head_dim).
+        o_proj: (R, num_heads * head_dim) -> (R, hidden).
         source: the layer that stores keys and values, which has run before in the same step.
-        q_norm: over (T, num_heads, head_dim); None: no norm.
+        q_norm: over (R, num_heads, head_dim); None: no norm.
     """
 
     __slots__ = ("o_proj", "q_norm", "q_proj", "source")
@@ -291,18 +317,15 @@ class SharedAttention:
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
+        """x (R, hidden) -> (R, hidden), plus the residual."""
         source = self.source
         queries = self.q_proj(x).reshape(x.shape[0], source.num_heads, -1)
         if self.q_norm is not None:
             queries = self.q_norm(queries)
-        queries = step.widen(queries)  # the cache attends for all rows of the step
         if source.rope is not None:
-            queries = source.rope(queries, step.prepared[source.rope])
-        outputs: mx.array = step.caches[source].attend_again(queries, source.softmax)
-        if step.narrowed is not None:
-            outputs = outputs[step.narrowed]
-        return self.o_proj(outputs, residual)
+            queries = source.rope(queries, step.read_prepared[source.rope])
+        cache = step.caches[source]
+        return self.o_proj(cache.attend_again(queries, source.softmax, step.rows), residual)
 
 
 LayerMixer = Mixer | ParallelMixers | SharedAttention

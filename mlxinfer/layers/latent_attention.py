@@ -166,8 +166,8 @@ class LatentAttention(Mixer):
         return {}
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
-        return self.o_proj(self.attend(x, step), residual)
+        """x (T, hidden) -> (R, hidden), plus the residual."""
+        return self.o_proj(step.read_checked(self.attend(x, step)), residual)
 
 
 class Indexer:

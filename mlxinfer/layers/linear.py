@@ -9,6 +9,8 @@ import mlx.core as mx
 class Projection(Protocol):
     """x (T, in_dims) -> (T, out_dims)."""
 
+    __slots__ = ()
+
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """The product, plus the bias if there is one, plus `residual` (T, out_dims) if it is given.
 
@@ -16,8 +18,12 @@ class Projection(Protocol):
         """
         ...
 
+    def some_outputs(self, outputs: slice) -> "Projection | None":
+        """Some of the outputs, over the same memory; None: they are computed all at once."""
+        return None
 
-class Linear:
+
+class Linear(Projection):
     """A dense matrix, kept as the transposed view that the product needs."""
 
     __slots__ = ("bias", "transposed")
@@ -34,6 +40,10 @@ class Linear:
         if self.bias is None:
             return x @ self.transposed
         return mx.addmm(self.bias, x, self.transposed)
+
+    def some_outputs(self, outputs: slice) -> "Linear":
+        weight, bias = self.transposed.T[outputs], self.bias
+        return Linear(weight, None if bias is None else bias[outputs])
 
 
 class QuantizedMatrix:
@@ -61,7 +71,7 @@ class QuantizedMatrix:
         self.mode = mode
 
 
-class QuantizedLinear(QuantizedMatrix):
+class QuantizedLinear(QuantizedMatrix, Projection):
     """A quantised matrix; the product dequantises as it goes."""
 
     __slots__ = ()
@@ -73,6 +83,17 @@ class QuantizedLinear(QuantizedMatrix):
         if self.bias is not None:
             y = y + self.bias
         return y if residual is None else residual + y
+
+    def some_outputs(self, outputs: slice) -> "QuantizedLinear":
+        return QuantizedLinear(
+            self.weight[outputs],
+            self.scales[outputs],
+            None if self.biases is None else self.biases[outputs],
+            None if self.bias is None else self.bias[outputs],
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
 
 
 class Rotation:
@@ -109,7 +130,7 @@ class Rotation:
         return mx.hadamard_transform(blocks, scale=self.scale).flatten(-2)
 
 
-class RotatedLinear:
+class RotatedLinear(Projection):
     """A projection whose matrix is rotated along its inputs, as they are before the product."""
 
     __slots__ = ("projection", "rotation")
@@ -139,7 +160,7 @@ def matrix_of(projection: Projection) -> tuple[mx.array, ...] | None:
     return None
 
 
-class Joined:
+class Joined(Projection):
     """Several projections of the same input, side by side: for formats that cannot be fused."""
 
     __slots__ = ("parts",)

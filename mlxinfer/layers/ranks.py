@@ -86,7 +86,7 @@ class Sums:
             self._held = before
 
 
-class Summed:
+class Summed(Projection):
     """A projection or a feed-forward block; each rank has some of its inputs, and so a summand.
 
     A block may have several summands, as experts and a shared one: one sum for all of them.
@@ -145,7 +145,7 @@ class SplitEmbedding:
         return SplitHead(self.part.as_linear(), self.vocab_size, self.link)
 
 
-class SplitHead:
+class SplitHead(Projection):
     """An output projection; each rank has some of the outputs, and rank 0 gets all of them.
 
     Args:
@@ -197,7 +197,7 @@ class AbsentLayer(Layer):
         return x, None
 
 
-class AbsentTable:
+class AbsentTable(Projection):
     """The token table or the output projection of a model, which rank 0 has."""
 
     __slots__ = ()

@@ -69,8 +69,8 @@ class RecurrentMixer(Mixer, ABC):
         self.ready: ReadyFor = never
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
-        return self.out_proj(self.mix(x, step), residual)
+        """x (T, hidden) -> (R, hidden), plus the residual."""
+        return self.out_proj(step.read_checked(self.mix(x, step)), residual)
 
     @abstractmethod
     def mix(self, x: mx.array, step: Step) -> mx.array:

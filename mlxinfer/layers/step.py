@@ -107,16 +107,17 @@ class Step:
             `Model.rope_variant`; None: 0 for all.
         adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
         taps: takes outputs of layers that are wanted; None: none are.
-        read_rows: (R,) rows whose output is read; None: all. See `narrow`.
+        read_rows: (R,) rows whose output is read, in ascending order, the last ones of their
+            sequences; None: all. See `narrow`.
 
     Attributes:
         narrows: the layer that is called next is the last one that stores anything.
-        narrowed: the (R,) rows that are left; None: all are.
-        passed: (T, ...) the residual stream from which they were taken.
-        begin_adapters: sets the adapters of the rows that are left; None: the model never had one.
+        rows: the rows that mixers go on with once they have stored: (R,) `read_rows`; None: all.
+        stored: (T, ...) arrays that show whether that mixer stored finite numbers of all rows.
         per_layer: (T, L, P) inputs of the L layers, in Gemma 3n and the E models of Gemma 4.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
         prepared: rope -> what `rope.prepare` returns, computed once for all layers of that rope.
+        read_prepared: the same of the rows that are left.
         features: vectors of a picture in place of embeddings; None: every row has its token's.
         index: of the last layer that had an indexer: `cache.latent.Index`, or the tokens that it
             chose, `cache.paged.Choice`.
@@ -126,9 +127,9 @@ class Step:
     """
 
     __slots__ = (
-        "adapters", "begin_adapters", "caches", "features", "ids", "index", "late", "narrowed",
-        "narrows", "passed", "per_layer", "positions", "prepared", "read_rows", "rope_variants",
-        "taps", "token_types",
+        "adapters", "caches", "features", "ids", "index", "late", "narrows",
+        "per_layer", "positions", "prepared", "read_prepared", "read_rows", "rope_variants", "rows",
+        "stored", "taps", "token_types",
     )  # fmt: skip
 
     def __init__(
@@ -148,50 +149,56 @@ class Step:
         self.taps = taps
         self.read_rows = read_rows
         self.narrows = False
-        self.narrowed: mx.array | None = None
-        self.passed: mx.array | None = None
-        self.begin_adapters: Callable[[Rows | None], None] | None = None
+        self.rows: Rows | None = None
+        self.stored: list[mx.array] = []
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self.features: StepFeatures | None = None
         self.index: Any = None
         self.ids: mx.array | None = None
         self.late: list[Callable[[], None]] | None = None
-        self.prepared = PreparedRopes(positions, rope_variants)
+        self.prepared = self.read_prepared = PreparedRopes(positions, rope_variants)
 
     def begin_last_to_store(self, index: int) -> None:
         """Layer `index`, called next, is the last one with a cache. Some rows are not read."""
         self.narrows = self.features is None or index >= len(self.features.deep)
 
-    def narrow(self, x: mx.array, normed: mx.array | None = None) -> "Passed":
-        """Leave out rows that nothing reads: once the last layer has stored what it keeps of them.
+    def narrow(self, x: mx.array) -> mx.array:
+        """Leave out rows that nothing reads, from the mixer on that is the last one to store.
 
-        Every layer calls it between its mixer and its feed-forward block if `narrows`. Of a prompt
-        only the last token gives logits, so nearly all of the last feed-forward block would be for
-        nothing, and so would all layers behind it that read the keys of earlier ones.
+        Of a prompt only the last token gives logits. The last mixer stores what it keeps of all
+        tokens, and nearly all of its other work would be for nothing: its attention, its output
+        projection and the feed-forward block. The same is true of layers behind it, which read the
+        keys of earlier ones.
+
+        If `narrows`, a layer calls it just before its mixer. The mixer gets all rows, and returns
+        those that are left. Layers that never call it compute all rows.
 
         Args:
             x: (T, ...) the residual stream.
-            normed: (T, ...) a norm of it, or None.
 
         Returns:
-            (R, ...) of each.
+            (R, ...).
         """
         assert self.read_rows is not None
-        self.narrows, self.narrowed, self.passed = False, mx.array(self.read_rows), x
-        if self.adapters is not None and self.begin_adapters is not None:
-            self.begin_adapters(self.adapters[self.read_rows])
+        self.narrows, self.rows = False, self.read_rows
+        places = mx.array(self.read_rows)
+        variants = None if self.rope_variants is None else self.rope_variants[self.read_rows]
+        self.read_prepared = PreparedRopes(self.positions[..., places], variants)
         if self.per_layer is not None:
-            self.per_layer = self.per_layer[self.narrowed]
-        return x[self.narrowed], None if normed is None else normed[self.narrowed]
+            self.per_layer = self.per_layer[places]
+        return x[places]
 
-    def widen(self, x: mx.array) -> mx.array:
-        """Rows (R, ...) that are left, among zeros in the places of the others: (T, ...)."""
-        if self.narrowed is None:
-            return x
-        wide = mx.zeros((self.positions.shape[-1], *x.shape[1:]), x.dtype)
-        wide[self.narrowed] = x
-        return wide
+    def read(self, x: mx.array) -> mx.array:
+        """The rows that are left of x, which has all (T, ...) or only them."""
+        rows = self.rows
+        return x if rows is None or len(x) == len(rows) else x[mx.array(rows)]
+
+    def read_checked(self, x: mx.array) -> mx.array:
+        """`read`; x (T, ...) shows whether the mixer stored finite numbers of all rows."""
+        if self.rows is not None:
+            self.stored.append(x)
+        return self.read(x)
 
     def on_host(self, work: Callable[[], None]) -> None:
         """Do work on the host that waits for tokens of the step before, as late as it can be.

@@ -69,10 +69,8 @@ class ResidualLayer(Layer):
         to_mlp, onward = self.joins
         if normed is None:
             normed = x if self.first_norm is None else self.first_norm(x)
+        x = step.narrow(x) if step.narrows else x
         x, normed = to_mlp(x, partial(self.mixer, normed, step))
-        if step.narrows:
-            x, some = step.narrow(x, normed)
-            normed = x if some is None else some
         x, normed = onward(x, partial(self.mlp, normed))
         return x, None if onward.before is None else normed
 
@@ -90,10 +88,8 @@ class ParallelLayer(Layer):
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         normed = self.norm(x)
-        x = self.mixer(normed, step, x)
-        if step.narrows:
-            x, normed = step.narrow(x, normed)
-        return self.mlp(normed, x), None
+        x = self.mixer(normed, step, step.narrow(x) if step.narrows else x)
+        return self.mlp(step.read(normed), x), None
 
 
 class Model:
@@ -161,8 +157,7 @@ class Model:
         Returns:
             (T, hidden_size) after the final norm; (R, hidden_size) where the step was narrowed.
         """
-        self.begin_adapters(step.adapters)
-        step.begin_adapters = self.begin_adapters
+        self.begin_adapters(step.adapters, step.read_rows)
         taps = step.taps
         x, normed = self.enter(ids, step), None
         for index, layer in enumerate(self.layers):
@@ -207,10 +202,10 @@ class Model:
         self.begin_adapters(adapters)
         return scaled_logits(self.lm_head(hidden), self.config)
 
-    def begin_adapters(self, adapters: Rows | None) -> None:
-        """Set the adapter of each row (T,) for the layers that are called next."""
+    def begin_adapters(self, adapters: Rows | None, read_rows: Rows | None = None) -> None:
+        """Set the adapter of each row (T,), for layers that get all of them or `read_rows` (R,)."""
         if self.active_adapters.last_number:  # else the model never had one
-            self.active_adapters.begin(adapters)
+            self.active_adapters.begin(adapters, read_rows)
 
     def rope_variant(self, max_tokens: int) -> int:
         """Which frequencies a sequence uses that may grow to `max_tokens`; 0 for most models.

@@ -165,8 +165,7 @@ class StageModel:
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """Run this rank's layers; same arguments and result as `Model`."""
-        self.part.begin_adapters(step.adapters)
-        step.begin_adapters = self.part.begin_adapters
+        self.part.begin_adapters(step.adapters, step.read_rows)
         step.late = None  # what is sent is launched as it is built
         taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[-1]
         tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order

@@ -113,19 +113,16 @@ class SegmentAttention:
         values: mx.array,
         softmax: Softmax,
         choice: None = None,
+        rows: None = None,
     ) -> mx.array:
         """queries (T, heads, D), keys (T, H, D), values (T, H, V) -> (T, heads * V).
 
-        `choice`: of an index, which chooses nothing here.
+        `choice` and `rows`: no index chooses here, and all rows attend.
         """
         self._stored = keys, values
-        return self.attend_again(queries, softmax)
+        return self.attend_again(queries, softmax, rows)
 
-    def attend_again(
-        self,
-        queries: mx.array,
-        softmax: Softmax,
-    ) -> mx.array:
+    def attend_again(self, queries: mx.array, softmax: Softmax, rows: None) -> mx.array:
         """Other queries (T, heads, D) over the same keys and values."""
         assert self._stored is not None
         keys, values = self._stored

@@ -7,7 +7,7 @@ from cache.cache_layers import PAGE, Bits, fill, layer_of, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache import attention
+from mlxinfer.cache import gathered
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
@@ -61,7 +61,7 @@ def attend(spans: Segments, layer: KeyValueLayer, window: AttentionWindow, limit
     token_bytes = 2 * HEADS * DIM * 4
     positions = spans.tokens()[2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_BYTES", limit * PAGE * token_bytes)
+        patch.setattr(gathered, "BLOCK_BYTES", limit * PAGE * token_bytes)
         prepare(layer, StepMetadata([spans], [], positions), window)
     queries, keys, values, sinks = inputs(len(positions))
     return layer.attend(queries, keys, values, Softmax(0.2, sinks))
@@ -215,6 +215,6 @@ def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> N
 
 def test_blocks_hold_what_is_alike_and_nothing_is_left_out() -> None:
     pages = np.array([3, 0, 100, 4, 0, 3], np.int32)
-    blocks = [block.tolist() for block in attention.gather_blocks(pages, most=12)]
+    blocks = [block.tolist() for block in gathered.gather_blocks(pages, most=12)]
     assert blocks == [[1, 4], [0, 3, 5], [2]]
-    assert [b.tolist() for b in attention.gather_blocks(pages[:1], most=0)] == [[0]]
+    assert [b.tolist() for b in gathered.gather_blocks(pages[:1], most=0)] == [[0]]

@@ -73,6 +73,7 @@ def step(
         mx.array(np.concatenate([one.arrays[i][some] for one, some in rows])) for i in range(3)
     ]
     outputs = np.array(layer.attend(*arrays, Softmax(SCALE)))
+    check_some_rows(layer, parts, arrays[0], outputs)
     outputs_of = {}
     for token, (one, count) in zip(tokens, parts, strict=True):
         outputs_of[one] = outputs[token.row : token.row + count]
@@ -80,6 +81,19 @@ def step(
         if count > 8:
             one.sealed = one.done - one.done % PAGE
     return outputs_of
+
+
+def check_some_rows(
+    layer: KeyValueLayer, parts: list[tuple[Sequence, int]], queries: mx.array, outputs: np.ndarray
+) -> None:
+    """The last rows of each part, by themselves, attend as they do among all rows."""
+    rng, row, rows = np.random.default_rng(len(outputs)), 0, []
+    for _, count in parts:
+        row += count
+        rows += range(row - int(rng.integers(0, count + 1)), row)
+    some = np.array(rows or [row - 1], np.int32)
+    again = np.array(layer.attend_again(queries[mx.array(some)], Softmax(SCALE), some))
+    np.testing.assert_allclose(again, outputs[some], atol=2e-5, rtol=1e-4)
 
 
 def attended(

@@ -42,7 +42,7 @@ class Recurrence:
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        y: mx.array = step.caches[self].recur([x], self.advance)
+        y: mx.array = step.read_checked(step.caches[self].recur([x], self.advance))
         return y if residual is None else residual + y
 
     def advance(self, inputs: Arrays, read: Read, place: Place) -> tuple[mx.array, Arrays]:

@@ -229,8 +229,9 @@ def spoil(harness: Harness, token_id: int) -> None:
 
         def __call__(self, ids, step):  # type: ignore[no-untyped-def]
             hidden = forward(ids, step)
-            read = ids if step.narrowed is None else ids[step.narrowed]
-            return mx.where(read[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
+            return mx.where(
+                step.read(ids)[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden
+            )
 
     harness.loop.runner.forward.model = Spoilt()  # type: ignore[assignment]
 

@@ -15,7 +15,7 @@ from models.random_weights import random_tensor, tiny_tensors
 from models.runs import every
 from models.tiny import tiny_checkpoint, write
 
-from mlxinfer.cache import attention, chunks
+from mlxinfer.cache import chunks, gathered
 from mlxinfer.cache.chunks import Chunk
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
@@ -220,7 +220,7 @@ def test_any_way_may_be_the_fastest(
 
     monkeypatch.setattr(Chunk, "ways", lambda *_: (BLOCKS, WHOLE))  # as on a Mac
     for name, module, function in (
-        (FUSED, attention, "gathered_fused"),
+        (FUSED, gathered, "gathered_fused"),
         (WHOLE, chunks, "attend_to_all"),
     ):
         call = getattr(module, function)

@@ -1,13 +1,18 @@
-"""Behind the last layer that stores keys, a prompt goes on with the rows that give logits."""
+"""Once the last layer has stored keys, a prompt goes on with the rows that give logits."""
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, prompt, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models.cases import CASES
 from models.runs import every
 
+from mlxinfer.cache.attention import Prepared
 from mlxinfer.core import SamplingParams
 
 SHARING = ("gemma4_e-v4", "gemma4_e-v5", "gemma3n_text-v4", "gemma3n_text-v5")
@@ -18,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
 
 
 class Counted:
-    """A feed-forward block that notes the rows it is given."""
+    """A feed-forward block or a projection that notes the rows it is given."""
 
     def __init__(self, block: Any) -> None:
         self.block, self.rows = block, [0]
@@ -42,26 +47,67 @@ def answers(case: str, *, all_rows: bool, beside: bool = True) -> dict[str, Outc
     return harness.drain()
 
 
+def assert_alike(ours: dict[str, Outcome], others: dict[str, Outcome]) -> None:
+    for name, outcome in others.items():
+        assert ours[name].error is None
+        assert ours[name].token_ids == outcome.token_ids, name
+        for one, other in zip(ours[name].logprobs, outcome.logprobs, strict=True):
+            assert np.isclose(one.logprob, other.logprob, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", RUNS)
 def test_answers_are_those_of_steps_that_compute_all_rows(case: str) -> None:
-    expected, narrowed = answers(case, all_rows=True), answers(case, all_rows=False)
-    for name, outcome in expected.items():
-        assert narrowed[name].token_ids == outcome.token_ids
-        for ours, all_of_them in zip(narrowed[name].logprobs, outcome.logprobs, strict=True):
-            assert np.isclose(ours.logprob, all_of_them.logprob, atol=1e-4)
+    assert_alike(answers(case, all_rows=False), answers(case, all_rows=True))
+
+
+@given(
+    case=st.sampled_from([*ONE_OF_EACH.values(), *SHARING]),
+    prompts=st.lists(st.tuples(st.integers(1, 80), st.booleans()), min_size=1, max_size=4),
+    chunk=st.sampled_from([16, 32, 64]),
+    cached=st.booleans(),
+    begin=st.integers(0, 40),
+)
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "8")))
+def test_random_programs_answer_as_steps_that_compute_all_rows(
+    case: str, prompts: list[tuple[int, bool]], chunk: int, cached: bool, begin: int
+) -> None:
+    """Prompts that begin alike; some answers have a grammar, and are sampled last."""
+    outcomes = []
+    for all_rows in (False, True):
+        harness = Harness(
+            tiny_model(case, quantized=True), prefill_chunk=chunk, prefix_cache=cached, max_batch=3
+        )
+        for number, (length, constrained) in enumerate(prompts):
+            ids = prompt(begin) + prompt(length, seed=number)
+            grammar = FakeGrammar(number) if constrained else None
+            harness.add(str(number), ids, PARAMS, prompt_logits=all_rows, grammar=grammar)
+            harness.turn(number % 2)
+        outcomes.append(harness.drain())
+    assert_alike(*outcomes)
 
 
 @pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4", *SHARING])
 def test_late_blocks_see_the_rows_that_are_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last layer that stores anything, and of all behind it, whose keys are earlier ones."""
     model = tiny_model(case, quantized=True)
-    counted = []
+    most: dict[str, list[int]] = {"queries": []}
+    attend = Prepared.attend
+
+    def counted(self: Prepared, layer: Any, queries: Any, softmax: Any) -> Any:
+        most["queries"].append(len(queries))  # of all layers in turn
+        return attend(self, layer, queries, softmax)
+
+    monkeypatch.setattr(Prepared, "attend", counted)
+    blocks: dict[str, list[Counted]] = {"mlp": [], "o_proj": []}
     for layer in model.layers:
-        counted.append(Counted(layer.mlp))
-        monkeypatch.setattr(layer, "mlp", counted[-1])
+        for name, of in (("mlp", layer), ("o_proj", layer.mixer)):
+            blocks[name].append(Counted(getattr(of, name)))
+            monkeypatch.setattr(of, name, blocks[name][-1])
     answers(case, all_rows=False, beside=False)
     first, last = model.last_to_store, len(model.layers)
-    most = [max(block.rows) for block in counted]
-    assert min(most[:first], default=17) > 16, "a chunk goes through earlier layers as a whole"
-    assert max(most[first:last]) <= 2, "a row of each prompt at most"
+    most["queries"] = [max(most["queries"][index::last]) for index in range(last)]
+    most |= {name: [max(one.rows) for one in counted] for name, counted in blocks.items()}
+    for name, rows in most.items():
+        assert min(rows[:first], default=17) > 16, f"a chunk goes through earlier {name} as a whole"
+        assert max(rows[first:]) <= 2, f"{name}: a row of each prompt at most"
     assert first < last - 1 or case != "gemma3n_text-v4"

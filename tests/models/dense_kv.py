@@ -34,7 +34,7 @@ class DenseLayerKV:
         self.past: dict[str, tuple[mx.array, mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    def attend(self, queries, keys, values, softmax, choice=None):
+    def attend(self, queries, keys, values, softmax, choice=None, rows=None):
         spec = self.spec
         num_tokens = sum(count for _, count in self.segments)
         assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
@@ -100,7 +100,7 @@ class DenseLayerKV:
             collected.append(mx.concatenate(heads, axis=1))
         return mx.concatenate(collected)
 
-    def attend_again(self, queries, softmax):
+    def attend_again(self, queries, softmax, rows=None):
         outputs, start = [], 0
         for name, count in self.segments:
             rows = slice(start, start + count)

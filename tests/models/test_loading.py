@@ -251,7 +251,7 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
     class Spy:
         heads = None
 
-        def attend(self, queries, keys, values, softmax):
+        def attend(self, queries, keys, values, softmax, rows=None):
             seen.extend([queries.dtype, keys.dtype, values.dtype])
             return queries.flatten(1)
 

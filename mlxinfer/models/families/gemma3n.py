@@ -201,13 +201,10 @@ class StreamedLayer(Layer):
         """x (T, S, hidden) to the same shape."""
         before, behind, before_mlp, behind_mlp = self.norms
         predicted = self.altup.predict(x)
-        active = predicted[:, self.altup.active]
-        normed = before(active)
-        y = active + behind(self.mixer(normed, step))
-        y = (y + self.laurel(normed)) * 2.0**-0.5
-        if step.narrows:
-            predicted, some = step.narrow(predicted, y)
-            y = y if some is None else some
+        normed = before(predicted[:, self.altup.active])
+        predicted = step.narrow(predicted) if step.narrows else predicted
+        y = predicted[:, self.altup.active] + behind(self.mixer(normed, step))
+        y = (y + self.laurel(step.read(normed))) * 2.0**-0.5
         y = y + behind_mlp(self.mlp(before_mlp(y)))
         corrected = self.altup.correct(predicted, y)
         first, streams = mx.split(corrected, [1], axis=1)

@@ -134,9 +134,9 @@ class ScaledLayer(Layer):
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         to_mlp, onward = self.joins
-        x, _ = to_mlp(x, partial(self.mixer, self.before(x), step))
-        if step.narrows:
-            x, _ = step.narrow(x)
+        normed = self.before(x)
+        x = step.narrow(x) if step.narrows else x
+        x, _ = to_mlp(x, partial(self.mixer, normed, step))
         x, _ = onward(x, partial(self.mlp, x))
         return (x if self.gate is None else x + self.gate(x, step)) * self.scalar, None
 

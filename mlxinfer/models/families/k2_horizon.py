@@ -38,7 +38,7 @@ class GroupedNorm:
         return mx.fast.rms_norm(parts, None, self.eps).flatten(-2) * self.weight
 
 
-class WithMixedValues:
+class WithMixedValues(Projection):
     """Queries and keys of one matrix, values of a mixture of experts.
 
     Args:

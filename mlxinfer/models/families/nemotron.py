@@ -58,8 +58,8 @@ class MixerLayer(Layer):
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
-        x = self.mixer(self.norm(x), step, x)
-        return step.narrow(x) if step.narrows else (x, None)
+        normed = self.norm(x)
+        return self.mixer(normed, step, step.narrow(x) if step.narrows else x), None
 
 
 class FeedForwardLayer(Layer):

@@ -51,7 +51,7 @@ _LIMITS = ("input_min", "input_max", "output_min", "output_max")
 _NORM_EPS = 1e-5  # of torch's layer norm
 
 
-class ClippedLinear:
+class ClippedLinear(Projection):
     """A projection with limits of its inputs and of its outputs.
 
     Args:

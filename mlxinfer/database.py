@@ -14,11 +14,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from .errors import MlxinferError, StorageFullError
+
 RESERVE_BYTES = 512 << 10  # that let a full disk delete
 T = TypeVar("T")
 BUSY_S = 10.0  # that another process may hold the file
 DAMAGED = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB))
 log = logging.getLogger("mlxinfer")
+
+
+@contextmanager
+def reported(kind: type[MlxinferError], what: str) -> Iterator[None]:
+    """Errors of a file of `what` as those of the package."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        if (full := StorageFullError.cause(error)) is not None:
+            raise full from error
+        said = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise kind(f"{what} cannot be used: {said}.") from error
 
 
 class Database:

@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .database import Database
+from .database import Database, reported
 from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError, StorageFullError
 from .files import data_folder
 
@@ -38,6 +39,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
 _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
 _QUOTES = re.compile(r'["\n]')
 _VERSION = 1
+_reported = partial(reported, HistoryError, "The history")
 log = logging.getLogger("mlxinfer")
 _SCHEMA = (
     """CREATE TABLE conversations (
@@ -565,17 +567,6 @@ def excerpt(text: str, words: Sequence[str]) -> str:
     start, end = max(at - EXCERPT_CHARS, 0), at + 2 * EXCERPT_CHARS
     piece = " ".join(text[start:end].split())
     return f"{'…' if start else ''}{piece}{'…' if end < len(text) else ''}"
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        if (full := StorageFullError.cause(error)) is not None:
-            raise full from error
-        said = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise HistoryError(f"The history cannot be used: {said}.") from error
 
 
 def _check_id(id: str) -> None:

@@ -49,7 +49,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models", "threads"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "files", "memory", "threads"},
-    "database": set(),
+    "database": {"errors"},
     "history": {"database", "errors", "files"},
     "memory.fit": LEAVES | {"memory", "models"},
     "memory.roofline": LEAVES | {"memory.fit", "memory", "metal_kernels", "models"},

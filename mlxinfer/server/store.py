@@ -10,13 +10,13 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..database import Database
+from ..database import Database, reported
 from ..errors import StorageFullError
 from .errors import StoreError
 from .http import KEEP_ALIVE
@@ -33,6 +33,7 @@ CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses
 BEGIN DELETE FROM events WHERE id = old.id; END;
 """
 _FRAME_END = b"\n\n"
+_reported = partial(reported, StoreError, "Stored responses")
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -230,14 +231,3 @@ def _prepare(db: sqlite3.Connection) -> None:
     for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "auto_vacuum = INCREMENTAL"):
         db.execute(f"PRAGMA {pragma}")
     db.executescript(_SCHEMA)
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        if (full := StorageFullError.cause(error)) is not None:
-            raise full from error
-        said = error.strerror if isinstance(error, OSError) else error  # without the path
-        raise StoreError(f"Stored responses cannot be used now: {said}.") from error

@@ -193,7 +193,7 @@ def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0.0)
 
 
-_PLAIN: dict[str, Activation] = {
+PLAIN: dict[str, Activation] = {
     **dict.fromkeys(_GELU_ERF, gelu_of(mx.erf)),
     **dict.fromkeys(_GELU_TANH, _gelu_tanh),
     **dict.fromkeys(_SILU, _silu),
@@ -205,8 +205,8 @@ _PLAIN: dict[str, Activation] = {
 
 def plain(name: str) -> Activation:
     """As `gated`, of a block without a gate, or of a projector."""
-    _check(name, _PLAIN)
-    return _PLAIN[name]
+    _check(name, PLAIN)
+    return PLAIN[name]
 
 
 def _check(name: str, known: Collection[str]) -> None:

@@ -2,20 +2,20 @@
 
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 from .errors import (
     InvalidRequestError,
-    UnknownArgumentError,
     as_strings,
+    check_function,
     check_int,
     check_kind,
     check_number,
+    check_switch,
+    check_token_ids,
     shown,
 )
 from .fair import NOBODY, Tenant
@@ -180,10 +180,10 @@ class SamplingParams:
                 "most.",
                 param="dry_sequence_breakers",
             )
-        object.__setattr__(self, "dry_sequence_breakers", breakers)
-        object.__setattr__(self, "stop", as_strings("stop", self.stop))
         check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
+        object.__setattr__(self, "stop", as_strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token_id in self.stop_token_ids:
@@ -197,9 +197,9 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         object.__setattr__(self, "speculate", False)
         for function in self.logits_processors:
-            _check_function("logits_processors", function)
+            check_function("logits_processors", function)
         if self.sampler is not None:
-            _check_function("sampler", self.sampler)
+            check_function("sampler", self.sampler)
             if not self.greedy:
                 raise InvalidRequestError(
                     f"sampler chooses the tokens, and temperature is {self.temperature:g}; "
@@ -268,34 +268,27 @@ class Grammar(Protocol):
     @property
     def place(self) -> str:
         """The field of the request that it came from, for messages."""
-        ...
 
     @property
     def accepting(self) -> bool:
         """Whether the answer so far is complete."""
-        ...
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
-        ...
 
     @property
     def problem(self) -> str | None:
         """Why the grammar cannot go on, such as a limit; None: it can."""
-        ...
 
     def accept(self, token_id: int) -> None:
         """Take in the next token of the answer; a token that is not allowed is a problem."""
-        ...
 
     def forced(self) -> list[int]:
         """Tokens of the only text that may come next; empty where there is a choice."""
-        ...
 
     def fork(self) -> "Grammar":
         """A copy of the state, for looking ahead: tokens that it accepts do not change this one."""
-        ...
 
     @staticmethod
     def fill_masks(
@@ -308,7 +301,6 @@ class Grammar(Protocol):
             rows: of `masks`, one for each; all of a row is written.
             masks: (R, ceil(V / 32)) contiguous; token t is bit t % 32 of word t // 32.
         """
-        ...
 
 
 class ReuseEnd(StrEnum):
@@ -341,14 +333,6 @@ class Reuse:
     missing: int | None
     end: ReuseEnd
     page_size: int
-
-    def tokens_by_tier(self) -> dict[str, int]:
-        """How many of the tokens lay in each tier; a part of a page is always in memory."""
-        counts = Counter(dict.fromkeys(("memory", "disk", "peer"), 0))
-        for tier in self.tiers:
-            counts[tier] += self.page_size
-        counts["memory"] += self.num_tokens - counts.total()
-        return dict(counts)
 
 
 @dataclass(slots=True, eq=False)
@@ -410,52 +394,7 @@ class TokenEvent(NamedTuple):
 
     @classmethod
     def without_token(
-        cls,
-        request_id: str,
-        finish_reason: FinishReason | None = None,
-        *,
-        error: Exception | None = None,
-        prompt_logits: "NDArray[np.float32] | None" = None,
-        pooled: "NDArray[np.float32] | None" = None,
+        cls, request_id: str, finish_reason: FinishReason | None = None, **fields: Any
     ) -> "TokenEvent":
-        """An event without a token, made now."""
-        return cls(
-            request_id,
-            None,
-            finish_reason,
-            error=error,
-            prompt_logits=prompt_logits,
-            made_s=time.monotonic(),
-            pooled=pooled,
-        )
-
-
-def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:
-    """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
-    for token_id in ids:
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"{param} holds {shown(token_id)}; token ids are integers from 0 to "
-                f"{vocab_size - 1}.",
-                param=param,
-            )
-
-
-def _check_function(name: str, value: object) -> None:
-    if not callable(value):
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected a function.", param=name)
-
-
-def check_switch(name: str, value: object) -> None:
-    """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
-    if type(value) is not bool:
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
-
-
-def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UnknownArgumentError for a keyword argument that the function does not take."""
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
-            raise UnknownArgumentError(f"{function}() takes no {name!r}. {hint}", param=name)
+        """An event without a token, made now; `fields`: others of its fields."""
+        return cls(request_id, None, finish_reason, made_s=time.monotonic(), **fields)

@@ -39,6 +39,8 @@ import errno
 import math
 import re
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Self
 
 SQLITE_FULL = 13  # as `sqlite3` has it, whose import takes longer than this module's
@@ -374,3 +376,35 @@ def check_number(
         raise InvalidRequestError(
             f"{name} is {shown(value)}; expected a finite number {bounds}.", param=name
         )
+
+
+def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:
+    """Raise InvalidRequestError unless every id is an integer in [0, vocab_size)."""
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds {shown(token_id)}; token ids are integers from 0 to "
+                f"{vocab_size - 1}.",
+                param=param,
+            )
+
+
+def check_function(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless an argument can be called."""
+    if not callable(value):
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected a function.", param=name)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
+    if type(value) is not bool:
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for a keyword argument that the function does not take."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
+            raise UnknownArgumentError(f"{function}() takes no {name!r}. {hint}", param=name)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from . import hub
 from .backend import require_mlx
-from .core import check_switch
 from .display.tracebacks import shorten_errors
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, check_switch
 from .hub.cache import is_gguf
 from .hub.imported import notes_of
 from .memory import human_bytes, parse_bytes

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
 from .backend import require_mlx
-from .core import SamplingParams, SamplingValues, check_names, check_switch
+from .core import SamplingParams, SamplingValues
 from .display.tracebacks import shorten_errors
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, check_names, check_switch
 from .library import resolve
 from .outputs import Delta, Facts, Result, Results
 from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .session.answers import PromptWatch, adeltas, deltas, last
 from .session.arguments import (
     ChatArguments,
     TextArguments,
@@ -24,7 +23,7 @@ from .session.arguments import (
     text_input,
     text_inputs,
 )
-from .session.base import ModelSession
+from .session.base import ModelSession, PromptWatch, adeltas, deltas, last
 from .session.inputs import ChatInput, Input, Message, PromptLike, ResponseFormat
 from .session.options import EngineArguments, EngineOptions, help_of
 from .session.vectors import VectorMethods

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .core import FinishReason, SamplingParams, TokenLogprobs
 from .errors import InvalidRequestError, shown
@@ -81,7 +82,21 @@ def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
             runs[-1].append(part)
         else:
             runs.append([part])
-    return tuple([_joined(run) if len(run) > 1 else run[0] for run in runs])
+    for number, run in enumerate(runs):
+        runs[number] = [_joined(run)] if len(run) > 1 else run
+    return tuple(chain.from_iterable(runs))
+
+
+def split(parts: Iterable[Part]) -> tuple[str, str, list[ToolCallDelta]]:
+    """Return the visible text, the reasoning and the pieces of tool calls."""
+    texts: dict[type, list[str]] = {TextPart: [], ReasoningPart: []}
+    calls = []
+    for part in parts:
+        if isinstance(part, ToolCallDelta):
+            calls.append(part)
+        else:
+            texts[type(part)].append(part.text)
+    return "".join(texts[TextPart]), "".join(texts[ReasoningPart]), calls
 
 
 def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
@@ -288,17 +303,42 @@ class Delta:
     @property
     def text(self) -> str:
         """The visible text."""
-        return "".join([part.text for part in self.parts if isinstance(part, TextPart)])
+        return split(self.parts)[0]
 
     @property
     def reasoning(self) -> str:
         """The reasoning."""
-        return "".join([part.text for part in self.parts if isinstance(part, ReasoningPart)])
+        return split(self.parts)[1]
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
         """The pieces of tool calls."""
-        return tuple([part for part in self.parts if isinstance(part, ToolCallDelta)])
+        return tuple(split(self.parts)[2])
+
+
+class PromptProgress(NamedTuple):
+    """How far the prompt of an answer is computed."""
+
+    computed: int  # tokens, those found in the cache included
+    cached: int  # tokens that were found in the cache
+    total: int  # tokens of the prompt
+    seconds: float  # since the request started
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the prompt is whole, at the rate so far; None: nothing was computed."""
+        done = self.computed - self.cached
+        return self.seconds * (self.total - self.computed) / done if done > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of answers so far. A prompt with several answers counts once."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompts, found in the prefix cache; 0 until an answer is complete
+    answer_tokens: int
+    reasoning_tokens: int  # of the answer tokens, up to the last thought of each
 
 
 def _rounded(rate: float | None) -> str:

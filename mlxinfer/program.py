@@ -20,9 +20,8 @@ from .errors import InvalidRequestError, PartNotFoundError, check_int, shown
 from .files import open_lines
 from .outputs import Delta, Result, Results, ToolCall
 from .progress import Watch
-from .session.answers import adeltas, deltas, last
 from .session.arguments import TextArguments, with_images
-from .session.base import ModelSession
+from .session.base import ModelSession, adeltas, deltas, last
 from .session.inputs import Input, Message, TextInput
 
 T = TypeVar("T")

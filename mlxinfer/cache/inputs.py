@@ -230,12 +230,6 @@ class CacheWork:
     drop: list[int] = field(default_factory=list)  # snapshots that were given up
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        states = self.save or self.leave or self.resume or self.drop
-        return not (self.seal or self.spill or self.load or self.copies or states)
-
-    @property
     def writes_pages(self) -> bool:
         """Whether pages are written or read out, which must wait for the step in flight."""
         return bool(self.seal or self.spill or self.load or self.copies)
@@ -243,8 +237,6 @@ class CacheWork:
     @property
     def num_slots(self) -> int:
         """How many tails there must be for the copies and for the pages that are sealed."""
-        if not (self.copies or self.seal):  # most steps
-            return 0
         slots = [copy.slot for copy in self.copies] + [move.slot for move in self.seal]
         return 1 + max(slots, default=-1)
 

@@ -6,39 +6,23 @@ recurrent states (`state.RecurrentGroup`), or caches that a model manages itself
 (`state.OwnCaches`).
 """
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from ..errors import InsufficientMemoryError
-from ..memory import human_bytes, total_memory_bytes
 from ..metal_kernels.stored import Plane
 from .attention import prepare
+from .budget import FIRST_PAGES, SNAPSHOT_SHARE, check_memory, grown, plan_groups, running_sequences
 from .disk.entry import Entry
 from .inputs import CacheWork, PageTransfer, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
-from .paged import GroupKey, PagedLayer, TailPlace, finish
-from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
+from .paged import PagedLayer, Payload, TailPlace, finish, read_payloads, write_payloads
+from .pages import ENDLESS, PageAllocator, PageGroup
 from .state import SequenceGroup
 
-MAX_BARE_PAGES = 1 << 16  # of models that keep nothing in pages: page numbers only
-# Pages of layers that only other ranks have; those ranks say how many they have room for.
-MAX_ABSENT_PAGES = 1 << 20
-FIRST_PAGES = 16  # arrays start small: a first question takes little memory
-# Smaller arrays double. Larger ones have a multiple of so many pages, so that their bytes fill
-# whole pages of the machine's memory (16 KB). Otherwise MLX may reuse a buffer that is much larger
-# than the array, and then the next write copies the array instead of writing in place.
-DOUBLED = 128
-GROWTH = 4  # larger arrays grow by a quarter: copies stay rare, and little memory is unused
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
-
-Payload = bytes | memoryview
 
 
 @dataclass(slots=True)
@@ -68,6 +52,7 @@ class LayerGroup(PageGroup):
     num_slots: int = 0
 
     def __post_init__(self) -> None:
+        super(LayerGroup, self).__post_init__()
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
 
     # -- arrays ---------------------------------------------------------------------------------
@@ -164,55 +149,21 @@ class LayerGroup(PageGroup):
 
     def read_out(self, pages: Sequence[int]) -> list[bytes]:
         """The payloads of pages, in order. Waits for whatever writes them."""
-        if not self.layers:
-            return [b""] * len(pages)
-        return [payload for some in self._chunks(pages) for payload in self._read(some)]
+        payloads = [] if self.layers else [b""] * len(pages)
+        for some in self._chunks(len(pages)):
+            payloads += read_payloads(self.planes, pages[some], self.page_size)
+        return payloads
 
     def load(self, pages: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Put payloads into pages. Only behind a barrier."""
-        start = 0
-        for some in self._chunks(pages) if self.layers else ():
-            self._write(some, payloads[start : start + len(some)])
-            start += len(some)
+        for some in self._chunks(len(pages)):
+            write_payloads(self.planes, pages[some], payloads[some], self.page_size)
 
-    def _chunks(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
+    def _chunks(self, num_pages: int) -> Iterator[slice]:
+        """Pages whose payloads are gathered at once; none where there are no arrays."""
         count = max(CHUNK_BYTES // max(self.page_bytes, 1), 1)
-        for start in range(0, len(pages), count):
-            yield pages[start : start + count]
-
-    def _slots(self, pages: Sequence[int]) -> mx.array:
-        """(N * P,) page slots of N pages, in order."""
-        starts = np.array(pages, dtype=np.int32)[:, None] * self.page_size
-        return mx.array((starts + np.arange(self.page_size, dtype=np.int32)).reshape(-1))
-
-    def _read(self, pages: Sequence[int]) -> list[bytes]:
-        slots, parts = self._slots(pages), []
-        for plane in self.planes:
-            for array in plane.pages:
-                taken = mx.unflatten(array[:, slots], 1, (len(pages), -1))  # (H, N, P, W)
-                taken = mx.contiguous(taken.swapaxes(0, 1))  # (N, H, P, W)
-                parts.append(taken.view(mx.uint8).flatten(1))
-        rows = mx.concatenate(parts, axis=1)  # (N, bytes of a page)
-        finish(rows)  # others may be written next
-        return [row.tobytes() for row in np.array(rows, copy=False)]
-
-    def _write(self, pages: Sequence[int], payloads: Sequence[Payload]) -> None:
-        rows = mx.array(np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads]))
-        slots, start = self._slots(pages), 0
-        for plane in self.planes:
-            for i in range(len(plane.pages)):  # in place: no other name holds an array
-                heads, _, width = plane.pages[i].shape
-                shape, dtype = (heads, self.page_size, width), plane.pages[i].dtype
-                stop = start + prod(shape) * dtype.size
-                part = mx.unflatten(mx.contiguous(rows[:, start:stop]).view(dtype), 1, shape)
-                plane.pages[i][:, slots] = part.swapaxes(0, 1).flatten(1, 2)  # (H, N * P, W)
-                start = stop
-        assert start == rows.shape[1], "a payload of another format"
-        mx.eval([plane.pages for plane in self.planes])
-
-
-MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
-SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
+        for start in range(0, num_pages if self.layers else 0, count):
+            yield slice(start, start + count)
 
 
 class KVCache:
@@ -233,6 +184,7 @@ class KVCache:
         paged: layers that have pages, here.
         groups: those of pages.
         state_group: what is kept of whole sequences; None: nothing is.
+        tail_bytes: of all tails: what a step copies that is launched while another one holds them.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -255,20 +207,25 @@ class KVCache:
         self._fixed = num_pages is not None
         here = [layer for i, layer in enumerate(layers) if i not in absent]
         self.paged = paged = paged_of(here)
-        # A running sequence has tails of two pages, and a state. While a step makes new ones, the
-        # old ones are there too.
-        tails_bytes = 2 * page_size * sum(layer.tail_bytes_each for layer in paged)
-        state_bytes = sum(layer.state_bytes for layer in here)
-        most = budget_bytes // MAX_RUNNING_SHARE // max(tails_bytes + 2 * state_bytes, 1)
-        self.max_batch = max(1, min(max_batch, most))
-        room = budget_bytes - self.max_batch * 2 * (tails_bytes + state_bytes)
+        self.max_batch, room = running_sequences(paged, here, page_size, max_batch, budget_bytes)
         self.state_group: SequenceGroup | None = None
         of_sequences = sequence_layers(layers)
         if of_sequences:  # on some rank
             make_group = of_sequences[0].make_group
             self.state_group = make_group(sequence_layers(here), room // SNAPSHOT_SHARE)
             room -= self.state_group.max_snapshots * self.state_group.num_bytes
-        self.groups = self._page_groups(paged, prefill_chunk, room, num_pages)
+        every = paged_of(layers)
+        elsewhere = 0 if every else sum(layer.token_bytes for layer in layers)
+        sizes = page_size, prefill_chunk
+        plans = plan_groups(every, paged, *sizes, self.max_batch, room, num_pages, elsewhere)
+        whole_pages = any(layer.whole_pages for layer in every)
+        self.groups = [
+            LayerGroup(
+                *(plan.window, PageAllocator(plan.num_pages), *sizes, plan.page_bytes, number),
+                *(whole_pages, plan.layers, self.max_batch),
+            )
+            for number, plan in enumerate(plans)
+        ]
         self._paged_budget = room
         self._reserved = 0  # bytes of the budget that are left to something else
         states = [] if self.state_group is None else [self.state_group]
@@ -278,54 +235,6 @@ class KVCache:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
 
-    def _page_groups(
-        self,
-        paged: Sequence[PagedLayer],
-        prefill_chunk: int,
-        budget_bytes: int,
-        num_pages: int | None,
-    ) -> list[LayerGroup]:
-        """Groups of the layers that have pages, with as many pages each as there is room for.
-
-        Where no layer has pages, a group of no layers counts what lies elsewhere, and makes the
-        prefix cache.
-        """
-        members: dict[GroupKey, list[PagedLayer]] = {}
-        for layer in paged_of(self.layers):
-            in_group = members.setdefault(layer.group_key, [])
-            in_group += [layer] if layer in paged else []
-        keyed = sorted(members.items(), key=lambda item: item[0])
-        windows = [AttentionWindow(key[0] or None, *key[1:]) for key, _ in keyed]
-        groups = [layers for _, layers in keyed]
-        costs = [[layer.token_bytes * self.page_size for layer in layers] for layers in groups]
-        # The keys or values of one are there twice.
-        prices = [sum(cost) + max(cost, default=0) for cost in costs]
-        totals = [sum(cost) for cost in costs]
-        if not keyed:
-            windows, groups = [AttentionWindow()], [[]]
-            totals = prices = [sum(layer.token_bytes for layer in self.layers) * self.page_size]
-            num_pages = num_pages or (None if totals[0] else MAX_BARE_PAGES)
-        held = [self._max_held(window, prefill_chunk) for window in windows]
-        counts = page_counts(prices, budget_bytes, max_held=held, num_pages=num_pages)
-        sizes = self.page_size, prefill_chunk
-        whole = any(layer.whole_pages for layer in paged_of(self.layers))
-        return [
-            LayerGroup(
-                *(window, PageAllocator(count), *sizes, total, number, whole, layers),
-                max_slots=self.max_batch,
-            )
-            for number, (window, count, total, layers) in enumerate(
-                zip(windows, counts, totals, groups, strict=True)
-            )
-        ]
-
-    def _max_held(self, window: AttentionWindow, prefill_chunk: int) -> int | None:
-        """Pages of a window that `max_batch` sequences can hold; None: bound by their length."""
-        if window.size is None:
-            return None
-        held = -(-(window.size - 1) // self.page_size) + 2 + window.kept_pages(self.page_size)
-        return self.max_batch * held + prefill_chunk // self.page_size
-
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""
         for group in self.groups:
@@ -333,6 +242,7 @@ class KVCache:
         if self.state_group is not None:
             self.state_group.reset()
         self._used_slots: set[int] = set()
+        self.make_room(0)
 
     @property
     def identity(self) -> str:
@@ -419,14 +329,10 @@ class KVCache:
             shrink: no later slot is held, so the arrays shrink to the next power of two if they
                 have four times as many tails. Every step copies all tails that there are.
         """
+        self.tail_bytes = 0
         for group in self.groups:
             group.make_room(num_slots, shrink=shrink)
-
-    def count_copies(self) -> None:
-        """Count copied tails: a step was launched while another one held them."""
-        for group in self.groups:
-            if group.layers:
-                self.bytes_copied += group.num_slots * 2 * group.page_bytes
+            self.tail_bytes += 2 * group.num_slots * group.page_bytes if group.layers else 0
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -439,8 +345,6 @@ class KVCache:
             work: of the step.
             new_slots: have a new owner in this step.
         """
-        if work.is_empty and not new_slots:
-            return []
         for group in self._all:
             group.before_step(work)
         spilled = self.read_out(work.spill) if work.spill else []
@@ -468,111 +372,3 @@ class KVCache:
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:
             group.begin_step(metadata, place)
-
-    def commit(self, num_kept: Mapping[int, int]) -> None:
-        """Take back rejected tokens of the oldest step that has proposals and was not committed.
-
-        Of each tail slot in `num_kept`, that many of the first tokens stay. Pages and tails need no
-        work, because nothing reads them behind the end of a sequence.
-        """
-        if self.state_group is not None:
-            self.state_group.take_back(num_kept)
-
-    def held(self, slot: int) -> Any:
-        """The state of the sequence in a slot. It is a value: later steps do not change it."""
-        assert self.state_group is not None
-        return self.state_group.held(slot)
-
-    def put_back(self, slot: int, state: Any) -> None:
-        """Let a slot go on from a state that `held` gave."""
-        assert self.state_group is not None
-        self.state_group.put_back(slot, state)
-
-    def step_outputs(self) -> list[mx.array]:
-        """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
-        return [] if self.state_group is None else self.state_group.step_outputs()
-
-
-# -- how many pages -------------------------------------------------------------------------------
-
-
-def page_counts(
-    costs: Sequence[int],
-    budget_bytes: int,
-    *,
-    max_held: Sequence[int | None],
-    num_pages: int | None,
-) -> list[int]:
-    """Pages of each group: as many full pages as fit, and enough for all windows.
-
-    A window group never needs more pages than its sequences can hold, nor more than the full groups
-    have. Its size makes sure that it never runs out before them.
-
-    Args:
-        costs: bytes of a page of each group.
-        budget_bytes: for all pages.
-        max_held: pages that all sequences together can hold of each group; None: bound by their
-            length alone.
-        num_pages: of every full group, instead of as many as the budget holds.
-
-    Raises:
-        InsufficientMemoryError: it does not hold two pages.
-    """
-
-    def counts(full: int) -> list[int]:
-        return [full if held is None else min(full, held) for held in max_held]
-
-    if num_pages is not None:
-        return counts(num_pages)
-    least = min(filter(None, costs), default=0)
-    if not least:  # layers that would have pages are all on other ranks
-        return counts(MAX_ABSENT_PAGES)
-    most = max(budget_bytes, 0) // least
-    if not all(costs):
-        most = min(most, MAX_ABSENT_PAGES)
-
-    def bytes_of(full: int) -> int:
-        return sum(c * n for c, n in zip(costs, counts(full), strict=True))
-
-    fitting = bisect_right(range(1, most + 1), budget_bytes, key=bytes_of)
-    if fitting < 2:
-        raise _too_little(2 * sum(costs), max(0, budget_bytes))
-    return counts(fitting)
-
-
-def _too_little(needed: int, left: int) -> InsufficientMemoryError:
-    return InsufficientMemoryError(
-        f"Two pages of the KV cache take {human_bytes(needed)}, and {human_bytes(left)} are left "
-        "for them beside what each request takes; raise max_memory or lower max_batch.",
-        param="max_memory",
-    )
-
-
-def check_memory(num_bytes: int) -> None:
-    """Check that pages of a stated number fit: they are allocated at once.
-
-    Raises:
-        InsufficientMemoryError: this machine has less than `num_bytes`.
-    """
-    total = total_memory_bytes()
-    if num_bytes > total:
-        raise InsufficientMemoryError(
-            f"num_pages asks for {human_bytes(num_bytes)} of KV cache, and this machine has "
-            f"{human_bytes(total)}; ask for fewer.",
-            param="num_pages",
-        )
-
-
-def grown(pages: int, extent: int, limit: int) -> int:
-    """The pages that arrays of `pages` are to have, `pages` itself where they need not grow.
-
-    Args:
-        extent: one more than the highest page handed out.
-        limit: that there may ever be.
-    """
-    while pages < extent:
-        if pages < DOUBLED:
-            pages = min(2 * pages, DOUBLED, limit)
-        else:
-            pages = min((pages + max(pages // GROWTH, DOUBLED)) // DOUBLED * DOUBLED, limit)
-    return pages

@@ -14,6 +14,7 @@ of a part are one array of vectors, (num_slots * H * 2 * P, W).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from .inputs import Ints, StepMetadata
 
 MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
 
+Payload = bytes | memoryview
 Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
 Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
 Formats = tuple[KVFormat, KVFormat]  # of keys and values
@@ -163,7 +165,6 @@ class Choice(Protocol):
 
     def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (T, heads, D) over what a layer has stored of these, (T, heads * V)."""
-        ...
 
 
 def padded(numbers: Ints) -> mx.array:
@@ -203,6 +204,43 @@ def finish(arrays: object) -> None:
     """
     mx.eval(arrays)
     mx.synchronize()  # the stream of this thread, on which all is computed
+
+
+def _page_slots(pages: Sequence[int], page_size: int) -> mx.array:
+    """(N * P,) page slots of N pages, in order."""
+    starts = np.array(pages, dtype=np.int32)[:, None] * page_size
+    return mx.array((starts + np.arange(page_size, dtype=np.int32)).reshape(-1))
+
+
+def read_payloads(planes: Sequence[Plane], pages: Sequence[int], page_size: int) -> list[bytes]:
+    """The payloads of pages: of each plane its parts of a page, (H, P, W) in their own format."""
+    slots, parts = _page_slots(pages, page_size), []
+    for plane in planes:
+        for array in plane.pages:
+            taken = mx.unflatten(array[:, slots], 1, (len(pages), -1))  # (H, N, P, W)
+            taken = mx.contiguous(taken.swapaxes(0, 1))  # (N, H, P, W)
+            parts.append(taken.view(mx.uint8).flatten(1))
+    rows = mx.concatenate(parts, axis=1)  # (N, bytes of a page)
+    finish(rows)  # others may be written next
+    return [row.tobytes() for row in np.array(rows, copy=False)]
+
+
+def write_payloads(
+    planes: Sequence[Plane], pages: Sequence[int], payloads: Sequence[Payload], page_size: int
+) -> None:
+    """Put payloads into pages, bit for bit as they were read."""
+    rows = mx.array(np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads]))
+    slots, start = _page_slots(pages, page_size), 0
+    for plane in planes:
+        for i in range(len(plane.pages)):  # in place: no other name holds an array
+            heads, _, width = plane.pages[i].shape
+            shape, dtype = (heads, page_size, width), plane.pages[i].dtype
+            stop = start + prod(shape) * dtype.size
+            part = mx.unflatten(mx.contiguous(rows[:, start:stop]).view(dtype), 1, shape)
+            plane.pages[i][:, slots] = part.swapaxes(0, 1).flatten(1, 2)  # (H, N * P, W)
+            start = stop
+    assert start == rows.shape[1], "a payload of another format"
+    mx.eval([plane.pages for plane in planes])
 
 
 def part_bytes(parts: Sequence[tuple[int, mx.Dtype]]) -> int:

@@ -14,7 +14,7 @@ Whoever asks says what it has: memory alone, or memory with a disk and peers.
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -92,7 +92,7 @@ class PageTable:
     @property
     def all_pages(self) -> list[int]:
         """Every page held, in order."""
-        return self.kept + self.pages
+        return (self._numbers[: self.num_kept] + self._numbers[self.first :]).tolist()
 
     @property
     def last(self) -> int | None:
@@ -107,7 +107,8 @@ class PageTable:
 
     def copy(self) -> "PageTable":
         """A table of the same pages, which no change of this one reaches."""
-        return PageTable(self.page_size, self.num_kept, self.first, self.kept, self.pages)
+        kept, rest = self._numbers[: self.num_kept], self._numbers[self.first :]
+        return PageTable(self.page_size, self.num_kept, self.first, kept, rest)
 
     def replace(self, page_number: int, page: int) -> None:
         """Use `page` for the positions of `page_number`, which is held, from now on."""
@@ -297,7 +298,7 @@ class AttentionWindow:
 
     def lowest(self, position: int) -> int:
         """The first position after the sinks that the token at `position` sees."""
-        return int(self.lowest_of(np.int64(position)))
+        return 0 if self.size is None else int(self.lowest_of(np.int64(position)))
 
     def lowest_of(self, positions: Positions) -> Positions:
         """`lowest` of each of many positions."""
@@ -342,14 +343,6 @@ class AttentionWindow:
         """The first page after the kept ones that tokens from `position` on still see."""
         return self.lowest(position) // page_size
 
-    def max_pages(self, num_tokens: int, chunk: int, page_size: int) -> int:
-        """Pages that a sequence of `num_tokens` needs at once, prefilled `chunk` at a time."""
-        pages = -(-num_tokens // page_size)
-        if self.size is None:
-            return pages
-        held = -(-(self.size - 1) // page_size) + 1 + self.kept_pages(page_size)
-        return min(pages, held + chunk // page_size)
-
 
 @dataclass(slots=True)
 class PageGroup:
@@ -363,6 +356,10 @@ class PageGroup:
         page_bytes: of a page, all layers together.
         number: of the group among the page tables of a sequence.
         whole_pages: a sequence can go on only where a page ends.
+
+    Attributes:
+        num_kept: pages at the front that are never recycled: they hold sinks.
+        recycles: whether pages of a running sequence ever become free.
     """
 
     window: AttentionWindow
@@ -372,24 +369,16 @@ class PageGroup:
     page_bytes: int
     number: int = 0
     whole_pages: bool = False
+    num_kept: int = field(init=False)
+    recycles: bool = field(init=False)
 
-    @property
-    def num_kept(self) -> int:
-        """Pages at the front that are never recycled: they hold sinks."""
-        return self.window.kept_pages(self.page_size)
-
-    @property
-    def recycles(self) -> bool:
-        """Whether pages of a running sequence ever become free."""
-        return self.num_skippable(ENDLESS) > 0
-
-    def num_skippable(self, num_tokens: int) -> int:
-        """Positions, from the sinks on, that no token after the first `num_tokens` needs."""
-        return self.window.lowest(num_tokens)
+    def __post_init__(self) -> None:
+        self.num_kept = self.window.kept_pages(self.page_size)
+        self.recycles = self.window.lowest(ENDLESS) > 0
 
     def first_page(self, num_tokens: int) -> int:
         """Number of the first page, after the sinks', that a later token needs."""
-        return self.num_skippable(num_tokens) // self.page_size
+        return self.window.lowest(num_tokens) // self.page_size
 
     def needed_pages(self, num_tokens: int) -> list[int]:
         """Numbers of the whole pages that are needed to go on after `num_tokens` positions."""
@@ -427,7 +416,11 @@ class PageGroup:
 
     def max_pages(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` holds at once, at most."""
-        return self.window.max_pages(num_tokens, self.prefill_chunk, self.page_size)
+        pages = -(-num_tokens // self.page_size)
+        if self.window.size is None:
+            return pages
+        held = -(-(self.window.size - 1) // self.page_size) + 1 + self.num_kept
+        return min(pages, held + self.prefill_chunk // self.page_size)
 
     def begin(self, restored: int, num_known: int) -> int:
         """Positions to have pages for when a sequence of `num_known` tokens begins.
@@ -465,10 +458,6 @@ class StateGroup:
     def has_room(self) -> bool:
         """Whether one more snapshot may be taken."""
         return self.num_held < self.max_snapshots
-
-    def num_skippable(self, num_tokens: int) -> int:
-        """Positions that no later token needs: all, since a state stands for them."""
-        return num_tokens
 
     def last_resumable(self, num_tokens: int, held: Held, page_size: int) -> int:
         """The last position up to `num_tokens` that has a snapshot; 0: none has."""

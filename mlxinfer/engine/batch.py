@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class Sequence:
     pictures: PromptPictures | None = None  # in the prompt; None: it is text alone
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
     adapter: int = 0  # number of its adapter; 0: none
-    adapter_id: str | None = None  # the identity of that adapter's files
+    namespace: Namespace | None = None  # only sequences of one share keys and values
     num_computed: int = 0  # positions with their KV there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
     num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
@@ -72,25 +72,10 @@ class Sequence:
         return self.pictures.key_ids + self.token_ids[self.num_prompt :]
 
     @property
-    def rope_delta(self) -> int:
-        """The rope position of a token of the answer, less its place."""
-        return 0 if self.pictures is None else self.pictures.rope_delta
-
-    @property
     def lease_of(self) -> Lease:
         """The lease of a running sequence."""
         assert self.lease is not None
         return self.lease
-
-    @property
-    def namespace(self) -> "Namespace | None":
-        """Only sequences of one namespace share keys and values."""
-        return namespace_of(self.adapter_id, self.rope_variant, self.request.cache_salt)
-
-    @property
-    def num_known(self) -> int:
-        """Tokens of prompt and answer that the host knows."""
-        return len(self.token_ids)
 
     @property
     def num_answered(self) -> int:
@@ -112,17 +97,6 @@ class Sequence:
         """Whether the next step computes its newest token: not if its last token is in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
-
-
-class Proposal(NamedTuple):
-    """Tokens that may come next in a sequence, and how they were drawn."""
-
-    token_ids: Seq[int]
-    weights: Seq[Any] = ()  # (n,) arrays that the tokens were drawn with, for rejection sampling
-
-    def cut(self, count: int) -> "Proposal":
-        """The first `count` tokens."""
-        return Proposal(self.token_ids[:count], self.weights[:count])
 
 
 @dataclass(slots=True)
@@ -226,7 +200,7 @@ class DecodeBatch:
     segments: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     has_grammar: bool  # whether any of them has one
-    rope_delta: Ints | None  # (B,) see `Sequence`; None: 0 for all
+    rope_delta: Ints | None  # (B,) rope position of a new token, less its place; None: 0 for all
     max_tail: int  # tokens in the longest tail, with the new one
 
     @staticmethod
@@ -244,7 +218,7 @@ class DecodeBatch:
         )
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
         has_grammar = any(s.request.grammar is not None for s in sequences)
-        deltas = [s.rope_delta for s in sequences]
+        deltas = [0 if s.pictures is None else s.pictures.rope_delta for s in sequences]
         rest = has_grammar, ints(deltas) if any(deltas) else None, longest_tail(segments)
         return DecodeBatch(sequences, tuple(slots), segments, output_index, *rest)
 
@@ -284,23 +258,6 @@ class Proposals:
     drawn: list[tuple[int, Any] | None]
     blocked: set[int] = field(default_factory=set)  # rows that are not to be sampled after all
 
-    def accepted(self, token_ids: Seq[int]) -> list[bool]:
-        """Which of the R sampled tokens the plain run samples too.
-
-        A token counts if all proposals before it came true. This is exact: a token follows from its
-        row's logits, seed and index, so it is the token of the plain run as long as the tokens
-        before it are.
-        """
-        is_accepted: list[bool] = []
-        for row, count in enumerate(self.counts.tolist()):
-            holds = count == 0 or (
-                is_accepted[-1]
-                and row not in self.blocked
-                and token_ids[row - 1] == self.token_ids[row, count - 1]
-            )
-            is_accepted.append(holds)
-        return is_accepted
-
 
 @dataclass(slots=True, eq=False)
 class SamplingRows:
@@ -336,16 +293,21 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
         output_index = np.append(output_index, [s.output_index + i for s, i in samples])
         rows = [s.row + s.num_tokens - s.num_samples + i for s, i in samples]
         flat_rows = np.append(decodes.segments.rows, ints(rows))
-        proposals = _proposals(len(decodes.sequences), samples)
+        if most := max([len(s.proposals) for s in ragged]):
+            proposals = _proposals(len(decodes.sequences), samples, most)
     constrained = [s.request.grammar is not None for s in sequences]
     sampling = SamplingRows(sequences, slots, output_index, flat_rows, len(sequences), proposals)
     return _constrained_last(sampling, constrained) if any(constrained) else sampling
 
 
-def _proposals(num_decodes: int, samples: list[tuple[Segment, int]]) -> Proposals | None:
-    most = max([len(s.proposals) for s, _ in samples], default=0)
-    if not most:
-        return None
+def _proposals(num_decodes: int, samples: list[tuple[Segment, int]], most: int) -> Proposals:
+    """The proposals behind the rows of a step that verifies some.
+
+    Args:
+        num_decodes: rows of single tokens, which come first.
+        samples: of the other rows, the segment and how many proposals come before the row.
+        most: proposals of a segment.
+    """
     counts = [0] * num_decodes + [i for _, i in samples]
     drawn: list[tuple[int, Any] | None] = [None] * num_decodes
     for segment, i in samples:
@@ -385,21 +347,15 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
-    # Slots up to the highest one that any sequence holds, also outside of the step. A step with a
-    # barrier must have it: tails beyond may go.
+    # Slots up to the highest one that any sequence holds, also outside of the step, or that work on
+    # the cache is about. A step with a barrier must have it: tails beyond may go.
     held_slots: int = 0
     num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
     was_delayed: bool = False  # a tower worked between the step before and this one
-    ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
-    begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
-    has_pictures: bool = field(init=False)  # whether a prompt in `ragged` has any
-
-    def __post_init__(self) -> None:
-        self.ragged = self.short + self.long
-        self.begins_answers = self.has_pictures = False
-        for segment in self.ragged:
-            self.begins_answers |= bool(segment.num_samples and not segment.output_index)
-            self.has_pictures |= segment.sequence.pictures is not None
+    # These three are known once it counts as computed.
+    ragged: list[Segment] = field(default_factory=list)  # short and long ones, in flat order
+    begins_answers: bool = False  # whether it gives the first token of an answer
+    has_pictures: bool = False  # whether a prompt in `ragged` has any
 
     def count_computed(self, page_size: int) -> None:
         """Count the step as computed; everything that depends on it runs later.
@@ -411,12 +367,14 @@ class Batch:
         for sequence in self.decodes.sequences:
             sequence.num_computed += 1
             sequence.num_pending += 1
-        row = len(self.decodes.sequences)
+        row, self.ragged = len(self.decodes.sequences), self.short + self.long
         for segment in self.ragged:
             segment.row = row
             row += segment.num_tokens
             segment.sequence.num_computed += segment.num_tokens - len(segment.proposals)
             segment.sequence.num_pending += segment.num_samples
+            self.begins_answers |= bool(segment.num_samples and not segment.output_index)
+            self.has_pictures |= segment.sequence.pictures is not None
         for segment in self.long:
             segment.sequence.num_sealed = segment.stop - segment.stop % page_size
         self.sampling = sampling_rows(self.decodes, self.ragged)
@@ -455,27 +413,11 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Tail slots to allocate, including those of sequences that only receive a partial page.
-
-        In a step with a barrier, all slots that sequences hold.
-        """
+        """Tail slots to allocate. In a step with a barrier, all slots that sequences hold."""
         highest = max(self.decodes.slots, default=-1)
         for segment in self.ragged:
             highest = max(highest, segment.slot)
-        return max(highest + 1, self.held_slots, self.cache_work.num_slots)
-
-    def num_kept(self, result: "CommitResult") -> dict[int, int]:
-        """Slot -> tokens that stay, for sequences that had proposals verified in the step.
-
-        These are the newest token and the accepted proposals. If the sequence gave up its slot
-        meanwhile, they are what `Sequence.num_computed` counted then.
-        """
-        proposals, counts = self.sampling.proposals, {s.slot: 1 for s in self.short if s.proposals}
-        gone = {*result.discarded, *result.released}
-        for row, slot in enumerate(self.sampling.slots):
-            if proposals is not None and proposals.counts[row] and row not in gone:
-                counts[slot] += 1
-        return counts
+        return max(highest + 1, self.held_slots)
 
     @property
     def row_sequences(self) -> list[Sequence]:
@@ -499,24 +441,3 @@ class CommitResult:
     failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it
     discarded: list[int] = field(default_factory=list)  # ended before, or a proposal did not hold
     released: list[int] = field(default_factory=list)  # had given up the slot: ended or preempted
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
-
-    segments: StepMetadata
-    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
-    known_ids: Ints | None  # (T,) ids as far as the host knows them
-    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
-    work: CacheWork
-    num_slots: int  # tails that must be there
-    new_slots: list[int]  # that have a new owner
-    is_barrier: bool  # the step before must have ended
-    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
-    num_rows: int  # R; 0: the step samples nothing
-    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
-    rope_variants: Ints | None = None  # (T,) see `Model`; None: 0 for all
-    adapters: Ints | None = None  # (T,) the same
-    feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
-    num_deep: int = 0  # the first layers: after each, more of the features is added

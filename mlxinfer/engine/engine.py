@@ -37,7 +37,7 @@ from ..threads import Reply, start
 from .followers import NO_FOLLOWERS, Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
-from .scheduler import Proposer
+from .proposals import Proposer
 
 Listener = Callable[[TokenEvent], None]
 Emit = Callable[[list[TokenEvent]], None]
@@ -66,49 +66,35 @@ class EngineLoop(Protocol):
 
         It is replaced when the limits of requests change.
         """
-        ...
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs, waits or is in flight."""
-        ...
 
     @property
-    def asks_for_kernel(self) -> bool:
-        """Whether `prepare_kernel` has something to do."""
-        ...
-
-    def prepare_kernel(self) -> None:
-        """Work for a while without requests."""
-        ...
+    def idle_work(self) -> Callable[[], None] | None:
+        """Work of a second or so, for a time without requests; None: there is none."""
 
     def turn(self) -> None:
         """Do one piece of work."""
-        ...
 
     def add(self, request: Any, checked: Any) -> None:
         """Queue a request, with what `limits.check` returned."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
-        ...
 
     def abort_all(self) -> None:
         """End every request."""
-        ...
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh."""
-        ...
 
     def close(self, *, save: bool = True) -> None:
         """Release the model and every array."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers."""
-        ...
 
 
 MakeLoop = Callable[[Emit], EngineLoop]
@@ -197,7 +183,7 @@ class Engine:
         self.require_open()
         checked = self._loop.limits.check(request)
         request.arrived_s = time.monotonic()
-        self._put(lambda: self._add(request, checked, listener))
+        self._put(partial(self._add, request, checked, listener))
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; its last event has FinishReason.ABORT."""
@@ -364,7 +350,8 @@ class Engine:
         sound = True
         while not self._stopping:
             try:
-                self._wait_for_work(loop)
+                if loop.idle or not self._inbox.empty():
+                    self._wait_for_work(loop)
                 loop.turn()
             except BaseException as error:  # a fault of ours, or a panic of a library
                 sound = self._start_afresh(loop, error)
@@ -419,12 +406,11 @@ class Engine:
         A check takes a second or so, and a request that comes meanwhile waits. So a check begins
         only when nothing has come for a while.
         """
-        idle = loop.idle
-        while idle and loop.asks_for_kernel:
+        while loop.idle and (work := loop.idle_work) is not None:
             if self._drain_inbox(wait_s=IDLE_S):
                 return  # to close, perhaps
-            loop.prepare_kernel()
-        self._drain_inbox(wait_s=None if idle else 0.0)
+            work()
+        self._drain_inbox(wait_s=None if loop.idle else 0.0)
 
     def _drain_inbox(self, *, wait_s: float | None) -> bool:
         """Take in all messages that callers sent; returns whether there were any.

@@ -10,6 +10,7 @@ tower: each piece of work is for the one that had the least of it.
 
 import math
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
@@ -19,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..errors import RequestFailedError, gpu_stopped, require_gpu
 from ..fair import Shares, Tenant
 from ..images import Picture
 from ..models.towers import Features, Tower
@@ -148,16 +150,21 @@ class PictureFeatures(FeatureSource):
 
     # -- for the loop ---------------------------------------------------------------------------
 
-    def work(self, most_s: float = math.inf) -> tuple[Sequence, BaseException] | None:
+    def work(self, most_s: float = math.inf) -> tuple[Sequence, RequestFailedError] | None:
         """Give the tower one slice of time, for the pictures that were wanted first.
 
         Args:
             most_s: seconds of the slice, if it is shorter than usual; at least one piece is
                 computed.
 
+        If macOS stops a piece on the GPU, the pass begins again, once for a sequence.
+
         Returns:
             If the tower failed: the sequence that asked first for the picture, which must be ended,
             and the error.
+
+        Raises:
+            DeviceLostError: no later step would run.
         """
         began_s = last_s = self._clock()
         while self.wanted:
@@ -168,7 +175,7 @@ class PictureFeatures(FeatureSource):
             except BaseException as error:  # the fault boundary of a picture: others go on
                 self._passes.pop(key, None)
                 self.counts.failed += 1
-                return sequence, error
+                return self._failed(sequence, error)
             finally:
                 now_s = self._clock()
                 self.worked_s = now_s - began_s
@@ -178,6 +185,20 @@ class PictureFeatures(FeatureSource):
                 break  # the next piece would end too late
             last_s = now_s
         return None
+
+    def _failed(
+        self, sequence: Sequence, error: BaseException
+    ) -> tuple[Sequence, RequestFailedError] | None:
+        traceback.clear_frames(error.__traceback__)
+        require_gpu(error)
+        if gpu_stopped(error) and not sequence.retried:
+            sequence.retried = True
+            return None
+        unseen = RequestFailedError(
+            f"A picture of this request cannot be seen: {type(error).__name__}: {error}"
+        )
+        unseen.__cause__ = error
+        return sequence, unseen
 
     @property
     def tenants(self) -> set[Tenant]:

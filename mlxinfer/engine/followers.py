@@ -5,16 +5,37 @@
 
 from collections.abc import Collection, Generator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..cache.inputs import CacheWork, PageTransfer
-from .batch import StepInputs
+from ..cache.inputs import CacheWork, Ints, PageTransfer, StepMetadata
 
 if TYPE_CHECKING:
     from ..cache.kv import KVCache
     from ..config import EngineConfig
     from ..layers.ranks import Link
     from ..models.adapters.folder import AdapterFolder
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
+
+    segments: StepMetadata
+    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
+    known_ids: Ints | None  # (T,) ids as far as the host knows them
+    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
+    work: CacheWork
+    num_slots: int  # tails that must be there
+    new_slots: list[int]  # that have a new owner
+    is_barrier: bool  # the step before must have ended
+    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
+    num_rows: int  # R; 0: the step samples nothing
+    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
+    rope_variants: Ints | None = None  # (T,) see `Model`; None: 0 for all
+    adapters: Ints | None = None  # (T,) the same
+    feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
+    num_deep: int = 0  # the first layers: after each, more of the features is added
 
 
 class FollowerDisks:
@@ -106,7 +127,7 @@ class Followers:
         """Let the other ranks run a step too; raises RanksFailedError if one of them cannot."""
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """End the oldest step that was sent and not read; `num_kept`: see `KVCache.commit`."""
+        """End the oldest step that was sent and not read; `num_kept`: see `Forward.take_back`."""
 
     def carry_out(self, work: CacheWork) -> None:
         """Let the other ranks do work on their caches that belongs to no step."""

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import Grammar, Request
+from ..errors import GrammarFailedError
 from .batch import SamplingRows, Sequence
 
 Masks = NDArray[np.uint32]
@@ -13,7 +14,9 @@ WORD_BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
 
 
-def fill_masks(sampling: SamplingRows, vocab_size: int) -> tuple[Masks, list[tuple[Sequence, str]]]:
+def fill_masks(
+    sampling: SamplingRows, vocab_size: int
+) -> tuple[Masks, list[tuple[Sequence, GrammarFailedError]]]:
     """The masks of the G constrained rows of a step, from the tokens that are known.
 
     An answer may end where its grammar is satisfied, nowhere else: there its end tokens are allowed
@@ -22,7 +25,7 @@ def fill_masks(sampling: SamplingRows, vocab_size: int) -> tuple[Masks, list[tup
     without proposals.
 
     Returns:
-        masks (G, ceil(V / 32)), and the sequences that cannot go on, with the reason. A row that
+        masks (G, ceil(V / 32)), and the sequences that cannot go on, with the error. A row that
         cannot go on, or belongs to an ended request, allows everything: its token is discarded.
     """
     first = sampling.num_free
@@ -50,7 +53,7 @@ def fill_masks(sampling: SamplingRows, vocab_size: int) -> tuple[Masks, list[tup
         if proposals is not None and counts[row]:
             proposals.blocked.add(first + row)
         else:
-            stuck.append((sequence, problem))
+            stuck.append((sequence, _stuck_error(sequence, problem)))
     return masks, stuck
 
 
@@ -74,6 +77,13 @@ def _grammar(sequence: Sequence) -> Grammar:
     grammar = sequence.request.grammar
     assert grammar is not None
     return grammar
+
+
+def _stuck_error(sequence: Sequence, problem: str) -> GrammarFailedError:
+    return GrammarFailedError(
+        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",
+        param=_grammar(sequence).place,
+    )
 
 
 def _fill_by_kind(states: dict[int, Grammar], masks: Masks) -> None:

@@ -94,7 +94,7 @@ class KVManager:
             sequence.num_cached = point.num_tokens
             sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
-            num_tokens = group.begin(point.num_tokens, sequence.num_known)
+            num_tokens = group.begin(point.num_tokens, len(sequence.token_ids))
             extended = self._extend(sequence, g, num_tokens, everything=True)
             assert extended, "there was room"
         if point.cut is not None:
@@ -135,7 +135,7 @@ class KVManager:
                 end = self._end_at(point, at, group)
         return Reuse(
             num_tokens=point.num_tokens,
-            tiers=tuple(tiers.get(n, "memory") for n in range(number)),
+            tiers=tuple([tiers.get(n, "memory") for n in range(number)]),
             missing=at,
             end=end,
             page_size=self.page_size,
@@ -183,7 +183,9 @@ class KVManager:
 
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
         for group, shared in enumerate(point.tables):
-            needed = self.groups[group].max_pages(sequence.num_known + 1) - len(shared.all_pages)
+            needed = self.groups[group].max_pages(len(sequence.token_ids) + 1) - len(
+                shared.all_pages
+            )
             tenant = sequence.request.tenant if spare else None  # alone it may have everything
             free = self.allocators[group].num_free + self.prefix.num_evictable(group, tenant)
             if needed + spare > free:
@@ -253,8 +255,10 @@ class KVManager:
         Returns:
             False: all that is left of a group is in use; it may have got those of others.
         """
-        groups = range(len(sequence.tables))  # none: it was preempted
-        return all(self._extend(sequence, g, num_tokens, everything=everything) for g in groups)
+        for group in range(len(sequence.tables)):  # none: it was preempted
+            if not self._extend(sequence, group, num_tokens, everything=everything):
+                return False
+        return True
 
     def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
         """`extend` for sequences that lack at most one page of each group, while pages are free.
@@ -262,10 +266,10 @@ class KVManager:
         Returns:
             False: not enough are; some may have got theirs of a group.
         """
-        return all(
-            allocator.extend([s.tables[group] for s in sequences], num_tokens)
-            for group, allocator in enumerate(self.allocators)
-        )
+        for group, allocator in enumerate(self.allocators):
+            if not allocator.extend([s.tables[group] for s in sequences], num_tokens):
+                return False
+        return True
 
     def _extend(self, sequence: Sequence, group: int, num_tokens: int, *, everything: bool) -> bool:
         table = sequence.tables[group]
@@ -326,7 +330,7 @@ class KVManager:
         if keep and self.reuse:
             written = sequence.num_sealed
             if sequence.started:
-                written = min(sequence.num_computed, sequence.num_known)
+                written = min(sequence.num_computed, len(sequence.token_ids))
             written -= written % self.prefix.alignment
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]

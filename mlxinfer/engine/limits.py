@@ -3,8 +3,14 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from ..core import Request, check_token_ids
-from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, shown
+from ..core import Request
+from ..errors import (
+    ContextLengthError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    check_token_ids,
+    shown,
+)
 from ..memory import human_bytes
 from .prompt_pictures import PictureLimits
 

@@ -3,33 +3,26 @@
 import contextlib
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import mlx.core as mx
 
-from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent
 from ..errors import (
     EngineClosedError,
-    GrammarFailedError,
     InvalidRequestError,
     RequestFailedError,
     gpu_stopped,
     require_gpu,
 )
-from ..models.language import LanguageModel
 from .batch import Batch, Sequence
 from .events import failed_event, progress_events, prompt_logits_events, token_events
-from .followers import NO_FOLLOWERS, Followers
 from .grammar_masks import fill_masks
-from .kernels import Chooser, choose_none
 from .pagestore import SAVE_S, PageStore
 from .parts import EngineParts
 from .prompt_pictures import PromptPictures
 from .runner import Launched
-from .scheduler import Proposer
+from .suspects import not_finite_error
 
 MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
 
@@ -37,42 +30,10 @@ MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answer
 class Loop(EngineParts):
     """Many requests over one model. All methods are called from one thread, which owns MLX.
 
-    Args:
-        model, config, others: see `EngineParts`.
-        emit: called with the events of requests, in order; the last event of each request has a
-            finish_reason.
-
-    Attributes:
-        post: lets a function run on the engine's thread between two turns; for any thread.
+    Each turn does four things: `_schedule`, `_launch`, `_read`, and to emit what was read.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        config: EngineConfig,
-        emit: Callable[[list[TokenEvent]], None],
-        *,
-        kernels: Chooser = choose_none,
-        kernels_when_idle: bool = False,
-        proposer: Proposer | None = None,
-        followers: Followers = NO_FOLLOWERS,
-    ) -> None:
-        self._emit = emit
-        self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
-        self._ended_s = 0.0  # by when the last step that was read had ended
-        self.post: Callable[[Callable[[], None]], None] = lambda function: None
-        super().__init__(
-            model,
-            config,
-            kernels=kernels,
-            kernels_when_idle=kernels_when_idle,
-            proposer=proposer,
-            followers=followers,
-        )
-
-    def assemble(self) -> None:
-        super().assemble()
-        self._in_flight.clear()
+    _ended_s = 0.0  # by when the last step that was read had ended
 
     @property
     def idle(self) -> bool:
@@ -80,13 +41,9 @@ class Loop(EngineParts):
         return not self._in_flight and self.scheduler.queues.idle
 
     @property
-    def asks_for_kernel(self) -> bool:
-        """Whether a step could have used a kernel that was not checked yet."""
-        return bool(self.kernels.asked)
-
-    def prepare_kernel(self) -> None:
-        """Check and compile one such kernel. Call it while no request runs: it takes a second."""
-        self.kernels.prepare_next()
+    def idle_work(self) -> Callable[[], None] | None:
+        """Checks and compiles one kernel that a step could have used; None: there is none."""
+        return self.kernels.prepare_next if self.kernels.asked else None
 
     def turn(self) -> None:
         """Schedule a step, launch it, read the step before it and emit the events of that one.
@@ -95,11 +52,12 @@ class Loop(EngineParts):
         stay in flight, each with other rows.
         """
         batch = self._schedule()
-        step = None if batch is None else self._launch(batch)
         if batch is None:
             self._read(max(len(self._in_flight) - 1, 0))
-        elif step is not None and self._read(self.scheduler.max_in_flight(batch)):
-            self._sample_constrained(step)
+        elif (step := self._launch(batch)) is not None:
+            was_read = self._read(self.scheduler.max_in_flight(batch))
+            if was_read and step.constrained_logits is not None:  # all tokens before are known
+                self._sample_constrained(step)
         if self.adapters.are_leaving:
             self.adapters.free_unused(self.scheduler.queues.unfinished())
 
@@ -114,21 +72,22 @@ class Loop(EngineParts):
             loaded = None if request.adapter is None else self.adapters.of(request.adapter)
             limits.check_memory(num_prompt)
         except InvalidRequestError as error:  # an adapter came or went since it was checked
-            end = TokenEvent.without_token(request.id, FinishReason.ERROR, error=error)
-            self._emit([end])
+            self._emit([TokenEvent.without_token(request.id, FinishReason.ERROR, error=error)])
             return
         max_output = min(max_output, limits.max_positions - num_prompt)
         pictures = None
         if request.pictures:
             pictures = PromptPictures.of(request, sees_spans=self._sees_spans)
-        sequence = self.scheduler.queues.add(request, max_output=max_output, pictures=pictures)
-        sequence.rope_variant = self.model.rope_variant(sequence.max_known)
-        if loaded is not None:
-            sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
+        sequence = self.scheduler.queues.add(
+            request,
+            max_output=max_output,
+            pictures=pictures,
+            rope_variant=self.model.rope_variant(num_prompt + max_output),
+            adapter=0 if loaded is None else loaded.number,
+            adapter_id=None if loaded is None else loaded.adapter.identity,
+        )
         if self._peers is not None:
-            sequence.fetch = self._peers.begin(self.scheduler.kv_manager, sequence)
-        if sequence.fetch is not None:
-            sequence.fetch.add_done_callback(lambda _: self.post(partial(_fetched, sequence)))
+            self._peers.begin(self.scheduler.kv_manager, sequence, self.post)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
@@ -156,31 +115,14 @@ class Loop(EngineParts):
             self._read(0)
         sees = bool(self.features.wanted)
         self.features.worked_s = 0.0
-        if sees:
-            self._see()
+        if sees and self._read(0) and self.features.wanted:
+            failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
+            if failed is not None:
+                self._fail(*failed)
         batch = self.scheduler.next_batch()
         if batch is not None:
             batch.was_delayed = sees
         return batch
-
-    def _see(self) -> None:
-        """Give the tower a slice of time between two steps. If it fails, one request fails."""
-        if not self._read(0) or not self.features.wanted:
-            return
-        failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
-        if failed is not None:
-            sequence, error = failed
-            traceback.clear_frames(error.__traceback__)
-            require_gpu(error)
-            if gpu_stopped(error) and not sequence.retried:
-                sequence.retried = True  # the pass begins again
-                return
-            self.scheduler.queues.finish(sequence)
-            unseen = RequestFailedError(
-                f"A picture of this request cannot be seen: {type(error).__name__}: {error}"
-            )
-            unseen.__cause__ = error
-            self._emit([failed_event(sequence, unseen)])
 
     def _launch(self, batch: Batch) -> Launched | None:
         """Launch a step behind the one before it; None: it failed."""
@@ -198,24 +140,15 @@ class Loop(EngineParts):
         return step
 
     def _sample_constrained(self, step: Launched) -> None:
-        """Sample the rows with a grammar, if there are any. All tokens before them are known."""
-        if step.constrained_logits is None:
-            return
+        """Sample the rows with a grammar. All tokens before them are known."""
         try:
             masks, stuck = fill_masks(step.batch.sampling, self.model.config.vocab_size)
             self.runner.sample_constrained(step, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(step.batch, error)
             return
-        for sequence, problem in stuck:
-            self.scheduler.queues.finish(sequence)
-            grammar = sequence.request.grammar
-            stuck_error = GrammarFailedError(
-                f"The grammar of this request cannot go on after {sequence.num_answered} tokens: "
-                f"{problem}",
-                param=None if grammar is None else grammar.place,
-            )
-            self._emit([failed_event(sequence, stuck_error)])
+        for sequence, stuck_error in stuck:
+            self._fail(sequence, stuck_error)
 
     def _read(self, num_left: int) -> bool:
         """Read the oldest steps, and emit their events, until `num_left` are in flight.
@@ -279,6 +212,11 @@ class Loop(EngineParts):
 
     # -- faults ---------------------------------------------------------------------------------
 
+    def _fail(self, sequence: Sequence, error: BaseException, *, keep: bool = True) -> None:
+        """End one request by an error; `keep`: later requests may use what was computed."""
+        self.scheduler.queues.finish(sequence, keep=keep)
+        self._emit([failed_event(sequence, error)])
+
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step. The others start over on fresh arrays and lose nothing.
 
@@ -292,7 +230,7 @@ class Loop(EngineParts):
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
         self._followers.reset(error)
         require_gpu(error)
-        queues, stopped = self.scheduler.queues, gpu_stopped(error)
+        stopped = gpu_stopped(error)
         self._counters.step_failures += 1
         if stopped:
             self.scheduler.prefill.halve(batch)
@@ -300,8 +238,7 @@ class Loop(EngineParts):
             if stopped and not sequence.retried:
                 sequence.retried = True
             elif not sequence.finished:
-                queues.finish(sequence, keep=False)
-                self._emit([failed_event(sequence, error)])
+                self._fail(sequence, error, keep=False)
         self._start_over()
 
     def _start_over(self) -> None:
@@ -339,20 +276,11 @@ class Loop(EngineParts):
 
         Requests that ask for the logits of their prompt get them even so.
         """
+        is_half = self.model.activation_dtype == mx.float16
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):
-                self.scheduler.queues.finish(sequence, keep=False)
-                is_half = self.model.activation_dtype == mx.float16
-                damaged = RequestFailedError(
-                    f"The model's numbers are NaN or infinite after {sequence.num_known} tokens, "
-                    "also without Metal kernels. "
-                    + (
-                        "They may have outgrown float16: try dtype='bfloat16'."
-                        if is_half
-                        else "Its weights may be damaged: download it again."
-                    )
-                )
-                self._emit([failed_event(sequence, damaged)])
+                error = not_finite_error(sequence, is_half=is_half)
+                self._fail(sequence, error, keep=False)
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the bookkeeping itself was wrong."""
@@ -393,8 +321,3 @@ class Loop(EngineParts):
         self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
-
-
-def _fetched(sequence: Sequence) -> None:
-    """Let a sequence be admitted: nothing more comes for it from peers."""
-    sequence.fetch = None

@@ -45,19 +45,15 @@ class Tier(Protocol):
 
     def has(self, key: bytes) -> bool:
         """Whether there is an entry; it may yet prove broken."""
-        ...
 
     def load(self, keys: Seq[bytes]) -> list[Entry]:
         """The entries of those keys that are there. A tier may stop at the first that is not."""
-        ...
 
     def store(self, entry: Entry) -> bool:
         """Keep an entry under its key; False: there is no room for it."""
-        ...
 
     def remove(self, key: bytes) -> None:
         """Drop the entry of a key, unless a saved session keeps it."""
-        ...
 
 
 class ReceivedPages:

@@ -1,9 +1,12 @@
 """The parts of an engine around one model: cache, scheduler, runner, tiers, adapters, limits."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from ..config import EngineConfig
+from ..core import TokenEvent
 from ..errors import InvalidRequestError
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
@@ -17,9 +20,10 @@ from .model_cache import attention_kernels, cache_layers, cache_stats, disk_iden
 from .pagestore import PageStore
 from .peers import PeerFetches
 from .prompt_pictures import PictureLimits
+from .proposals import Proposer
 from .queues import EngineCounters
-from .runner import Runner
-from .scheduler import Proposer, Scheduler
+from .runner import Launched, Runner
+from .scheduler import Scheduler
 from .suspects import Suspects
 
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
@@ -33,21 +37,25 @@ class EngineParts:
     Args:
         model: evaluated and ready.
         config: sizes.
+        emit: called with the events of requests, in order; the last event of each request has a
+            finish_reason.
         kernels: says which Metal kernels may be used.
         kernels_when_idle: kernels that the first steps do not need are checked later, by
-            `prepare_kernel`.
+            `Loop.idle_work`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
         followers: the other ranks of a model that is spread over several.
 
     Attributes:
         adapters: that requests may name.
         limits: of requests; a new value whenever they change.
+        post: lets a function run on the engine's thread between two turns; for any thread.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         config: EngineConfig,
+        emit: Callable[[list[TokenEvent]], None] = lambda events: None,
         *,
         kernels: Chooser = choose_none,
         kernels_when_idle: bool = False,
@@ -55,6 +63,8 @@ class EngineParts:
         followers: Followers = NO_FOLLOWERS,
     ) -> None:
         self.model = model
+        self._emit = emit
+        self.post: Callable[[Callable[[], None]], None] = lambda function: None
         self._followers = followers
         self.config = config
         if proposer is not None and "speculation" in model.lacks:
@@ -82,6 +92,7 @@ class EngineParts:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
+        self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
         self.cache = make_cache(self.model, config, self._layers)
         taps = () if self._proposer is None else self._proposer.taps
         self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)

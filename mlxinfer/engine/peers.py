@@ -15,11 +15,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..cache.disk import Entry, decode, entry_bytes
@@ -46,6 +46,7 @@ CLOSE_S = 2.0  # that the end of all requests to peers may take
 MAX_SAID_CHARS = 200  # of a refusal, in the log
 MAX_HEAD_BYTES = 1 << 16  # of an answer beside what was asked for
 
+Post = Callable[[Callable[[], None]], None]
 NOTHING_CAME = {"pages": 0, "bytes": 0, "failures": 0}
 
 log = logging.getLogger("mlxinfer.engine")
@@ -271,22 +272,26 @@ class PeerFetches:
         self._thread = threading.Thread(target=self._run, name="mlxinfer-peers", daemon=True)
         self._thread.start()
 
-    def begin(self, kv_manager: KVManager, sequence: Sequence) -> "Future[None] | None":
-        """Begin to ask for a prompt; done once nothing more will come. None: nobody is asked."""
-        root, num_ids, request = self._store.root, sequence.num_known, sequence.request
+    def begin(self, kv_manager: KVManager, sequence: Sequence, post: Post) -> None:
+        """Begin to ask for a prompt, if anybody is asked: `fetch` of the sequence says so.
+
+        `post`: runs a function on the engine's thread, which ends the wait.
+        """
+        root, num_ids, request = self._store.root, len(sequence.token_ids), sequence.request
         stop = (num_ids - 1) // self._store.page_size
         if root is None or request.prompt_logits or request.from_peer or not self._asked_now():
-            return None
+            return
         point = kv_manager.probe(sequence)
         own_s = self._store.computing_s(num_ids - point.num_tokens)
         if stop - point.num_pages < MIN_PAGES or (own_s is not None and own_s < LEAST_S):
-            return None
+            return
         point.names.name(stop - 1)  # all are named before the other thread reads names
-        is_plain = sequence.pictures is None and sequence.adapter_id is None
+        is_plain = sequence.pictures is None and not sequence.adapter
         search = PageSearch(self._store, point, stop)
         is_plain = is_plain and not sequence.rope_variant
         fetch = Fetch(search, root, own_s, is_plain, request.cache_salt)
-        return asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
+        sequence.fetch = asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
+        sequence.fetch.add_done_callback(lambda _: post(partial(_end_wait, sequence)))
 
     def stats(self) -> dict[str, int]:
         """Pages and bytes that came, and failures, of all peers together."""
@@ -423,3 +428,8 @@ class PeerFetches:
 
     def _num_bytes(self, places: Seq[Place]) -> int:
         return sum(self._store.page_bytes[group] for _, group in places)
+
+
+def _end_wait(sequence: Sequence) -> None:
+    """Let a sequence be admitted: nothing more comes for it from peers."""
+    sequence.fetch = None

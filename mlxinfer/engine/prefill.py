@@ -183,7 +183,7 @@ class PrefillSizer:
         """
         tenant, used = oldest.request.tenant, self._tenants.used
         others = [used(other) for other in served if other != tenant]
-        is_short = oldest.num_known - oldest.num_cached <= 2 * self._page_size
+        is_short = len(oldest.token_ids) - oldest.num_cached <= 2 * self._page_size
         is_first = is_short and tenant not in served
         if not others or (is_first and all(used(tenant) <= other for other in others)):
             return self._page_size

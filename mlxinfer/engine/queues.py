@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ..core import Request
 from ..fair import Shares, Tenant
-from .batch import Batch, Sequence
+from .batch import Batch, Sequence, namespace_of
 from .kv_manager import KVManager
 from .prompt_pictures import PromptPictures
 
@@ -105,15 +106,34 @@ class RequestQueues:
     # -- arrivals and departures ----------------------------------------------------------------
 
     def add(
-        self, request: Request, *, max_output: int, pictures: PromptPictures | None = None
+        self,
+        request: Request,
+        *,
+        max_output: int,
+        pictures: PromptPictures | None = None,
+        rope_variant: int = 0,
+        adapter: int = 0,
+        adapter_id: str | None = None,
     ) -> Sequence:
-        """Queue a valid request; `pictures` are those of its prompt."""
+        """Queue a valid request.
+
+        Args:
+            request: the request.
+            max_output: tokens of its answer.
+            pictures: of its prompt.
+            rope_variant: see `Model.rope_variant`.
+            adapter: its number; 0: none.
+            adapter_id: identity of its files.
+        """
         sequence = Sequence(
             request=request,
             max_known=len(request.prompt_ids) + max_output,
             token_ids=list(request.prompt_ids),
             num_prompt=len(request.prompt_ids),
             pictures=pictures,
+            rope_variant=rope_variant,
+            adapter=adapter,
+            namespace=namespace_of(adapter_id, rope_variant, request.cache_salt),
         )
         self._by_id[request.id] = sequence
         self._unfinished[request.tenant] += 1
@@ -222,7 +242,7 @@ class RequestQueues:
         """
         oldest = waiting[0] if waiting else None
         if oldest is not None and self._passes[oldest.request.tenant] < MOST_PASSES:
-            waiting = sorted(waiting, key=lambda sequence: sequence.request.priority)
+            waiting = sorted(waiting, key=attrgetter("request.priority"))
         for sequence in waiting:
             if sequence.fetch is not None:
                 continue

@@ -6,7 +6,7 @@ to the others before it runs the step.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,8 +27,9 @@ from ..layers.ranks import Link
 from ..layers.step import Step, StepFeatures, Taps
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence, StepInputs
-from .followers import NO_FOLLOWERS, Followers
+from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
+from .followers import NO_FOLLOWERS, Followers, StepInputs
+from .proposals import num_kept
 
 
 @dataclass(slots=True)
@@ -64,7 +65,6 @@ class InFlight(Protocol):
 
     def wait(self) -> None:
         """Return when the step is done and MLX holds none of its inputs."""
-        ...
 
 
 class Forward:
@@ -104,7 +104,19 @@ class Forward:
             finish([layer.arrays() for layer in cache.paged])  # also where no step is in flight
         if grows or step.is_barrier:
             cache.make_room(step.num_slots, shrink=step.is_barrier)
-        return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
+        # Otherwise there is no work: tails and pages are as they were.
+        if step.is_barrier or step.new_slots or cache.state_group is not None:
+            return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
+        return runs_ahead, []
+
+    def take_back(self, num_kept: Mapping[int, int]) -> None:
+        """Take back rejected tokens of the oldest step that has proposals and was not committed.
+
+        Of each tail slot in `num_kept`, that many of the first tokens stay. Pages and tails need no
+        work, because nothing reads them behind the end of a sequence.
+        """
+        if self.cache.state_group is not None:
+            self.cache.state_group.take_back(num_kept)
 
     def run(
         self, step: StepInputs, tokens: mx.array | None, features: Seq[mx.array] = ()
@@ -122,10 +134,11 @@ class Forward:
         self.cache.begin_step(step.segments)
         model_step = self._model_step(step, features)
         hidden = self.model(ids, model_step)
-        prompt = [
-            self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
-            for a, b in step.prompt_rows
-        ]
+        prompt: list[mx.array] = []
+        for a, b in step.prompt_rows:
+            prompt.append(
+                self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
+            )
         logits: mx.array | None = None
         if step.num_rows:
             left = model_step.rows
@@ -139,7 +152,8 @@ class Forward:
         stored = [] if all_read else model_step.stored or [hidden]
         for work in model_step.late or ():
             work()
-        outputs = self.cache.step_outputs()
+        states = self.cache.state_group
+        outputs = [] if states is None else states.step_outputs()
         return Computed(ids, logits, prompt, model_step.taps, unused, stored, outputs)
 
     def _model_step(self, step: StepInputs, features: Seq[mx.array]) -> Step:
@@ -306,7 +320,7 @@ class Runner:
     ) -> None:
         self._gather = gather
         self.forward = Forward(model, cache, taps=taps, link=followers.link)
-        self._followers = followers
+        self._followers = None if followers is NO_FOLLOWERS else followers
         self._streams = followers.is_pipeline and not taps
         self._defers = followers.num_stages > 1
         self.cache = cache
@@ -332,11 +346,12 @@ class Runner:
         features = self._gather(batch) if batch.has_pictures else None
         if features is not None:
             step.feature_rows, step.num_deep = features.rows, len(features.arrays) - 1
-        self._followers.send(step)
+        if self._followers is not None:
+            self._followers.send(step)
         try:
             return self._launch(batch, step, previous, admitted, features)
         except BaseException as error:  # the other ranks learn of it
-            failure = self._followers.fail(error)
+            failure = error if self._followers is None else self._followers.fail(error)
             if failure is error:
                 raise
             raise failure from error
@@ -388,7 +403,7 @@ class Runner:
         launched.goes_on = self._streams and not step.num_rows and not step.prompt_rows
         mx.async_eval(launched.outputs if launched.own is None else launched.own)
         if runs_ahead:
-            self.cache.count_copies()
+            self.cache.bytes_copied += self.cache.tail_bytes
         return launched
 
     def sample_constrained(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
@@ -417,18 +432,20 @@ class Runner:
             tokens = mx.concatenate([free.tokens, tokens])
         launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
         launched.constrained, launched.constrained_logits = constrained, None
-        new = [tokens, *constrained.arrays(), launched.checks[-1]]
+        new = [tokens, launched.checks[-1]]
+        new += [] if constrained.logprobs is None else constrained.logprobs.arrays()
         launched.outputs += new
         if launched.own is None:
             mx.async_eval(new)
 
     def commit(self, batch: Batch, token_ids: Seq[int], result: CommitResult) -> None:
         """Let the sampler know the tokens (R,) that were read and kept."""
-        verifies, slots = batch.sampling.proposals is not None, batch.sampling.slots
-        num_kept = batch.num_kept(result) if verifies else {}
-        self._followers.commit(num_kept)
-        if verifies:
-            self.cache.commit(num_kept)
+        slots, kept = batch.sampling.slots, {}
+        if batch.sampling.proposals is not None:
+            kept = num_kept(batch, result)
+            self.forward.take_back(kept)
+        if self._followers is not None:
+            self._followers.commit(kept)
         if result.released or result.discarded:
             gone = {*result.released, *result.discarded}
             slots = tuple([-1 if row in gone else slot for row, slot in enumerate(slots)])
@@ -473,7 +490,8 @@ class Runner:
                 None if recent is None else recent[:free],
                 proposed=[] if proposals is None else proposals.drawn[:free],
             )
-            outputs += sampled.arrays()
+            outputs.append(sampled.tokens)
+            outputs += [] if sampled.logprobs is None else sampled.logprobs.arrays()
             # NaN or infinity of a hidden vector makes all of its row's logits NaN (the last norm)
             checks.append(_chosen(logits if all_free else logits[:free], sampled.tokens))
         if batch.begins_answers:

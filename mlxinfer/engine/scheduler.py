@@ -17,59 +17,21 @@ a step that writes pages waits for the step in flight (`Batch.writes_pages`).
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from math import inf
-from typing import Any, Protocol
 
 import numpy as np
 
 from ..cache.inputs import Move
 from ..core import FinishReason
 from ..fair import Tenant
-from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Proposal, Segment, Sequence
+from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, Sequence
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .prefill import PrefillSizer
+from .proposals import Proposal, Proposer, accepted_rows
 from .queues import NO_FEATURES, EngineCounters, FeatureSource, RequestQueues
 from .rows import DecodeRows
 
 RECENT_S = 10.0  # of steps after tenants shared one: a tenant that comes back finds no longer steps
-
-
-class Proposer(Protocol):
-    """Proposes the next tokens of sequences, so that one step verifies several tokens of each.
-
-    Proposals change how many steps an answer takes, and never its tokens.
-
-    Attributes:
-        taps: layers whose outputs the proposer reads, see `layers.step.Taps`.
-    """
-
-    taps: Seq[int] = ()
-
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
-        """Upper limit of proposed tokens per sequence in the next step.
-
-        0: no proposals; then the next step is launched while this one runs. Otherwise the step in
-        flight is read first, unless micro-batches take turns.
-
-        Args:
-            sequences: that decode in the step.
-            num_decoding: sequences that decode in all micro-batches together.
-        """
-        ...
-
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
-        """Up to `depth` tokens for each sequence that may follow its `token_ids`."""
-        ...
-
-    def take(self, batch: Batch, hidden: Any) -> None:
-        """Read the outputs (T, n * hidden) of the n layers of `taps`, before `observe`."""
-
-    def observe(self, batch: Batch, result: CommitResult) -> None:
-        """Learn from a step that was read, with or without proposals."""
-
-    def stats(self) -> dict[str, Any]:
-        """Plain numbers of the proposals."""
-        return {}
 
 
 class Scheduler:
@@ -344,7 +306,7 @@ class Scheduler:
             return {}
         proposals: dict[Sequence, Proposal] = {}
         for sequence, proposed in zip(known, proposer.propose(known, depth), strict=True):
-            usable = proposed.cut(min(depth, sequence.max_known - sequence.num_known - 1))
+            usable = proposed.cut(min(depth, sequence.max_known - len(sequence.token_ids) - 1))
             if sequence.request.grammar is not None:
                 usable = usable.cut(num_allowed(sequence.request, usable.token_ids))
             if usable.token_ids:
@@ -372,13 +334,14 @@ class Scheduler:
         longest = max([s.stop - s.sealed for s in batch.short], default=0) if batch.short else 0
         if max(longest, batch.decodes.max_tail) <= 2 * self.page_size and not batch.writes_pages:
             return
-        batch.held_slots = max([sequence.slot for sequence in self.queues.running]) + 1
+        highest = max([sequence.slot for sequence in self.queues.running])
+        batch.held_slots = max(highest + 1, batch.cache_work.num_slots)
         segments, sequences = batch.decodes.segments, batch.decodes.sequences
         stops = np.maximum(segments.starts - segments.starts % self.page_size, segments.sealed)
         for row in np.flatnonzero(stops > segments.sealed).tolist():
             batch.cache_work.seal.append(self._seal(sequences[row], int(stops[row])))
         batch.decodes = batch.decodes.sealed_to(stops)
-        for segment in batch.ragged:
+        for segment in batch.short + batch.long:
             stop = segment.start - segment.start % self.page_size
             if stop > segment.sealed:
                 batch.cache_work.seal.append(self._seal(segment.sequence, stop))
@@ -437,13 +400,13 @@ class Scheduler:
         sampling, result = batch.sampling, CommitResult()
         assert len(token_ids) == len(sampling.sequences)
         proposals = sampling.proposals
-        accepted = proposals.accepted(token_ids) if proposals is not None else None
+        holds = accepted_rows(proposals, token_ids) if proposals is not None else None
         rows = zip(sampling.sequences, token_ids, strict=True)
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
             if sequence.slot < 0:
                 result.released.append(row)
-            if sequence.finished or (accepted is not None and not accepted[row]):
+            if sequence.finished or (holds is not None and not holds[row]):
                 result.discarded.append(row)
                 continue
             sequence.token_ids.append(token_id)

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ..errors import RequestFailedError
 from .batch import Batch
 from .batch import Sequence as Running
 from .kernels import Kernels
@@ -61,7 +62,7 @@ class Suspects:
             self._all = self.kinds = self._trial = sorted(self._kernels.kinds)
             self._cleared = set()
         self._shape = _shape(batch)
-        self._waiting = {sequence: sequence.num_known for sequence in sequences}
+        self._waiting = {sequence: len(sequence.token_ids) for sequence in sequences}
         self._leave_out(self._all)
         return True
 
@@ -69,7 +70,7 @@ class Suspects:
         """A step was finite, and its tokens are known."""
         if self._waiting:
             self._waiting = {
-                s: n for s, n in self._waiting.items() if not s.finished and s.num_known <= n
+                s: n for s, n in self._waiting.items() if not s.finished and len(s.token_ids) <= n
             }
             if not self._waiting:
                 self._end_plain(is_model=False)
@@ -124,3 +125,14 @@ def _shape(batch: Batch) -> set[str]:
         "pieces of prompts": bool(batch.long),
     }
     return {name for name, is_there in parts.items() if is_there}
+
+
+def not_finite_error(sequence: Running, *, is_half: bool) -> RequestFailedError:
+    """The error of a request of which also plain MLX gives NaN or infinities."""
+    advice = "Its weights may be damaged: download it again."
+    if is_half:
+        advice = "They may have outgrown float16: try dtype='bfloat16'."
+    return RequestFailedError(
+        f"The model's numbers are NaN or infinite after {len(sequence.token_ids)} tokens, also "
+        f"without Metal kernels. {advice}"
+    )

@@ -22,11 +22,9 @@ class Tokens(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for."""
-        ...
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text in which no control token is matched."""
-        ...
 
 
 def token_table(

@@ -39,7 +39,6 @@ class Mixer(Protocol):
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels that can do the mixer's own work; those of attention belong to its cache."""
-        ...
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """Let the tokens of a step see each other.
@@ -53,7 +52,6 @@ class Mixer(Protocol):
             (R, hidden): of all T rows, or of those that are left in the last layer that stores
             anything, see `Step.narrow`.
         """
-        ...
 
 
 class ParallelMixers:

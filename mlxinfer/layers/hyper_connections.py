@@ -31,11 +31,9 @@ class Connection(Protocol):
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of its own work."""
-        ...
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:
         """Streams x (T, n * hidden) -> the same after the block."""
-        ...
 
 
 class Inject(Protocol):
@@ -44,15 +42,12 @@ class Inject(Protocol):
     @property
     def parts(self) -> Sequence[Mixer]:
         """Its mixers, each with a cache of its own."""
-        ...
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of the part."""
-        ...
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """What is added to streams x (T, n * hidden), of that shape."""
-        ...
 
 
 class StreamMixture:

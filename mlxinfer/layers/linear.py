@@ -16,7 +16,6 @@ class Projection(Protocol):
 
         It is one operation if the format has one.
         """
-        ...
 
     def some_outputs(self, outputs: slice) -> "Projection | None":
         """Some of the outputs, over the same memory; None: they are computed all at once."""
@@ -179,11 +178,9 @@ class Embedding(Protocol):
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""
-        ...
 
     def as_linear(self) -> Projection:
         """The output projection of a model that shares the table with its input."""
-        ...
 
 
 class DenseEmbedding:
@@ -258,7 +255,6 @@ class HeadLinear(Protocol):
             transposed: the product with each transposed matrix, as a projection computes it; else
                 with the matrix as it is, out_dims to in_dims.
         """
-        ...
 
 
 class DenseHeadLinear:

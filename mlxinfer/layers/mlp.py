@@ -41,11 +41,9 @@ class FeedForward(Protocol):
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels that can do the work of its parts."""
-        ...
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus `residual` where one is given."""
-        ...
 
 
 class MLP:

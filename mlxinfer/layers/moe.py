@@ -27,11 +27,9 @@ class Choose(Protocol):
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels that can do its work."""
-        ...
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """The experts of each token and their weights."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class ExpertProjection(Protocol):
 
     def __call__(self, x: mx.array, routed: Routed) -> mx.array:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
-        ...
 
 
 class MoE:

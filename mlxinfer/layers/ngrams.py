@@ -44,11 +44,9 @@ class RowTable(Protocol):
         Raises:
             CheckpointError: a file became shorter, or its disk fails.
         """
-        ...
 
     def decode(self, stored: mx.array) -> mx.array:
         """Rows as they are stored, (N, row_bytes) uint8 -> (N, width)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,31 +30,25 @@ class Link(Protocol):
     @property
     def rank(self) -> int:
         """This one's number, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
 
     def sum(self, x: mx.array, of: Summand) -> mx.array:
         """The sum of every rank's x; the same bits everywhere."""
-        ...
 
     def to_first(self, x: mx.array) -> mx.array:
         """x (T, n) of every rank, side by side in their order, on rank 0: (T, size * n).
 
         On the others something of T rows, which is to be evaluated. It is launched as it is called.
         """
-        ...
 
     def send(self, x: mx.array) -> mx.array:
         """x, which the next rank receives once it is evaluated; behind the last is the first."""
-        ...
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """The array that the rank before sends; before the first rank is the last one."""
-        ...
 
 
 class Sums:

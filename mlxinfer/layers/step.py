@@ -40,11 +40,9 @@ class Rope(Protocol):
             positions: (T,) int32; (3, T) in steps of models with M-RoPE that have pictures.
             variants: (T,) see `Step`.
         """
-        ...
 
     def __call__(self, x: mx.array, prepared: Any) -> mx.array:
         """x (T, heads, head_dim) to the same shape."""
-        ...
 
 
 class PreparedRopes(dict[Rope, Any]):
@@ -258,4 +256,3 @@ class Layer(Protocol):
         Returns:
             The output (T, hidden), and the norm of it that `pass_on` named or None.
         """
-        ...

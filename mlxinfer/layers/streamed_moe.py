@@ -23,15 +23,12 @@ class Slots(Protocol):
     @property
     def num_slots(self) -> int:
         """Experts that may be in memory at once; 2 at least."""
-        ...
 
     def route(self, experts: Ints) -> Ints:
         """Note which experts (N, k) rows go to; returns them, each once."""
-        ...
 
     def begin(self, wanted: Ints, keep: Ints) -> None:
         """Begin to read those of `wanted` that have no slot; both keep theirs."""
-        ...
 
     def finish(self, wanted: Ints) -> Ints:
         """Wait until they are read; the slot of each expert (E,), valid for `wanted` only.
@@ -39,15 +36,12 @@ class Slots(Protocol):
         Raises:
             CheckpointError: a file became shorter, or its disk fails.
         """
-        ...
 
     def read_by(self, y: mx.array) -> None:
         """Nothing is written to slots from now on until `y` is computed."""
-        ...
 
     def expect(self, experts: Ints) -> None:
         """Experts (N, k) that rows may go to next: a guess, for reads while others compute."""
-        ...
 
 
 class SlotProjection:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import check_switch
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, check_switch
 from ..memory import parse_bytes
 
 if TYPE_CHECKING:

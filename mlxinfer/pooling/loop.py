@@ -73,7 +73,7 @@ class PoolingLoop:
         pass_tokens: tokens of a pass; None: as many as take SLICE_S.
     """
 
-    asks_for_kernel = False
+    idle_work = None  # no kernel is ever asked for
     post: Callable[[Callable[[], None]], None]  # of every loop; not used here
 
     def __init__(
@@ -108,9 +108,6 @@ class PoolingLoop:
         """Whether nothing runs, waits or is in flight."""
         waits = self._in_flight is not None or self._begun is not None
         return not waits and not self._queue.num_waiting
-
-    def prepare_kernel(self) -> None:
-        """No kernel is ever asked for."""
 
     def turn(self) -> None:
         """Launch the next pass, then read the one before it: Python works while MLX does."""

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import check_token_ids
-from ..errors import ContextLengthError, InvalidRequestError
+from ..errors import ContextLengthError, InvalidRequestError, check_token_ids
 from ..fair import NOBODY, Shares, Tenant
 
 FIRST = 1024  # tokens of a pass before any was timed

@@ -248,8 +248,8 @@ class Follower:
         self._in_flight = _InFlight(computed, arrays)
 
     def _commit(self, num_kept: dict[int, int]) -> None:
-        """Keep so many tokens of a step with proposals, see `KVCache.commit`."""
-        self._running.cache.commit(num_kept)
+        """Keep so many tokens of a step with proposals, see `Forward.take_back`."""
+        self._running.take_back(num_kept)
 
     def _reset(self) -> None:
         self._in_flight = None

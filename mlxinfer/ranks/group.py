@@ -23,8 +23,7 @@ import msgspec
 from ..cache.inputs import CacheWork
 from ..cache.kv import KVCache
 from ..config import EngineConfig
-from ..engine.batch import StepInputs
-from ..engine.followers import Followers
+from ..engine.followers import Followers, StepInputs
 from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
@@ -260,7 +259,7 @@ class RankGroup(Followers):
         self._send_frame(frame)
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """End the oldest step that was sent and not read; as `KVCache.commit`."""
+        """End the oldest step that was sent and not read; as `Forward.take_back`."""
         if self._sent_s:
             self._sent_s.pop(0)
         if num_kept:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import MAX_COUNT, check_switch
-from ..errors import InvalidRequestError, RanksFailedError, check_int
+from ..core import MAX_COUNT
+from ..errors import InvalidRequestError, RanksFailedError, check_int, check_switch
 
 RING_PORT = 32323  # of the first rank; as mlx.launch has it
 CONTROL_PORT = 32300

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata
 from ..cache.pages import PageTable
-from ..engine.batch import StepInputs
+from ..engine.followers import StepInputs
 
 T = TypeVar("T")
 CHECK_EVERY = 32  # steps between two checksums

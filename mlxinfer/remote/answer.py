@@ -10,6 +10,7 @@ from ..outputs import (
     CallStatus,
     Delta,
     Part,
+    PromptProgress,
     ReasoningPart,
     Result,
     TextPart,
@@ -17,7 +18,7 @@ from ..outputs import (
     ToolCallDelta,
     joined_calls,
 )
-from ..session.answers import AnswerStep, PromptProgress
+from ..session.answers import AnswerStep
 
 _CLASSES = {  # by code; of several with one code the first
     error.code: error

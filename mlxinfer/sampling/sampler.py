@@ -97,10 +97,6 @@ class Sampled:
     weights: mx.array | None = None  # (D, width) that the drawn rows were drawn with, if kept
     drawn: NDArray[np.int64] | None = None  # (D,) those rows
 
-    def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate."""
-        return [self.tokens, *(self.logprobs.arrays() if self.logprobs is not None else [])]
-
     def drawn_with(self, row: int) -> mx.array | None:
         """(width,) the weights that the token of a row was drawn with; None: it was not drawn."""
         if self.weights is None or self.drawn is None or row not in self.drawn:

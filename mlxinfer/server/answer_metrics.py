@@ -49,8 +49,8 @@ class AnswerMetrics:
         """Count the token of an event, if it has one."""
         if event.prompt_tokens:
             return
-        self._leave_queue(index)
         if event.token_id is None:
+            self._leave_queue(index)
             return
         metrics, now_s, before_s = self._metrics, time.monotonic(), self._token_s.get(index)
         self._token_s[index] = now_s
@@ -58,6 +58,7 @@ class AnswerMetrics:
         if before_s is not None:
             metrics.observe(inter_token_s=now_s - before_s)
             return
+        self._leave_queue(index)
         request = self._answer(index).request
         metrics.num_waiting -= 1
         metrics.num_running += 1
@@ -100,7 +101,7 @@ class AnswerMetrics:
         if max_tokens is not None:
             self._metrics.observe(max_tokens=max_tokens)
         if not self._open:
-            longest = max(answer.num_tokens for answer in self._answers.answers)
+            longest = max(len(answer.token_ids) for answer in self._answers.answers)
             self._metrics.observe(choices=len(self._answers.answers), longest_tokens=longest)
 
     def close(self) -> None:

@@ -520,7 +520,7 @@ class Call(Exchange):
             "prompt_tokens": len(answers[0].request.prompt_ids),
             **_reading_of(answers[0]),
             "reuse": None if self.reuse is None else self.reuse.without_text(),
-            "answer_tokens": sum(answer.num_tokens for answer in answers),
+            "answer_tokens": sum(len(answer.token_ids) for answer in answers),
             "max_tokens": None if None in limits else sum(limit or 0 for limit in limits),
             "age_s": time.monotonic() - min(answer.request.arrived_s for answer in answers),
         }

@@ -5,7 +5,7 @@ prompts can be seen here, not even that there are any.
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +111,7 @@ class ReuseRecords:
             "model": model.name,
             "prompt_tokens": len(request.prompt_ids),
             "cached_tokens": reuse.num_tokens,
-            "tiers": reuse.tokens_by_tier(),
+            "tiers": _tokens_by_tier(reuse),
             **explain(record, reuse, records, model.tokenizer.decode),
         }
         records.append(record)
@@ -247,3 +247,12 @@ def words(ids: Ids, decode: Callable[..., str]) -> str:
     stop = int(picture[0]) if len(picture) else SHOWN_TOKENS
     text: str = decode(ids[:stop].tolist(), skip_special_tokens=False)
     return (text[:SHOWN_CHARS] if stop else "") or (PICTURE if len(picture) else "")
+
+
+def _tokens_by_tier(reuse: Reuse) -> dict[str, int]:
+    """How many of the tokens lay in each tier; a part of a page is always in memory."""
+    counts = Counter(dict.fromkeys(("memory", "disk", "peer"), 0))
+    for tier in reuse.tiers:
+        counts[tier] += reuse.page_size
+    counts["memory"] += reuse.num_tokens - counts.total()
+    return dict(counts)

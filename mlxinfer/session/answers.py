@@ -8,19 +8,29 @@ import asyncio
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import EngineClosedError
-from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
+from ..outputs import (
+    Delta,
+    Part,
+    PromptProgress,
+    ReasoningPart,
+    Result,
+    Timing,
+    Usage,
+    joined_calls,
+    merged,
+    split,
+)
 from ..text import TextStream
 from ..threads import take
 from .attempts import Attempts
 from .guard import Guard
-from .inputs import EncodedPrompt, Input
+from .inputs import EncodedPrompt
 from .mailbox import Mailbox
 from .prompt_scores import PromptScores
 
@@ -29,23 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..engine.engine import Engine, Listener
-
-PromptWatch = Callable[[int, int], None]  # tokens of a prompt that are computed, and all of them
-
-
-class PromptProgress(NamedTuple):
-    """How far the prompt of an answer is computed."""
-
-    computed: int  # tokens, those found in the cache included
-    cached: int  # tokens that were found in the cache
-    total: int  # tokens of the prompt
-    seconds: float  # since the request started
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until the prompt is whole, at the rate so far; None: nothing was computed."""
-        done = self.computed - self.cached
-        return self.seconds * (self.total - self.computed) / done if done > 0 else None
 
 
 @dataclass(slots=True)
@@ -58,30 +51,17 @@ class AnswerStep:
     progress: PromptProgress | None = None  # where an input asked for reports; the delta is empty
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of answers so far. A prompt with several answers counts once."""
-
-    prompt_tokens: int
-    cached_tokens: int  # of the prompts, found in the prefix cache; 0 until an answer is complete
-    answer_tokens: int
-    reasoning_tokens: int  # of the answer tokens, up to the last thought of each
-
-
 class AnswerWatcher(Protocol):
     """Counts events for metrics and queues."""
 
     def record(self, index: int, event: TokenEvent) -> None:
         """An event of an answer has come."""
-        ...
 
     def end(self, index: int, reason: str, result: Result | None) -> None:
         """An answer is complete, or has failed: then `reason` is "error"."""
-        ...
 
     def close(self) -> None:
         """Nothing more of these answers is read. May be called twice."""
-        ...
 
 
 class Answer:
@@ -101,6 +81,7 @@ class Answer:
 
     Attributes:
         progress: how far the prompt was computed, where the request asked for reports.
+        token_ids: so far.
         result: the result of the whole answer, once it has ended.
         reasoning_tokens: tokens so far, up to the last one of the reasoning.
         ended_early: the text has ended the answer before the engine did, so the request must be
@@ -135,7 +116,7 @@ class Answer:
         self.result: Result | None = None
         self.reasoning_tokens = 0
         self._stream = self._new_stream()
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
         scored = self.request.params.logprobs is not None
         self._logprobs: list[TokenLogprobs] | None = [] if scored else None
         self._parts: list[Part] = []
@@ -157,14 +138,16 @@ class Answer:
         self._begin()
         return True
 
+    def watched(self, listener: "Listener") -> "Listener":
+        """The listener of the request, behind those of its parts."""
+        for part in (self.guard, self.prompt_scores):
+            listener = listener if part is None else part.watched(listener)
+        return listener
+
     @property
     def num_attempts(self) -> int:
         """Requests so far, with the running one."""
         return 1 if self.attempts is None else self.attempts.num
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
 
     @property
     def stop_match(self) -> str | None:
@@ -185,7 +168,7 @@ class Answer:
         if event.token_id is not None:
             new_ids = (event.token_id,)
             self._first_token_s = self._first_token_s or event.made_s
-            self._token_ids.append(event.token_id)
+            self.token_ids.append(event.token_id)
             if self._logprobs is not None and event.logprobs is not None:
                 self._logprobs.append(event.logprobs)
         parts, reason = self._push_text(event)
@@ -194,7 +177,7 @@ class Answer:
             self.result = self._finish(reason, event.made_s)
         delta = Delta(parts=parts, token_ids=new_ids, result=self.result)
         if ReasoningPart in map(type, parts):
-            self.reasoning_tokens = len(self._token_ids)
+            self.reasoning_tokens = len(self.token_ids)
         return delta
 
     def _push_text(self, event: TokenEvent) -> tuple[tuple[Part, ...], FinishReason | None]:
@@ -211,13 +194,13 @@ class Answer:
         return parts, reason
 
     def _finish(self, reason: FinishReason, finished_s: float) -> Result:
-        whole = Delta(parts=self._parts)
+        text, reasoning, calls = split(self._parts)
         return Result(
-            text=whole.text,
-            reasoning=whole.reasoning or None,
-            tool_calls=joined_calls(whole.tool_calls),
+            text=text,
+            reasoning=reasoning or None,
+            tool_calls=joined_calls(calls),
             num_attempts=self.num_attempts,
-            token_ids=tuple(self._token_ids),
+            token_ids=tuple(self.token_ids),
             finish_reason=reason,
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self._cached_tokens,
@@ -239,7 +222,7 @@ class Answer:
             decode_s=decode_s,
             total_s=finished_s - submitted_s,
             prompt_tokens_per_s=_rate(len(request.prompt_ids) - self._cached_tokens, prefill_s),
-            tokens_per_s=_rate(len(self._token_ids) - 1, decode_s),
+            tokens_per_s=_rate(len(self.token_ids) - 1, decode_s),
             drafted=request.num_drafted,
             accepted=request.num_accepted,
         )
@@ -276,12 +259,12 @@ class Answers:
         self.answers = list(answers)
         self._engine = engine
         self._owner = owner
-        self._unfinished = {answer.request.id: i for i, answer in enumerate(answers)}
-        self._held: dict[
-            int, list[AnswerStep]
-        ] = {}  # of answers that are checked when they are complete
-        ids = [answer.request.id for answer in answers]
-        ids += [other for answer in answers if answer.attempts for other in answer.attempts.ids]
+        self._unfinished: dict[str, int] = {}  # request id -> index
+        self._held: dict[int, list[AnswerStep]] = {}  # of answers that are checked when complete
+        ids: list[str] = []
+        for index, answer in enumerate(answers):
+            self._unfinished[answer.request.id] = index
+            ids += (answer.request.id, *(answer.attempts.ids if answer.attempts else ()))
         self.abort: Callable[[], None] = engine.aborter(ids)
         self._listener: Listener | None = None
         self._begun = False
@@ -308,7 +291,7 @@ class Answers:
         return Usage(
             prompt_tokens=sum(len(first.request.prompt_ids) for first in firsts.values()),
             cached_tokens=sum(result.cached_tokens for result in done),
-            answer_tokens=sum(answer.num_tokens for answer in self.answers),
+            answer_tokens=sum(len(answer.token_ids) for answer in self.answers),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
         )
 
@@ -405,7 +388,7 @@ class Answers:
         """Hand the requests to the engine; `listener` gets their events on the engine's thread."""
         self._listener, self._begun = listener, True
         for answer in self.answers:
-            self._engine.submit(answer.request, _scoring(answer, listener))
+            self._engine.submit(answer.request, answer.watched(listener))
 
     def receive(self, event: TokenEvent) -> None:
         """Take an event, on the event loop."""
@@ -494,78 +477,8 @@ class Answers:
             return held
         assert self._listener is not None
         self._unfinished[answer.request.id] = index
-        self._engine.submit(answer.request, _scoring(answer, self._listener))
+        self._engine.submit(answer.request, answer.watched(self._listener))
         return ()
 
     def _results(self) -> list[Result]:
         return [answer.result for answer in self.answers if answer.result is not None]
-
-
-def _scoring(answer: Answer, listener: "Listener") -> "Listener":
-    """The listener of an answer. If its prompt is scored, logits are scored and not passed on.
-
-    An answer whose caller's functions have failed fails with its next event.
-    """
-    scores = answer.prompt_scores
-    if answer.guard is not None:
-        listener = answer.guard.watched(listener)
-    if scores is None:
-        return listener
-
-    def score(event: TokenEvent) -> None:
-        if event.prompt_logits is not None:
-            scores.push(event.prompt_logits)
-        else:
-            listener(event)
-
-    return score
-
-
-class RunningAnswers(Protocol):
-    """Answers that are read once: by `for`, by `async for`, or by `results`."""
-
-    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
-
-    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
-
-    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
-        """Wait for all answers; `watch` is called with each result as it comes."""
-        ...
-
-
-def deltas(answers: RunningAnswers, watch: PromptWatch | None = None) -> Iterator[Delta]:
-    """The deltas of a single answer; leaving the loop ends the request.
-
-    Args:
-        answers: of the input.
-        watch: is called where the input asked for reports.
-    """
-    for steps in answers:
-        for step in steps:
-            if step.progress is None:
-                yield step.delta
-            elif watch is not None:
-                watch(step.progress.computed, step.progress.total)
-
-
-async def adeltas(
-    start: Callable[[Input], RunningAnswers], given: Input, watch: PromptWatch | None = None
-) -> AsyncIterator[Delta]:
-    """`deltas` for asyncio; `start` runs in a worker thread, because it may take long."""
-    answers: Any = aiter(await asyncio.to_thread(start, given))
-    async with aclosing(answers):
-        async for steps in answers:
-            for step in steps:
-                if step.progress is None:
-                    yield step.delta
-                elif watch is not None:
-                    watch(step.progress.computed, step.progress.total)
-
-
-async def last(deltas: AsyncIterator[Delta]) -> Result:
-    """The result that a stream ends with."""
-    result = None
-    async for delta in deltas:
-        result = delta.result
-    assert result is not None  # a stream that ends early raises
-    return result

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core import SamplingParams, SamplingValues, check_names
-from ..errors import InvalidRequestError, shown
-
-if TYPE_CHECKING:
-    pass
+from ..core import SamplingParams, SamplingValues
+from ..errors import InvalidRequestError, check_names, shown
 from .inputs import ENDS, ChatInput, Message, PromptLike, ResponseFormat, TextInput, check_sequence
 
 
@@ -47,7 +44,7 @@ def chat_input(
     """The input of a conversation, from the keyword arguments of LLM's `method`."""
     arguments, sampling = _split(method, options, ChatArguments)
     variables = arguments.pop("chat_template_kwargs", None) or {}
-    if isinstance(variables, Mapping):  # anything else is refused by the input
+    if variables and isinstance(variables, Mapping):  # anything else is refused by the input
         arguments |= {ENDS[name]: variables[name] for name in ENDS if name in variables}
         variables = {name: value for name, value in variables.items() if name not in ENDS}
     if isinstance(messages, str):
@@ -74,9 +71,11 @@ def _split(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of a method: those of its own, and those that are fields of SamplingParams."""
     check_names(method, options, known.__annotations__)
-    fields = SamplingValues.__annotations__
-    arguments = {name: value for name, value in options.items() if name not in fields}
-    return arguments, {name: value for name, value in options.items() if name in fields}
+    arguments: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    for name, value in options.items():
+        (sampling if name in SamplingValues.__annotations__ else arguments)[name] = value
+    return arguments, sampling
 
 
 def text_inputs(

@@ -1,12 +1,15 @@
 """The interface of an open model that LLM uses. The model runs here or behind a server."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from .answers import RunningAnswers
+from ..outputs import Delta, Result
+from .answers import AnswerStep
 from .inputs import EncodedPrompt, Input, Message, PromptLike
 from .pooling_inputs import EmbedInput, ScoreInput
 
@@ -18,6 +21,20 @@ if TYPE_CHECKING:
     from .engine_factory import ModelInfo
 
     Vectors = NDArray[np.float32]
+
+
+PromptWatch = Callable[[int, int], None]  # tokens of a prompt that are computed, and all of them
+
+
+class RunningAnswers(Protocol):
+    """Answers that are read once: by `for`, by `async for`, or by `results`."""
+
+    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
+
+    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; `watch` is called with each result as it comes."""
 
 
 class ModelSession(Protocol):
@@ -83,16 +100,13 @@ class ModelSession(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Counters and memory, as plain numbers."""
-        ...
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or the engine ended after a fault."""
-        ...
 
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
-        ...
 
 
 class LocalSession(ModelSession):
@@ -129,3 +143,41 @@ class LocalSession(ModelSession):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def deltas(answers: RunningAnswers, watch: PromptWatch | None = None) -> Iterator[Delta]:
+    """The deltas of a single answer; leaving the loop ends the request.
+
+    Args:
+        answers: of the input.
+        watch: is called where the input asked for reports.
+    """
+    for steps in answers:
+        for step in steps:
+            if step.progress is None:
+                yield step.delta
+            elif watch is not None:
+                watch(step.progress.computed, step.progress.total)
+
+
+async def adeltas(
+    start: Callable[[Input], RunningAnswers], given: Input, watch: PromptWatch | None = None
+) -> AsyncIterator[Delta]:
+    """`deltas` for asyncio; `start` runs in a worker thread, because it may take long."""
+    answers: Any = aiter(await asyncio.to_thread(start, given))
+    async with aclosing(answers):
+        async for steps in answers:
+            for step in steps:
+                if step.progress is None:
+                    yield step.delta
+                elif watch is not None:
+                    watch(step.progress.computed, step.progress.total)
+
+
+async def last(deltas: AsyncIterator[Delta]) -> Result:
+    """The result that a stream ends with."""
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None  # a stream that ends early raises
+    return result

@@ -17,7 +17,7 @@ from .options import EngineOptions
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.loop import Loop
-    from ..engine.scheduler import Proposer
+    from ..engine.proposals import Proposer
     from ..models.language import LanguageModel
     from ..ranks.group import RankGroup
 

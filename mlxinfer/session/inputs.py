@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from ..core import SamplingParams, check_switch
-from ..errors import InvalidRequestError, PictureError, shown
+from ..core import SamplingParams
+from ..errors import InvalidRequestError, check_switch, shown
 from ..fair import NOBODY, Tenant
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ PromptLike = str | Sequence[int]
 
 UNREADABLE = "It cannot be read."  # in the note that stands for a picture
 TEXT_ONLY = "This model reads text only."
-ENDS = {
-    "add_generation_prompt": "begins",
-    "continue_final_message": "continues",
-}  # as fields of ChatInput
+# As fields of ChatInput.
+ENDS = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,9 @@ class InputReader(Protocol[T_co]):
 
     def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
         """Read a conversation."""
-        ...
 
     def text(self, given: "TextInput", max_context: int | None) -> T_co:
         """Read a text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +104,7 @@ class Input(ABC):
     pins: bool = False
     place: str = "prompt"
     abandoned: Callable[[], bool] = lambda: False
+    takes_chat_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.params is not None and not isinstance(self.params, SamplingParams):
@@ -153,10 +150,6 @@ class Input(ABC):
         """The input with an effort of reasoning, unless it says something of that itself."""
         return self
 
-    def default_params(self, chat_params: SamplingParams) -> SamplingParams:
-        """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
-        return SamplingParams()
-
     def params_of_answers(self, chat_params: SamplingParams, room: int) -> list[SamplingParams]:
         """How the tokens of each of the n answers are chosen.
 
@@ -164,8 +157,8 @@ class Input(ABC):
             chat_params: the model's own values for conversations.
             room: tokens that the context leaves to the answer.
         """
-        params = self.default_params(chat_params) if self.params is None else self.params
-        params = params.changed(self.sampling)
+        default = chat_params if self.takes_chat_params else SamplingParams()
+        params = (default if self.params is None else self.params).changed(self.sampling)
         if params.max_tokens is not None and params.max_tokens > room:
             params = replace(params, max_tokens=room)
         seed = params.seed
@@ -207,6 +200,7 @@ class ChatInput(Input):
     begins: bool | None = None
     left_out: tuple[str, ...] = ()
     place: str = "messages"
+    takes_chat_params: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super(ChatInput, self).__post_init__()
@@ -246,22 +240,10 @@ class ChatInput(Input):
             return self
         return replace(self, reasoning_effort=effort)
 
-    def default_params(self, chat_params: SamplingParams) -> SamplingParams:
-        return chat_params
-
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
-        refused: set[str] = set()
+        from .pictures import fetched
 
-        def fetch_or_refuse(part: Message) -> Message:
-            try:
-                return {**part, "image": fetch(part["image"], part["place"])}
-            except PictureError:
-                if not part.get("earlier"):
-                    raise
-                refused.add(part["place"])
-                return part
-
-        messages = [_fetched(message, fetch_or_refuse) for message in self.messages]
+        messages, refused = fetched(self.messages, fetch)
         given = replace(self, messages=messages)
         return given.without_pictures(refused, UNREADABLE) if refused else given
 
@@ -271,19 +253,18 @@ class ChatInput(Input):
         A note stands for each picture and video of earlier turns, and for those that a tool
         returned: nobody chose to show them to this model.
         """
-        places = {
-            part["place"]
-            for message in self.messages
-            for part in _pictures_of(message)
-            if part.get("earlier") or message["role"] == "tool"
-        }
-        return self.without_pictures(places, TEXT_ONLY) if places else self
+        if not self.has_pictures:
+            return self
+        from .pictures import earlier_places
+
+        return self.without_pictures(earlier_places(self.messages), TEXT_ONLY)
 
     def without_pictures(self, places: Container[str], why: str) -> Self:
         """The conversation with a note, which ends with `why`, for the pictures at `places`."""
-        left_out = [*self.left_out]
-        messages = [_with_notes(message, places, why, left_out) for message in self.messages]
-        return replace(self, messages=messages, left_out=tuple(left_out))
+        from .pictures import with_notes
+
+        messages, left_out = with_notes(self.messages, places, why)
+        return replace(self, messages=messages, left_out=(*self.left_out, *left_out))
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         return reader.conversation(self, max_context)
@@ -311,41 +292,6 @@ class TextInput(Input):
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         return reader.text(self, max_context)
-
-
-# -- inputs of keyword arguments ----------------------------------------------------------------
-
-
-# -- checks and pictures ------------------------------------------------------------------------
-
-
-def _pictures_of(message: Message) -> list[Message]:
-    """The parts of a message that are pictures and videos."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else ()
-    return [part for part in parts if part.get("type") in ("image", "video")]
-
-
-def _with_notes(message: Message, places: Container[str], why: str, left_out: list[str]) -> Message:
-    """The message with notes for its pictures at `places`; `left_out` gets them."""
-    if not any(part.get("place") in places for part in _pictures_of(message)):
-        return message
-    parts = []
-    for part in message["content"]:
-        if part.get("place") in places:
-            kind = "video" if part["type"] == "video" else "picture"
-            left_out.append(f"{part['place']} {kind}")
-            part = {"type": "text", "text": f"[A {kind} was here. {why}]"}
-        parts.append(part)
-    return {**message, "content": parts}
-
-
-def _fetched(message: Message, fetch: Callable[[Message], Message]) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = [fetch(part) if isinstance(part.get("image"), str) else part for part in content]
-    return {**message, "content": parts}
 
 
 def _wrapped(seed: int) -> int:

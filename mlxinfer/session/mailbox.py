@@ -17,7 +17,6 @@ class EventReader(Protocol):
 
     def receive(self, event: TokenEvent) -> None:
         """Take an event, on the event loop."""
-        ...
 
 
 class Mailbox:

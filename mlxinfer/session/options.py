@@ -20,8 +20,8 @@ from ..config import (
     PeerOptions,
     default_disk_folder,
 )
-from ..core import MAX_COUNT, check_switch
-from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
+from ..core import MAX_COUNT
+from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, check_switch, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
 from ..ranks.hosts import RankOptions

@@ -5,11 +5,11 @@ A conversation brings its pictures in every turn, so those that were made ready 
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import LOW_DETAIL_TOKENS, MAX_IMAGE_TOKENS
 from ..errors import PictureError, PromptTooLongError, TemplateError, UnsupportedFieldError
@@ -27,6 +27,7 @@ from ..text import ImagePart, Tokenizer
 if TYPE_CHECKING:
     from .engine_factory import ModelInfo
 
+Message = Mapping[str, Any]
 KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
 
 
@@ -271,3 +272,69 @@ def _sees_no_videos(model: str, place: str) -> UnsupportedFieldError:
         f"The model {model!r} sees pictures and no videos; send some frames as pictures.",
         param=place,
     )
+
+
+# -- in messages ----------------------------------------------------------------------------------
+
+
+def _parts_of(message: Message) -> list[Message]:
+    """The parts of a message that are pictures and videos."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [part for part in parts if part.get("type") in ("image", "video")]
+
+
+def earlier_places(messages: Sequence[Message]) -> set[str]:
+    """Places of the pictures of earlier turns, and of those that a tool returned."""
+    return {
+        part["place"]
+        for message in messages
+        for part in _parts_of(message)
+        if part.get("earlier") or message["role"] == "tool"
+    }
+
+
+def with_notes(
+    messages: Sequence[Message], places: Container[str], why: str
+) -> tuple[list[Message], list[str]]:
+    """The messages with notes, which end with `why`, for the pictures at `places`; and these."""
+    changed, left_out = list(messages), []
+    for number, message in enumerate(messages):
+        if not any(part.get("place") in places for part in _parts_of(message)):
+            continue
+        parts = []
+        for part in message["content"]:
+            if part.get("place") in places:
+                kind = "video" if part["type"] == "video" else "picture"
+                left_out.append(f"{part['place']} {kind}")
+                part = {"type": "text", "text": f"[A {kind} was here. {why}]"}
+            parts.append(part)
+        changed[number] = {**message, "content": parts}
+    return changed, left_out
+
+
+def fetched(
+    messages: Sequence[Message], fetch: Callable[[str, str], bytes]
+) -> tuple[list[Message], set[str]]:
+    """The messages with the data of pictures in place of URLs, and places that `fetch` refuses.
+
+    Raises:
+        PictureError: it refuses a picture of the newest turn.
+    """
+    changed, refused = list(messages), set()
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        parts = []
+        for part in content:
+            if isinstance(part.get("image"), str):
+                try:
+                    part = {**part, "image": fetch(part["image"], part["place"])}
+                except PictureError:
+                    if not part.get("earlier"):
+                        raise
+                    refused.add(part["place"])
+            parts.append(part)
+        changed[number] = {**message, "content": parts}
+    return changed, refused

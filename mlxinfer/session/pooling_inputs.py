@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..core import check_switch
-from ..errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, check_switch, shown
 
 if TYPE_CHECKING:
     pass

@@ -7,8 +7,13 @@ from typing import Any
 
 import tokenizers
 
-from ..core import check_token_ids
-from ..errors import ContextLengthError, InvalidRequestError, UnsupportedModelError, shown
+from ..errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedModelError,
+    check_token_ids,
+    shown,
+)
 from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
 from ..text import encode_chat

@@ -1,9 +1,9 @@
 """Scores of a prompt's own tokens, for requests that ask for log-probabilities of the prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..core import TokenLogprobs
+from ..core import TokenEvent, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,17 @@ class PromptScores:
         self._num_rows = 0
         self.scores: list[TokenLogprobs | None] = [None]
         self.ranks: list[int | None] = [None]
+
+    def watched(self, listener: Callable[[TokenEvent], None]) -> Callable[[TokenEvent], None]:
+        """A listener that scores the logits of the prompt and does not pass them on."""
+
+        def watch(event: TokenEvent) -> None:
+            if event.prompt_logits is not None:
+                self.push(event.prompt_logits)
+            else:
+                listener(event)
+
+        return watch
 
     def push(self, logits: "NDArray[np.float32]") -> None:
         """Score the tokens that follow the next n positions.

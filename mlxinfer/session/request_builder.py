@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core import Grammar, Request, SamplingParams, check_token_ids
-from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
+from ..core import Request, SamplingParams
+from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, check_token_ids
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..text import (
@@ -31,6 +31,7 @@ from ..text import (
     has_calls,
     read_messages,
 )
+from ..text.forms import Forms
 from ..text.tokenizer import exceeds_tokens
 from .answers import Answer
 from .attempts import Attempts
@@ -39,9 +40,6 @@ from .guard import Guard
 from .inputs import UNREADABLE, ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
 from .pictures import PictureReader
 from .prompt_scores import PromptScores
-
-if TYPE_CHECKING:
-    pass
 
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
 
@@ -93,6 +91,13 @@ class RequestBuilder:
         """How the model writes tool calls. The first use may render conversations to find out."""
         return detect_tools(self.tokenizer, self._tool_format_name)
 
+    @cached_property
+    def _forms(self) -> Forms:
+        """What the template takes. The first use may render conversations to find out."""
+        template = self.tokenizer.template
+        assert template is not None
+        return facts_of(template).forms
+
     # -- inputs ---------------------------------------------------------------------------------
 
     def build(self, given: Input, chat_params: SamplingParams, max_context: int) -> list[Answer]:
@@ -137,25 +142,35 @@ class RequestBuilder:
         if params.logits_processors or params.sampler is not None:
             guard = Guard()
             params = guard.guarded(params)
-        request = self._request(prompt.ids, params)
-        request.stop_ids |= prompt.end_ids
-        request.adapter, request.cache_salt = given.adapter, given.cache_salt
-        request.owner, request.tenant = given.owner, given.tenant
-        request.priority = given.priority
-        request.id_slot = given.id_slot
-        request.from_peer, request.reports_prompt = given.from_peer, given.reports_prompt
-        request.page_priority = int(given.pins)
-        request.pictures = prompt.pictures
-        request.prompt_logits = prompt.logits or prompt.logprobs is not None
         grammar = None if spec is None else self.guidance.compiler.start(spec, given.abandoned)
-        request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
+        unenforced = grammar.unenforced if grammar else ()
+        limit = params.max_reasoning_tokens if prompt.reasons else None
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
+        request = Request(
+            str(next(self._request_ids)),
+            prompt.ids,
+            params,
+            ends.union(params.stop_token_ids, prompt.end_ids),
+            prompt_logits=prompt.logits or prompt.logprobs is not None,
+            page_priority=int(given.pins),
+            grammar=grammar if limit is None else self.guidance.bounded(grammar, limit, prompt.ids),
+            adapter=given.adapter,
+            cache_salt=given.cache_salt,
+            boundaries=turn_ends(prompt.ids, self.end_ids),
+            breakers=self._breakers_of(params) if params.dry_multiplier else frozenset(),
+            reports_prompt=given.reports_prompt,
+            owner=given.owner,
+            tenant=given.tenant,
+            priority=given.priority,
+            id_slot=given.id_slot,
+            from_peer=given.from_peer,
+            pictures=prompt.pictures,
+        )
         return Answer(
             request,
             partial(self._text_stream, request, prompt),
             prompt=prompt,
-            attempts=(
-                Attempts(request, grammar.unenforced) if grammar and grammar.unenforced else None
-            ),
+            attempts=Attempts(request, unenforced) if unenforced else None,
             prompt_scores=(
                 None if prompt.logprobs is None else PromptScores(prompt.ids, prompt.logprobs)
             ),
@@ -271,7 +286,7 @@ class RequestBuilder:
         if template is not None:
             if (tools or has_calls(messages)) and self.tool_format is GENERIC:
                 messages, tools = generic_messages(template, messages, tools), None
-            messages = facts_of(template).forms.apply(messages, self._written_calls)
+            messages = self._forms.apply(messages, self._written_calls)
         return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
 
     def _written_calls(self, calls: Sequence[Message]) -> str:
@@ -306,20 +321,9 @@ class RequestBuilder:
         """End the process in which grammars are checked."""
         self.guidance.compiler.close()
 
-    def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        limit = request.params.max_reasoning_tokens
-        if limit is None:
-            return grammar
-        return self.guidance.bounded(grammar, limit, request.prompt_ids)
-
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
-        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
-        request_id = str(next(self._request_ids))
-        stops = ends.union(params.stop_token_ids)
-        request = Request(request_id, ids, params, stops, boundaries=turn_ends(ids, self.end_ids))
-        if params.dry_multiplier:
-            request.breakers = frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
-        return request
+    def _breakers_of(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that no repetition reaches over."""
+        return frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
 
     def _breaking(self, text: str) -> frozenset[int]:
         """The tokens that contain a text. If none does: the last token of the text itself."""

@@ -146,7 +146,7 @@ class Session(LocalSession):
             TemplateError: the model has no chat template, or the template refuses the messages.
             OverloadedError: too many grammars at once.
         """
-        limit, build = self.limits.max_context, self.builder.build
+        limit, build = self.engine.limits.max_context, self.builder.build
         answers = [answer for given in inputs for answer in build(given, self.chat_params, limit)]
         return Answers(self.engine, answers, owner=self)
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..engine.batch import Batch, Proposal, Sequence
+from ..engine.batch import Batch, Sequence
+from ..engine.proposals import Proposal
 from ..models.dflash import BlockDraft, KeysValues
 from .controller import Key
 from .draft import keys_within
@@ -89,7 +90,7 @@ class BlockProposer(ProposalSource):
         for sequence in batch.sequences:
             held = self._held.get(sequence)
             if held is not None and len(held.rows) > FOLLOW_AT:
-                self._follow(sequence, sequence.num_known)
+                self._follow(sequence, len(sequence.token_ids))
                 mx.async_eval(self._contexts[sequence].arrays())
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
@@ -98,12 +99,12 @@ class BlockProposer(ProposalSource):
         return keys_within(NAME, sequences, most, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
+        rows = [s for s in sequences if self._follow(s, len(s.token_ids) - 1)]
         by_sequence: dict[Sequence, list[int]] = {}
         if rows:
             self._num_steps += 1
             contexts = [self._contexts[s].layers() for s in rows]
-            newest, places = [s.token_ids[-1] for s in rows], [s.num_known - 1 for s in rows]
+            newest, places = [s.token_ids[-1] for s in rows], [len(s.token_ids) - 1 for s in rows]
             tokens: Any = self._draft.propose(newest, places, contexts, max(depths)).tolist()
             by_sequence = dict(zip(rows, tokens, strict=True))
         proposed = [

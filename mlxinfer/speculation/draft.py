@@ -21,10 +21,11 @@ import mlx.core as mx
 from ..cache.inputs import Move
 from ..config import EngineConfig
 from ..core import Request, SamplingParams
-from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Proposal, Segment, Sequence
+from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, namespace_of
 from ..engine.kernels import Chooser, choose_none
 from ..engine.parts import EngineParts
 from ..engine.prefill import prefill_shares
+from ..engine.proposals import Proposal
 from ..engine.runner import Launched
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
@@ -83,7 +84,6 @@ class DraftProposer(ProposalSource):
         self._vocab_size = vocab_size
         self._max_context = config.max_context
         self._parts = EngineParts(model, config, kernels=kernels)
-        self._recurs = self._parts.cache.state_group is not None
         self._config = config
         self._rejects = rejects
         self._weights: dict[Sequence, list[mx.array]] = {}  # of own sequences, by proposal
@@ -157,7 +157,7 @@ class DraftProposer(ProposalSource):
             return None
         self._counterparts.move_to_end(sequence)
         drafted = counterpart.drafted
-        if not self._parts.scheduler.kv_manager.extend(drafted, drafted.num_known + depth):
+        if not self._parts.scheduler.kv_manager.extend(drafted, len(drafted.token_ids) + depth):
             self._release(sequence)
             return None
         return counterpart
@@ -174,8 +174,9 @@ class DraftProposer(ProposalSource):
 
     def _forget_drawn(self, drafted: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
-        if drafted.num_computed > start and self._recurs:
-            self._parts.cache.put_back(drafted.slot, self._states[drafted])
+        state_group = self._parts.cache.state_group
+        if drafted.num_computed > start and state_group is not None:
+            state_group.put_back(drafted.slot, self._states[drafted])
             num_kept = 0
         drafted.num_computed = min(drafted.num_computed, start + num_kept)
 
@@ -216,6 +217,7 @@ class DraftProposer(ProposalSource):
         num_prompt = max(sequence.num_prompt - offset, 1)
         drafted = Sequence(request, self._max_context, ids, num_prompt)
         drafted.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
+        drafted.namespace = namespace_of(None, drafted.rope_variant, salt)
         begin = self._parts.scheduler.kv_manager.begin
         while not (self._free_slots and begin(drafted, slot=self._free_slots[0], spare=0)):
             unneeded = next((s for s in self._counterparts if s not in keep), None)
@@ -238,7 +240,7 @@ class DraftProposer(ProposalSource):
         counterpart = self._counterparts.pop(sequence)
         drafted = counterpart.drafted
         del drafted.token_ids[counterpart.num_followed :]
-        self._forget_drawn(drafted, drafted.num_known, 0)
+        self._forget_drawn(drafted, len(drafted.token_ids), 0)
         self._states.pop(drafted, None)
         if drafted in self._admitted:
             self._admitted.remove(drafted)
@@ -273,15 +275,18 @@ class DraftProposer(ProposalSource):
         ) is not None:
             left -= bool(batch.long)
             previous = self._launch(batch, previous)
-            for drafted in batch.sampling.sequences if self._recurs else ():
-                if drafted.num_pending == 1:  # the next steps are of proposals
-                    self._states[drafted] = self._parts.cache.held(drafted.slot)
+            state_group = self._parts.cache.state_group
+            for drafted in batch.sampling.sequences:
+                # The next steps are of proposals.
+                if state_group is not None and drafted.num_pending == 1:
+                    self._states[drafted] = state_group.held(drafted.slot)
             launched.append(previous)
         self._num_steps += len(launched)
         for step in launched:
-            tokens = step.token_ids()
+            sampled = step.sampled
+            tokens: Any = [] if sampled is None else sampled.tokens.tolist()
             for row, drafted in enumerate(step.batch.sampling.sequences):
-                weights = None if step.sampled is None else step.sampled.drawn_with(row)
+                weights = None if sampled is None else sampled.drawn_with(row)
                 if weights is not None:
                     self._weights.setdefault(drafted, []).append(weights)
                 drafted.token_ids.append(tokens[row])
@@ -324,17 +329,18 @@ class DraftProposer(ProposalSource):
         """
         made = [Segment.following(drafted, n, seals=n > MAX_SHORT) for drafted, n in segments]
         kv_manager = self._parts.scheduler.kv_manager
+        work = kv_manager.take_work()
+        work.seal += moves
+        highest = max([counterpart.drafted.slot for counterpart in self._counterparts.values()])
         batch = Batch(
             DecodeBatch.of(singles),
             short=[segment for segment in made if not segment.seals],
             long=[segment for segment in made if segment.seals],
-            cache_work=kv_manager.take_work(),
+            cache_work=work,
             admitted=self._admitted,
-            held_slots=1
-            + max([counterpart.drafted.slot for counterpart in self._counterparts.values()]),
+            held_slots=max(highest + 1, work.num_slots),
         )
         self._admitted = []
-        batch.cache_work.seal += moves
         batch.count_computed(self._config.page_size)
         for segment in batch.long:
             kv_manager.wrote(segment.sequence)
@@ -379,7 +385,7 @@ def keys_within(
     name: str, sequences: Seq[Sequence], depth: int, max_context: int
 ) -> dict[Sequence, list[Key]]:
     """Keys by position, of as many proposals as a context has room for."""
-    rooms = {s: max_context - s.num_known - s.num_pending - 1 for s in sequences}
+    rooms = {s: max_context - len(s.token_ids) - s.num_pending - 1 for s in sequences}
     return {
         sequence: [(name, place) for place in range(min(depth, room))]
         for sequence, room in rooms.items()

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.batch import Proposal, Sequence
+from ..engine.batch import Sequence
 from ..engine.prompt_pictures import tokens_before_keys
+from ..engine.proposals import Proposal
 from ..sampling.tokens import Ints, TokenBuffer
 from .controller import Key
 from .speculation import ProposalSource
@@ -30,6 +31,10 @@ NAMESPACES = 32  # with answers kept, the ones used last
 END = -1  # of an answer among others
 # Chance that the next token agrees, by the least number of tokens before it that did.
 PRIORS = {2: 0.25, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
+KEYS: list[Key] = [  # by the number of tokens that agree; no guess follows fewer than MIN_MATCH
+    (NGRAM, max([least for least in PRIORS if least <= length], default=min(PRIORS)))
+    for length in range(max(PRIORS) + 1)
+]
 
 
 class ForcedProposer(ProposalSource):
@@ -64,7 +69,7 @@ class ForcedProposer(ProposalSource):
         grammar = sequence.request.grammar
         if grammar is None or sequence.finished:
             return []
-        known = sequence.num_known
+        known = len(sequence.token_ids)
         place, forced = self._found.get(sequence, (-1, []))
         if place != known:
             forced = grammar.forced()
@@ -145,7 +150,7 @@ class NgramProposer(ProposalSource):
                 self._followed[sequence] = followed
             followed_by[sequence] = followed
             num_read = len(followed.text)
-            if num_read < sequence.num_known:
+            if num_read < len(sequence.token_ids):
                 new = sequence.key_ids[num_read:]
                 followed.text.extend(new)
                 if followed.length:
@@ -215,7 +220,7 @@ def find_longest(text: Ints, suffix: Ints) -> tuple[int, int]:
 
 def _key(length: int) -> Key:
     """The key of a guess after so many tokens that agree."""
-    return NGRAM, max(least for least in PRIORS if least <= length)
+    return KEYS[min(length, len(KEYS) - 1)]
 
 
 def _namespace(sequence: Sequence) -> Hashable:

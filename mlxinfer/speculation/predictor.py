@@ -202,7 +202,7 @@ class PredictorProposer(DraftProposer):
                 continue
             drafted = counterpart.drafted
             stop = self._held[sequence].stop - counterpart.offset + 1
-            stop = min(stop, drafted.num_known - 1) // size * size
+            stop = min(stop, len(drafted.token_ids) - 1) // size * size
             if stop - drafted.num_computed > MAX_SHORT:
                 counts[drafted] = stop - drafted.num_computed
         if not counts:

@@ -11,8 +11,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
-from ..engine.batch import Batch, CommitResult, Proposal, Segment, Sequence
-from ..engine.scheduler import Proposer
+from ..engine.batch import Batch, CommitResult, Segment, Sequence
+from ..engine.proposals import Proposal, Proposer
 from .controller import Acceptance, Controller, Key, MeasuredStep, Outlook
 
 log = logging.getLogger("mlxinfer.speculation")

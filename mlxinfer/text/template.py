@@ -284,11 +284,9 @@ class Hider(Protocol):
 
     def hide_constants(self, tree: nodes.Template) -> None:
         """Change a template so that it also looks for hidden texts."""
-        ...
 
     def show(self, text: str) -> str:
         """Return a text with its hidden characters."""
-        ...
 
 
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000

@@ -4,7 +4,7 @@ import mlx.core as mx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.kv import DOUBLED, FIRST_PAGES, grown
+from mlxinfer.cache.budget import DOUBLED, FIRST_PAGES, grown
 from mlxinfer.metal_kernels.stored import FORMATS
 
 

@@ -230,7 +230,7 @@ class World:
         before = [table.copy() for table in running.lease.tables]
         replaced = self.prefix.extend(running.lease, running.names, running.num_computed)
         assert replaced == (before != running.lease.tables)
-        if not self.prefix.up_to_date(running.lease):
+        if running.lease.epoch != self.prefix.epoch:
             assert not replaced
             return
         for group, table in enumerate(running.lease.tables):

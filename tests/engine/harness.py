@@ -20,7 +20,7 @@ from mlxinfer.core import FinishReason, Grammar, Request, SamplingParams, TokenE
 from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.proposals import Proposer
 from mlxinfer.fair import NOBODY, Tenant
 from mlxinfer.images import PlacedPicture
 from mlxinfer.models import load

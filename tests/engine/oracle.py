@@ -4,8 +4,8 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from mlxinfer.engine.batch import Proposal, Sequence
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.proposals import Proposal, Proposer
 
 
 class Oracle(Proposer):

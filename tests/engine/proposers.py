@@ -17,8 +17,8 @@ from speculation.head_names import MTP_CASES
 
 from mlxinfer.cache_specs import BlockSpec, CacheSpec, EntrySpec, KVSpec, LatentSpec, PooledSpec
 from mlxinfer.config import EngineConfig, KVOptions
-from mlxinfer.engine.batch import Proposal, Sequence
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
 from mlxinfer.models.eagle import load_eagle

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.config import EngineConfig
-from mlxinfer.engine.batch import StepInputs
-from mlxinfer.engine.followers import Followers
+from mlxinfer.engine.followers import Followers, StepInputs
 
 
 class NoOtherRanks(Followers):

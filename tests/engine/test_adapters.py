@@ -15,9 +15,9 @@ from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine.batch import Proposal, Sequence
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.kernels import Chooser, choose_none
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on

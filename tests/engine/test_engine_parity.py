@@ -75,7 +75,7 @@ def test_steps_beside_others(case: str) -> None:
         harness.turn()
         for num_prompt, sequence in sequences.items():
             assert sequence is not None
-            if num_prompt < sequence.num_known <= len(ids):
-                sequence.token_ids[-1] = ids[sequence.num_known - 1]
+            if num_prompt < len(sequence.token_ids) <= len(ids):
+                sequence.token_ids[-1] = ids[len(sequence.token_ids) - 1]
     for num_prompt, rows in logits.items():
         assert_parity(np.stack(rows[: len(ids) - num_prompt + 1]), expected[num_prompt - 1 :])

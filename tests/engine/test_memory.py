@@ -11,7 +11,8 @@ from adapters.cases import folders
 from engine.harness import PAGE, Harness, prompt, tiny_model
 from models.runs import every
 
-from mlxinfer.cache.kv import FIRST_PAGES, KVCache, page_counts
+from mlxinfer.cache.budget import FIRST_PAGES, page_counts
+from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import KVOptions

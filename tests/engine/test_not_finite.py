@@ -13,10 +13,11 @@ from metal_cpu import MetalCPU, requires_compiler
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine import kernels as kernels_module
-from mlxinfer.engine.batch import Batch, Proposal
+from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.batch import Sequence as Running
 from mlxinfer.engine.followers import Followers
 from mlxinfer.engine.kernels import Chooser, Kernels, choose_none
+from mlxinfer.engine.proposals import Proposal
 from mlxinfer.engine.suspects import MAX_OF_MODEL
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.metal_kernels.launch import Launch, running_on
@@ -190,7 +191,7 @@ class Stubborn:
 
     def propose(self, sequences: Sequence[Running], depth: int) -> list[Proposal]:
         self.num_proposed += len(sequences)
-        return [Proposal([self._token_id] * (1 + s.num_known % depth)) for s in sequences]
+        return [Proposal([self._token_id] * (1 + len(s.token_ids) % depth)) for s in sequences]
 
     def take(self, batch: Batch, hidden: mx.array) -> None: ...
 

@@ -18,12 +18,13 @@ from mlxinfer.cache.inputs import Ints
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop as loop_module
-from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence
+from mlxinfer.engine.batch import Batch, CommitResult, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.prefill import MAX_STEP_S, UNTIMED, Beside, PrefillSizer
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.engine.runner import Launched
-from mlxinfer.engine.scheduler import Proposer, Scheduler
+from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.fair import NOBODY, Tenant
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25

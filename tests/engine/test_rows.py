@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 from engine.test_prefill_slices import CHIPS, MODELS, PAGE, SLICE_S, Bench
 
-from mlxinfer.engine.batch import Batch, Proposal, Sequence
+from mlxinfer.engine.batch import Batch, Sequence
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.engine.rows import StepTimes
-from mlxinfer.engine.scheduler import RECENT_S, Proposer
+from mlxinfer.engine.scheduler import RECENT_S
 from mlxinfer.fair import Tenant
 
 HEAVY, LIGHT = Tenant("heavy"), Tenant("light")

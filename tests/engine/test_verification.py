@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.engine.batch import Proposal, Sequence
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.errors import GrammarFailedError
 
 CASE = "qwen3-v4"

@@ -11,7 +11,7 @@ from grammar.schemas import draw_schema
 
 from mlxinfer import hub
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.engine.proposals import Proposer
 from mlxinfer.grammar.spec import response_format
 from mlxinfer.models import load
 

@@ -16,7 +16,8 @@ from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mt
 from speculation.head_names import num_streams
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Batch, StepInputs
+from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.followers import StepInputs
 from mlxinfer.engine.prefill import PrefillSizer
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxinfer.cache.disk import Entry
 from mlxinfer.cache.inputs import CacheWork, Move, PageTransfer, Segments, StepMetadata, ints
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.engine.batch import StepInputs
+from mlxinfer.engine.followers import StepInputs
 from mlxinfer.ranks import messages
 from mlxinfer.ranks.wire import StepReader, StepWriter, checksum
 

@@ -31,7 +31,7 @@ def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = No
     logits = mx.array(np.stack([row.logits for row in cases]))
     counts = np.array([len(row.output_ids) for row in cases])
     sampled = sampler.sample(logits, slots, counts, mx.array(newest, mx.int32)[:, None])
-    mx.eval(sampled.arrays())
+    mx.eval(sampled.tokens)
     logprobs = {} if sampled.logprobs is None else sampled.logprobs.read()
     assert sampled.tokens.dtype == mx.int32
     return [(token, logprobs.get(row)) for row, token in enumerate(sampled.tokens.tolist())]
@@ -100,7 +100,7 @@ def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
         np.array(counts),
         mx.array(recent, mx.int32),
     )
-    mx.eval(sampled.arrays())
+    mx.eval(sampled.tokens)
     logprobs = {} if sampled.logprobs is None else sampled.logprobs.read()
     together = [(token, logprobs.get(i)) for i, token in enumerate(sampled.tokens.tolist())]
     assert together == [choose([row])[0] for row in collected]
@@ -287,7 +287,7 @@ def test_nothing_of_a_step_is_held_after_it():
 
     def step(count: int) -> None:
         sampled = sampler.sample(mx.random.normal((1, 5000)), (0,), np.array([count]))
-        mx.eval(sampled.arrays())
+        mx.eval(sampled.tokens)
         sampler.observe([0], sampled.tokens.tolist())
 
     step(0)

@@ -15,6 +15,7 @@ from simulator.oracle import Rules, embed, key, mix, sample
 from mlxinfer.cache.disk import Entry
 from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment
 from mlxinfer.engine.batch import Sequence as EngineSequence
+from mlxinfer.engine.proposals import num_kept
 
 
 class StepFailed(RuntimeError):
@@ -121,7 +122,7 @@ class FakeRunner:
     def commit(self, batch: Batch, tokens: Sequence[int], result: CommitResult) -> None:
         """Tokens were read; some rows have no slot any more, and some tokens were not kept."""
         if self.kv.states is not None:
-            self.kv.states.commit(batch.num_kept(result))
+            self.kv.states.commit(num_kept(batch, result))
         sampling, gone = batch.sampling, {*result.released, *result.discarded}
         for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
             if row not in gone:
@@ -184,7 +185,7 @@ class FakeRunner:
         known = self._sampler[segment.slot]
         row = segment.row + segment.num_tokens - segment.num_samples + count
         history = known.history + sum(segment.proposals[:count])
-        if not segment.proposals and segment.stop > segment.sequence.num_known:
+        if not segment.proposals and segment.stop > len(segment.sequence.token_ids):
             history += ids[row]  # the newest token, which was not read yet
         index = segment.output_index + count
         return sample(hidden[row], known.seed, index, history, self.vocab)

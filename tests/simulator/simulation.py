@@ -28,7 +28,8 @@ from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.pagestore import PageStore
 from mlxinfer.engine.prompt_pictures import PromptPictures
-from mlxinfer.engine.scheduler import Proposer, Scheduler
+from mlxinfer.engine.proposals import Proposer
+from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.fair import Tenant
 
 WIDTH = 2  # numbers of a feature

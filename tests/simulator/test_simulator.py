@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from models.runs import every
+from simulator import fake_runner
 from simulator.programs import Program
 
 from mlxinfer.cache import pages
@@ -128,14 +129,14 @@ def without_leave(self: snapshots.Snapshots, sequence: Sequence) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (Batch, "num_kept", keeps_all),
+        (fake_runner, "num_kept", keeps_all),
         (snapshots.Snapshots, "end", without_leave),
         pytest.param(snapshots.Snapshots, "forget", lambda _: None, marks=pytest.mark.ci),
         (StateGroup, "release", lambda group, snapshot: None),
     ],
 )
 def test_mutants_of_states_are_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., object]
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match="pytest tests/simulator"):
@@ -172,7 +173,7 @@ def nothing(*args: object, **kwargs: object) -> None:
 
 
 def one_page_more(self: PageGroup, num_tokens: int) -> int:
-    return self.num_skippable(num_tokens) // self.page_size + 1
+    return self.window.lowest(num_tokens) // self.page_size + 1
 
 
 def without(name: str) -> Callable[[KVManager], CacheWork]:

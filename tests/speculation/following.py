@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Sequence, namespace_of
 from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.images import PlacedPicture
 
@@ -25,6 +25,7 @@ def following(
     result = PromptPictures.of(request, sees_spans=False) if pictures else None
     length = len(prompt_ids)
     sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=result)
+    sequence.namespace = namespace_of(None, 0, salt)
     sequence.token_ids += answer_ids
-    sequence.num_computed = sequence.num_known - 1
+    sequence.num_computed = len(sequence.token_ids) - 1
     return sequence

@@ -14,7 +14,8 @@ from speculation.head_checkpoints import dflash_checkpoint, write
 from speculation.head_names import ASSISTANT, ASSISTANT_MODEL, BLOCK, assistant_tensors, head_inputs
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Proposal, Sequence
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.proposals import Proposal
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.layers.step import Step, Taps
 from mlxinfer.models.decoder import Model

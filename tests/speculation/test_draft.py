@@ -11,7 +11,8 @@ from models.runs import every
 from mlxinfer.cache.paged import PagedLayer
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Proposal, Sequence
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.proposals import Proposal
 from mlxinfer.models.language import LanguageModel
 from mlxinfer.speculation.controller import FixedDepth, Outlook
 from mlxinfer.speculation.draft import DraftProposer

@@ -92,8 +92,8 @@ def test_following_token_by_token_equals_beginning_anew_where_a_match_goes_on(
     """Any pieces; a kept match may be shorter than the longest one, and its tokens agree."""
     rng, source = random.Random(seed), proposer()
     sequence = following(text[:2])
-    while sequence.num_known < len(text):
-        sequence.token_ids += text[sequence.num_known :][: rng.randint(1, 5)]
+    while len(sequence.token_ids) < len(text):
+        sequence.token_ids += text[len(sequence.token_ids) :][: rng.randint(1, 5)]
         tokens = proposed(source, sequence)
         match = source._followed[sequence]
         if not tokens:

@@ -11,14 +11,8 @@ from engine.harness import Harness, alone, prompt, tiny_model
 from speculation.following import following
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import (
-    Batch,
-    CommitResult,
-    DecodeBatch,
-    Proposal,
-    Sequence,
-    sampling_rows,
-)
+from mlxinfer.engine.batch import Batch, CommitResult, DecodeBatch, Sequence, sampling_rows
+from mlxinfer.engine.proposals import Proposal
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.speculation.controller import (
     WARM_UP,

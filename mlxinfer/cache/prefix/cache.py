@@ -88,6 +88,9 @@ class PrefixCache(PageIndex):
             longer prompts are there is left out.
         states: of the state layers; None: there are none.
         root: the name that stands for the model.
+
+    Attributes:
+        epoch: how often everything was forgotten. A lease of another epoch names nothing.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class PrefixCache(PageIndex):
         self._needs_whole = len(self.windowed) < len(groups)  # a group needs every page
         self.alignment = self.page_size if any(group.whole_pages for group in groups) else 1
         self._on_evict = on_evict or (lambda page, groups: None)
-        self._epoch = 0
+        self.epoch = 0
 
     def set_root(self, root: Name) -> None:
         """Name all pages again, now that it is known what the model is.
@@ -234,12 +237,12 @@ class PrefixCache(PageIndex):
         """
         tables = enumerate(point.tables)
         whole = {g: [*map(self.by_id[g].__getitem__, table.all_pages)] for g, table in tables}
-        copied = self._of_groups([] if point.cut is None else [point.cut])
+        copied: Users = {} if point.cut is None else self._of_groups([point.cut])
         if point.state is not None:
             copied[len(self.groups)] = [point.state]
         self.use(whole, anchored=True)
         self.use(copied, anchored=True)
-        return Lease(point.tables, point.num_pages, copied, priority, self._epoch, tenant)
+        return Lease(point.tables, point.num_pages, copied, priority, self.epoch, tenant)
 
     def hold_path(self, point: RestorePoint) -> Users:
         """Keep all whole pages that agreed with a prompt, until `let_go`."""
@@ -298,9 +301,14 @@ class PrefixCache(PageIndex):
 
     def _named(self, group: int, ids: Sequence[int]) -> list[Page]:
         """The pages of some ids; those without a name are given back."""
-        known = list(map(self.by_id[group].get, ids))
-        self.allocators[group].release(i for i, page in zip(ids, known, strict=True) if not page)
-        return [page for page in known if page]
+        pages = []
+        for page_id in ids:
+            page = self.by_id[group].get(page_id)
+            if page is None:
+                self.allocators[group].release((page_id,))
+            else:
+                pages.append(page)
+        return pages
 
     def release(self, lease: Lease) -> None:
         """End a lease, and give back the pages of its tables."""
@@ -309,10 +317,6 @@ class PrefixCache(PageIndex):
         self.release_copied(lease)
         users = {g: self._named(g, table.all_pages) for g, table in enumerate(lease.tables)}
         self.let_go(users, priority=lease.priority, anchored=True)
-
-    def up_to_date(self, lease: Lease) -> bool:
-        """Whether a lease was taken since everything was forgotten last."""
-        return lease.epoch == self._epoch
 
     # -- naming ---------------------------------------------------------------------------------
 
@@ -333,7 +337,7 @@ class PrefixCache(PageIndex):
         """
         replaced, stop = False, num_tokens // self.page_size
         users: Users = {group: [] for group in self.attention}
-        if not self.up_to_date(lease):
+        if lease.epoch != self.epoch:
             return False
         for number in range(lease.num_pages, stop):
             if all(table.page_at(number) is None for table in lease.tables):
@@ -361,7 +365,7 @@ class PrefixCache(PageIndex):
         count = num_tokens - lease.num_pages * self.page_size
         tokens = names.tokens(lease.num_pages, max(count, 0))
         parent = names.name(lease.num_pages - 1)
-        if not self.up_to_date(lease) or not tokens or self._covers(parent, tokens):
+        if lease.epoch != self.epoch or not tokens or self._covers(parent, tokens):
             return
         page = self._page(names, lease.num_pages, count, lease.priority, lease.tenant)
         for group, table in enumerate(lease.tables):
@@ -549,7 +553,7 @@ class PrefixCache(PageIndex):
         self.page_of, self.children = {}, {}
         for page in pages:
             self._forget(page)
-        self._epoch += 1
+        self.epoch += 1
 
     def _forget(self, page: Page) -> None:
         page.is_named = False

@@ -25,6 +25,7 @@ VERSION = 4  # of names and entries; folders of other versions are emptied
 ID_BYTES = 8
 _PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
 MAX_NAMED = 512
+TOKENS = attrgetter("tokens")  # by which the pages after a page are sorted
 NUM_GONE = 16384  # names of evicted pages that are remembered
 
 
@@ -249,7 +250,7 @@ class PageIndex:
         both agree equally far, the one counts that more of the groups have.
         """
         pages = self.children.get(parent, [])
-        at = bisect_left(pages, tokens, key=lambda page: page.tokens)
+        at = bisect_left(pages, tokens, key=TOKENS)
         best: Page | None = None
         worth = (0, 0)
         for page in pages[max(at - 1, 0) : at + 1]:
@@ -262,7 +263,7 @@ class PageIndex:
         """The pages after `parent` that `tokens` begins with or is, the longest first."""
         pages = self.children.get(parent, [])
         for length in range(len(tokens) if pages else 0, 0, -1):
-            at = bisect_left(pages, tokens[:length], key=lambda page: page.tokens)
+            at = bisect_left(pages, tokens[:length], key=TOKENS)
             if at < len(pages) and pages[at].tokens == tokens[:length]:
                 yield pages[at]
             if not at:  # shorter ones would come before it
@@ -280,14 +281,14 @@ class PageIndex:
 
     def add(self, page: Page) -> None:
         self.page_of[page.name] = page
-        insort(self.children.setdefault(page.parent, []), page, key=lambda page: page.tokens)
+        insort(self.children.setdefault(page.parent, []), page, key=TOKENS)
 
     def remove(self, page: Page) -> None:
         page.is_named = False
         if self.page_of.pop(page.name, None) is None:
             return
         pages = self.children[page.parent]
-        del pages[bisect_left(pages, page.tokens, key=lambda page: page.tokens)]
+        del pages[bisect_left(pages, page.tokens, key=TOKENS)]
         if not pages:
             del self.children[page.parent]
 

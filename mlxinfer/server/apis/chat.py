@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError, UnsupportedFieldError
-from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta
+from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta, split
 from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput
 from ...text import Content
@@ -474,7 +474,7 @@ class ChatWriter:
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""
         delta, body = step.delta, self.body
-        text, reasoning = delta.text, delta.reasoning
+        text, reasoning, calls = split(delta.parts)
         if step.progress is not None:
             progress = progress_of(step.progress)
             choices = [_choice(step.index, delta={})]
@@ -483,7 +483,7 @@ class ChatWriter:
         scored: list[Plain] = []
         if step.logprobs is not None:
             scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
-        pieces = [p for call in delta.tool_calls for p in self._pieces(step.index, call)]
+        pieces = [p for call in calls for p in self._pieces(step.index, call)]
         ids = list(delta.token_ids) if body.return_token_ids else []
         if text or reasoning or pieces or scored or ids:
             fields: Plain = {}

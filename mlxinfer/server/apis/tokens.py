@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from ...core import check_token_ids
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, check_token_ids
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import RequestBody, refuse

@@ -6,8 +6,8 @@ from typing import Any
 
 from ... import __version__
 from ...core import FinishReason, TokenLogprobs
-from ...outputs import Result
-from ...session.answers import Answer, Answers, AnswerStep, PromptProgress
+from ...outputs import PromptProgress, Result
+from ...session.answers import Answer, Answers, AnswerStep
 from ...text import Tokenizer
 from ..http import Plain
 from ..reuse import Record

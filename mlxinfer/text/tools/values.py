@@ -23,7 +23,6 @@ class Place(Protocol):
 
     def conversion(self) -> Callable[[str], str] | None:
         """Return what makes the JSON of a string; None if the value may be a string."""
-        ...
 
     def member(self, name: str) -> "Place": ...
 

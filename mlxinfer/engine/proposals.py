@@ -1,0 +1,85 @@
+"""Proposed tokens: who makes them, and which of them hold. No MLX."""
+
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple, Protocol
+
+from .batch import Batch, CommitResult, Proposals, Sequence
+
+
+class Proposal(NamedTuple):
+    """Tokens that may come next in a sequence, and how they were drawn."""
+
+    token_ids: Seq[int]
+    weights: Seq[Any] = ()  # (n,) arrays that the tokens were drawn with, for rejection sampling
+
+    def cut(self, count: int) -> "Proposal":
+        """The first `count` tokens."""
+        return Proposal(self.token_ids[:count], self.weights[:count])
+
+
+class Proposer(Protocol):
+    """Proposes the next tokens of sequences, so that one step verifies several tokens of each.
+
+    Proposals change how many steps an answer takes, and never its tokens.
+
+    Attributes:
+        taps: layers whose outputs the proposer reads, see `layers.step.Taps`.
+    """
+
+    taps: Seq[int] = ()
+
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        """Upper limit of proposed tokens per sequence in the next step.
+
+        0: no proposals; then the next step is launched while this one runs. Otherwise the step in
+        flight is read first, unless micro-batches take turns.
+
+        Args:
+            sequences: that decode in the step.
+            num_decoding: sequences that decode in all micro-batches together.
+        """
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        """Up to `depth` tokens for each sequence that may follow its `token_ids`."""
+
+    def take(self, batch: Batch, hidden: Any) -> None:
+        """Read the outputs (T, n * hidden) of the n layers of `taps`, before `observe`."""
+
+    def observe(self, batch: Batch, result: CommitResult) -> None:
+        """Learn from a step that was read, with or without proposals."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of the proposals."""
+        return {}
+
+
+def accepted_rows(proposals: Proposals, token_ids: Seq[int]) -> list[bool]:
+    """Which of the R sampled tokens the plain run samples too.
+
+    A token counts if all proposals before it came true. This is exact: a token follows from its
+    row's logits, seed and index, so it is the token of the plain run as long as the tokens
+    before it are.
+    """
+    is_accepted: list[bool] = []
+    for row, count in enumerate(proposals.counts.tolist()):
+        holds = count == 0 or (
+            is_accepted[-1]
+            and row not in proposals.blocked
+            and token_ids[row - 1] == proposals.token_ids[row, count - 1]
+        )
+        is_accepted.append(holds)
+    return is_accepted
+
+
+def num_kept(batch: Batch, result: CommitResult) -> dict[int, int]:
+    """Slot -> tokens that stay, for sequences that had proposals verified in the step.
+
+    These are the newest token and the accepted proposals. If the sequence gave up its slot
+    meanwhile, they are what `Sequence.num_computed` counted then.
+    """
+    proposals, counts = batch.sampling.proposals, {s.slot: 1 for s in batch.short if s.proposals}
+    gone = {*result.discarded, *result.released}
+    for row, slot in enumerate(batch.sampling.slots):
+        if proposals is not None and proposals.counts[row] and row not in gone:
+            counts[slot] += 1
+    return counts

@@ -41,15 +41,12 @@ class Source(Protocol):
 
     def original(self, name: str) -> str:
         """The checkpoint's name of a tensor."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, as stored."""
-        ...
 
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:
         """Whether there is a tensor of this name, and `take` would give this shape of it."""
-        ...
 
     def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
         """The tensor, or the part of it that has this shape; it is not there afterwards.
@@ -63,23 +60,18 @@ class Source(Protocol):
             CheckpointError: there is no such tensor, or it has another shape.
             UnsupportedModelError: a rank cannot have a part of this shape.
         """
-        ...
 
     def rows(self, name: str) -> Tensor:
         """A table's tensor, or the rows of it that a rank has; it can be taken afterwards."""
-        ...
 
     def slices(self, name: str) -> Slices | None:
         """The part that was taken of a tensor; None: all of it."""
-        ...
 
     def stored_apart(self, stack: str, single: str, shape: tuple[int, int, int]) -> bool:
         """Whether each expert's matrix is a tensor of its own; see `Weights.experts`."""
-        ...
 
     def drop(self, *names: str) -> None:
         """Leave out tensors that are known to carry nothing."""
-        ...
 
 
 class Checkpoint:

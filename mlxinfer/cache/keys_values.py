@@ -235,7 +235,7 @@ class KeyValueLayer(PagedLayer):
         prepared = self.prepared
         stored = [[keys], [values]] if self._as_they_are else self.encode(keys, values)
         self.write(stored, prepared.place, prepared.page_writes)
-        if self._as_they_are and choice is rows is None:
+        if self._as_they_are and choice is None and rows is None:
             return prepared.attend(self, queries, softmax)
         if choice is not None:
             outputs = self.restored(choice.attend(self, self.rotate(queries), softmax))

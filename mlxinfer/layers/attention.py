@@ -15,7 +15,7 @@ from .linear import Projection
 from .mlp import Activation
 from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
-from .step import Rope, Step
+from .step import Rope, Rows, Step
 
 # From formats of keys and of values, and numbers of a key that a joint vector has; 0: it has none.
 HeadsMaker = Callable[[KVFormat, KVFormat, int], Heads]
@@ -237,7 +237,9 @@ class Attention(AttentionShape, Mixer):
         """x (T, hidden) -> (R, hidden), plus the residual."""
         cache = step.caches[self]
         # (T, (H + Hkv) * D + Hkv * Dv)
-        projected = self.qkv_proj(x) if step.rows is None else self._projected(x, step)
+        projected = self.qkv_proj(x) if step.rows is None else self._projected(x, step.rows)
+        if step.rows is not None:
+            step.stored.append(projected)
         choice = [] if self.indexer is None else [self.indexer(x, step)]
         outputs: mx.array
         if cache.heads is not None and not any(choice):
@@ -263,18 +265,15 @@ class Attention(AttentionShape, Mixer):
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)
         return self.o_proj(outputs, residual)  # of the heads side by side
 
-    def _projected(self, x: mx.array, step: Step) -> mx.array:
-        """`qkv_proj` where some rows are not read: their queries may be zeros."""
+    def _projected(self, x: mx.array, rows: Rows) -> mx.array:
+        """`qkv_proj` of x (T, hidden), where queries of other rows than `rows` may be zeros."""
         q_proj = self.qkv_proj.some_outputs(slice(self.q_dims))
         kv_proj = self.qkv_proj.some_outputs(slice(self.q_dims, None))
         if q_proj is None or kv_proj is None:
-            projected = self.qkv_proj(x)
-        else:
-            queries = mx.zeros((len(x), self.q_dims), x.dtype)
-            queries[mx.array(step.rows)] = q_proj(step.read(x)).astype(x.dtype)
-            projected = mx.concatenate([queries, kv_proj(x)], axis=1)
-        step.stored.append(projected)
-        return projected
+            return self.qkv_proj(x)
+        queries, places = mx.zeros((len(x), self.q_dims), x.dtype), mx.array(rows)
+        queries[places] = q_proj(x[places]).astype(x.dtype)
+        return mx.concatenate([queries, kv_proj(x)], axis=1)
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
         """The bias on keys of `heads` (N,): (N, head_dim) float32.

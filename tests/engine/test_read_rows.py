@@ -3,17 +3,19 @@
 import os
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, prompt, tiny_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models.cases import CASES
 from models.runs import every
 
 from mlxinfer.cache.attention import Prepared
 from mlxinfer.core import SamplingParams
+from mlxinfer.errors import RequestFailedError
 
 SHARING = ("gemma4_e-v4", "gemma4_e-v5", "gemma3n_text-v4", "gemma3n_text-v5")
 SHORT_PAGED = [case for case in CASES if not case.startswith("deepseek_v4")]
@@ -67,6 +69,7 @@ def test_answers_are_those_of_steps_that_compute_all_rows(case: str) -> None:
     cached=st.booleans(),
     begin=st.integers(0, 40),
 )
+@example(case="qwen3-v4", prompts=[(20, True), (30, False)], chunk=64, cached=False, begin=0)
 @settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "8")))
 def test_random_programs_answer_as_steps_that_compute_all_rows(
     case: str, prompts: list[tuple[int, bool]], chunk: int, cached: bool, begin: int
@@ -111,3 +114,29 @@ def test_late_blocks_see_the_rows_that_are_read(case: str, monkeypatch: pytest.M
         assert min(rows[:first], default=17) > 16, f"a chunk goes through earlier {name} as a whole"
         assert max(rows[first:]) <= 2, f"{name}: a row of each prompt at most"
     assert first < last - 1 or case != "gemma3n_text-v4"
+
+
+class Damaged:
+    """A projection that gives no numbers for the fourth row of 32."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bad = (mx.arange(len(x)) == 3) & (len(x) == 32)
+        return mx.where(bad[:, None], mx.nan, self.base(x))
+
+    def some_outputs(self, outputs: slice) -> "Damaged":
+        return Damaged(self.base.some_outputs(outputs))
+
+
+def test_keys_that_are_no_numbers_end_a_request_though_no_row_sees_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The windows of 8 hide them from all rows that are read; a page would keep them."""
+    model = tiny_model("mistral-v4", quantized=True)
+    mixer = model.layers[-1].mixer
+    monkeypatch.setattr(mixer, "qkv_proj", Damaged(mixer.qkv_proj))
+    harness = Harness(model, prefill_chunk=32)
+    harness.add("a", prompt(80), PARAMS)
+    assert isinstance(harness.drain()["a"].error, RequestFailedError)

@@ -9,6 +9,8 @@ from ..errors import OverloadedError
 from ..fair import Shares, Tenant
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+REFUSAL_S = 0.04  # from one refusal of a tenant to the next: each costs some 2 ms of a processor
+LONGEST_HOLD_S = 4.0  # for which a refusal is held back
 SMOOTHING = 0.2  # weight of the newest interval between two first tokens
 
 
@@ -54,6 +56,7 @@ class Admission:
         self._calls: list[WaitingCall] = []  # oldest first
         self._interval_s: float | None = None  # between two that leave the queue, smoothed
         self._left_s = 0.0  # when the last one left
+        self._refused_s: dict[Tenant, float] = {}  # when its latest refusal is sent
 
     @property
     def num_waiting(self) -> int:
@@ -127,6 +130,15 @@ class Admission:
             f"{count} of your requests with {tokens} prompt tokens wait already; try again later.",
             retry_after_s=self.retry_after_s(tenant),
         )
+
+    def hold_s(self, tenant: Tenant) -> float:
+        """Seconds to hold back one more refusal, so that clients that do not wait cost little."""
+        now_s = self._clock()
+        next_s = self._refused_s.get(tenant, 0.0) + REFUSAL_S
+        self._refused_s[tenant] = at_s = min(max(now_s, next_s), now_s + LONGEST_HOLD_S)
+        over_s = now_s - REFUSAL_S
+        self._refused_s = {t: s for t, s in self._refused_s.items() if s > over_s}
+        return at_s - now_s
 
     def leave(self, call: WaitingCall, request: int) -> bool:
         """Count one request out: it has a token, or it ended. False: it was out already."""

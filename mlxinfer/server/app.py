@@ -1,8 +1,10 @@
 """The ASGI app: one table of all routes, and the order in which a request is checked."""
 
+import asyncio
 import re
 from collections.abc import Iterable, Set
 
+from ..errors import OverloadedError
 from . import guard, openapi, ops
 from .apis import (
     anthropic,
@@ -149,6 +151,9 @@ class App:
                 await call.answer(self._admit(call), receive)
         except ClientGoneError:
             call.status = CLIENT_GONE
+        except OverloadedError as error:
+            await asyncio.sleep(call.hold_s)
+            await call.fail(error)
         except Exception as error:  # the fault boundary of a request: it fails, the server goes on
             await call.fail(error)
         finally:

@@ -101,6 +101,7 @@ class Call(Exchange):
         self._body_bytes = 0
         self._metrics: RequestMetrics  # of its model
         self._of_key = KeyMetrics()  # of its key; of nobody where the server has none
+        self.hold_s = 0.0  # before its refusal is sent
         self._model: ServedModel  # that it named last
         self._counts: AnswerMetrics | None = None  # of its answers, which it watches
         self._left = False  # nothing of it is waited for any more
@@ -337,6 +338,7 @@ class Call(Exchange):
             raise
 
     def _count_rejection(self) -> None:
+        self.hold_s = self.service.admission.hold_s(self.tenant)
         self._metrics.num_rejected += 1
         self._of_key.num_rejected += 1
 

@@ -1,11 +1,13 @@
 """Keys beside each other: none takes what another has a share of."""
 
 import asyncio
+import heapq
 import random
 import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
@@ -15,7 +17,14 @@ from test_documents import MESSAGES, RESPONSES, asked, part_of
 
 from mlxinfer.errors import InvalidRequestError, OverloadedError
 from mlxinfer.fair import Tenant
-from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, WaitingCall
+from mlxinfer.server.admission import (
+    LONGEST_HOLD_S,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    REFUSAL_S,
+    Admission,
+    WaitingCall,
+)
 from mlxinfer.server.config import network_of
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
@@ -261,6 +270,23 @@ def test_each_key_sees_its_waits_in_the_metrics() -> None:
         text = server.get("/metrics").text
         assert 'mlxinfer:key_time_to_first_token_seconds_count{key="anna"} 2.0' in text
         assert 'mlxinfer:key_requests_waiting{key="bob"} 0.0' in text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_refusals_of_a_key_come_at_a_pace_that_others_do_not_feel(seed: int) -> None:
+    """However many clients ask again at once; another key's first refusal is not held back."""
+    rnd, now_s = random.Random(seed), 0.0
+    admission, sent_s = Admission(8, 100, lambda: now_s), list[float]()
+    asks_s = [100.0] * rnd.randint(1, int(LONGEST_HOLD_S / REFUSAL_S) - 1)  # of the clients
+    for number in range(500):
+        now_s = heapq.heappop(asks_s)
+        sent_s.append(now_s + admission.hold_s(Tenant("heavy")))
+        heapq.heappush(asks_s, sent_s[-1] + rnd.choice([0, 0.001]))
+        assert not admission.hold_s(Tenant(f"light {number}"))
+    assert min(late - early for early, late in pairwise(sent_s)) >= REFUSAL_S - 1e-9
+    assert len(admission._refused_s) < 500, "it forgets"
+    holds_s = [admission.hold_s(Tenant("heavy")) for _ in range(200)]
+    assert max(holds_s) == pytest.approx(LONGEST_HOLD_S)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -106,10 +106,7 @@ def whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
 def as_on_metal() -> Iterator[None]:
     """Graphs as Metal would get them; one operation stands for each of MLX's fused ones."""
     fused: dict[str, Any] = dict.fromkeys(FUSED, whole)
-    with (
-        patch.multiple(mx.fast, **fused),
-        patch.object(mx.metal, "is_available", lambda: True),
-    ):
+    with patch.multiple(mx.fast, **fused), patch.object(mx.metal, "is_available", lambda: True):
         yield
 
 

@@ -123,13 +123,7 @@ def _measured(line: Timeline, long_alone_s: float) -> Figures:
 
 
 def run(
-    *,
-    long: int,
-    runs: int,
-    prefill_chunk: int | None,
-    small: bool,
-    cpu_time: bool,
-    peer: bool,
+    *, long: int, runs: int, prefill_chunk: int | None, small: bool, cpu_time: bool, peer: bool
 ) -> Report:
     """`runs` scenarios of each side, alternating.
 

@@ -78,13 +78,7 @@ def rows_of(figures: dict[str, list[Figures]], before: str = "") -> list[list[st
 
 
 def rates(
-    *,
-    model: str | None,
-    lengths: tuple[int, ...],
-    answer: int,
-    pairs: int,
-    small: bool,
-    peer: bool,
+    *, model: str | None, lengths: tuple[int, ...], answer: int, pairs: int, small: bool, peer: bool
 ) -> Report:
     """One model: prompts of some lengths, one answer and eight of `answer` tokens."""
     with TemporaryDirectory() as scratch:

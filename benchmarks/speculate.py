@@ -51,10 +51,7 @@ def run(*, small: bool) -> Report:
             pair.model, pair.draft, tokens=tokens, batches=(1,) if small else (1, 4)
         )
         adversarial = measure_adversarial(pair, tokens=20 if small else ADVERSARIAL)
-    tables = [
-        _ways_table("The demo and its draft", counted),
-        _pair_table(timed, adversarial),
-    ]
+    tables = [_ways_table("The demo and its draft", counted), _pair_table(timed, adversarial)]
     data = {"counted": counted, "pair": timed, "adversarial": adversarial}
     return Report("speculate", tables, data)
 
@@ -83,11 +80,7 @@ def open_session(folder: Path, options: EngineOptions) -> Iterator[Session]:
 
 
 def answers_of(
-    folder: Path,
-    options: EngineOptions,
-    texts: Sequence[str],
-    batch: int,
-    tokens: int,
+    folder: Path, options: EngineOptions, texts: Sequence[str], batch: int, tokens: int
 ) -> CountedAnswers:
     """Answer each text, `batch` of them at once, in an engine of its own."""
     outcome = CountedAnswers()

@@ -100,11 +100,7 @@ def encode(groups: Floats, scale: Floats, bias: Floats, bits: int) -> Floats:
 
 
 def error_of(
-    groups: Floats,
-    scale: Floats,
-    bias: Floats,
-    bits: int,
-    importance: Floats | None,
+    groups: Floats, scale: Floats, bias: Floats, bits: int, importance: Floats | None
 ) -> Floats:
     """Sum of the weighted squared errors of each group, (..., 1)."""
     errors = encode(groups, scale, bias, bits)

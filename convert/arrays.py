@@ -42,12 +42,7 @@ def rounded(values: Floats, dtype: str) -> Floats:
     return widen(narrow(values, dtype), dtype)
 
 
-_DTYPES = {
-    "bfloat16": mx.bfloat16,
-    "float16": mx.float16,
-    "float32": mx.float32,
-    "int64": mx.int64,
-}
+_DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32, "int64": mx.int64}
 
 
 def as_numpy(array: mx.array) -> NDArray[np.generic]:

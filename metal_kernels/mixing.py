@@ -114,9 +114,7 @@ def _of_tokens(form: Mixing, num_tokens: int) -> Case:
     rng, n = np.random.default_rng(num_tokens), form.num_streams
     logits = mx.array(rng.normal(0, 3, (num_tokens, n * (n + 2))).astype(np.float32))
     return Case(
-        lambda: [*mixing(logits, form)],
-        lambda: [*mixing_twin(logits, form)],
-        (ROUNDING,) * 3,
+        lambda: [*mixing(logits, form)], lambda: [*mixing_twin(logits, form)], (ROUNDING,) * 3
     )
 
 

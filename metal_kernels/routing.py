@@ -221,9 +221,7 @@ def _case(variant: Variant) -> Case:
     )
 
 
-def _equal_pairs(
-    variant: Variant,
-) -> tuple[tuple[mx.array, Routing, mx.array | None], mx.array]:
+def _equal_pairs(variant: Variant) -> tuple[tuple[mx.array, Routing, mx.array | None], mx.array]:
     """Each expert as good as another, and the best of all tokens (2, k): of equal ones the first.
 
     Some pairs have one lane, 32 experts apart, and some are neighbours.

@@ -97,10 +97,7 @@ def _launch(
         template=template_of(form, dtype),
         grid=((num_vectors + num_copies) * LANES, 1, 1),
         threadgroup=(HEADS_AT_ONCE * LANES, 1, 1),
-        output_shapes=[
-            (num_tokens, form.num_heads, form.head_dim),
-            *[shape for shape, _ in tails],
-        ],
+        output_shapes=[(num_tokens, form.num_heads, form.head_dim), *[shape for shape, _ in tails]],
         output_dtypes=[dtype, *[part_dtype for _, part_dtype in tails]],
     )
 

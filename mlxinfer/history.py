@@ -531,8 +531,7 @@ def _check_member(db: sqlite3.Connection, id: str, message: str, param: str) -> 
     ).fetchone()
     if row is None:
         raise InvalidRequestError(
-            f"{param} is {message[:64]!r}, which is no message of this conversation.",
-            param=param,
+            f"{param} is {message[:64]!r}, which is no message of this conversation.", param=param
         )
 
 

@@ -88,12 +88,7 @@ class KillableProcess:
     """
 
     def __init__(
-        self,
-        module: str,
-        greeting: Any,
-        *,
-        max_seconds: float = 5.0,
-        max_bytes: int = 1 << 30,
+        self, module: str, greeting: Any, *, max_seconds: float = 5.0, max_bytes: int = 1 << 30
     ) -> None:
         self.max_seconds = max_seconds
         self.max_bytes = max_bytes
@@ -227,10 +222,7 @@ def _environment() -> dict[str, str]:
 
 
 def _exchange(
-    process: "subprocess.Popen[bytes]",
-    job: Message,
-    seconds: float,
-    abandoned: Callable[[], bool],
+    process: "subprocess.Popen[bytes]", job: Message, seconds: float, abandoned: Callable[[], bool]
 ) -> Message:
     """Send a job and return its reply; raise EndedError where the process ended during the job."""
     assert process.stdin is not None

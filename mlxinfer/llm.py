@@ -561,10 +561,5 @@ def load_session(
         folder = resolve(name, show, mmproj=options.mmproj, dtype=options.dtype)
         show_load = patient(show)
         return open_session(
-            name,
-            folder,
-            options,
-            tool_format,
-            partial(show_load, f"load {name}"),
-            given=arguments,
+            name, folder, options, tool_format, partial(show_load, f"load {name}"), given=arguments
         )

@@ -30,14 +30,7 @@ PROGRESS = re.compile(r"\w+ \d+%, ")  # what a command says where it takes longe
 @pytest.mark.usefixtures("small_demo")
 @pytest.mark.parametrize(
     "example",
-    [
-        pytest.param(
-            path,
-            id=path.stem,
-            marks=MARKS.get(path.stem, ()),
-        )
-        for path in EXAMPLES
-    ],
+    [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in EXAMPLES],
 )
 def test_each_example_runs_and_prints(example: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In this process, which has all that they import; in one of its own runs the README's."""

@@ -91,13 +91,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"killable", "session", "text"},
 }
 SERVER_BASE = {"admission", "errors", "keys", "config", "workers", "http"}
-SERVER_MODELS = SERVER_BASE | {
-    "slots",
-    "models",
-    "metrics",
-    "log",
-    "store",
-}
+SERVER_MODELS = SERVER_BASE | {"slots", "models", "metrics", "log", "store"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "workers": set(),
@@ -127,14 +121,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
 }
 SERVER_ASSEMBLERS = {"app", "run", "__init__"}
 APART = ("config.file", "memory.fit", "memory.roofline", "memory.suggestions")  # see `part_of`
-ASSEMBLERS = {
-    "llm",
-    "library",
-    "magics",
-    "cli",
-    "bench",
-    "__init__",
-}  # anything
+ASSEMBLERS = {"llm", "library", "magics", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "app",
     "cache_specs",

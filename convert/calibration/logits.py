@@ -37,9 +37,7 @@ Doubles = NDArray[np.float64]
 
 
 def blocks(
-    arranged: ArrangedSource,
-    streamed: StreamedModel,
-    hidden: mx.array,
+    arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array
 ) -> Iterator[tuple[slice, Floats]]:
     """Yield a slice of columns, and the logits (T, columns) of hidden (T, hidden) in it."""
     start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
@@ -184,10 +182,7 @@ def limits_for(bits_per_weight: float) -> tuple[float, float]:
 
 
 def reachable_limits(
-    sequences: Sequence[list[int]],
-    reference: Path,
-    nearest: Path,
-    limits: tuple[float, float],
+    sequences: Sequence[list[int]], reference: Path, nearest: Path, limits: tuple[float, float]
 ) -> tuple[float, float]:
     """The limits, or what rounding to the nearest reaches on these texts where that is worse.
 

@@ -12,14 +12,7 @@ from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf
 from .source import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
-__all__ = [
-    "MLXFormat",
-    "Packed",
-    "SourceModel",
-    "SourceTensor",
-    "expert_groups",
-    "open_source",
-]
+__all__ = ["MLXFormat", "Packed", "SourceModel", "SourceTensor", "expert_groups", "open_source"]
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -59,10 +52,7 @@ def open_source(
 
 
 def _open(
-    path: Path,
-    tokenizer: Mapping[str, bytes | Path] | None,
-    reading: Progress,
-    mmproj: Path | None,
+    path: Path, tokenizer: Mapping[str, bytes | Path] | None, reading: Progress, mmproj: Path | None
 ) -> SourceModel:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path

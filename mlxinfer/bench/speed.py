@@ -158,12 +158,7 @@ def _cells(
 
 
 def measure(
-    timed: TokenTimes,
-    tokenizer: "Tokenizer",
-    context: int,
-    batch: int,
-    tokens: int,
-    runs: int,
+    timed: TokenTimes, tokenizer: "Tokenizer", context: int, batch: int, tokens: int, runs: int
 ) -> SpeedCell:
     """The medians of `runs` measurements of one cell, each with new prompts."""
     mx.reset_peak_memory()
@@ -246,10 +241,7 @@ def _fitting(max_context: int, contexts: Sequence[int] | None, tokens: int) -> l
 
 
 def _tables(
-    sides: Mapping[str, list[SpeedCell]],
-    tokens: int,
-    before: Mapping[str, Any] | None,
-    remark: str,
+    sides: Mapping[str, list[SpeedCell]], tokens: int, before: Mapping[str, Any] | None, remark: str
 ) -> list[Table]:
     ours = sides[OURS]
     tables = [_speed_table(ours, tokens, remark)]

@@ -81,12 +81,7 @@ class OnMetal:
     __slots__ = ("_calls", "_group", "_plans", "_tiles", "rows", "segments")
 
     def __init__(
-        self,
-        rows: slice | None,
-        segments: Segments,
-        group: PageGroup,
-        *,
-        tiles: bool = False,
+        self, rows: slice | None, segments: Segments, group: PageGroup, *, tiles: bool = False
     ) -> None:
         self.rows = rows
         self.segments, self._group, self._tiles = segments, group, tiles

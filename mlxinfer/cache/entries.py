@@ -33,11 +33,7 @@ class EntryLayer(BlocksLayer):
         self.entry_part = int(spec.index_dim > 0)  # among the parts of pages
 
     def choose(
-        self,
-        queries: mx.array | None,
-        weights: mx.array | None,
-        raw: mx.array,
-        positions: mx.array,
+        self, queries: mx.array | None, weights: mx.array | None, raw: mx.array, positions: mx.array
     ) -> "EntryChoice | None":
         """Store this step's tokens, and rank the entries that they may see.
 

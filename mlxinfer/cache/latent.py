@@ -175,12 +175,7 @@ class LatentLayer(PagedLayer):
         return output
 
     def _read(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        projection: Any,
-        scale: float,
-        index: Index | None,
+        self, q_nope: mx.array, q_rope: mx.array, projection: Any, scale: float, index: Index | None
     ) -> mx.array:
         prepared, outputs = self.prepared, []
         if prepared.short:
@@ -289,12 +284,7 @@ class RankedLayer(LatentLayer):
         return [*super().encode(latents, k_rope, index), *keys]
 
     def _read(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        projection: Any,
-        scale: float,
-        index: Index | None,
+        self, q_nope: mx.array, q_rope: mx.array, projection: Any, scale: float, index: Index | None
     ) -> mx.array:
         metadata = self.prepared.metadata
         if index is None or int(metadata.positions.max()) < self.num_ranked:

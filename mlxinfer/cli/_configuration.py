@@ -266,11 +266,7 @@ def checked_settings(
 
 
 def open_model(
-    name: str,
-    folder: Path,
-    options: EngineOptions,
-    served: Mapping[str, Any],
-    room_bytes: int,
+    name: str, folder: Path, options: EngineOptions, served: Mapping[str, Any], room_bytes: int
 ) -> "ServedModel":
     """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
     from ..server.slots import ServedModel

@@ -109,9 +109,7 @@ model_option = click.option(
     help="Bundled model, folder, or org/name of the Hugging Face hub.",
 )
 adapter_option = click.option(
-    "--adapter",
-    metavar="PATH",
-    help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
+    "--adapter", metavar="PATH", help="Answer with an adapter: a folder of PEFT's or of mlx-lm's."
 )
 local_option = click.option(
     "--local",
@@ -174,10 +172,7 @@ SAMPLING: dict[str, tuple[type, str]] = {  # field of SamplingParams -> its type
         float,
         "XTC: share of tokens at which the most probable choices are excluded.",
     ),
-    "xtc_threshold": (
-        float,
-        "XTC: probability from which a choice is excluded.  [default: 0.1]",
-    ),
+    "xtc_threshold": (float, "XTC: probability from which a choice is excluded.  [default: 0.1]"),
     "dry_multiplier": (
         float,
         "DRY: strength of the penalty for repeated text, such as 0.8.  [default: 0]",

@@ -48,11 +48,7 @@ COUNTERS = (
     "preemptions", "step_failures",
 )  # fmt: skip
 PROMPTS = ("Once upon a time", "What is a KV cache?", "1, 2, 3, 4,", "The page of a book")
-MEMORY = {
-    "active": mx.get_active_memory,
-    "cache": mx.get_cache_memory,
-    "peak": mx.get_peak_memory,
-}
+MEMORY = {"active": mx.get_active_memory, "cache": mx.get_cache_memory, "peak": mx.get_peak_memory}
 BATCHES = (1, 8)  # requests at once
 SOAKING = 4  # requests at once, of the soak
 BITS, GROUP = 4, 64  # of random weights, as in the bundled model

@@ -136,10 +136,7 @@ def command(
 
 @command.command()
 @click.option(
-    "--url",
-    default="http://127.0.0.1:8080/v1",
-    show_default=True,
-    help="Address of the server.",
+    "--url", default="http://127.0.0.1:8080/v1", show_default=True, help="Address of the server."
 )
 @click.option(
     "-m", "--model", help="Name of the model at the server.  [default: the first that it lists]"

@@ -146,11 +146,7 @@ def wrong_usage() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
 
 
-_EXCLUSIVE = (
-    ("recipe", "bits"),
-    ("target_bpw", "target_size"),
-    ("resume", "restart"),
-)
+_EXCLUSIVE = (("recipe", "bits"), ("target_bpw", "target_size"), ("resume", "restart"))
 
 
 def check_usage(given: dict[str, Any]) -> None:

@@ -68,11 +68,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     help='Picture to send along, "-" from a pipe; repeatable.',
 )
 @click.option(
-    "--video",
-    "videos",
-    metavar="FILE",
-    multiple=True,
-    help="Video to send along; repeatable.",
+    "--video", "videos", metavar="FILE", multiple=True, help="Video to send along; repeatable."
 )
 @click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
 @think_option

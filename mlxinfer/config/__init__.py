@@ -39,11 +39,7 @@ class KVOptions:
 
     @classmethod
     def build(
-        cls,
-        *,
-        bits: int | tuple[int | None, int | None] | None,
-        window: int | None,
-        sinks: int,
+        cls, *, bits: int | tuple[int | None, int | None] | None, window: int | None, sinks: int
     ) -> "KVOptions":
         """Build from arguments such as `kv_bits=8` or `kv_bits=(8, 4)`."""
         pair = bits if isinstance(bits, (tuple, list)) else (bits, bits)

@@ -80,9 +80,7 @@ class KVManager:
         tiers: dict[int, str] = {}
         if self._store is not None and not sequence.request.prompt_logits:
             tiers = self._store.fetch(
-                self.prefix,
-                self.probe(sequence),
-                lambda point: self._room(point, sequence, spare),
+                self.prefix, self.probe(sequence), lambda point: self._room(point, sequence, spare)
             )
         point = self._lookup(sequence, spare)
         if point is None:

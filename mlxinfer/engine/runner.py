@@ -76,12 +76,7 @@ class Forward:
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        cache: KVCache,
-        *,
-        taps: Seq[int] = (),
-        link: Link | None = None,
+        self, model: LanguageModel, cache: KVCache, *, taps: Seq[int] = (), link: Link | None = None
     ) -> None:
         self.model = model
         self.cache = cache

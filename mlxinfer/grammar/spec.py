@@ -302,11 +302,7 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
     )
 
 
-_PLAIN: dict[str, Callable[..., GrammarSpec]] = {
-    "regex": regex,
-    "choice": choice,
-    "grammar": lark,
-}
+_PLAIN: dict[str, Callable[..., GrammarSpec]] = {"regex": regex, "choice": choice, "grammar": lark}
 
 
 def _json_schema(value: Mapping[str, Any], place: str) -> GrammarSpec:

@@ -44,12 +44,7 @@ class Video:
     read: "Callable[[Sequence[int]], Iterator[Image]]" = field(repr=False)
 
 
-def load_video(
-    source: Any,
-    *,
-    fps: float | None = None,
-    place: str = "video",
-) -> Video:
+def load_video(source: Any, *, fps: float | None = None, place: str = "video") -> Video:
     """Open a video.
 
     Args:

@@ -89,11 +89,7 @@ class AttentionShape:
     __slots__ = ("make_heads", "num_heads", "sinks")
 
     def __init__(
-        self,
-        num_heads: int,
-        *,
-        sinks: mx.array | None = None,
-        make_heads: HeadsMaker | None = None,
+        self, num_heads: int, *, sinks: mx.array | None = None, make_heads: HeadsMaker | None = None
     ) -> None:
         self.num_heads = num_heads
         self.sinks = sinks

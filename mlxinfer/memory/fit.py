@@ -334,11 +334,7 @@ def require_fit(
 
 
 def longest_context(
-    config: LanguageConfig,
-    weights_bytes: int,
-    limit_bytes: int,
-    bits: int,
-    most: int | None = None,
+    config: LanguageConfig, weights_bytes: int, limit_bytes: int, bits: int, most: int | None = None
 ) -> int:
     """The most tokens of one sequence, up to the model's own, that fit beside the weights.
 

@@ -151,9 +151,7 @@ def load_config(folder: Path, share: Share | None = None) -> ModelConfig:
 
 
 def normalise(
-    raw: Mapping[str, Any],
-    generation: Mapping[str, Any] | None = None,
-    share: Share | None = None,
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, share: Share | None = None
 ) -> ModelConfig:
     """A ModelConfig from the contents of config.json, as transformers 4 or 5 or mlx-lm write it.
 

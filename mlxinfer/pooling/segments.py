@@ -130,12 +130,7 @@ class SegmentAttention:
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _of_group(
-        self,
-        group: RowGroup,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        softmax: Softmax,
+        self, group: RowGroup, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
     ) -> mx.array:
         """All of the pass (T, ...) -> what tokens of one group see, (n * L, heads * V)."""
         queries, keys, values = (
@@ -230,11 +225,7 @@ def _no_places() -> Any:
 SegmentCache = SegmentAttention | SegmentStates
 
 
-def segment_cache(
-    spec: CacheSpec,
-    groups: Sequence[RowGroup],
-    masks: Masks,
-) -> SegmentCache:
+def segment_cache(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
     """Takes the place of a mixer's cache in a pass.
 
     Raises:

@@ -180,12 +180,7 @@ class Sampler:
             the weights that they are drawn with.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        proposes: bool = False,
-    ) -> None:
+    def __init__(self, vocab_size: int, *, proposes: bool = False) -> None:
         self._vocab_size = vocab_size
         self._ready: dict[Variant, ReadyFor] = {}  # of kernels that were installed
         self._proposes = proposes

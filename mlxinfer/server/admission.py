@@ -45,10 +45,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        max_waiting: int,
-        max_waiting_tokens: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_waiting = max_waiting
         self._max_tokens = max_waiting_tokens
@@ -68,10 +65,7 @@ class Admission:
         self._victims(WaitingCall(tenant, {0: 1}, lambda _: None))
 
     def enter(
-        self,
-        tenant: Tenant,
-        prompts: Sequence[int],
-        give_up: Callable[[OverloadedError], None],
+        self, tenant: Tenant, prompts: Sequence[int], give_up: Callable[[OverloadedError], None]
     ) -> WaitingCall:
         """Count the requests of a call in; `leave` counts each of them out.
 

@@ -410,8 +410,7 @@ def openai_error(error: MlxinferError) -> dict[str, Any]:
 
 
 OPENAI = ErrorForm(
-    body=lambda error: encode(openai_error(error)),
-    event=lambda error: data(openai_error(error)),
+    body=lambda error: encode(openai_error(error)), event=lambda error: data(openai_error(error))
 )
 
 

@@ -221,8 +221,7 @@ def _stamp(path: Path) -> object:
 def _digest_of_plain(key: str) -> bytes:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise InvalidRequestError(
-            "An API key is one or more printable ASCII characters without spaces.",
-            param="api_key",
+            "An API key is one or more printable ASCII characters without spaces.", param="api_key"
         )
     return _digest(key.encode())
 

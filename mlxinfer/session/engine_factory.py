@@ -94,12 +94,7 @@ def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
 
 
 def open_engine(
-    name: str,
-    folder: Path,
-    options: EngineOptions,
-    *,
-    owner: object,
-    watch: Watch | None = None,
+    name: str, folder: Path, options: EngineOptions, *, owner: object, watch: Watch | None = None
 ) -> "tuple[Engine, ModelInfo]":
     """Load the model in `folder` on the engine's own thread.
 

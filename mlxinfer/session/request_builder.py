@@ -132,11 +132,7 @@ class RequestBuilder:
         return [self._answer(given, prompt, answer_params, spec) for answer_params in params]
 
     def _answer(
-        self,
-        given: Input,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        spec: GrammarSpec | None,
+        self, given: Input, prompt: EncodedPrompt, params: SamplingParams, spec: GrammarSpec | None
     ) -> Answer:
         guard = None
         if params.logits_processors or params.sampler is not None:

@@ -239,6 +239,5 @@ def check_session_name(name: str) -> None:
     """Raise InvalidRequestError unless this can be the name of a session."""
     if not ADAPTER_NAME.fullmatch(name):
         raise InvalidRequestError.of(
-            "name",
-            f"is {shown(name)}; expected letters, digits, '.', '_' and '-', 100 at most.",
+            "name", f"is {shown(name)}; expected letters, digits, '.', '_' and '-', 100 at most."
         )

@@ -99,7 +99,7 @@ class Session(LocalSession):
         raise InvalidRequestError(
             f"{self.info.name} generates text and has no {method}; load an embedding "
             "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
-            "though its files do not say so is loaded with task='embed' or task='score'.",
+            "though its files do not say so is loaded with task='embed' or task='score'."
         )
 
     @property

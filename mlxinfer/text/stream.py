@@ -32,11 +32,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        keep_ids: Iterable[int] = (),
-        prompt_ids: Sequence[int] = (),
+        self, tokenizer: Tokenizer, *, keep_ids: Iterable[int] = (), prompt_ids: Sequence[int] = ()
     ) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         self._skipped = tokenizer.special_ids - set(keep_ids)

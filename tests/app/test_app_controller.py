@@ -110,10 +110,7 @@ def download(server: PageServer, model: str) -> None:
 
 
 def test_a_download_is_paused_resumed_and_its_end_is_notified(
-    controller: AppController,
-    server: PageServer,
-    standin: StandIn,
-    notices: list[tuple[str, str]],
+    controller: AppController, server: PageServer, standin: StandIn, notices: list[tuple[str, str]]
 ) -> None:
     standin.repos["org/app-chat"] = Repo(dict(DEMO))
     standin.faults.on_chunk = lambda: time.sleep(0.005)
@@ -173,10 +170,7 @@ def test_a_cancelled_download_ends_the_wait_for_its_model(
 
 @pytest.mark.ci
 def test_a_failed_download_is_notified_with_its_reason(
-    controller: AppController,
-    server: PageServer,
-    notices: list[tuple[str, str]],
-    standin: StandIn,
+    controller: AppController, server: PageServer, notices: list[tuple[str, str]], standin: StandIn
 ) -> None:
     standin.faults.gate_files = True
     download(server, "org/tiny")

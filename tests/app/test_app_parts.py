@@ -123,16 +123,10 @@ def test_the_state_is_said_in_one_line() -> None:
     for view, text in (
         (View(url=URL), f"○ Stopped · {URL}"),
         (View(url=URL, phase=Phase.LOCKED), f"▲ Locked · It needs a {key}"),
-        (
-            View(url=URL, phase=Phase.FOREIGN),
-            f"▲ Address taken · Another program answers at {URL}",
-        ),
+        (View(url=URL, phase=Phase.FOREIGN), f"▲ Address taken · Another program answers at {URL}"),
         (running(), "● Ready · chat"),
         (running(activity=Activity()), "● Ready · no model is loaded"),
-        (
-            running(activity=Activity(models=(loading,))),
-            "◌ Loading · a 40 %",
-        ),
+        (running(activity=Activity(models=(loading,))), "◌ Loading · a 40 %"),
         (
             running(activity=Activity(models=(LOADED,), reading=((300, 1200, 8.7),), waiting=2)),
             "◉ Answering · chat · reading 1,200 tokens: 25 %, 9 s left, 2 waiting",
@@ -249,9 +243,7 @@ def test_a_second_start_shows_the_first_app(short_folder: Path) -> None:
     assert not Instance(place).show_other()
 
 
-def test_a_start_is_answered_after_one_whose_windows_could_not_be_shown(
-    short_folder: Path,
-) -> None:
+def test_a_start_is_answered_after_one_whose_windows_could_not_be_shown(short_folder: Path) -> None:
     place, shown = short_folder / "app.sock", threading.Event()
     starts = iter([lambda: 1 / 0, shown.set])
     first = Instance(place)

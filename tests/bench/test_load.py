@@ -189,11 +189,7 @@ def test_percentiles_are_of_finished_answers() -> None:
 
 @pytest.mark.parametrize(
     ("url", "path"),
-    [
-        ("http://h:1", "/v1"),
-        ("http://h:1/v1/", "/v1"),
-        ("https://h/openai/v1", "/openai/v1"),
-    ],
+    [("http://h:1", "/v1"), ("http://h:1/v1/", "/v1"), ("https://h/openai/v1", "/openai/v1")],
 )
 def test_an_address_is_taken_with_and_without_v1(url: str, path: str) -> None:
     assert ChatClient(url)._path == f"{path}/chat/completions"

@@ -60,11 +60,7 @@ def fill(layer: Any, seed: int) -> None:
             arrays[:] = plane.fmt.encode(mx.array(noise).astype(layer.dtype))
 
 
-def prepare(
-    layer: Any,
-    metadata: StepMetadata,
-    window: AttentionWindow = EVERYTHING,
-) -> None:
+def prepare(layer: Any, metadata: StepMetadata, window: AttentionWindow = EVERYTHING) -> None:
     """Let a layer see a step."""
     group = PageGroup(window, PageAllocator(1), layer.page_size, 64, 1)
     place = TailPlace.of(metadata, layer.page_size, by_position=layer.by_position)

@@ -51,9 +51,7 @@ class Sequence:
 
 
 def step(
-    layer: KeyValueLayer,
-    parts: list[tuple[Sequence, int]],
-    window: AttentionWindow,
+    layer: KeyValueLayer, parts: list[tuple[Sequence, int]], window: AttentionWindow
 ) -> dict[Sequence, np.ndarray]:
     """So many next tokens of each sequence; more than 8 are a prefill chunk."""
     parts = sorted(parts, key=lambda part: (part[1] > 8, part[1] > 1))

@@ -60,10 +60,7 @@ class FakeLLM:
             self.ended_streams += 1
 
     def stream_chat(
-        self,
-        messages: list[dict[str, str]],
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Delta]:
         return self.stream([dict(message) for message in messages], params, **options)
 

@@ -229,12 +229,7 @@ def test_no_input_line_crashes_the_chat(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deep = "[" * 100_000
-    lines = [
-        "/file .",
-        "/file a\0b",
-        f"/set logit_bias {deep}",
-        "/set top_k 1" + "0" * 99,
-    ]
+    lines = ["/file .", "/file a\0b", f"/set logit_bias {deep}", "/set top_k 1" + "0" * 99]
     assert talk(session, "hi", *lines, "again") == "Hello there.\nHello there.\n"
     assert len(session.messages) == 4
     errors = capsys.readouterr().err

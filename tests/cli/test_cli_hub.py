@@ -55,15 +55,7 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
     pulled = json.loads(outcome("pull", "--json", "org/tiny").out)
     assert set(pulled) == {"name", "path", "size_bytes"}
     [model] = json.loads(outcome("list", "--json").out)["models"]
-    assert set(model) == {
-        "name",
-        "path",
-        "size_bytes",
-        "files",
-        "modified",
-        "complete",
-        "source",
-    }
+    assert set(model) == {"name", "path", "size_bytes", "files", "modified", "complete", "source"}
     assert model["path"] == pulled["path"]
     assert model["size_bytes"] == pulled["size_bytes"]
     removed = json.loads(outcome("rm", "-y", "--json", "org/tiny").out)

@@ -35,18 +35,9 @@ def test_the_answer_goes_to_stdout_and_nothing_else(fake: FakeLLM, outcome: Any)
 def test_options_reach_the_model(fake: FakeLLM, outcome: Any) -> None:
     outcome("run", *EVERY_OPTION.split(), "hi")
     messages, params = fake.asked[0]
-    assert messages == [
-        {"role": "system", "content": "sys"},
-        {"role": "user", "content": "hi"},
-    ]
+    assert messages == [{"role": "system", "content": "sys"}, {"role": "user", "content": "hi"}]
     assert params == SamplingParams(
-        max_tokens=5,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=3,
-        min_p=0.1,
-        seed=7,
-        stop=("END", "FIN"),
+        max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=7, stop=("END", "FIN")
     )
     assert fake.opened == [
         ("org/x", {"kv_bits": (8, 4), "kv_window": 64, "kv_sinks": 4, "max_memory": "1GB"})

@@ -122,8 +122,7 @@ class SomethingElse(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    "says",
-    [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")],
+    "says", [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")]
 )
 def test_another_program_at_the_address_is_recognised(
     outcome: Any, says: tuple[int, str, str]
@@ -142,7 +141,7 @@ def test_another_program_at_the_address_is_recognised(
 
 def test_durations_are_written_in_their_two_largest_units() -> None:
     for seconds, text in {
-        **{None: "-", 0.2: "0s", 59: "59s", 60: "1m 0s", 3599.9: "1h 0m", 7260: "2h 1m"},
+        **{None: "-", 0.2: "0s", 59: "59s", 60: "1m 0s", 3599.9: "1h 0m", 7260: "2h 1m"}
     }.items():
         assert duration(seconds) == text
 

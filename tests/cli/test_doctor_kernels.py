@@ -97,11 +97,7 @@ def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
     [(fake_gpu.lies, "wrong"), (fake_gpu.does_not_compile, "Unable to build metal library")],
 )
 def test_exit_code_1_where_a_kernel_is_at_fault(
-    fault: fake_gpu.Fault,
-    said: str,
-    outcome: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    fault: fake_gpu.Fault, said: str, outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     use(monkeypatch, tmp_path, fault)
     seen = outcome("doctor", "--kernels")

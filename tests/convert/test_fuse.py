@@ -178,9 +178,7 @@ def test_what_rounding_leaves_of_a_change_is_said_in_figures(
     assert ("--bits 8" in said) == ("too little" in said)
 
 
-def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(
-    tmp_path: Path,
-) -> None:
+def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
     adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1, strength=0.02))
     runs = {}

@@ -60,10 +60,7 @@ def test_overrides_and_floors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [
-        ("nothing=4bit", "matches 'nothing'"),
-        ("down_proj=4bit-g64", "do not divide"),
-    ],
+    [("nothing=4bit", "matches 'nothing'"), ("down_proj=4bit-g64", "do not divide")],
 )
 def test_overrides_that_cannot_be(tmp_path: Path, override: str, words: str) -> None:
     folder = write_source(tmp_path / "m", "llama-v4")

@@ -325,10 +325,7 @@ def test_unknown_tokenizers_are_refused_before_anything_is_read(
     tmp_path: Path, trained: Any
 ) -> None:
     metadata = as_metadata(trained["qwen2"], "qwen2")
-    for change, message in (
-        ({"pre": "klingon"}, "klingon"),
-        ({"model": "rwkv"}, "rwkv"),
-    ):
+    for change, message in (({"pre": "klingon"}, "klingon"), ({"model": "rwkv"}, "rwkv")):
         with pytest.raises(UnsupportedModelError, match=message):
             with_tokenizer(tmp_path, {**metadata, **change})
     without = {key: value for key, value in metadata.items() if key != "pre"}

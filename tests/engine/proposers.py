@@ -73,9 +73,7 @@ def draft_of(
     if any(map(takes_no_window, draft.cache_specs)):
         sizes = replace(sizes, kv=KVOptions())
     return made_half_right(
-        HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1),
-        rng,
-        answers,
+        HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1), rng, answers
     )
 
 

@@ -39,11 +39,7 @@ WIDE: dict[str, dict[str, Any]] = {  # sizes that the kernels have
     },
     "lfm2-v4": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
 }
-RAN = {
-    "qwen3_5_text-v4": "delta_step",
-    "granitemoehybrid-v4": "ssm_step",
-    "lfm2-v4": "conv_step",
-}
+RAN = {"qwen3_5_text-v4": "delta_step", "granitemoehybrid-v4": "ssm_step", "lfm2-v4": "conv_step"}
 
 
 def wide_model(monkeypatch: pytest.MonkeyPatch, case: str) -> Model:

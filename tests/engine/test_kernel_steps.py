@@ -152,10 +152,7 @@ def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -
 @requires_compiler
 @pytest.mark.parametrize(
     ("case", "kv"),
-    [
-        pytest.param("qwen3-v4", EIGHT, marks=SLOW),
-        pytest.param("llama-v4", ROTATING, marks=CI),
-    ],
+    [pytest.param("qwen3-v4", EIGHT, marks=SLOW), pytest.param("llama-v4", ROTATING, marks=CI)],
 )
 def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
     case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
@@ -243,10 +240,7 @@ def test_any_way_may_be_the_fastest(
 @requires_compiler
 @pytest.mark.parametrize(
     "kv",
-    [
-        pytest.param(KVOptions(), marks=CI),
-        *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR)),
-    ],
+    [pytest.param(KVOptions(), marks=CI), *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR))],
 )
 def test_keys_in_values_on_kernels_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch

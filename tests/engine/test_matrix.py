@@ -414,11 +414,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             proposer = some_proposer(guess_seed, model_of(case), answers)
             followers = NoOtherRanks(num_stages) if num_stages > 1 else NO_FOLLOWERS
             harness = Harness(
-                model,
-                proposer=proposer,
-                adapters=adapters,
-                followers=followers,
-                **changes,
+                model, proposer=proposer, adapters=adapters, followers=followers, **changes
             )
             states = harness.loop.cache.state_group
             if states is not None and max_snapshots is not None:

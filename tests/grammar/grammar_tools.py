@@ -23,9 +23,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 def compiler_of(kind: str = "demo") -> GrammarCompiler:
     tokenizer = tokenizer_of(kind)
     return GrammarCompiler(
-        tokenizer,
-        vocab_size=tokenizer.vocab_size + PADDING,
-        end_ids=tokenizer.eos_token_ids,
+        tokenizer, vocab_size=tokenizer.vocab_size + PADDING, end_ids=tokenizer.eos_token_ids
     )
 
 

@@ -20,10 +20,7 @@ from mlxinfer.grammar.compiled import (
 from mlxinfer.grammar.spec import choice, json_object, json_schema, lark, regex
 
 SIZE = tokenizer_of("demo").vocab_size + PADDING
-AMBIGUOUS = (
-    "start: s\ns: s s s | s s | /./ |",
-    "start: s\ns: s s s s | s s s | s s | /[a-z ]/ |",
-)
+AMBIGUOUS = ("start: s\ns: s s s | s s | /./ |", "start: s\ns: s s s s | s s s | s s | /[a-z ]/ |")
 ARITHMETIC = 'start: e\ne: e "+" t | e "-" t | t\nt: t "*" f | f\nf: /[0-9]+/ | "(" e ")"'
 MANY_OPTIONAL = json_schema(
     {

@@ -99,11 +99,7 @@ LATER: dict[str, tuple[Any, Any, Any]] = {  # schema, a value of it, and one tha
         {"next": {"next": {"a": "x"}, "a": 1}},
     ),
     "signs in a name": (
-        {
-            "items": {"$ref": "#/$defs/a <b>{c}"},
-            "uniqueItems": True,
-            "$defs": {"a <b>{c}": STRING},
-        },
+        {"items": {"$ref": "#/$defs/a <b>{c}"}, "uniqueItems": True, "$defs": {"a <b>{c}": STRING}},
         ["x", "y"],
         ["x", "x"],
     ),

@@ -220,8 +220,7 @@ def test_remove_an_interrupted_download(standin: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    "locked",
-    ["models--org--tiny/blobs/abc.incomplete", ".locks/models--org--tiny/abc.lock"],
+    "locked", ["models--org--tiny/blobs/abc.incomplete", ".locks/models--org--tiny/abc.lock"]
 )
 @pytest.mark.parametrize("name", ["org/tiny", "org/tiny@main"])
 def test_remove_waits_for_a_download_to_end(

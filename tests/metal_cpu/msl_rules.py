@@ -39,29 +39,10 @@ RESERVED = re.compile(
 )
 WIDE = frozenset({"long", "ulong", "int64_t", "uint64_t", "size_t", "ptrdiff_t", "atomic_ulong"})
 STATEMENT_WORDS = frozenset(
-    {
-        "return",
-        "else",
-        "case",
-        "using",
-        "typedef",
-        "goto",
-        "delete",
-        "sizeof",
-        "throw",
-    }
+    {"return", "else", "case", "using", "typedef", "goto", "delete", "sizeof", "throw"}
 )
 NO_OBJECT = frozenset(
-    {
-        "using",
-        "typedef",
-        "struct",
-        "class",
-        "enum",
-        "union",
-        "namespace",
-        "static_assert",
-    }
+    {"using", "typedef", "struct", "class", "enum", "union", "namespace", "static_assert"}
 )
 
 

@@ -48,11 +48,7 @@ class NativeFault(ctypes.Structure):
 
 
 class NativeBankUse(ctypes.Structure):
-    _fields_ = [
-        ("file", ctypes.c_char * 96),
-        ("line", ctypes.c_uint32),
-        ("ways", ctypes.c_uint32),
-    ]
+    _fields_ = [("file", ctypes.c_char * 96), ("line", ctypes.c_uint32), ("ways", ctypes.c_uint32)]
 
     @property
     def place(self) -> str:

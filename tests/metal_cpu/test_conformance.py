@@ -19,11 +19,7 @@ F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 
 
 def attention(
-    dtype: mx.Dtype,
-    *shape: int,
-    capacity: int = 0,
-    causal: bool = False,
-    seed: int = 0,
+    dtype: mx.Dtype, *shape: int, capacity: int = 0, causal: bool = False, seed: int = 0
 ) -> Attention:
     """shape: B, H, K, L, N, D."""
     batch, heads, kv_heads, length, num_keys, dim = shape

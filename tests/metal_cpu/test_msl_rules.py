@@ -322,9 +322,7 @@ SOUND_TEXTS = [
 ]
 
 
-SOUND_TEXTS += [
-    "METAL_FUNC float h(int a, bfloat b) { return float(a * b); }",
-]
+SOUND_TEXTS += ["METAL_FUNC float h(int a, bfloat b) { return float(a * b); }"]
 
 
 SOUND_REFERENCES = [

@@ -94,10 +94,7 @@ def closing(pieces: Sequence[Token], start: int) -> int:
 
 def after(pieces: Sequence[Token], index: int) -> int:
     """Index of the first code token after `index`; the number of tokens: there is none."""
-    return next(
-        (i for i in range(index + 1, len(pieces)) if pieces[i].is_code),
-        len(pieces),
-    )
+    return next((i for i in range(index + 1, len(pieces)) if pieces[i].is_code), len(pieces))
 
 
 def before(pieces: Sequence[Token], index: int) -> int:

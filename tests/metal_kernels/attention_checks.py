@@ -140,8 +140,7 @@ def moved_latents(scene: Scene) -> Moved:
     """Count the bytes that the latent kernel moves; the scene's first plane holds the latents."""
     inputs = build(scene)
     report = _report(
-        inputs,
-        lambda: mla_attention_on_metal(inputs.queries, inputs.keys, inputs.plan, scale=1.0),
+        inputs, lambda: mla_attention_on_metal(inputs.queries, inputs.keys, inputs.plan, scale=1.0)
     )
     width = inputs.keys.pages[0].shape[-1]
     codes = inputs.visible * width if scene.bits[0] else None

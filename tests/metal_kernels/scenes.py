@@ -189,9 +189,7 @@ def _plane(
 ) -> Plane:
     fmt = FORMATS[bits]
     pages, tails = (
-        fmt.encode(
-            mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype),
-        )
+        fmt.encode(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype))
         for shape in (
             (scene.kv_heads, len(in_pages), dim),
             (len(in_tails), scene.kv_heads, in_tails.shape[1], dim),

@@ -75,12 +75,7 @@ def test_a_long_sequence_is_split_and_a_full_batch_is_not() -> None:
     assert len(share_blocks(batch, blocks_per_item(batch, 8, 40))[1]) == 64
 
 
-@given(
-    st.integers(0, 300),
-    st.integers(1, 8),
-    st.none() | st.integers(1, 120),
-    st.integers(0, 40),
-)
+@given(st.integers(0, 300), st.integers(1, 8), st.none() | st.integers(1, 120), st.integers(0, 40))
 def test_blocks_hold_all_that_is_seen(
     start: int, queries: int, window: int | None, sinks: int
 ) -> None:

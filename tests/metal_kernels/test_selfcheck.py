@@ -82,11 +82,7 @@ def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureF
     ],
 )
 def test_a_faulty_kernel_is_replaced_by_its_twin(
-    fault: fake_gpu.Fault,
-    status: str,
-    said: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    fault: fake_gpu.Fault, status: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, device = gpu(fault)
     with caplog.at_level(logging.WARNING, "mlxinfer.kernels"):

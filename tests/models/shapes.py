@@ -336,10 +336,7 @@ def _gemma4_attention(config: dict[str, Any], layer: int) -> dict[str, Shape]:
             kv_heads, names = config["num_global_key_value_heads"], ["k_proj"]
     table: dict[str, Shape] = {f"{name}.weight": (kv_heads * dim, hidden) for name in names}
     table |= {f"{name}_norm.weight": (dim,) for name in "qk"}
-    return table | {
-        "q_proj.weight": (heads * dim, hidden),
-        "o_proj.weight": (hidden, heads * dim),
-    }
+    return table | {"q_proj.weight": (heads * dim, hidden), "o_proj.weight": (hidden, heads * dim)}
 
 
 def _gemma4_experts(config: dict[str, Any]) -> dict[str, Shape]:

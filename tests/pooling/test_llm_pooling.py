@@ -137,9 +137,7 @@ def test_texts_beyond_the_context_are_refused_or_truncated(llm, judge):
     with pytest.raises(ContextLengthError, match="documents 0"):
         judge.score("w5", long)
     np.testing.assert_allclose(
-        judge.score("w5", long, truncate=True),
-        judge.score("w5", " ".join(["w7"] * 36)),
-        atol=1e-6,
+        judge.score("w5", long, truncate=True), judge.score("w5", " ".join(["w7"] * 36)), atol=1e-6
     )
 
 

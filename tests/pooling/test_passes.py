@@ -140,12 +140,7 @@ def test_a_pass_takes_the_oldest_row_then_the_shortest():
     while queue.num_waiting:
         taken = queue.take(10)
         passes.append([(item.request.id, item.num_tokens) for item in taken])
-    assert passes == [
-        [("b", 1), ("a", 8)],
-        [("b", 2), ("a", 3)],
-        [("a", 9)],
-        [("b", 7)],
-    ]
+    assert passes == [[("b", 1), ("a", 8)], [("b", 2), ("a", 3)], [("a", 9)], [("b", 7)]]
 
 
 def test_rows_longer_than_a_pass_are_taken_alone():

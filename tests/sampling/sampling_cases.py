@@ -24,8 +24,7 @@ PARAMS = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.1]),
     logit_bias=st.one_of(
-        st.just({}),
-        st.dictionaries(TOKENS, st.sampled_from([-1e9, -3.0, 0.5, 8.0]), max_size=4),
+        st.just({}), st.dictionaries(TOKENS, st.sampled_from([-1e9, -3.0, 0.5, 8.0]), max_size=4)
     ),
     top_n_sigma=st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.5]),
     typical_p=st.sampled_from([1.0, 1.0, 1.0, 0.8, 0.2]),

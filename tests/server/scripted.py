@@ -58,11 +58,7 @@ class Script:
             elif number + 1 == limit:
                 reason = FinishReason.LENGTH
             event = TokenEvent(
-                request.id,
-                token,
-                reason,
-                cached_tokens=self.cached_tokens,
-                made_s=time.monotonic(),
+                request.id, token, reason, cached_tokens=self.cached_tokens, made_s=time.monotonic()
             )
             deliver(event)
 

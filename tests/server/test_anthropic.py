@@ -395,10 +395,7 @@ PIXEL = (  # a PNG of one
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
     "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-PICTURE = {
-    "type": "image",
-    "source": {"type": "base64", "media_type": "image/png", "data": PIXEL},
-}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
 
 
 def test_pictures_of_earlier_turns_do_not_end_a_conversation(scripted: ScriptedServer) -> None:

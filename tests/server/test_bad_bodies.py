@@ -351,11 +351,7 @@ LARGE: list[tuple[str, str, Any]] = [
     (CHAT, "chat_template_kwargs", {"enable_thinking": NUMBERS}),
     (COMPLETIONS, "guided_json", SCHEMA),
     (COMPLETIONS, "guided_choice", ["x" * 4000] * 400),
-    (
-        RESPONSES,
-        "tools",
-        [{"type": "function", "name": "f", "parameters": {"a": NUMBERS}}],
-    ),
+    (RESPONSES, "tools", [{"type": "function", "name": "f", "parameters": {"a": NUMBERS}}]),
     (MESSAGES, "tools", [{"name": "f", "input_schema": {"a": NUMBERS}}]),
     (COUNT, "tools", [{"name": "f", "input_schema": {"a": NUMBERS}}]),
     (TOKENIZE, "chat_template_kwargs", {"enable_thinking": NUMBERS}),
@@ -460,10 +456,7 @@ PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a call in responses": (RESPONSES, {"input": [ITEM, *HELLO]}),
     "a call in messages": (
         MESSAGES,
-        {
-            "max_tokens": 2,
-            "messages": [*HELLO, {"role": "assistant", "content": [USED]}, *HELLO],
-        },
+        {"max_tokens": 2, "messages": [*HELLO, {"role": "assistant", "content": [USED]}, *HELLO]},
     ),
     "thoughts": (
         CHAT,

@@ -27,10 +27,7 @@ COMPLETIONS = "/v1/completions"
 def tight() -> Iterator[LiveServer]:
     """Two run, three may wait; and they hear of it."""
     with LiveServer(
-        engine={"max_batch": 2},
-        max_waiting=3,
-        max_waiting_tokens=1500,
-        keep_alive_s=0.05,
+        engine={"max_batch": 2}, max_waiting=3, max_waiting_tokens=1500, keep_alive_s=0.05
     ) as server:
         yield server
 

@@ -87,11 +87,7 @@ def test_an_answer_is_counted_once(server: LiveServer, numbers: Numbers, stream:
     )
     assert (tokens, first, between, ended) == (10, 2, 8, 2)
     prompts, sums, calls = change(
-        numbers,
-        after,
-        "prompt_tokens_total",
-        "request_prompt_tokens_sum",
-        "request_params_n_count",
+        numbers, after, "prompt_tokens_total", "request_prompt_tokens_sum", "request_params_n_count"
     )
     assert prompts == sums / 2 > 10  # two choices of one prompt
     assert calls == 1

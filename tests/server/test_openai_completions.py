@@ -96,9 +96,7 @@ def test_scoring_alone_generates_nothing(server: LiveServer) -> None:
     assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
 
 
-def test_half_a_character_at_the_end_of_an_echoed_prompt_is_shown_once(
-    server: LiveServer,
-) -> None:
+def test_half_a_character_at_the_end_of_an_echoed_prompt_is_shown_once(server: LiveServer) -> None:
     def text(prompt: list[int], **fields: Any) -> str:
         result: str = server.post(PATH, ask(prompt, **fields)).json()["choices"][0]["text"]
         return result

@@ -72,11 +72,7 @@ def responses_with(url: str) -> dict[str, Any]:
         {"type": "input_image", "image_url": url},
         {"type": "input_text", "text": "What is it?"},
     ]
-    return {
-        "input": [{"role": "user", "content": parts}],
-        "temperature": 0,
-        "max_output_tokens": 6,
-    }
+    return {"input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 6}
 
 
 def messages_with(source: dict[str, Any]) -> dict[str, Any]:

@@ -87,10 +87,7 @@ def test_a_session_is_there_tomorrow_and_on_another_mac(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_eviction_leaves_what_a_session_keeps(tmp_path: Path) -> None:
-    with serving(
-        tmp_path,
-        "2MB",
-    ) as server:
+    with serving(tmp_path, "2MB") as server:
         ask(server)
         assert server.post("/v1/sessions", {"name": "kept"}).status_code == 200
         pinned = {path for path in entry_files(tmp_path) if path.stat().st_nlink == 2}

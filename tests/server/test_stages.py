@@ -102,9 +102,7 @@ BEFORE = {  # the first token
 }
 WITHIN = {
     "detokenise": Stage(
-        Answer,
-        "_push_text",
-        lambda answer, _: answer.request.params.presence_penalty == 0.5,
+        Answer, "_push_text", lambda answer, _: answer.request.params.presence_penalty == 0.5
     ),
     "name the end": Stage(chat_module, "finish_reason", lambda r: r.text.startswith("[")),
 }
@@ -194,11 +192,7 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
         answer = live.post(path, body)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == HIDDEN
-    with (
-        neighbours(live),
-        fault(Answer, "_push_text", hits),
-        live.stream(path, body) as response,
-    ):
+    with neighbours(live), fault(Answer, "_push_text", hits), live.stream(path, body) as response:
         *_, last = [event for event in events_of(response) if event != "[DONE]"]
     assert HIDDEN in str(last)
     assert SECRET not in str(last)

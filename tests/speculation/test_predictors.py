@@ -357,8 +357,5 @@ def test_a_model_with_several_hidden_states_a_token_takes_no_head(case: str) -> 
     folder = eagle_checkpoint(Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=40)
     with pytest.raises(InvalidRequestError, match="several streams"):
         load_draft(
-            SpeculationOptions(method="eagle", draft=folder),
-            folder,
-            tiny_model(case),
-            dtype="auto",
+            SpeculationOptions(method="eagle", draft=folder), folder, tiny_model(case), dtype="auto"
         )

@@ -72,11 +72,7 @@ def test_what_the_schema_forbids_is_not_allowed(name, writer):
 def test_one_tool_and_one_call(name, writer):
     tokenizer, known = TOKENIZERS["special"], FORMATS[name]
     named = grammar_of("forced", tokenizer, known, BOX, only="now")
-    assert allowed(
-        "special",
-        named,
-        written(name, writer, [("now", {})]),
-    )
+    assert allowed("special", named, written(name, writer, [("now", {})]))
     assert not allowed("special", named, written(name, writer, ALL))
     single = grammar_of("forced", tokenizer, known, BOX, parallel=False)
     assert allowed("special", single, written(name, writer, ALL))

@@ -76,10 +76,7 @@ one_by_one = pytest.mark.parametrize(
 )
 A, B = {"a": {"type": "integer"}}, {"b": {"type": "integer"}}
 EITHER = {
-    "of two objects": [
-        {"properties": A, "required": ["a"]},
-        {"properties": B, "required": ["b"]},
-    ],
+    "of two objects": [{"properties": A, "required": ["a"]}, {"properties": B, "required": ["b"]}],
     "of two objects elsewhere": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
 }
 
@@ -162,12 +159,7 @@ def test_a_parameter_may_refer_to_anything_in_the_tool(name, writer):
 def test_what_is_listed_elsewhere_is_kept_to(name, writer, schema):
     """As libraries write an enumeration."""
     kinds = {"C": {"enum": ["red", "blue"], "type": "string"}}
-    parameters = {
-        "type": "object",
-        "properties": {"a": schema},
-        "required": ["a"],
-        "$defs": kinds,
-    }
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": kinds}
     grammar = forced(name, parameters)
     assert allowed("text", grammar, text_of(name, writer, {"a": "blue"}))
     assert not allowed("text", grammar, text_of(name, writer, {"a": "green"}))
@@ -242,7 +234,7 @@ def test_a_parameter_described_twice_keeps_both_schemas():
 def test_references_in_a_schema_are_resolved():
     root = {"a": 1, "b": [2]}
     for reference, value in {
-        **{"#": root, "#/a": 1, "#/b/0": 2, "#/b/1": None, "#/c": None, "x#/a": None},
+        **{"#": root, "#/a": 1, "#/b/0": 2, "#/b/1": None, "#/c": None, "x#/a": None}
     }.items():
         assert resolve(reference, root) == value, reference
 

@@ -133,10 +133,7 @@ CALLS = {  # family -> the calls of its template
         "<|tool_calls_section_end|>",
     ),
     "command_r7b": each(
-        ACTION,
-        "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[",
-        "\n]<|END_ACTION|>",
-        ",",
+        ACTION, "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[", "\n]<|END_ACTION|>", ","
     ),
     "granite3": each(OBJECT, "<|tool_call|>[", "]", ", "),
     "phi4_mini": each(OBJECT, "<|tool_call|>[", "]<|/tool_call|>", ", "),

@@ -405,10 +405,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "mistral4": mistral4,
     "muse-glimmer": _muse,
     "nemotron": make_family(
-        "nemotron",
-        "NemotronForCausalLM",
-        hidden_act="relu2",
-        norm_eps=norm_eps,
+        "nemotron", "NemotronForCausalLM", hidden_act="relu2", norm_eps=norm_eps
     ),
     "minimax-m2": _minimax_m2,
     "minimax-m3": minimax_m3,
@@ -417,10 +414,7 @@ FAMILIES: dict[str, FamilyConfig] = {
     "olmo2": _olmo2,
     "olmoe": make_family("olmoe", "OlmoeForCausalLM", **_EXPERTS),
     "phi2": make_family(
-        "phi",
-        "PhiForCausalLM",
-        hidden_act="gelu_new",
-        intermediate_size=rows_in("mlp.fc1.weight"),
+        "phi", "PhiForCausalLM", hidden_act="gelu_new", intermediate_size=rows_in("mlp.fc1.weight")
     ),
     "phi3": _phi3,
     "qwen2": _QWEN2,

@@ -22,11 +22,7 @@ _COMMON = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
 }
-_DENSE = {
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
@@ -72,11 +68,7 @@ _GPT_OSS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_CONNECTION = {
-    "norm": "hc_norm",
-    "down": "input_mix_weight_down",
-    "up": "input_mix_weight_up",
-}
+_CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}
 _DELTA_NET = {
     **_COMMON,
     **_DENSE,
@@ -326,12 +318,7 @@ _QWEN2_MOE = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
 _STABLELM = {stem: path for stem, path in _LLAMA.items() if not stem.endswith(("q_norm", "k_norm"))}
-_PHI2 = {
-    **_STABLELM,
-    "attn_output": "self_attn.dense",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
+_PHI2 = {**_STABLELM, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _GEMMA3N = {
     **_GEMMA3,
     "altup_correct_coef": "altup.correction_coefs",
@@ -523,10 +510,7 @@ _TOPS = {
         "altup_proj.weight": "model.altup_projections.{}.weight",
         "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
     },
-    "phi2": {
-        **_TOP,
-        **_ends({"output": "lm_head", "output_norm": "model.final_layernorm"}),
-    },
+    "phi2": {**_TOP, **_ends({"output": "lm_head", "output_norm": "model.final_layernorm"})},
     **dict.fromkeys(("nemotron", "stablelm", "starcoder2"), _BIASED_TOP),
 }
 # Modules that predict tokens further ahead lie in blocks behind the last layer.

@@ -112,10 +112,7 @@ def experts_of(
     size: str = "moe_intermediate_size",
 ) -> Config:
     """A mixture of experts under a family's keys; without `size` experts are as wide as layers."""
-    made = {
-        count: facts.integer("expert_count"),
-        per_token: facts.integer("expert_used_count"),
-    }
+    made = {count: facts.integer("expert_count"), per_token: facts.integer("expert_used_count")}
     return made | ({size: facts.integer("expert_feed_forward_length")} if size else {})
 
 

@@ -432,12 +432,7 @@ class PrefixCache(PageIndex):
         return page
 
     def _page(
-        self,
-        names: PageNames,
-        number: int,
-        count: int,
-        priority: int,
-        owner: Tenant = NOBODY,
+        self, names: PageNames, number: int, count: int, priority: int, owner: Tenant = NOBODY
     ) -> Page:
         """The page of the first `count` tokens of a page; made where there is none.
 

@@ -220,11 +220,7 @@ def _made_for(adapter: AdapterFolder) -> str:
 
 
 def _shapes(
-    module: AdapterModule,
-    in_dims: int,
-    outputs: int,
-    num_experts: int | None,
-    expert: int | None,
+    module: AdapterModule, in_dims: int, outputs: int, num_experts: int | None, expert: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Those that A and B must have; empty ones: these are not matrices for such a projection."""
     r = module.rank

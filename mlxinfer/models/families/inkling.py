@@ -322,9 +322,7 @@ class Inkling2Loop(Family):
         convs = parts["convs"]
         return BlockLayer(
             RelativeAttention(
-                **parts["attention"],
-                k_conv=self._conv(convs[0]),
-                v_conv=self._conv(convs[1]),
+                **parts["attention"], k_conv=self._conv(convs[0]), v_conv=self._conv(convs[1])
             ),
             parts["mlp"],
             **parts["layer"],

@@ -86,10 +86,7 @@ class Mellum(Qwen3MoE):
         "first_k_dense_replace": 0,
         "sliding_window": 1024,
         "max_position_embeddings": 131_072,
-        "rope_parameters": {
-            FULL: {"rope_theta": 500_000.0},
-            SLIDING: {"rope_theta": 10_000.0},
-        },
+        "rope_parameters": {FULL: {"rope_theta": 500_000.0}, SLIDING: {"rope_theta": 10_000.0}},
         "mtp_layer_types": [SLIDING],
     }
     mtp = MTPForm()

@@ -182,8 +182,7 @@ class Qwen4Exp(Qwen3_5MoE):
             value_proj=weights.linear(f"{path}.value_proj", hidden, width),
             norms=[self._by_stream(f"{path}.norm_{name}") for name in ("key", "query", "conv")],
             conv=CausalFilter(
-                CausalConv(dilated),
-                StateSpec(((((taps - 1) * longest, channels), "float32"),)),
+                CausalConv(dilated), StateSpec(((((taps - 1) * longest, channels), "float32"),))
             ),
         )
 

@@ -331,12 +331,7 @@ class PatchTower:
     __slots__ = ("blocks", "embed", "project", "width")
 
     def __init__(
-        self,
-        embed: Embed,
-        blocks: Sequence[PatchBlock],
-        project: Project,
-        *,
-        width: int,
+        self, embed: Embed, blocks: Sequence[PatchBlock], project: Project, *, width: int
     ) -> None:
         self.embed = embed
         self.blocks = list(blocks)
@@ -407,11 +402,7 @@ def patch_conv(weights: Weights, path: str, out_dims: int, inputs: Sequence[int]
 
 
 def attention(
-    weights: Weights,
-    path: str,
-    sizes: TowerSizes,
-    *,
-    output: str = "o_proj",
+    weights: Weights, path: str, sizes: TowerSizes, *, output: str = "o_proj"
 ) -> PatchAttention:
     """The attention at `path`, with biases if the checkpoint has some."""
     heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim

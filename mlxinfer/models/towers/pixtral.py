@@ -136,12 +136,7 @@ def _sizes(config: Fields) -> TowerSizes:
     return replace(TowerSizes.of(vision_config(config), _DEFAULTS), eps=_DEFAULTS["rms_norm_eps"])
 
 
-def _pixtral(
-    config: Fields,
-    weights: Weights,
-    sizes: TowerSizes,
-    project: Project,
-) -> PatchTower:
+def _pixtral(config: Fields, weights: Weights, sizes: TowerSizes, project: Project) -> PatchTower:
     vision = vision_config(config)
     pixels = vision.integer("patch_size", high=256, default=16)
     embed = PixtralEmbed(

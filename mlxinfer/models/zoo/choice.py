@@ -222,11 +222,7 @@ class DenseLayer:
         self.counts: Sequence[int] = ()  # tokens of each sequence in the step
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        softmax: Softmax,
+        self, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
     ) -> mx.array:
         outputs, start = [], 0
         for sequence, count in enumerate(self.counts):
@@ -236,12 +232,7 @@ class DenseLayer:
             start += count
         return mx.concatenate(outputs)
 
-    def _attend_one(
-        self,
-        sequence: int,
-        parts: Sequence[mx.array],
-        softmax: Softmax,
-    ) -> mx.array:
+    def _attend_one(self, sequence: int, parts: Sequence[mx.array], softmax: Softmax) -> mx.array:
         """Queries, keys and values (1, heads, L, ·) of one sequence -> (L, H * V)."""
         queries, keys, values = parts
         if sequence in self._past:

@@ -35,7 +35,7 @@ COPY = "mlxinfer_private_mlx_lm"  # the name of the copy's package
 INSTALL = 'pip install -e ".[zoo]" in a checkout of mlxinfer'
 BROKEN = {  # definitions that must not even be tried, with what was found
     "phi3small": "it adds a mask of true and false to its scores, so that tokens see later ones, "
-    "and corrupts memory on MLX's CPU backend",
+    "and corrupts memory on MLX's CPU backend"
 }
 _IMPORTING = threading.Lock()  # engines load on threads of their own
 NEEDED = ("Model", "ModelArgs")  # what a module that defines an architecture has

@@ -245,11 +245,7 @@ class _Recorder:
         self.sizes: tuple[int, int, int] = (0, 0, 0)  # KV heads, key and value dimensions
 
     def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        softmax: Softmax,
+        self, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
     ) -> mx.array:
         """Note the shapes: queries (T, H, D), keys (T, Hkv, D), values (T, Hkv, V)."""
         (num_tokens, num_heads, dim), (_, kv_heads, value_dim) = queries.shape, values.shape

@@ -328,9 +328,7 @@ def _parameters(written: WrittenCalls) -> TemplateFormat | None:
     return _built(syntax, core, written)
 
 
-def _parameter_marks(
-    text: str,
-) -> tuple[str, str, tuple[str, str], str, tuple[str, str]] | None:
+def _parameter_marks(text: str) -> tuple[str, str, tuple[str, str], str, tuple[str, str]] | None:
     """Return the texts after a name, before a key, after it, after a value; the words for types."""
     name, arguments = ONE[0]
     words = [name, *(str(word) for pair in arguments.items() for word in pair)]

@@ -127,11 +127,7 @@ MUSE = Muse(
         ('<atem:invoke name="', "</atem:invoke>\n"),
     ),
     ParameterCore(
-        '">\n',
-        '<atem:parameter name="',
-        ('">', ""),
-        "</atem:parameter>\n",
-        ("</atem:invoke>",),
+        '">\n', '<atem:parameter name="', ('">', ""), "</atem:parameter>\n", ("</atem:invoke>",)
     ),
     "muse",
 )

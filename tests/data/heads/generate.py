@@ -96,10 +96,7 @@ def of_streams(case: str, folder: Path) -> np.ndarray:
 def of_blocks(case: str, folder: Path) -> np.ndarray:
     """As `reference`, of Nemotron 3, whose head has a layer for each block (vLLM)."""
     changes = {"num_hidden_layers": 2, "layers_block_type": ["full_attention", "moe"]}
-    names = {
-        "mtp.layers.1.final_layernorm.": "backbone.norm_f.",
-        "mtp.layers.": "backbone.layers.",
-    }
+    names = {"mtp.layers.1.final_layernorm.": "backbone.norm_f.", "mtp.layers.": "backbone.layers."}
     model, head, (embedded, hidden) = alone(case, folder, changes, names)
     front, eps = "mtp.layers.0.", CASES[case]["layer_norm_epsilon"]
     parts = [(embedded, "enorm"), (hidden, "hnorm")]

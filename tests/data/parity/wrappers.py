@@ -55,10 +55,7 @@ VISION = {
     "spatial_merge_size": 2,
 }
 CLIP = {**VISION, "model_type": "clip_vision_model"}
-WINDOWS = {
-    "sliding_window": 6,
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-}
+WINDOWS = {"sliding_window": 6, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
 EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,

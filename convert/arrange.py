@@ -46,6 +46,7 @@ _AS_MLX = {  # where its names are others: ours, its
     "granitemoehybrid": {".block_sparse_moe.switch_mlp.": ".block_sparse_moe.experts."},
     "kimi_linear": {".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias"},
     "llama4_text": {".feed_forward.switch_mlp.": ".feed_forward.experts."},
+    "minimax_m2": {".block_sparse_moe.gate.e_score_": ".block_sparse_moe.e_score_"},
     "nemotron_h": {
         "model.embed_tokens.": "backbone.embeddings.",
         "model.": "backbone.",

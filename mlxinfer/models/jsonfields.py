@@ -169,8 +169,9 @@ class Fields:
         if stated is None:
             return None
         if not 0 <= len(stated) - count <= further or not all(one in known for one in stated):
+            *others, last = map(repr, known)
             raise CheckpointError(
-                f"{keys[0]} in {self.where} must be {count} times {' or '.join(map(repr, known))}."
+                f"{keys[0]} in {self.where} must be {count} times {', '.join(others)} or {last}."
             )
         return stated[:count]
 

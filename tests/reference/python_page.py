@@ -156,8 +156,8 @@ def errors_part() -> list[str]:
         "what a server answers with.\n",
         "| exception | is a | status | code | |\n|---|---|---|---|---|",
     ]
-    tree = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    for kind in tree:
+    types = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in [kind for kind in types if kind.__module__ == errors.__name__]:
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
         text = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
         status = getattr(kind, "status", "")

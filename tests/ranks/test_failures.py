@@ -46,7 +46,7 @@ if when != "idle":
         [events.get(timeout=60) for _ in range(60)]
         drafted = engine.stats()["speculation"]["drafted"] if head else 0
 began = time.monotonic()
-os.kill(group._open[0]._local.pids[1], getattr(signal, how))
+os.kill(group._open[0]._local._processes[1].pid, getattr(signal, how))
 found = {"error": "EngineClosedError", "says": ""}
 if when != "idle":
     event = events.get(timeout=60)

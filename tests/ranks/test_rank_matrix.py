@@ -310,7 +310,7 @@ def test_adapters_take_the_memory_of_pages_that_other_stages_have(group: RankGro
 @pytest.mark.ci
 def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) -> None:
     """Drawn, with seeds. Of each row that is computed two sums a layer go over the links, and one
-    of its embedding; of the last layer's second sum the rows that are read. Logits go to rank 0.
+    of its embedding; of the last layer's sums the rows that are read. Logits go to rank 0.
     """
     case = "llama-v4"
     asked = {
@@ -333,7 +333,8 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
     num_prompt = sum(len(ids) for ids, _ in asked.values())
     assert 0 <= rows - (num_prompt + num_tokens - len(asked)) <= 8, "8 were launched in vain"
     one_sum = rows * model.config.hidden_size * 4 * 2 * (SIZE - 1) // SIZE
-    read = (sent["layers"] - (2 * len(model.layers) - 1) * one_sum) * rows / one_sum
+    last = sent["layers"] - 2 * (len(model.layers) - 1) * one_sum
+    read = last * rows / one_sum / 2
     assert 0 <= read - (rows - num_prompt + len(asked)) <= 2, "a chunk that gives no token: a row"
     assert sent["embedding"] == one_sum
     assert sent.get("tokens", 0) <= rows * 4 * 2 * (SIZE - 1) // SIZE

@@ -176,7 +176,7 @@ def _write_text(plan: hub.DownloadPlan, name: str, folder: Path, limit: int) -> 
 
 
 def fit_of_repository(name: str, limit_bytes: int) -> Fit:
-    """The verdict of a repository of the hub, as of the same folder on this disk.
+    """The verdict of a repository of the hub; a folder on this disk gets the same.
 
     Only its list of files, its config, its index and the headers of its weights are read.
 

@@ -1,6 +1,6 @@
 """One of two ranks whose kernels are executed on the CPU; those of rank 1 write NaN.
 
-    python -m ranks.poisoned_rank SETTINGS   (JSON, as of the test that starts it)
+    python -m ranks.poisoned_rank SETTINGS   (JSON, from the test that starts it)
 
 Rank 0 starts rank 1 and prints what came of its requests, as JSON.
 """

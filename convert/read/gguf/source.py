@@ -336,7 +336,7 @@ def make_config(
 
     Args:
         shapes: of the tensors, by the names of transformers.
-        factors: the tensors that stand for fields, as of frequencies and scales, float32.
+        factors: the tensors that stand for fields (frequencies, scales), float32.
 
     Raises:
         CheckpointError: a key is missing or out of range.

@@ -45,7 +45,7 @@ def tool_of(function: Callable[..., Any]) -> Schema:
     """A function as a tool: {"type": "function", "function": {...}}.
 
     Raises:
-        InvalidRequestError: as of `with_schemas`.
+        InvalidRequestError: see `with_schemas`.
     """
     name = getattr(function, "__name__", None) or type(function).__name__
     sections = _sections(inspect.getdoc(function) or "")

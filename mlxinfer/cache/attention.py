@@ -224,8 +224,8 @@ class Prepared:
         if rows is None:
             return self
         if self._narrowed is None:
-            some = self.metadata.narrowed(rows)
-            self._narrowed = prepare(some, self.group, self._layers, self.place)
+            metadata = self.metadata.narrowed(rows)
+            self._narrowed = prepare(metadata, self.group, self._layers, self.place)
         return self._narrowed
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:

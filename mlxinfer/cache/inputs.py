@@ -86,9 +86,12 @@ class Segments:
         )
 
     def last(self, rows: Ints) -> "Segments | None":
-        """The tokens of a step's `rows` (R,), the last ones of their segments; None: none of them.
+        """The segments with only the tokens that are among `rows`; None: no token is.
 
-        Their rows are places in `rows`.
+        A token's row is then its place in `rows`.
+
+        Args:
+            rows: (R,) of the step, ascending; of a segment its last tokens.
         """
         first, stop = np.searchsorted(rows, [self.rows, self.rows + self.counts]).astype(np.int32)
         counts = stop - first
@@ -157,9 +160,10 @@ class StepMetadata:
         return self.positions if self.rope_positions is None else self.rope_positions
 
     def narrowed(self, rows: Ints) -> "StepMetadata":
-        """The tokens of some rows (R,) alone, in ascending order, the last ones of their segments.
+        """The same step with only the tokens of `rows`, which attend to what all tokens store.
 
-        For attention of these rows to what all rows store.
+        Args:
+            rows: (R,) ascending; of a segment its last tokens.
         """
         parts = [[part.last(rows) for part in parts] for parts in (self.short, self.long)]
         short, long = ([part for part in some if part is not None] for some in parts)

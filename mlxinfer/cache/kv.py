@@ -150,14 +150,14 @@ class LayerGroup(PageGroup):
     def read_out(self, pages: Sequence[int]) -> list[bytes]:
         """The payloads of pages, in order. Waits for whatever writes them."""
         payloads = [] if self.layers else [b""] * len(pages)
-        for some in self._chunks(len(pages)):
-            payloads += read_payloads(self.planes, pages[some], self.page_size)
+        for chunk in self._chunks(len(pages)):
+            payloads += read_payloads(self.planes, pages[chunk], self.page_size)
         return payloads
 
     def load(self, pages: Sequence[int], payloads: Sequence[Payload]) -> None:
         """Put payloads into pages. Only behind a barrier."""
-        for some in self._chunks(len(pages)):
-            write_payloads(self.planes, pages[some], payloads[some], self.page_size)
+        for chunk in self._chunks(len(pages)):
+            write_payloads(self.planes, pages[chunk], payloads[chunk], self.page_size)
 
     def _chunks(self, num_pages: int) -> Iterator[slice]:
         """Pages whose payloads are gathered at once; none where there are no arrays."""

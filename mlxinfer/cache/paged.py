@@ -186,7 +186,7 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
     parts = [segments.tokens() for segments in metadata.short]
     for chunk in metadata.long:
         count, start = chunk.num_tokens, int(chunk.starts[0])
-        # What of its first page is there already was copied into the page as well as into the tail.
+        # Earlier tokens of the chunk's first page are already in the page and in the tail.
         assert chunk.sealed[0] == start - start % page_size, "a full page is not sealed"
         rest = min((start + count) % page_size, count)
         own_rows, own_slots, own_positions = (part[count - rest :] for part in chunk.tokens())

@@ -25,6 +25,15 @@ GOOD: dict[str, dict[str, Any]] = {  # the smallest sensible request of every en
     TOKENIZE: {"prompt": "Hello"},
     DETOKENIZE: {"tokens": [5]},
 }
+ENDPOINTS: dict[str, tuple[str, dict[str, Any]]] = {  # as `refused.yml` names them
+    **{path.split("/")[-1]: (path, body) for path, body in GOOD.items()},
+    "chat": (CHAT, GOOD[CHAT]),
+    "count": (COUNT, GOOD[COUNT]),
+    "tokenize text": (TOKENIZE, GOOD[TOKENIZE]),
+    "tokenize": (TOKENIZE, {"messages": HELLO}),
+    "completion": ("/completion", {"n_predict": 2}),
+    "infill": ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
+}
 LEAKS = ("Traceback", 'File "', "site-packages", "mlxinfer/", ".py", "0x7f", "object at")
 MAX_ANSWER_BYTES = 5000  # however large the request was
 MEMORY_SLACK = 2 << 20

@@ -6,7 +6,7 @@ import openai
 import pytest
 from bad_input import unharmed
 from live_server import LiveServer
-from scripted import ScriptedServer
+from scripted import ScriptedServer, fill_gaps
 from sdk_clients import openai_client
 
 
@@ -28,6 +28,14 @@ def server(live: LiveServer) -> Iterator[LiveServer]:
 def scripted() -> Iterator[ScriptedServer]:
     """A server with a model that says what a test tells it to."""
     with ScriptedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[ScriptedServer]:
+    """A scripted model with tokens for filling in the middle."""
+    with ScriptedServer() as server:
+        fill_gaps(server.model)
         yield server
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from live_server import LiveServer
 
+from mlxinfer import hub
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.limits import EngineLimits
 from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.session.session import Session
-from mlxinfer.text import ChatTemplate
+from mlxinfer.text import ChatTemplate, Tokenizer
+from mlxinfer.text.tokenizer import load_backend
 from tests.waiting import wait_until
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -24,6 +26,7 @@ TEMPLATE = (  # Hermes's way of calling, in a few words of our own
     "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+FIM_MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>"]
 
 
 def teach(model: ServedModel, template: str) -> None:
@@ -33,6 +36,16 @@ def teach(model: ServedModel, template: str) -> None:
     assert isinstance(model.session, Session)
     model.session.builder.close()
     model.session.builder = RequestBuilder(tokenizer, model.session.info, "auto")
+
+
+def fill_gaps(model: ServedModel) -> None:
+    """Give a model a tokenizer with the marks for filling in the middle."""
+    backend = load_backend(hub.resolve("demo-draft"))
+    backend.add_special_tokens(FIM_MARKS)
+    tokenizer = Tokenizer(backend)
+    tokenizer.template = model.tokenizer.template
+    assert isinstance(model.session, Session)
+    model.session.builder.tokenizer = tokenizer
 
 
 class Script:

@@ -100,20 +100,6 @@ def test_a_pdf_without_a_media_type_is_known_by_its_beginning(scripted: Scripted
         assert "<file>\nText\n</file>" in scripted.prompt
 
 
-@pytest.mark.parametrize("field", ["file_url", "file_id"])
-def test_files_elsewhere_are_refused_by_name(live: LiveServer, field: str) -> None:
-    part = {"type": "input_file", field: "https://a/b.pdf"}
-    error = expect_refusal(
-        live, RESPONSES, asked(RESPONSES, part), param=f"input[0].content[0].{field}"
-    )
-    assert "file_data" in error["message"]
-    file = {"type": "file", "file": {field: "https://a/b.pdf"}}
-    expect_refusal(live, CHAT, asked(CHAT, file), param=f"messages[0].content[0].file.{field}")
-    source = {"type": "url", "url": "https://a/b.pdf"}
-    body = asked(MESSAGES, {"type": "document", "source": source})
-    assert "base64" in expect_refusal(live, MESSAGES, body)["message"]
-
-
 def test_a_stored_response_keeps_the_text(live: LiveServer) -> None:
     with LiveServer(store=ResponseStore(None)) as server:
         body = asked(RESPONSES, part_of(RESPONSES, pdf("Text")))
@@ -153,13 +139,6 @@ def test_a_pdf_may_be_part_of_a_system_prompt(scripted: ScriptedServer) -> None:
     with scripted.says("Yes"):
         assert scripted.post(MESSAGES, body).status_code == 200
         assert '<file name="a.pdf">\nA\n</file>' in scripted.prompt
-
-
-def test_a_file_without_data_is_named(live: LiveServer) -> None:
-    body = asked(RESPONSES, {"type": "input_file", "filename": "a.pdf"})
-    expect_refusal(live, RESPONSES, body, param="input[0].content[0].file_data")
-    body = asked(CHAT, {"type": "file"})
-    expect_refusal(live, CHAT, body, param="messages[0].content[0].file.file_data")
 
 
 @pytest.mark.parametrize("given", ["data:" + ";" * 30_000_000, "data:" + "a" * 30_000_000 + ","])

@@ -86,8 +86,6 @@ def test_scores_of_a_prompt_are_those_of_its_echo(server: LiveServer) -> None:
         assert {entry["rank"] for entry in row.values()} >= {1}
     said = server.post(CHAT, chat("Hello", max_tokens=1, prompt_logprobs=0)).json()
     assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
-    refused = server.post(CHAT, chat(stream=True, prompt_logprobs=1))
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize("field", ["grammar", "ebnf", "guided_grammar"])
@@ -96,8 +94,6 @@ def test_a_grammar_of_llama_cpp_binds_the_answer(server: LiveServer, field: str)
     body = chat("Hello", max_tokens=40, **{field: grammar})
     text = server.post(CHAT, body).json()["choices"][0]["message"]["content"]
     assert [part in ("ab", "cd") for part in text.split("-")] == [True] * 3
-    refused = server.post(CHAT, chat("Hello", **{field: "root ::= missing"}))
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
 def test_options_of_a_stream_have_no_effect_without_one(server: LiveServer) -> None:

@@ -77,21 +77,6 @@ def test_prompts_with_different_salts_share_no_cache(server: LiveServer) -> None
     assert cached("b") > cold + 50
 
 
-def test_a_prompt_that_is_too_long_is_refused_in_the_apis_words(server: LiveServer) -> None:
-    text = "word " * 3000
-    messages = {"messages": [{"role": "user", "content": text}]}
-    openais = "maximum context length is 2048 tokens"
-    for path, fields, words in (
-        (CHAT, messages, openais),
-        (COMPLETIONS, {"prompt": text}, openais),
-        (RESPONSES, {"input": text}, openais),
-        (MESSAGES, messages, "tokens > 2047 maximum"),
-    ):
-        answer = server.post(path, with_fields(path, **fields))
-        assert answer.status_code == 400
-        assert words in answer.json()["error"]["message"], path
-
-
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 def test_max_tokens_beyond_the_context_is_the_context(scripted: ScriptedServer, path: str) -> None:
     name = "max_output_tokens" if path == RESPONSES else "max_tokens"

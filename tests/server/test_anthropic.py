@@ -178,17 +178,6 @@ def test_a_conversation_with_tools(client: anthropic.Anthropic, scripted: Script
     assert last.content[0].text == "Sorry."
 
 
-def test_neighbours_of_one_role_are_one_turn(
-    client: anthropic.Anthropic, scripted: ScriptedServer
-) -> None:
-    turns = [{"role": "user", "content": text} for text in ("one", "two")]
-    with scripted.says("x"):
-        ask(client, messages=[*turns, {"role": "system", "content": "rule"}, turns[0]])
-        prompt = scripted.prompt
-    assert "user\none\n\ntwo<|im_end|>" in prompt
-    assert "system\nrule<|im_end|>" in prompt
-
-
 @pytest.mark.parametrize(
     ("choice", "found"),
     [
@@ -233,34 +222,6 @@ class ToolServer(LiveServer):
         wait_until(self.is_idle)
 
 
-SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
-SEARCHED: Any = [
-    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
-    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "x", "url": "u"}]},
-    {"type": "text", "text": "Found."},
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_hosted_tools_and_their_blocks_are_skipped_and_named(
-    scripted: ScriptedServer, stream: bool
-) -> None:
-    turns = [*HELLO, {"role": "assistant", "content": SEARCHED}, *HELLO]
-    tools = [*TOOLS, SEARCH, {"type": "computer_toolset_20260801"}]
-    body = {"messages": turns, "max_tokens": 5, "tools": tools, "stream": stream}
-    with scripted.says("x"):
-        answer = scripted.post("/v1/messages", body)
-        assert "get_weather" in scripted.prompt
-        assert "web_search" not in scripted.prompt
-        assert "Found." in scripted.prompt
-    assert answer.status_code == 200, answer.text
-    first = len(TOOLS)
-    assert answer.headers["x-mlxinfer-skipped"] == (
-        f"tools[{first}] web_search_20250305, tools[{first + 1}] computer_toolset_20260801, "
-        "messages[1].content[0] server_tool_use, messages[1].content[1] web_search_tool_result"
-    )
-
-
 def test_tools_of_anthropics_schemas_are_called(
     scripted: ScriptedServer, client: anthropic.Anthropic
 ) -> None:
@@ -276,16 +237,6 @@ def test_tools_of_anthropics_schemas_are_called(
             assert '"command"' in scripted.prompt
         (block,) = answer.content
         assert (block.name, block.input) == (name, given)
-
-
-def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
-    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-    fields = {"metadata": {"user_id": "u"}, "context_management": keep, "service_tier": "auto"}
-    message = {"role": "user", "content": [block]}
-    body = {"messages": [message], "max_tokens": 5, "system": [block], **fields}
-    with scripted.says("x"):
-        assert scripted.post("/v1/messages?beta=true", body).status_code == 200
 
 
 def test_errors_have_the_librarys_classes(demo: anthropic.Anthropic) -> None:
@@ -389,90 +340,6 @@ def test_the_line_that_claude_code_changes_is_no_part_of_the_prompt(
     assert prompts[0] == prompts[1]
     assert "Rules.\n" + BILLED.format("x") in prompts[0]
     assert "cch=a1b2c" not in prompts[0]
-
-
-PIXEL = (  # a PNG of one
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
-    "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
-PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
-
-
-def test_pictures_of_earlier_turns_do_not_end_a_conversation(scripted: ScriptedServer) -> None:
-    """A model that reads text is told of them; one in the newest message is an error."""
-    call = {"type": "tool_use", "id": "t1", "name": "Read", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t1", "content": [PICTURE]}
-    answered = [
-        {"role": "user", "content": [{"type": "text", "text": "Look."}, PICTURE]},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    ended = [*answered, {"role": "assistant", "content": "I see."}, *HELLO]
-    for messages in (answered, ended):
-        with scripted.says("x"):
-            answer = scripted.post("/v1/messages", {"messages": messages, "max_tokens": 5})
-            assert answer.status_code == 200, answer.text
-            assert scripted.prompt.count("[A picture was here. This model reads text only.]") == 2
-        assert answer.headers["x-mlxinfer-skipped"] == (
-            "messages[0].content[1].source.data picture, "
-            "messages[2].content[0].content[0].source.data picture"
-        )
-    newest = {"messages": [*HELLO, answered[1], answered[0]], "max_tokens": 5}
-    assert scripted.post("/v1/messages", newest).status_code == 400
-
-
-def test_what_only_other_servers_know_is_left_out_and_named(scripted: ScriptedServer) -> None:
-    thought = {"type": "redacted_thinking", "data": "x"}
-    answer = {"role": "assistant", "content": [thought, {"type": "text", "text": "Found."}]}
-    later = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
-    body = {
-        "messages": [*HELLO, answer, *HELLO],
-        "max_tokens": 5,
-        "tools": [later],
-        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
-    }
-    with scripted.says("x"):
-        answered = scripted.post("/v1/messages", body)
-        assert answered.status_code == 200, answered.text
-        assert "Found." in scripted.prompt
-        assert "later" in scripted.prompt
-    assert answered.headers["x-mlxinfer-skipped"] == (
-        "tools[0] defer_loading, context_management edits, messages[1].content[0] redacted_thinking"
-    )
-
-
-REFERENCE = {"type": "tool_reference", "tool_name": "Bash"}
-OF_THE_MODEL: dict[str, dict[str, Any]] = {
-    "unknown": {"type": "mystery", "x": 1},
-    "found tools": {
-        "type": "tool_search_tool_result",
-        "tool_use_id": "s",
-        "content": {"type": "tool_search_tool_search_result", "tool_references": [REFERENCE]},
-    },
-}
-
-
-@pytest.mark.parametrize("name", OF_THE_MODEL)
-def test_unknown_blocks_of_an_earlier_answer_are_skipped(name: str, live: LiveServer) -> None:
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "Hi"}, OF_THE_MODEL[name]]}
-    reply = live.post("/v1/messages", {"messages": [*HELLO, answer, *HELLO], "max_tokens": 2})
-    assert reply.status_code == 200, reply.text
-    assert reply.headers["x-mlxinfer-skipped"].startswith("messages[1].content[1]")
-
-
-def test_a_reference_to_a_tool_is_a_note(scripted: ScriptedServer) -> None:
-    call = {"type": "tool_use", "id": "t", "name": "find", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [REFERENCE]}
-    turns = [
-        *HELLO,
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    with scripted.says("x"):
-        answer = scripted.post("/v1/messages", {"messages": turns, "max_tokens": 5})
-        assert answer.status_code == 200, answer.text
-        assert "[tool Bash]" in scripted.prompt
-    assert answer.headers["x-mlxinfer-skipped"].endswith("tool_reference")
 
 
 def test_a_prompt_that_is_too_long_says_how_long_it_is(live: LiveServer) -> None:

@@ -180,25 +180,6 @@ def test_the_oldest_turns_go_where_the_client_allows_it(
         ask(client, input=only, truncation="auto")
 
 
-def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
-    fields: dict[str, Any] = {
-        **{"store": False, "background": False, "previous_response_id": None, "user": "u"},
-        **{"service_tier": "auto", "prompt_cache_key": "k", "reasoning": {"summary": "auto"}},
-    }
-    with scripted.says("x"):
-        answer = scripted.post("/v1/responses", {"input": "x", "tools": [SHELL], **fields})
-    assert answer.status_code == 200
-    assert "x-mlxinfer-skipped" not in answer.headers
-
-
-def test_chats_name_of_the_effort_is_read(scripted: ScriptedServer) -> None:
-    names: list[Any] = [{"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}]
-    for fields in [*names, names[0] | names[1]]:
-        with scripted.says("x"):
-            answer = scripted.post("/v1/responses", {"input": "x", **fields}).json()
-        assert answer["reasoning"]["effort"] == "low"
-
-
 LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 
@@ -302,26 +283,6 @@ def calling(name: str, arguments: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
-def test_hosted_tools_and_their_items_are_skipped_and_named(scripted: ScriptedServer) -> None:
-    items: Any = [
-        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "x"}},
-        {"type": "local_shell_call", "call_id": "l", "action": {"command": ["ls"]}},
-        {"type": "local_shell_call_output", "id": "l", "output": {"stdout": ""}},
-        {"type": "tool_search_call", "arguments": {"query": "x"}, "execution": "client"},
-        {"role": "user", "content": "Hi"},
-    ]
-    body: Any = {"input": items, "tools": ALL_TOOLS}
-    for stream in (False, True):
-        with scripted.says("Hello"):
-            answer = scripted.post("/v1/responses", {**body, "stream": stream})
-            assert '"shell"' in scripted.prompt
-            assert "web_search" not in scripted.prompt
-        assert answer.status_code == 200, answer.text
-        skipped = answer.headers["x-mlxinfer-skipped"]
-        for item in ("tools[1] web_search", "input[1] local_shell_call", "input[2] local_shell"):
-            assert item in skipped
-
-
 @pytest.mark.parametrize("name", ["input", "patch"])
 def test_a_custom_tool_is_called_with_plain_text(
     client: openai.OpenAI, scripted: ScriptedServer, name: str
@@ -357,27 +318,6 @@ def test_a_tool_of_a_namespace_is_called_by_its_own_name(
     assert (call.namespace, call.name) == ("mcp__docs__", "search")
 
 
-def test_a_history_of_custom_calls_is_shown(scripted: ScriptedServer) -> None:
-    items: Any = [
-        {"role": "user", "content": "Hi"},
-        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": PATCH},
-        {"type": "custom_tool_call_output", "call_id": "a", "output": "Done!"},
-        {
-            "type": "function_call",
-            "call_id": "b",
-            "namespace": "mcp__docs__",
-            "name": "search",
-            "arguments": "{}",
-        },
-        {"type": "function_call_output", "call_id": "b", "output": None},
-    ]
-    with scripted.says("x"):
-        answer = scripted.post("/v1/responses", {"input": items, "tools": ALL_TOOLS})
-        assert answer.status_code == 200, answer.text
-        for shown in ("Update File: a.py", "Done!", "mcp__docs__search"):
-            assert shown in scripted.prompt
-
-
 @pytest.mark.parametrize("template", [AS_JSON, AS_XML], ids=["json", "xml"])
 def test_the_input_of_a_custom_tool_keeps_to_its_expression(template: str) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
@@ -392,29 +332,3 @@ def test_the_input_of_a_custom_tool_keeps_to_its_expression(template: str) -> No
     call = answer.json()["output"][-1]
     assert call["type"] == "custom_tool_call", answer.text
     assert re.fullmatch("[ab]{3}", call["input"]), call
-
-
-def test_a_lark_grammar_of_a_custom_tool_is_named(scripted: ScriptedServer) -> None:
-    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}
-    with scripted.says("x"):
-        answer = scripted.post(
-            "/v1/responses", {"input": "Hi", "tools": [{**NOTES, "format": form}]}
-        )
-    assert answer.status_code == 200
-    assert answer.headers["x-mlxinfer-skipped"] == "tools[0].format grammar"
-
-
-def test_items_that_only_another_server_can_read_are_left_out(scripted: ScriptedServer) -> None:
-    """Also of types that are unknown here, where they are no part of the newest turn."""
-    said = {"role": "user", "content": "Hi"}
-    foreign = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo_x-Yz1=="},
-        {"type": "compaction", "id": "c", "encrypted_content": "gAAA"},
-        {"type": "invented_item", "data": {"deep": [1]}},
-    ]
-    with scripted.says("Hello"):
-        answer = scripted.post("/v1/responses", {"input": [said, *foreign, said]})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-mlxinfer-skipped"] == (
-        "input[1] reasoning, input[2] compaction, input[3] invented_item"
-    )

@@ -79,15 +79,6 @@ def test_one_call_at_most_and_no_content_beside_it(
     assert called(message) == CALLS[:1]
 
 
-def test_none_shows_no_tools_and_finds_no_calls(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
-    with scripted.says(NOW):
-        choice = ask(client, tool_choice="none").choices[0]
-        assert "get_weather" not in scripted.prompt
-    assert (choice.message.content, choice.finish_reason) == (NOW, "stop")
-
-
 def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(WEATHER):
         first = ask(client).choices[0].message

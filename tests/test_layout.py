@@ -7,6 +7,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests.tables import words
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mlxinfer"
 FOLDERS = {
@@ -21,11 +23,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "fair": set(),
     "cache_specs": set(),
-    "core": {
-        "errors",
-        "fair",
-        "images",
-    },  # of images the plain data of a picture, for type checkers
+    "core": {"errors", "fair", "images"},  # of pictures the plain data, for type checkers
     "images": {"errors", "killable"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
@@ -54,13 +52,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory.fit": LEAVES | {"memory", "models"},
     "memory.roofline": LEAVES | {"memory.fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
-    "app": {
-        "errors",
-        "files",
-        "http_json",
-        "memory",
-        "memory.suggestions",
-    },  # HTTP, and the folder of the user's data
+    "app": {"errors", "files", "http_json", "memory", "memory.suggestions"},
     "threads": set(),
     "killable": {"errors", "threads"},
     "backend": LEAVES | {"memory"},
@@ -68,27 +60,13 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
     | {"backend", "cache", "display", "engine", "grammar", "images", "memory"}
-    | {"memory.fit", "models", "speculation", "threads"}
-    | {"pooling", "text"}
-    | {"ranks"},
+    | {"memory.fit", "models", "pooling", "ranks", "speculation", "text", "threads"},
     "convert": LEAVES
     | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
     | {"pooling"},  # segments: whole sequences without a cache
     "server": LEAVES
-    | {
-        "backend",
-        "database",
-        "files",
-        "grammar",
-        "history",
-        "hub",
-        "images",
-        "mcp_tools",
-        "memory",
-        "pooling",
-        "memory.suggestions",
-    }
-    | {"killable", "session", "text"},
+    | {"backend", "database", "files", "grammar", "history", "hub", "images", "killable"}
+    | {"mcp_tools", "memory", "memory.suggestions", "pooling", "session", "text"},
 }
 SERVER_BASE = {"admission", "errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {"slots", "models", "metrics", "log", "store"}
@@ -122,55 +100,14 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
 SERVER_ASSEMBLERS = {"app", "run", "__init__"}
 APART = ("config.file", "memory.fit", "memory.roofline", "memory.suggestions")  # see `part_of`
 ASSEMBLERS = {"llm", "library", "magics", "cli", "bench", "__init__"}  # anything
-WITHOUT_MLX = (
-    "app",
-    "cache_specs",
-    "core",
-    "config",
-    "errors",
-    "fair",
-    "images",
-    "outputs",
-    "display",
-    "progress",
-    "program",
-    "remote",
-    "hub",
-    "backend",
-    "memory",
-    "history",
-    "http_json",
-    "threads",
-    "killable",
-    "ranks.control",
-    "ranks.hosts",
-    "session",
-    "cache.pages",
-    "cache.inputs",
-    "cache.prefix",
-    "cache.disk",
-    "grammar",
-    "engine.batch",
-    "engine.queues",
-    "engine.scheduler",
-    "engine.events",
-    "engine.followers",
-    "engine.kv_manager",
-    "engine.limits",
-    "engine.pagestore",
-    "engine.snapshots",
-    "engine.own_pages",
-    "engine.peers",
-    "pooling.config",
-    "pooling.request",
-    "server",
-    "speculation.controller",
-    "speculation.estimates",
-    "speculation.ngram",
-    "speculation.options",
-    "speculation.speculation",
-    "text",
-)
+WITHOUT_MLX = words("""
+    app cache_specs core config errors fair images outputs display progress program remote hub
+    backend memory history http_json threads killable ranks.control ranks.hosts session cache.pages
+    cache.inputs cache.prefix cache.disk grammar engine.batch engine.queues engine.scheduler
+    engine.events engine.followers engine.kv_manager engine.limits engine.pagestore engine.snapshots
+    engine.own_pages engine.peers pooling.config pooling.request server speculation.controller
+    speculation.estimates speculation.ngram speculation.options speculation.speculation text
+""")
 
 
 @cache

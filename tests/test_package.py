@@ -11,29 +11,13 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.tables import words
+
 pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = (
-    ".ci",
-    ".github",
-    "apps",
-    "benchmarks",
-    "docs",
-    "examples",
-    "mlxinfer",
-    "tests",
-)  # and files beside them
-LEFT_OUT = (
-    "__pycache__",
-    "*.egg-info",
-    ".*_cache",
-    ".venv",
-    ".git",
-    ".hypothesis",
-    "build",
-    "node_modules",
-)
+SHIPPED = words(".ci .github apps benchmarks docs examples mlxinfer tests")  # and files beside them
+LEFT_OUT = words("__pycache__ *.egg-info .*_cache .venv .git .hypothesis build node_modules")
 BUILD = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.argv[2])"
 
 
@@ -92,17 +76,7 @@ def test_the_wheel_has_every_module_and_asset_and_nothing_else(built: Built) -> 
     names = {name for name in built.wheel.namelist() if ".dist-info/" not in name}
     assert names == {f"mlxinfer/{name}" for name in files(ROOT / "mlxinfer")}
     suffixes = {Path(name).suffix for name in names}
-    assert suffixes >= {
-        ".py",
-        ".metal",
-        ".h",
-        ".safetensors",
-        ".json",
-        ".txt",
-        ".js",
-        ".css",
-        ".woff2",
-    }
+    assert suffixes >= set(words(".py .metal .h .safetensors .json .txt .js .css .woff2"))
 
 
 def test_the_bundled_models_are_small(built: Built) -> None:

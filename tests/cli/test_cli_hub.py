@@ -16,6 +16,7 @@ from standin_fixtures import MODEL, WEIGHTS
 from mlxinfer import InsufficientMemoryError, hub
 from mlxinfer.hub import cache as hub_cache
 from mlxinfer.memory.fit import held_bytes
+from tests.tables import words
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -41,15 +42,7 @@ def test_pull_then_list_then_rm(standin: StandIn, outcome: Any) -> None:
 
 def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
     plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
-    assert set(plan) == {
-        "name",
-        "commit",
-        "total_bytes",
-        "missing_bytes",
-        "free_bytes",
-        "fit",
-        "files",
-    }
+    assert set(plan) == set(words("name commit total_bytes missing_bytes free_bytes fit files"))
     assert plan["fit"]["weights_bytes"] == len(WEIGHTS)
     assert plan["missing_bytes"] == plan["total_bytes"]
     pulled = json.loads(outcome("pull", "--json", "org/tiny").out)

@@ -23,6 +23,7 @@ from mlxinfer.memory.roofline import machine
 from mlxinfer.models.config import load_config
 from mlxinfer.models.registry import predictors_read
 from mlxinfer.models.zoo.definitions import module_of
+from tests.tables import words
 
 CONFIG = {
     "model_type": "llama",
@@ -104,40 +105,14 @@ def test_what_will_run_a_model_is_said_before_it_is_loaded(
 def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
     facts = json.loads(outcome("show", "--json", "--context", "100", str(folder)).out)
-    assert set(facts) == {
-        "name",
-        "path",
-        "supported",
-        "problem",
-        "definition",
-        "task",
-        "pooling",
-        "alone_because",
-        "compared",
-        "verdict",
-        "architecture",
-        "parameters",
-        "weight_bytes",
-        "bits_per_weight",
-        "quantization",
-        "layers",
-        "hidden_size",
-        "vocab_size",
-        "experts",
-        "expert_bytes",
-        "active_expert_bytes",
-        "tower_bytes",
-        "table_bytes",
-        "heads",
-        "context",
-        "chat_template",
-        "thinking",
-        "kv_bytes_per_token",
-        "memory",
-        "fit",
-        "on",
-        "files",
-    }
+    assert set(facts) == set(
+        words("""
+        name path supported problem definition task pooling alone_because compared verdict
+        architecture parameters weight_bytes bits_per_weight quantization layers hidden_size
+        vocab_size experts expert_bytes active_expert_bytes tower_bytes table_bytes heads context
+        chat_template thinking kv_bytes_per_token memory fit on files
+    """)
+    )
     assert facts["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
     assert [step["context"] for step in facts["memory"]] == [100, 4096, 8192]
     assert facts["memory"][0]["total_bytes"] == facts["weight_bytes"] + 100 * 256

@@ -20,34 +20,19 @@ from speculation.head_names import MTP_CASES, mtp_tensors, num_streams
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
 from mlxinfer.models.mtp import load_mtp
+from tests.tables import words
 
 pytestmark = pytest.mark.ci
 
-CASES = (
-    "qwen3_next-v4",
-    "qwen3_5_text-v4",
-    "qwen3_5_moe_text-v4",
-    "granitemoehybrid-v4",
-    "lfm2-v4",
-    "gemma4_text-v4",
-    "llama4_text-v4",
-    "mistral4-v4",
-    "deepseek_v4-v4",
-)
+CASES = words("""
+    qwen3_next-v4 qwen3_5_text-v4 qwen3_5_moe_text-v4 granitemoehybrid-v4 lfm2-v4 gemma4_text-v4
+    llama4_text-v4 mistral4-v4 deepseek_v4-v4
+""")
 
 
 EIGHT_BITS = tuple(
     f"{name}.weight"
-    for name in (
-        "wq_a",
-        "wq_b",
-        "attn.wkv",
-        "wo_a",
-        "wo_b",
-        "experts.w1",
-        "experts.w2",
-        "experts.w3",
-    )
+    for name in words("wq_a wq_b attn.wkv wo_a wo_b experts.w1 experts.w2 experts.w3")
 )
 
 

@@ -27,18 +27,11 @@ from mlxinfer.metal_kernels.prompt_attention import BLOCKS, WHOLE
 from mlxinfer.metal_kernels.variants import Chosen, Loads, Variant, everywhere
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
+from tests.tables import words
 
-KINDS = (
-    "paged_attention",
-    "prefill_attention",
-    "kv_write",
-    "tail_write",
-    "gate_up",
-    "routing",
-    "add_norm",
-    "sample",
-    "bitmask",
-)
+KINDS = words("""
+    paged_attention prefill_attention kv_write tail_write gate_up routing add_norm sample bitmask
+""")
 MIXTURES = ("gpt_oss-v4", "qwen3_moe-v4")
 SANDWICHED = ("gemma2-v4", "gemma3_text-v4")  # with norms behind blocks
 EIGHT, FOUR, ROTATING = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,6 +18,9 @@ from metal_cpu.msl_references import reference_faults
 from metal_cpu.msl_rules import faults
 from metal_cpu.program import program
 from metal_cpu.source import Kernel, Part, flattened
+from tests.tables import table
+
+TABLES: Any = table(__file__, "msl_rules.yml")
 
 pytestmark = requires_compiler
 
@@ -43,9 +47,6 @@ METAL_FUNC float total(const device float* p, uint n) {
 """
 
 
-FRAGMENT = "simdgroup_matrix<float, 8, 8> m(0.0f);"
-
-
 @dataclass(frozen=True)
 class Edit:
     """What is put into the sound kernel: helpers before it, statements at its end, or instead."""
@@ -57,165 +58,7 @@ class Edit:
     new: str = ""
 
 
-EDITS = [
-    Edit("constexpr object outside constant", "constexpr uint OTHER = 3;", "y[i] += OTHER;"),
-    Edit("mutable object of the program", "float counter;", "y[i] += counter;"),
-    Edit("static local", body="static float z = 0; y[i] += z;"),
-    Edit(
-        "threadgroup array in a helper",
-        "METAL_FUNC float h(uint i) { threadgroup float t[4]; t[i % 4] = 1.0f; return t[0]; }",
-        "y[i] += h(i);",
-    ),
-    Edit("bare reference", "METAL_FUNC void h(float& a) { a += 1.0f; }", "h(v); y[i] += v;"),
-    Edit("bare pointer", "METAL_FUNC void h(float* a) { *a += 1.0f; }", "h(&v); y[i] += v;"),
-    Edit("bare local pointer", body="float* q = &v; y[i] += *q;"),
-    Edit(
-        "device pointer as a thread's",
-        "METAL_FUNC float h(thread const float* a) { return *a; }",
-        "y[i] += h(x);",
-    ),
-    Edit("structured binding", body="Pair p = {1, 2}; auto [a, b] = p; y[i] += a + b;"),
-    Edit("inline variable", "inline constexpr constant float K = 2.0f;", "y[i] += K;"),
-    Edit(
-        "fold expression",
-        "template <typename... A> METAL_FUNC float sum(A... a) { return (a + ...); }",
-        "y[i] += sum(1.0f, 2.0f);",
-    ),
-    Edit("if with initialiser", body="if (float q = v; q > 0) y[i] += q;"),
-    Edit(
-        "template <auto>", "template <auto N> METAL_FUNC float n() { return N; }", "y[i] += n<3>();"
-    ),
-    Edit(
-        "deduced class template",
-        "template <typename T> struct Box { T t; Box(T a) : t(a) {} };",
-        "Box b(1.0f); y[i] += b.t;",
-    ),
-    Edit("lambda", body="auto f = [](auto a) { return a + 1.0f; }; y[i] += f(v);"),
-    Edit("designated initialiser", body="Pair p = {.a = 1, .b = 2}; y[i] += p.a;"),
-    Edit(
-        "concept",
-        "template <typename T> requires (sizeof(T) == 4) METAL_FUNC T same(T a) { return a; }",
-        "y[i] += same(v);",
-    ),
-    Edit("double", body="double d = 1.0; y[i] += float(d);"),
-    Edit("virtual", "struct B { virtual float f() { return 1; } };", "B b; y[i] += b.f();"),
-    Edit(
-        "recursion",
-        "METAL_FUNC float r(float a) { return a > 100 ? a : r(a + 1.0f); }",
-        "y[i] += r(v);",
-    ),
-    Edit(
-        "recursion of two",
-        "float r(float a);\nfloat s(float a) { return r(a); }\n"
-        "float r(float a) { return a > 9 ? a : s(a + 1.0f); }",
-        "y[i] += r(v);",
-    ),
-    Edit(
-        "function pointer",
-        "METAL_FUNC float g(float a) { return a; }",
-        "float (*f)(float) = g; y[i] += f(v);",
-    ),
-    Edit("new", body="float* p = new float; y[i] += *p;"),
-    Edit("goto", body="if (i == 0) goto end; y[i] = 1; end: ;"),
-    Edit("standard library", body="y[i] += std::max(1, 2);"),
-    Edit("array of variable length", body="float q[i + 1]; y[i] += q[0];"),
-    Edit("cast without a space", body="y[i] += *reinterpret_cast<const float*>(x);"),
-    Edit("store to what is constant", body="x[0] = 1.0f;"),
-    Edit("float that becomes a bfloat", body="bfloat b = v; y[i] += float(b);"),
-    Edit("float that becomes a constant bfloat", body="const bfloat b = v; y[i] += float(b);"),
-    Edit("device pointer for threadgroup memory", body="threadgroup float* q = y; y[i] += q[0];"),
-    Edit("simd_sum of 64 bits", body="y[i] += float(simd_sum(ulong(i)));"),
-    Edit(
-        "threadgroup atomic of 64 bits",
-        body="threadgroup ulong q[1]; y[i] += float(atomic_fetch_add_explicit("
-        "(threadgroup atomic<ulong>*)q, 1ul, memory_order_relaxed));",
-    ),
-    Edit(
-        "memory order",
-        body="threadgroup atomic_uint q[1];atomic_store_explicit(&q[0], 1u, memory_order_release);",
-    ),
-    Edit(
-        "return before a barrier",
-        old="threadgroup_barrier",
-        new="if (i > 3) return; threadgroup_barrier",
-    ),
-    Edit(
-        "return before a barrier of a helper",
-        "METAL_FUNC void h() { threadgroup_barrier(mem_flags::mem_device); }",
-        "if (i > 3) { return; } h();",
-    ),
-    Edit(
-        "method of an object in constant",
-        "struct C { float a; float get() const thread { return a; } };\n"
-        "constant constexpr C TABLE[1] = {{1.0f}};",
-        "y[i] += TABLE[0].get();",
-    ),
-    Edit(
-        "method of an object in device memory",
-        "struct C { float a; float get() const thread { return a; } };",
-        "y[i] += ((const device C*)x)->get();",
-    ),
-    Edit(
-        "what a function gives as a thread's reference",
-        "METAL_FUNC Pair both(float a) { return {a, a}; }\n"
-        "METAL_FUNC float h(const thread Pair& p, int n) { return p.a + n; }",
-        "y[i] += h(both(v), 2);",
-    ),
-    Edit(
-        "a new object as a thread's reference",
-        "template <typename T> METAL_FUNC float h(const thread T& p) { return p.a; }",
-        "y[i] += h<Pair>(Pair{1, 2});",
-    ),
-    Edit("function word as a name", body="float fragment = 1; y[i] += fragment;"),
-    Edit("address space as a name", body="float ray_data = 1; y[i] += ray_data;"),
-    Edit("another address space as a name", body="float object_data = 1; y[i] += object_data;"),
-    Edit(
-        "member function that does not say where its object is",
-        "struct S { float a; float at() const { return a; } };",
-        "S s = {1.0f}; y[i] += s.at();",
-    ),
-    Edit(
-        "member of a class outside constant",
-        "template <int M> struct S { static constexpr int N = M; float a; };",
-        "y[i] += S<3>::N;",
-    ),
-    Edit(
-        "method of what a function gives",
-        "struct S { float a; float at() const thread { return a; } };\n"
-        "METAL_FUNC S of(float a) { return {a}; }",
-        "y[i] += of(v).at();",
-    ),
-    Edit("another space by a C cast", body="y[i] += *(threadgroup float*)x;"),
-    Edit("another space by a cast", body="y[i] += *reinterpret_cast<const thread float*>(x);"),
-    Edit(
-        "a pointer into one of two spaces", body="const device float* q = i ? x : mine; y[i] = *q;"
-    ),
-    Edit(
-        "threadgroup memory in a member of device",
-        "struct S { const device float* p; };",
-        "S s = {mine}; y[i] += s.p[0];",
-    ),
-    Edit(
-        "a fragment read of thread memory", body=f"{FRAGMENT} float q[64]; simdgroup_load(m, q, 8);"
-    ),
-    Edit("a fragment that is not square", body="simdgroup_matrix<float, 8, 4> m;"),
-    Edit("a fragment of integers", body="simdgroup_matrix<int, 8, 8> m;"),
-    Edit("a fragment from a number", body="simdgroup_matrix<float, 8, 8> m = 0.0f;"),
-    Edit("a constant fragment's element", body=f"const {FRAGMENT} m.thread_elements()[0] = 1.0f;"),
-    Edit("a vector of too few numbers", body="float4 q = float4(v, v); y[i] += q.x;"),
-    Edit("a vector of another type", body="float4 q = half4(1.0h); y[i] += q.x;"),
-    Edit("bits of another size", body="y[i] += as_type<ushort>(v);"),
-    Edit("the larger of two types", body="y[i] += max(1, i);"),
-    Edit("a function of reals of an integer", body="y[i] += exp2(i);"),
-    Edit("fewer bits in braces", "struct S { int a; };", "S s = {v}; y[i] += s.a;"),
-    Edit(
-        "an atomic operation on a number",
-        body="atomic_fetch_add_explicit((device uint*)y, 1u, memory_order_relaxed);",
-    ),
-    Edit("bfloat as a half", body="bfloat b = bfloat(1.0f); half h = b; y[i] += h;"),
-    Edit("elements of a fragment as a pair", body=f"{FRAGMENT} float2 p = m.thread_elements();"),
-    Edit("a whole fragment multiplied", body=f"{FRAGMENT} m.thread_elements() *= 2.0f;"),
-]
+EDITS = [Edit(name, **fields) for name, fields in TABLES["edits"].items()]
 
 
 def kernel_with(edit: Edit) -> Kernel:

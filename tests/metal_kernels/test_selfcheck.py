@@ -40,6 +40,9 @@ from mlxinfer.metal_kernels.selfcheck import (
     message,
 )
 from mlxinfer.metal_kernels.variants import Case, Kind, Loads, Outputs, Variant
+from tests.tables import table
+
+TABLES: Any = table(__file__, "mistakes.yml")
 
 ALL = frozenset({BITMASK, SAMPLE})
 RUNS = 3  # of a check: on a small input, and on two that are timed
@@ -396,164 +399,7 @@ class Mistake:
 
 
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
-ALL_ITEMS = "for (int i = first + int(simd_group); i < last; i += REDUCERS) {"
-FEW_ITEMS = (
-    "for (int i = first + int(simd_group); i < min(last, first + REDUCERS); i += REDUCERS) {"
-)
-SCORE, HALF_SCORE = "return score * scale;", "return float(half(score)) * scale;"
-PAGE, OTHER_PAGE = "pages[position / page_size]", "pages[position / 16]"
-VALUE, HALF_VALUE = "O(sum * share)", "O(float(half(sum * share)))"
-MISTAKES = {
-    "items behind the eighth": Mistake(PAGED, ALL_ITEMS, FEW_ITEMS),
-    "totals behind the 256th": Mistake(
-        PAGED,
-        "total += figures[vector * 2 + 1]",
-        "if (i < first + 256) total += figures[vector * 2 + 1]",
-    ),
-    "items of latents": Mistake(MLA, ALL_ITEMS, FEW_ITEMS),
-    "items of a tile": Mistake(PREFILL, ALL_ITEMS, FEW_ITEMS, 5),
-    "items where vectors are halved": Mistake(PAGED, ALL_ITEMS, FEW_ITEMS, 6),
-    "a page of another size": Mistake(PAGED, PAGE, OTHER_PAGE),
-    "a place in a page of another size": Mistake(
-        PAGED, "position % page_size;", "position % 16;", 1
-    ),
-    "a page of another size, latents": Mistake(MLA, PAGE, OTHER_PAGE, 1),
-    "a page of another size, prompts": Mistake(PREFILL, PAGE, OTHER_PAGE, 5),
-    "a tail of another size": Mistake(
-        PAGED, "const int ring = 2 * page_size;", "const int ring = 32;"
-    ),
-    "scores beyond float16": Mistake(PAGED, SCORE, HALF_SCORE),
-    "scores of prompts beyond float16": Mistake(PREFILL, SCORE, HALF_SCORE, 5),
-    "scores of latents beyond float16": Mistake(
-        MLA, "? score * scale", "? float(half(score)) * scale"
-    ),
-    "values beyond float16": Mistake(PAGED, VALUE, HALF_VALUE, 4),
-    "scores below the first peak": Mistake(PAGED, "LOWEST = -1.0e30f", "LOWEST = -1.0e4f"),
-    "scores below the first peak, verification": Mistake(
-        PAGED, "LOWEST = -1.0e30f", "LOWEST = -1.0e4f", 1
-    ),
-    "sums of squares beyond float16": Mistake(
-        "kv_write", "squares += x[i] * x[i];", "squares = float(half(squares + x[i] * x[i]));"
-    ),
-    "scales beyond float16": Mistake(
-        "kv_write", "return clamp(x, -65504.0f, 65504.0f);", "return x;", 2
-    ),
-    "equal experts of a lane": Mistake("routing", "if (ranks[i] > best)", "if (ranks[i] >= best)"),
-    "equal experts of two lanes": Mistake(
-        "routing",
-        "simd_min(best == top ? place : uint(E - 1))",
-        "simd_max(best == top ? place : 0u)",
-    ),
-    "no epsilon": Mistake(
-        "routing", "(lane < K ? weight : 0.0f) + eps;", "(lane < K ? weight : 0.0f);", 1
-    ),
-    "a released page": Mistake(
-        PAGED,
-        "return {page >= 0, true, head * pool_tokens + token};",
-        "return {true, true, head * pool_tokens + max(token, 0L)};",
-    ),
-    "a released page, prompts": Mistake(
-        PREFILL,
-        "return {page >= 0, true, head * pool_tokens + token};",
-        "return {true, true, head * pool_tokens + max(token, 0L)};",
-        5,
-    ),
-    "a released page, latents": Mistake(
-        MLA,
-        "return {page >= 0, true, head * pool_tokens + token};",
-        "return {true, true, head * pool_tokens + max(token, 0L)};",
-    ),
-    "a sink left out of the share": Mistake(
-        PAGED,
-        "const float share = fast::exp2(peak - all.peak) / all.total;",
-        "const float share = 1.0f / all.total;",
-        2,
-    ),
-    "rows of one query head": Mistake(
-        PAGED,
-        "const int row = query * group + query_head % group;",
-        "const int row = query * group;",
-    ),
-    "a window one too wide": Mistake(
-        PAGED, "(key > query - window || key < sinks)", "(key >= query - window || key < sinks)"
-    ),
-    "a sink too many": Mistake(
-        PAGED, "(key > query - window || key < sinks)", "(key > query - window || key <= sinks)"
-    ),
-    "half of the ring": Mistake(
-        PAGED, "* ring + position % ring}", "* ring + position % page_size}"
-    ),
-    "values from the tail of keys": Mistake(
-        PAGED, "in_pages ? vector : vector + vectors}", "vector}"
-    ),
-    "totals that do not fade": Mistake(
-        PAGED, "total[r] = total[r] * fade + sum;", "total[r] = total[r] + sum;"
-    ),
-    "a peak of half a row": Mistake(
-        PAGED, "return max(x, simd_shuffle_xor(x, ushort(8)));", "return x;"
-    ),
-    "biases that do not fade": Mistake(
-        PAGED,
-        "for (int i = 0; i < BIASES; i++) biases[r][i] *= fade;",
-        "for (int i = 0; i < BIASES; i++) biases[r][i] *= 1.0f;",
-        3,
-    ),
-    "one span's sum of queries for all": Mistake(
-        PAGED, "queries.sums[r][v] * runs[g][e].bias", "queries.sums[r][0] * runs[g][e].bias", 3
-    ),
-    "pairs added twice": Mistake(
-        PAGED,
-        "sum.numbers[1] = whole.thread_elements()[1];",
-        "sum.numbers[1] += whole.thread_elements()[1];",
-    ),
-    "one number of a pair": Mistake(PAGED, "{ sum.numbers[e] = x; }", "{ sum.numbers[0] = x; }"),
-    "a number of the other half": Mistake(
-        PAGED, "own.thread_elements()[1] += added.y;", "own.thread_elements()[1] += added.x;", 6
-    ),
-    "positions of the first team": Mistake(
-        PREFILL,
-        "min(span.start + (base + r * 8 + at.row) / group, span.stop - 1)",
-        "min(span.start + (r * 8 + at.row) / group, span.stop - 1)",
-        5,
-    ),
-    "latents: totals that do not fade": Mistake(
-        MLA, "total = total * fade + sum;", "total = total + sum;"
-    ),
-    "latents: one position for all queries": Mistake(
-        MLA, "min(span.start + my_row / query_heads, span.stop - 1)", "span.start", 1
-    ),
-    "half a turn": Mistake(
-        "kv_write",
-        "x[b] = second * cosine + first * sine;",
-        "x[b] = second * cosine - first * sine;",
-    ),
-    "codes rounded down": Mistake("kv_write", "rint((numbers[", "floor((numbers[", 2),
-    "marks of the first slot": Mistake(
-        "tail_write", "taken + head / heads * ring + first", "taken + first"
-    ),
-    "a token too many": Mistake("conv_step", "if (t >= count) {", "if (t > count) {"),
-    "keys of another head": Mistake("delta_step", "head / (HEADS / KEYS) * DK", "head % KEYS * DK"),
-    "all inputs skipped alike": Mistake(
-        "ssm_step", "output + float(skips[head]) * input", "output + input"
-    ),
-    "biases without the sum": Mistake(
-        "gate_up", "return sum + bias * total;", "return sum + bias;"
-    ),
-    "an unrounded input of a norm": Mistake(
-        "add_norm",
-        "numbers[i][j] = float(sum);",
-        "numbers[i][j] = float(x[first + place]) + float(added);",
-    ),
-    "no factor": Mistake("routing", "T(weight * factor)", "T(weight)", 2),
-    "rows for columns": Mistake("mixing", "LIMITED ? place : place % N * N + place / N", "place"),
-    "top-p with one too few": Mistake(
-        "sample", "if (above > mass.target(", "if (above >= mass.target("
-    ),
-    "a bound drawn by two": Mistake(
-        "sample", "before <= target && target <", "before < target && target <"
-    ),
-    "a mask of the next token": Mistake("bitmask", "(id % 32)", "((id + 1) % 32)"),
-}
+MISTAKES = {name: Mistake(*fields) for name, fields in TABLES["mistakes"].items()}
 
 
 @requires_compiler

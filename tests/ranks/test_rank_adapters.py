@@ -30,18 +30,11 @@ from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.weights.share import SPLITTABLE
 from mlxinfer.ranks import messages
 from mlxinfer.ranks.adapters import POLL_S, OtherAdapters, OwnAdapters
+from tests.tables import words
 
 pytestmark = pytest.mark.ci
 
-SOME = [
-    "qwen2-v5",
-    "qwen3-v4",
-    "gpt_oss-v4",
-    "deepseek_v3-v4",
-    "qwen3_next-v5",
-    "nemotron_h-v4",
-    "phi3-v4",
-]
+SOME = words("qwen2-v5 qwen3-v4 gpt_oss-v4 deepseek_v3-v4 qwen3_next-v5 nemotron_h-v4 phi3-v4")
 QUANTIZED = ("qwen2-v5",)
 SOME_STAGED = ["olmo2-v4", "granitemoehybrid-v4", "llama-v4"]
 ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"

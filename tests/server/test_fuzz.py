@@ -11,6 +11,7 @@ from scripted import ScriptedServer
 
 from mlxinfer.server.apis.chat import ChatRequest
 from mlxinfer.server.apis.completions import CompletionRequest
+from tests.tables import words
 
 EXTREMES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 0.5, -0.0, 1e308),
@@ -67,15 +68,7 @@ ODD: list[Any] = [
 KINDS = ["text", "thinking", "tool_use", "tool_result", "image", "message", "reasoning"]
 KINDS += ["function", "function_call", "function_call_output", "input_text", "custom", "tool"]
 KEYS = ["type", "role", "content", "text", "id", "name", "input", "arguments", "call_id", "output"]
-KEYS += [
-    "tool_use_id",
-    "function",
-    "parameters",
-    "input_schema",
-    "strict",
-    "tool_calls",
-    "is_error",
-]
+KEYS += words("tool_use_id function parameters input_schema strict tool_calls is_error")
 ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer"])
 odd = st.sampled_from(ODD)
 things = st.recursive(

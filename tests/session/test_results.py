@@ -4,6 +4,7 @@ import json
 
 from mlxinfer.core import FinishReason, TokenLogprobs
 from mlxinfer.outputs import Result, Timing
+from tests.tables import words
 
 
 def answer(**changes: object) -> Result:
@@ -40,18 +41,12 @@ def test_card_and_markdown_show_counts_rate_and_reason() -> None:
 def test_to_dict_is_json_with_stable_keys() -> None:
     logprobs = (TokenLogprobs(logprob=-0.5, top=((5, -0.5), (8, -1.5))),)
     data = json.loads(json.dumps(answer(logprobs=logprobs).to_dict()))
-    assert set(data) == {
-        "text",
-        "reasoning",
-        "tool_calls",
-        "finish_reason",
-        "token_ids",
-        "prompt_tokens",
-        "cached_tokens",
-        "answer_tokens",
-        "logprobs",
-        "timing",
-    }
+    assert set(data) == set(
+        words("""
+        text reasoning tool_calls finish_reason token_ids prompt_tokens cached_tokens answer_tokens
+        logprobs timing
+    """)
+    )
     assert data["finish_reason"] == "length"
     assert data["logprobs"] == [{"logprob": -0.5, "top": [[5, -0.5], [8, -1.5]]}]
     assert data["timing"]["tokens_per_s"] == 41.26

@@ -6,30 +6,16 @@ from typing import Any
 import numpy as np
 from models.random_weights import LESS_ONE, random_tensor
 
+from tests.tables import words
+
 Tensors = dict[str, np.ndarray]
 MIXTURE = "mtp.hyper_connection_mixer."
 LENGTH = 21
-MTP_CASES = (
-    "qwen3_5_text-v4",
-    "qwen3_next-v4",
-    "glm4_moe-v4",
-    "deepseek_v3-v4",
-    "xing4_0-v4",
-    "glm4_moe_lite-v4",
-    "glm_moe_dsa-shared",
-    "bailing_hybrid-v4",
-    "hy_v3-v4",
-    "exaone_moe-v4",
-    "ernie4_5_moe-v4",
-    "exaone4-v4",
-    "mellum-v4",
-    "sarvam_mla-v4",
-    "sarvam_moe-v4",
-    "step3p5-v4",
-    "mimo_v2_flash-v4",
-    "qwen4_exp_text-v4",
-    "nemotron_h-v5",
-)
+MTP_CASES = words("""
+    qwen3_5_text-v4 qwen3_next-v4 glm4_moe-v4 deepseek_v3-v4 xing4_0-v4 glm4_moe_lite-v4
+    glm_moe_dsa-shared bailing_hybrid-v4 hy_v3-v4 exaone_moe-v4 ernie4_5_moe-v4 exaone4-v4 mellum-v4
+    sarvam_mla-v4 sarvam_moe-v4 step3p5-v4 mimo_v2_flash-v4 qwen4_exp_text-v4 nemotron_h-v5
+""")
 QWEN_CASES = ("qwen3_5_text-v4", "qwen3_next-v4")  # transformers has no reference for them
 # Its `MtpModel` takes no layer that returns its choice of tokens.
 NO_REFERENCE = (*QWEN_CASES, "glm_moe_dsa-shared", "xing4_0-v4")

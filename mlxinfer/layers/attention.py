@@ -1,7 +1,7 @@
 """Grouped-query attention over a flat list of tokens (arXiv 2305.13245), as a mixer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -83,7 +83,8 @@ class AttentionShape:
 
     Args:
         num_heads: of queries.
-        sinks, make_heads: see `Attention`.
+        sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
+        make_heads: see `AttentionArgs`.
     """
 
     __slots__ = ("make_heads", "num_heads", "sinks")
@@ -128,25 +129,25 @@ def heads_maker(
     return make
 
 
-class Attention(AttentionShape, Mixer):
-    """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache.
+@dataclass(slots=True, kw_only=True, eq=False)
+class AttentionArgs:
+    """The attention of one layer, as its family fills it in.
 
-    Args:
+    Attributes:
         qkv_proj: (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim + num_kv_heads *
             value_dim).
         o_proj: (T, num_heads * value_dim) -> (T, hidden).
+        num_heads: of queries.
         spec: what the cache keeps for this layer.
-        scale: multiplies the scores.
+        softmax: with (num_heads,) learned logits of sinks, where the layer has them.
         rope: None: positions are not encoded.
         qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
         norm_last: the norm comes behind the rope, else before it.
         query_scale: factors of queries by their positions, behind the rope; None: 1.
         v_norm: over (T, num_kv_heads, value_dim); None: no norm.
-        sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
         gate_proj: (T, hidden) -> (T, num_heads * value_dim) or (T, num_heads) gates of the heads'
             outputs, of each number or of each head; None: there are none.
         gate: of what `gate_proj` gives; the result multiplies the outputs.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
             comes behind it, and the spec says so; None: nothing is known of such.
         make_heads: settings of the one kernel that stands for norms, rope and storing; None: there
@@ -154,76 +155,47 @@ class Attention(AttentionShape, Mixer):
         indexer: chooses the tokens that each token sees; None: it sees all before it.
     """
 
-    __slots__ = (
-        "gate",
-        "gate_proj",
-        "indexer",
-        "k_start",
-        "key_bias",
-        "norm_last",
-        "o_proj",
-        "q_dims",
-        "qk_norm",
-        "qk_shape",
-        "qkv_proj",
-        "query_scale",
-        "rope",
-        "softmax",
-        "spec",
-        "v_norm",
-        "v_shape",
-        "v_start",
-    )
+    qkv_proj: Projection
+    o_proj: Projection
+    num_heads: int
+    spec: KVSpec
+    softmax: Softmax
+    rope: Rope | None
+    qk_norm: Norm | None = None
+    norm_last: bool = False
+    query_scale: QueryScale | None = None
+    v_norm: Norm | None = None
+    gate_proj: Projection | None = None
+    gate: Activation = mx.sigmoid
+    key_bias: mx.array | None = None
+    make_heads: HeadsMaker | None = None
+    indexer: Mixer | None = None
+
+
+class Attention(AttentionShape, Mixer):
+    """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache."""
+
+    __slots__ = ("args", "k_start", "q_dims", "qk_shape", "spec", "v_shape", "v_start")
 
     spec: KVSpec
 
-    def __init__(
-        self,
-        *,
-        qkv_proj: Projection,
-        o_proj: Projection,
-        num_heads: int,
-        spec: KVSpec,
-        scale: float,
-        rope: Rope | None,
-        qk_norm: Norm | None = None,
-        norm_last: bool = False,
-        query_scale: QueryScale | None = None,
-        v_norm: Norm | None = None,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
-        gate_proj: Projection | None = None,
-        gate: Activation = mx.sigmoid,
-        key_bias: mx.array | None = None,
-        make_heads: HeadsMaker | None = None,
-        indexer: Mixer | None = None,
-    ) -> None:
-        assert spec.key_bias == (key_bias is not None)
-        apart = norm_last or query_scale is not None
-        super().__init__(num_heads, sinks=sinks, make_heads=None if apart else make_heads)
-        self.qkv_proj = qkv_proj
-        self.o_proj = o_proj
-        self.spec = spec
-        self.k_start = (num_heads,)
-        self.q_dims = num_heads * spec.key_dim
-        self.qk_shape = (-1, num_heads + spec.num_kv_heads, spec.key_dim)
+    def __init__(self, args: AttentionArgs) -> None:
+        heads, spec = args.num_heads, args.spec
+        assert spec.key_bias == (args.key_bias is not None)
+        in_turn = not args.norm_last and args.query_scale is None
+        make_heads = args.make_heads if in_turn else None
+        super().__init__(heads, sinks=args.softmax.sinks, make_heads=make_heads)
+        self.args, self.spec = args, spec
+        self.k_start = (heads,)
+        self.q_dims = heads * spec.key_dim
+        self.qk_shape = (-1, heads + spec.num_kv_heads, spec.key_dim)
         self.v_shape = (-1, spec.num_kv_heads, spec.value_dim)
-        self.v_start = ((num_heads + spec.num_kv_heads) * spec.key_dim,)
-        self.softmax = Softmax(scale, sinks, soft_cap)
-        self.rope = rope
-        self.qk_norm = qk_norm
-        self.norm_last = norm_last
-        self.query_scale = query_scale
-        self.v_norm = v_norm
-        self.gate_proj = gate_proj
-        self.gate = gate
-        self.key_bias = key_bias
-        self.indexer = indexer
+        self.v_start = ((heads + spec.num_kv_heads) * spec.key_dim,)
 
     @property
     def parts(self) -> Sequence[Mixer]:
         """This mixer, and its indexer."""
-        return (self,) if self.indexer is None else (self, self.indexer)
+        return (self,) if self.args.indexer is None else (self, self.args.indexer)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None: those of attention belong to the cache."""
@@ -231,42 +203,43 @@ class Attention(AttentionShape, Mixer):
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (R, hidden), plus the residual."""
-        cache = step.caches[self]
+        args, cache = self.args, step.caches[self]
         # (T, (H + Hkv) * D + Hkv * Dv)
-        projected = self.qkv_proj(x) if step.rows is None else self._projected(x, step.rows)
+        projected = args.qkv_proj(x) if step.rows is None else self._projected(x, step.rows)
         if step.rows is not None:
             step.stored.append(projected)
-        choice = [] if self.indexer is None else [self.indexer(x, step)]
+        choice = [] if args.indexer is None else [args.indexer(x, step)]
         outputs: mx.array
         if cache.heads is not None and not any(choice):
-            outputs = cache.attend_heads(projected, self.softmax, step.rows)
+            outputs = cache.attend_heads(projected, args.softmax, step.rows)
         else:
             qk, values = mx.split(projected, self.v_start, axis=1)
             qk = qk.reshape(self.qk_shape)  # (T, H + Hkv, D)
             values = values.reshape(self.v_shape)  # (T, Hkv, Dv)
-            if self.qk_norm is not None and not self.norm_last:
-                qk = self.qk_norm(qk)
-            if self.rope is not None:
-                qk = self.rope(qk, step.prepared[self.rope])
-            if self.qk_norm is not None and self.norm_last:
-                qk = self.qk_norm(qk)
+            if args.qk_norm is not None and not args.norm_last:
+                qk = args.qk_norm(qk)
+            if args.rope is not None:
+                qk = args.rope(qk, step.prepared[args.rope])
+            if args.qk_norm is not None and args.norm_last:
+                qk = args.qk_norm(qk)
             queries, keys = mx.split(qk, self.k_start, axis=1)
-            if self.query_scale is not None:
-                queries = self.query_scale(queries, step.prepared[self.query_scale])
-            if self.v_norm is not None:
-                values = self.v_norm(values)
-            outputs = cache.attend(queries, keys, values, self.softmax, *choice, rows=step.rows)
-        if self.gate_proj is not None:
-            gates = self.gate(self.gate_proj(step.read(x)))[..., None]  # (R, H, 1 or Dv)
+            if args.query_scale is not None:
+                queries = args.query_scale(queries, step.prepared[args.query_scale])
+            if args.v_norm is not None:
+                values = args.v_norm(values)
+            outputs = cache.attend(queries, keys, values, args.softmax, *choice, rows=step.rows)
+        if args.gate_proj is not None:
+            gates = args.gate(args.gate_proj(step.read(x)))[..., None]  # (R, H, 1 or Dv)
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)
-        return self.o_proj(outputs, residual)  # of the heads side by side
+        return args.o_proj(outputs, residual)  # of the heads side by side
 
     def _projected(self, x: mx.array, rows: Rows) -> mx.array:
         """`qkv_proj` of x (T, hidden), where queries of other rows than `rows` may be zeros."""
-        q_proj = self.qkv_proj.some_outputs(slice(self.q_dims))
-        kv_proj = self.qkv_proj.some_outputs(slice(self.q_dims, None))
+        qkv_proj = self.args.qkv_proj
+        q_proj = qkv_proj.some_outputs(slice(self.q_dims))
+        kv_proj = qkv_proj.some_outputs(slice(self.q_dims, None))
         if q_proj is None or kv_proj is None:
-            return self.qkv_proj(x)
+            return qkv_proj(x)
         queries, places = mx.zeros((len(x), self.q_dims), x.dtype), mx.array(rows)
         queries[places] = q_proj(x[places]).astype(x.dtype)
         return mx.concatenate([queries, kv_proj(x)], axis=1)
@@ -276,10 +249,11 @@ class Attention(AttentionShape, Mixer):
 
         `positions`: of these keys, (N,) or (3, N) with M-RoPE.
         """
-        assert self.key_bias is not None
-        bias = self.key_bias.astype(mx.float32)[heads][:, None]  # (N, 1, D)
-        if self.rope is not None:
-            bias = self.rope(bias, self.rope.prepare(positions))
+        args = self.args
+        assert args.key_bias is not None
+        bias = args.key_bias.astype(mx.float32)[heads][:, None]  # (N, 1, D)
+        if args.rope is not None:
+            bias = args.rope(bias, args.rope.prepare(positions))
         return bias[:, 0].astype(mx.float32)
 
 
@@ -311,13 +285,13 @@ class SharedAttention:
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (R, hidden) -> (R, hidden), plus the residual."""
-        source = self.source
+        source = self.source.args
         queries = self.q_proj(x).reshape(x.shape[0], source.num_heads, -1)
         if self.q_norm is not None:
             queries = self.q_norm(queries)
         if source.rope is not None:
             queries = source.rope(queries, step.read_prepared[source.rope])
-        cache = step.caches[source]
+        cache = step.caches[self.source]
         return self.o_proj(cache.attend_again(queries, source.softmax, step.rows), residual)
 
 

@@ -14,14 +14,15 @@ import mlx.core as mx
 
 from ..cache_specs import KVSpec
 from ..errors import CheckpointError
-from ..layers.attention import Attention, LayerMixer, Mixer, heads_maker
+from ..layers.attention import Attention, AttentionArgs, LayerMixer, heads_maker
 from ..layers.linear import Projection
-from ..layers.mlp import MLP, Activation, FeedForward, Gated, gated
+from ..layers.mlp import MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose, ExpertProjection
 from ..layers.norm import Norm, RMSNorm, WideQKNorm
-from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
+from ..layers.rope import RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from ..metal_kernels.attention_heads import HeadsForm
+from ..metal_kernels.paged_attention import Softmax
 from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .forms import HeadNorms, MTPForm
@@ -329,67 +330,60 @@ class Family:
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> LayerMixer:
-        config, path = self.config, f"model.layers.{index}.self_attn"
-        heads, spec = config.num_heads_of(index), config.ropes[index]
-        _, dim = config.heads_of(index)
+        args, rope = self.attention_args(index), self.config.ropes[index]
+        if self.config.qkv_bias and args.qk_norm is None and not (rope and rope.long):
+            args.key_bias = self._key_bias(args)
+            args.spec = replace(args.spec, key_bias=True)
+        return Attention(args)
+
+    def _key_bias(self, args: AttentionArgs) -> mx.array:
+        """(KV heads, D) the bias that the projection adds to each key."""
+        biases = args.qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))
+        heads, dim = args.num_heads + args.spec.num_kv_heads, args.spec.key_dim
+        return biases[0, : heads * dim].reshape(-1, dim)[args.num_heads :]
+
+    def attention_args(self, index: int) -> AttentionArgs:
+        """The parts of a layer's attention; `mixer` adds the bias of keys."""
+        config, heads, spec = self.config, self.config.num_heads_of(index), self.config.ropes[index]
+        path, (_, dim) = f"model.layers.{index}.self_attn", config.heads_of(index)
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
-        weight = self.head_norm_weight(index) if self.has_head_norms() else None
-        norm = self.qk_norm(index)
-        if weight is not None:
-            norm = RMSNorm(weight, config.rms_norm_eps)
-        make_heads, v_norm = None, self.v_norm(index)
-        plain_values = self.norms_values == (v_norm is not None)
-        if plain_values and (weight is not None or norm is None):  # one kernel does norm and rope
-            form = HeadsForm(
-                heads,
-                *config.heads_of(index),
-                norm=weight is not None,
-                norms_values=self.norms_values,
-            )
-            make_heads = heads_maker(form, spec, weight, config.rms_norm_eps)
         qkv_proj, gate_proj = self.attention_inputs(index)
-        key_bias = None
-        if config.qkv_bias and norm is None and not (spec and spec.long):
-            key_bias = self._key_bias(qkv_proj, heads, kv_spec.num_kv_heads, dim)
-        return Attention(
+        args = AttentionArgs(
             qkv_proj=qkv_proj,
             gate_proj=gate_proj,
-            gate=self.gate_activation(),
             o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * kv_spec.value_dim),
             num_heads=heads,
-            spec=replace(
-                kv_spec, key_bias=key_bias is not None, rope_axes=spec.num_axes if spec else 1
+            spec=replace(kv_spec, rope_axes=spec.num_axes if spec else 1),
+            softmax=Softmax(
+                config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
+                self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
+                config.score_softcap,
             ),
-            scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
             rope=self.rope(spec, dim) if spec else None,
-            qk_norm=norm,
-            norm_last=self.norm_last and norm is not None,
-            query_scale=self.query_scale(index),
-            v_norm=v_norm,
-            sinks=self.sink_logits(index),
-            soft_cap=config.score_softcap,
-            key_bias=key_bias,
-            make_heads=make_heads,
-            indexer=self.indexer(index),
         )
+        return self._with_norms(args, index)
 
-    def _key_bias(self, qkv_proj: Projection, heads: int, kv_heads: int, dim: int) -> mx.array:
-        """(KV heads, D) the bias that the projection adds to each key."""
-        biases = qkv_proj(mx.zeros((1, self.config.hidden_size), self.weights.dtype))
-        return biases[0, heads * dim : (heads + kv_heads) * dim].reshape(-1, dim)
-
-    def indexer(self, index: int) -> Mixer | None:
-        """The part of a layer that chooses the tokens which each token sees; None: all before."""
-        return None
+    def _with_norms(self, args: AttentionArgs, index: int) -> AttentionArgs:
+        """`args` with the norms of Q, K and V, and the kernel that does them and the rope."""
+        config, (kv_heads, dim) = self.config, self.config.heads_of(index)
+        norms_values = self.head_norms is not None and self.head_norms.values
+        if norms_values:
+            args.v_norm = RMSNorm(mx.ones(dim, self.weights.dtype), config.rms_norm_eps)
+        if self.wide_norms:  # no kernel has them
+            return replace(args, qk_norm=self._wide_norm(index))
+        weight = self.head_norm_weight(index) if self.has_head_norms() else None
+        if weight is not None:
+            args.qk_norm, args.norm_last = RMSNorm(weight, config.rms_norm_eps), self.norm_last
+        form = HeadsForm(
+            args.num_heads, kv_heads, dim, norm=weight is not None, norms_values=norms_values
+        )
+        args.make_heads = heads_maker(form, config.ropes[index], weight, config.rms_norm_eps)
+        return args
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         """The projection to Q, K and V, and the one to gates of the heads' outputs; None: none."""
         return self.qkv(index), None
-
-    def gate_activation(self) -> Activation:
-        """The function from the projection's gates to factors."""
-        return mx.sigmoid
 
     def gates(self, index: int, name: str, *, by_head: bool = False) -> Projection:
         """The projection `name` to gates: one for each number of the heads' outputs, or a head."""
@@ -421,37 +415,13 @@ class Family:
             orders=orders,
         )
 
-    def qk_norm(self, index: int) -> Norm | None:
-        """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
-        if not self.wide_norms:
-            return None
+    def _wide_norm(self, index: int) -> Norm:
         config, path = self.config, f"model.layers.{index}.self_attn"
         return WideQKNorm(
             self.norm(f"{path}.q_norm", config.num_heads * config.head_dim),
             self.norm(f"{path}.k_norm", config.num_kv_heads * config.head_dim),
             config.num_heads,
         )
-
-    def sink_logits(self, index: int) -> mx.array | None:
-        """The learned logits of a layer's sinks, (num_heads,); None: there are none."""
-        path, heads = f"model.layers.{index}.self_attn.sinks", self.config.num_heads_of(index)
-        return self.weights.take(path, (heads,)) if self.sinks else None
-
-    def v_norm(self, index: int) -> Norm | None:
-        """An RMS norm over the values (T, num_kv_heads, head_dim) of a layer, with weights of 1."""
-        if not self.norms_values:
-            return None
-        _, dim = self.config.heads_of(index)
-        return RMSNorm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
-
-    def query_scale(self, index: int) -> QueryScale | None:
-        """A factor of the queries of a layer that depends on their positions; None: 1."""
-        return None
-
-    @property
-    def norms_values(self) -> bool:
-        """Whether V has a norm over each head."""
-        return self.head_norms is not None and self.head_norms.values
 
     def has_head_norms(self) -> bool:
         """Whether Q and K have a norm over each head."""

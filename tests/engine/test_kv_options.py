@@ -34,7 +34,7 @@ class StoredKV(DenseLayerKV):
         super().__init__(layer.spec)
         self.formats = layer.formats
         self.rotates = self.formats[0].rotates
-        has_bias = self.rotates and mixer.key_bias is not None
+        has_bias = self.rotates and mixer.args.key_bias is not None
         self.turned_bias = mixer.turned_bias if has_bias else None
 
     def attend(self, queries, keys, values, softmax, rows=None):  # type: ignore[no-untyped-def]
@@ -148,12 +148,12 @@ def test_keys_less_their_biases_give_the_scores_of_whole_keys(
         mx.array(rng.normal(size=(*first, heads, dim)).astype(np.float32))
         for first in ((), (5,), (5,))
     )
-    monkeypatch.setattr(layer, "key_bias", 100 * bias)
+    monkeypatch.setattr(layer.args, "key_bias", 100 * bias)
     monkeypatch.setattr(layer, "spec", replace(layer.spec, rope_axes=axes))
     positions = mx.array([0, 1, 7, 100, 4000])
     if axes == 3:
         rope = RopeSpec(dims=dim, sections=(dim // 2 - 4, 2, 2))
-        monkeypatch.setattr(layer, "rope", rope_of(rope, dim, mx.float32))
+        monkeypatch.setattr(layer.args, "rope", rope_of(rope, dim, mx.float32))
         positions = mx.stack([positions, positions + 900, positions + 31])
     places = mx.repeat(positions, heads, axis=-1), mx.tile(mx.arange(heads), 5)
     whole = mx.hadamard_transform(rest + layer.turned_bias(*places).reshape(5, heads, dim))

@@ -155,7 +155,6 @@ class DeepseekV3(V3Experts):
             scale=config.attention_scale,
             rope=None if spec is None else self.rope(spec, dims.rope),
             rope_scale=None if factor == 1.0 else factor,
-            query_scale=self.query_scale(index),
         )
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:

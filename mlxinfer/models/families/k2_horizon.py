@@ -4,13 +4,15 @@ transformers has no class for it. The formulas are those that vLLM, oMLX and lla
 """
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import mlx.core as mx
 
 from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
-from ...layers.mlp import Activation, FeedForward, softplus
+from ...layers.mlp import FeedForward, softplus
 from ...layers.moe import ExpertChoice, MoE, Routed
 from ...layers.norm import Norm
 from ...metal_kernels.routing import Routing
@@ -200,9 +202,8 @@ class K2Horizon(Family):
         gated = self.config.fields.get("attention_gate_func") is not None
         return self.qkv(index), self.gates(index, "gate_proj") if gated else None
 
-    def gate_activation(self) -> Activation:
-        """Softplus of base 2."""
-        return base_two_softplus
+    def attention_args(self, index: int) -> AttentionArgs:
+        return replace(super().attention_args(index), gate=base_two_softplus)
 
     # -- experts --------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ...errors import CheckpointError
+from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
-from ...layers.mlp import Activation, FeedForward, softplus
+from ...layers.mlp import FeedForward, softplus
 from ...layers.moe import ExpertChoice
 from ..config import FULL, SLIDING, ModelConfig
 from ..family import Family
@@ -70,8 +71,8 @@ class Laguna(Dots1):
         by_head = self.config.fields.get("gating") != "per-element"
         return self.qkv(index), self.gates(index, "g_proj", by_head=by_head)
 
-    def gate_activation(self) -> Activation:
-        return softplus
+    def attention_args(self, index: int) -> AttentionArgs:
+        return replace(super().attention_args(index), gate=softplus)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and a shared one."""

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from ...layers.attention import AttentionArgs
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.norm import Norm, RMSNorm
+from ...layers.norm import RMSNorm
 from ...layers.rope import QueryScale
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
@@ -48,7 +49,6 @@ class Llama4(Family):
         "attn_scale": 0.1,
     }
     interleaved = True
-    norm_last = True
     transposed_experts = True
     stacks = ()  # MLX's are called otherwise
     windows = False
@@ -94,20 +94,16 @@ class Llama4(Family):
             return name.replace(".experts.", ".switch_mlp.")
         return super().rename(name)
 
-    def qk_norm(self, index: int) -> Norm | None:
-        """Without weights, in layers with positions."""
-        config = self.config
-        if config.ropes[index] is None or not config.fields.boolean("use_qk_norm"):
-            return None
-        return RMSNorm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
-
-    def query_scale(self, index: int) -> QueryScale | None:
-        """A factor that grows with the position, in layers without rope."""
-        fields = self.config.fields
-        if self.config.ropes[index] is not None or not fields.get("attn_temperature_tuning"):
-            return None
-        period = fields.integer("floor_scale", low=1)
-        return QueryScale(fields.number("attn_scale", low=0.0, high=1e3), period, offset=1)
+    def attention_args(self, index: int) -> AttentionArgs:
+        """With a norm without weights behind the rope, else queries that grow with the position."""
+        args, config, fields = super().attention_args(index), self.config, self.config.fields
+        if args.rope is not None and fields.boolean("use_qk_norm"):
+            ones = mx.ones((config.head_dim,), self.weights.dtype)
+            args.qk_norm, args.norm_last = RMSNorm(ones, config.rms_norm_eps), True
+        elif args.rope is None and fields.get("attn_temperature_tuning"):
+            slope = fields.number("attn_scale", low=0.0, high=1e3)
+            args.query_scale = QueryScale(slope, fields.integer("floor_scale", low=1), offset=1)
+        return args
 
     def mlp(self, index: int) -> FeedForward:
         """Experts beside one that every token goes to, or a dense block."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
-from ...layers.norm import Norm
 from ..config import FULL, SLIDING, ModelConfig
 from ..forms import MTPForm
 from ..jsonfields import Fields
@@ -97,16 +97,18 @@ class MiMoV2Flash(Dots1):
             value_dim=fields.integer("v_head_dim", high=2**14),
         )
 
-    def v_norm(self, index: int) -> Norm | None:
-        """A factor of the values; null: 1."""
-        scale: float | None = self.config.fields.number("attention_value_scale", default=None)
-        return None if scale is None else partial(mx.multiply, scale)
-
-    def sink_logits(self, index: int) -> mx.array | None:
+    def attention_args(self, index: int) -> AttentionArgs:
+        """With a factor of the values, and with sinks, where the config states them."""
+        args, fields = super().attention_args(index), self.config.fields
+        scale: float | None = fields.number("attention_value_scale", default=None)
+        if scale is not None:
+            args.v_norm, args.make_heads = partial(mx.multiply, scale), None
         kind = "full" if self.config.windows[index] is None else "swa"
-        path = f"model.layers.{index}.self_attn.sinks"
-        stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")
-        return self.weights.take(path, (self.config.num_heads,)) if stated else None
+        if fields.boolean(f"add_{kind}_attention_sink_bias"):
+            path = f"model.layers.{index}.self_attn.sinks"
+            sinks = self.weights.take(path, (self.config.num_heads,))
+            args.softmax = args.softmax._replace(sinks=sinks)
+        return args
 
 
 class MiMoV2(MiMoV2Flash):

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...cache_specs import BlockSpec
 from ...errors import UnsupportedModelError
-from ...layers.attention import Mixer
+from ...layers.attention import AttentionArgs, Mixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward, Gated, clamped_swiglu
 from ...layers.norm import Norm, RMSNorm
@@ -164,7 +164,10 @@ class MiniMaxM3(MiniMaxM2):
             extra_specs=tuple(spec if one else None for one in chosen),
         )
 
-    def indexer(self, index: int) -> Mixer | None:
+    def attention_args(self, index: int) -> AttentionArgs:
+        return replace(super().attention_args(index), indexer=self._indexer(index))
+
+    def _indexer(self, index: int) -> BlockIndexer | None:
         """The index of a layer that sees the best blocks; None: it sees all tokens."""
         config, spec = self.config, self.config.extra_specs[index]
         if not isinstance(spec, BlockSpec):

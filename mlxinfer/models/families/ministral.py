@@ -1,8 +1,11 @@
 """Ministral 3 and Mistral 4: queries that grow with their position, over Mistral and DeepSeek."""
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from ...errors import CheckpointError
+from ...layers.attention import AttentionArgs
+from ...layers.latent_attention import LatentAttention
 from ...layers.moe import ExpertChoice
 from ...layers.rope import QueryScale
 from ...metal_kernels.routing import SUM_EPS, Routing
@@ -21,9 +24,10 @@ class Ministral3(Mistral):
         "max_position_embeddings": 262_144,
     }
 
-    def query_scale(self, index: int) -> QueryScale:
+    def attention_args(self, index: int) -> AttentionArgs:
         """`llama_4_scaling_beta` for each of the original contexts that came before."""
-        return _query_scale(self.config.fields)
+        scale = _query_scale(self.config.fields)
+        return replace(super().attention_args(index), query_scale=scale)
 
 
 class Mistral4(DeepseekV3):
@@ -50,8 +54,8 @@ class Mistral4(DeepseekV3):
         """Without the part of heads that turns, which `qk_rope_head_dim` states."""
         return whole_heads(config)
 
-    def query_scale(self, index: int) -> QueryScale:
-        return _query_scale(self.config.fields)
+    def attention(self, index: int, **parts: Any) -> LatentAttention:
+        return super().attention(index, **parts, query_scale=_query_scale(self.config.fields))
 
     def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their two best experts."""

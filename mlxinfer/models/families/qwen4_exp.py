@@ -13,7 +13,7 @@ import numpy as np
 
 from ...cache_specs import PooledSpec, StateSpec
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.attention import Mixer
+from ...layers.attention import AttentionArgs
 from ...layers.hyper_connections import GatedConnection, StreamLayer, StreamMixture, Streams
 from ...layers.ngrams import CausalFilter, NgramHash, NgramLayer, TokenWindow
 from ...layers.norm import Norm, RMSNorm
@@ -121,7 +121,10 @@ class Qwen4Exp(Qwen3_5MoE):
         ngrams = self._ngrams(index) if of_ngrams else None
         return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp), ngrams)
 
-    def indexer(self, index: int) -> Mixer | None:
+    def attention_args(self, index: int) -> AttentionArgs:
+        return replace(super().attention_args(index), indexer=self._indexer(index))
+
+    def _indexer(self, index: int) -> MeanIndexer | None:
         spec = self.config.extra_specs[index]
         if not isinstance(spec, PooledSpec):
             return None

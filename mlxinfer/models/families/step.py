@@ -1,12 +1,15 @@
 """Step 3.5 and 3.7 Flash: query heads, ropes and limits of activations by layer."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import mlx.core as mx
+
+from ...layers.attention import AttentionArgs
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig, read_rope
-from ..family import Family
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
@@ -43,7 +46,6 @@ class Step3p5(Laguna):
         "first_k_dense_replace": 3,
     }
     supported: ClassVar = {"moe_router_activation": ("sigmoid",)}
-    gate_activation = Family.gate_activation
     mtp = MTPForm(before_norm=True)  # as in vLLM and SGLang; transformers 5.24 reads them behind it
     names = _NAMES
 
@@ -97,6 +99,9 @@ class Step3p5(Laguna):
         heads = config.num_heads
         other = config.fields.integer("num_sliding_attention_heads", high=2**14, default=heads)
         return [heads if window is None else other for window in config.windows]
+
+    def attention_args(self, index: int) -> AttentionArgs:
+        return replace(super().attention_args(index), gate=mx.sigmoid)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and a shared one, limited as stated."""

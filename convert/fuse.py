@@ -36,19 +36,12 @@ Half = tuple[int, bool]  # gate or up, and whether their rows alternate
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that an adapter makes to one matrix (outputs, inputs) of a tensor.
+    """The change that an adapter makes to one matrix (outputs, inputs) of a tensor."""
 
-    Attributes:
-        module: that has the matrices for it.
-        expert: which of the module's matrices, where it has one for each expert.
-        half: which of the module's outputs, where it has gate and up in one; None: all.
-        of_table: the tensor is the token table, whose rows are the module's inputs.
-    """
-
-    module: AdapterModule
-    expert: int
-    half: Half | None
-    of_table: bool = False
+    module: AdapterModule  # that has the matrices for it
+    expert: int  # which of the module's matrices, where it has one for each expert
+    half: Half | None  # which of the module's outputs, where it has gate and up in one; None: all
+    of_table: bool = False  # the tensor is the token table, whose rows are the module's inputs
 
 
 @dataclass(frozen=True, slots=True)

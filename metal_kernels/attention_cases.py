@@ -132,15 +132,11 @@ def _by_token(drawn: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How large the numbers of a scene are: changes to keys, values and queries below 1.
-
-    Attributes:
-        size: of values, where the format has it: codes end at 65,504, as float16 does.
-    """
+    """How large the numbers of a scene are: changes to keys, values and queries below 1."""
 
     keys: Change = _same
     queries: Change = _same
-    size: float = 1.0
+    size: float = 1.0  # of values, where the format has it: codes end at 65,504, as float16 does
     codes_size: float = 1.0
 
     def size_of(self, form: AttentionForm) -> float:

@@ -11,17 +11,11 @@ import mlx.core as mx
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One of Apple's chips, at its largest and at its smallest configuration of that name.
+    """One of Apple's chips, at its largest and at its smallest configuration of that name."""
 
-    Attributes:
-        bandwidth: of unified memory, GB/s, least and most.
-        cores: of the GPU, least and most.
-        core_tflops: 16-bit multiply-adds of one core, in 10^12 operations a second.
-    """
-
-    bandwidth: tuple[float, float]
-    cores: tuple[int, int]
-    core_tflops: float
+    bandwidth: tuple[float, float]  # of unified memory, GB/s, least and most
+    cores: tuple[int, int]  # of the GPU, least and most
+    core_tflops: float  # 16-bit multiply-adds of one core, in 10^12 operations a second
 
 
 # Bandwidth and cores: Apple's technical specifications, support.apple.com/specs, and the press

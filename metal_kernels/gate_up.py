@@ -29,19 +29,12 @@ MOST_TIMED_BYTES = 128 << 20  # of a matrix: more than caches hold, and little b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gate(Form):
-    """A gated activation.
+    """A gated activation."""
 
-    Attributes:
-        function: one of FUNCTIONS.
-        dtype: of the products and of the activation: float32, float16 or bfloat16.
-        alpha: of clamped_swiglu alone.
-        limit: of clamped_swiglu and clipped_swiglu.
-    """
-
-    function: str
-    dtype: mx.Dtype
-    alpha: float = 0.0
-    limit: float = 0.0
+    function: str  # one of FUNCTIONS
+    dtype: mx.Dtype  # of the products and of the activation: float32, float16 or bfloat16
+    alpha: float = 0.0  # of clamped_swiglu alone
+    limit: float = 0.0  # of clamped_swiglu and clipped_swiglu
 
     @property
     def constructor(self) -> str:

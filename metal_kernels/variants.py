@@ -227,17 +227,11 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """The properties of a model that kernels of its layers depend on.
+    """The properties of a model that kernels of its layers depend on."""
 
-    Attributes:
-        dtype: of hidden states.
-        num_experts: of a layer; 0: there are none.
-        quantized: whether weights are quantised.
-    """
-
-    dtype: mx.Dtype
-    num_experts: int = 0
-    quantized: bool = False
+    dtype: mx.Dtype  # of hidden states
+    num_experts: int = 0  # of a layer; 0: there are none
+    quantized: bool = False  # whether weights are quantised
 
 
 def kernels_of(model: ModelForm, *parts: Any) -> list[KernelUse]:

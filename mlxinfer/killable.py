@@ -54,15 +54,10 @@ class EndedError(Exception):
 
 
 class Message(NamedTuple):
-    """A job, or the reply to one.
+    """A job, or the reply to one."""
 
-    Attributes:
-        value: plain data.
-        data: what is large, or no text.
-    """
-
-    value: Any
-    data: bytes = b""
+    value: Any  # plain data
+    data: bytes = b""  # what is large, or no text
 
 
 def _stays() -> bool:

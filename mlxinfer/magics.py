@@ -61,19 +61,12 @@ class Magics:
 
 @dataclass(slots=True)
 class Arguments:
-    """The line of a `%%llm`.
+    """The line of a `%%llm`."""
 
-    Attributes:
-        model: that is opened.
-        local: it is loaded in this process.
-        goes_on: with the last conversation.
-        options: of `chat`.
-    """
-
-    model: str | None = None
-    local: bool = False
-    goes_on: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None  # that is opened
+    local: bool = False  # it is loaded in this process
+    goes_on: bool = False  # with the last conversation
+    options: dict[str, Any] = field(default_factory=dict)  # of `chat`
 
 
 def _arguments_of(line: str) -> Arguments:

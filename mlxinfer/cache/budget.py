@@ -24,19 +24,12 @@ GROWTH = 4  # larger arrays grow by a quarter: copies stay rare, and little memo
 
 
 class GroupPlan(NamedTuple):
-    """A page group to be made.
+    """A page group to be made."""
 
-    Attributes:
-        window: which positions a token sees.
-        layers: that this rank has.
-        num_pages: that there may be.
-        page_bytes: of a page, all layers together.
-    """
-
-    window: AttentionWindow
-    layers: list[PagedLayer]
-    num_pages: int
-    page_bytes: int
+    window: AttentionWindow  # which positions a token sees
+    layers: list[PagedLayer]  # that this rank has
+    num_pages: int  # that there may be
+    page_bytes: int  # of a page, all layers together
 
 
 def running_sequences(

@@ -6,6 +6,7 @@ step, S = tokens of the sequence, K = tokens that one query attends to, H = KV h
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import mlx.core as mx
@@ -68,17 +69,11 @@ class IndexLayer(PagedLayer):
         return []
 
 
+@dataclass(slots=True, eq=False)
 class ChosenTokens:
-    """The tokens that each token of a step sees; see `paged.Choice`.
+    """The tokens that each token of a step sees; see `paged.Choice`."""
 
-    Args:
-        layer: the index.
-    """
-
-    __slots__ = ("layer",)
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+    layer: Any  # the index
 
     @abstractmethod
     def mask(self, place: SequencePlace, rows: slice, keys: mx.array) -> mx.array:

@@ -53,16 +53,11 @@ class LessBias(Affine):
     A key is R(p) (W x + b). If b is a hundred times as large as W x, as in Qwen 2.5, codes of few
     bits hold little besides b. But R(p) b follows from the position alone and needs no codes. So it
     is subtracted before the rest is encoded, and added again when that is decoded.
-
-    Attributes:
-        num_heads: of keys.
-        num_axes: positions by which a key turns: 3 with M-RoPE, else 1.
-        layer: says what the bias adds.
     """
 
-    num_heads: int
-    num_axes: int
-    layer: PagedLayer
+    num_heads: int  # of keys
+    num_axes: int  # positions by which a key turns: 3 with M-RoPE, else 1
+    layer: PagedLayer  # says what the bias adds
 
     names: ClassVar[tuple[str, ...]] = (*Affine.names, "places")
     in_kernels: ClassVar[bool] = False

@@ -32,24 +32,15 @@ class LayerGroup(PageGroup):
     The payload of a page is, for each layer of its group, the parts of each of its planes (keys and
     then values, or latent vectors). Each part is (H, P, W) in the layer's own format, so a payload
     that is loaded equals the one that was read, bit for bit.
-
-    Attributes:
-        layers: that keep the same positions.
-        max_slots: sequences that may run at once.
-        cost: bytes of a page on the rank where they are most; this rank's until ranks agree.
-        limit: pages that there may be, before any is reserved for something else.
-        bytes_grown: copied while arrays grew.
-        num_pages: that the arrays have; 0: there are no arrays here.
-        num_slots: tails that there are.
     """
 
-    layers: Sequence[PagedLayer] = ()
-    max_slots: int = 1
-    cost: int = 0
-    limit: int = 0
-    bytes_grown: int = 0
-    num_pages: int = 0
-    num_slots: int = 0
+    layers: Sequence[PagedLayer] = ()  # that keep the same positions
+    max_slots: int = 1  # sequences that may run at once
+    cost: int = 0  # bytes of a page on the rank where they are most; this rank's until ranks agree
+    limit: int = 0  # pages that there may be, before any is reserved for something else
+    bytes_grown: int = 0  # copied while arrays grew
+    num_pages: int = 0  # that the arrays have; 0: there are no arrays here
+    num_slots: int = 0  # tails that there are
 
     def __post_init__(self) -> None:
         super(LayerGroup, self).__post_init__()

@@ -63,25 +63,15 @@ def unrotated(formats: Formats) -> Formats:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlace:
-    """The tokens of one sequence in a step, and where it and all tokens before lie.
+    """The tokens of one sequence in a step, and where it and all tokens before lie."""
 
-    Attributes:
-        rows: of the step's flat list.
-        start: position of the first of them.
-        runs: page slots of its first tokens, of those that may be seen where there is a window.
-        pages: (n,) the pages that these lie in; None for a prefill chunk.
-        slot: of its tail.
-        tail: (N,) offsets in the tail, of the tokens that come after them.
-        first: position of the first token of `runs` and `tail`.
-    """
-
-    rows: slice
-    start: int
-    runs: Runs
-    pages: mx.array | None
-    slot: int
-    tail: Ints
-    first: int = 0
+    rows: slice  # of the step's flat list
+    start: int  # position of the first of them
+    runs: Runs  # page slots of its first tokens, of those that may be seen where there is a window
+    pages: mx.array | None  # (n,) the pages that these lie in; None for a prefill chunk
+    slot: int  # of its tail
+    tail: Ints  # (N,) offsets in the tail, of the tokens that come after them
+    first: int = 0  # position of the first token of `runs` and `tail`
 
     @property
     def stop(self) -> int:

@@ -348,27 +348,18 @@ class AttentionWindow:
 class PageGroup:
     """Layers that keep the same positions of every sequence, and so share page tables.
 
-    Args:
-        window: which positions a token sees.
-        allocator: of the group's pages.
-        page_size: tokens a page.
-        prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
-        page_bytes: of a page, all layers together.
-        number: of the group among the page tables of a sequence.
-        whole_pages: a sequence can go on only where a page ends.
-
     Attributes:
         num_kept: pages at the front that are never recycled: they hold sinks.
         recycles: whether pages of a running sequence ever become free.
     """
 
-    window: AttentionWindow
-    allocator: PageAllocator
-    page_size: int
-    prefill_chunk: int
-    page_bytes: int
-    number: int = 0
-    whole_pages: bool = False
+    window: AttentionWindow  # which positions a token sees
+    allocator: PageAllocator  # of the group's pages
+    page_size: int  # tokens a page
+    prefill_chunk: int  # tokens of a step's prefill; windows hold that much more for a moment
+    page_bytes: int  # of a page, all layers together
+    number: int = 0  # of the group among the page tables of a sequence
+    whole_pages: bool = False  # a sequence can go on only where a page ends
     num_kept: int = field(init=False)
     recycles: bool = field(init=False)
 

@@ -33,14 +33,12 @@ Place = Callable[[], tuple[mx.array, list[Arrays]]]  # the same where they lie; 
 Advance = Callable[[Arrays, Read, Place], tuple[mx.array, Arrays]]
 
 
+@dataclass(slots=True, eq=False)
 class StateBlock:
     """The states of `size` sequences, by layer."""
 
-    __slots__ = ("layers", "size")
-
-    def __init__(self, layers: list[Arrays], size: int) -> None:
-        self.layers = layers
-        self.size = size
+    layers: list[Arrays]
+    size: int
 
     def row(self, row: int) -> "StateBlock":
         """The state of one sequence: a copy, unless the block has no other."""

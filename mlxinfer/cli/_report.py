@@ -72,23 +72,14 @@ def _sizes(*values: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much a report measures.
+    """How much a report measures."""
 
-    Attributes:
-        models: of random weights, each measured in a part of its own.
-        tokens: of each answer.
-        steps: of greedy decoding with and without kernels.
-        long: tokens of a prompt before such steps.
-        soak_s: seconds of requests while memory is watched.
-        speed_s: no measurement of a model begins after so many seconds.
-    """
-
-    models: tuple[RandomModel, ...]
-    tokens: int
-    steps: int
-    long: int
-    soak_s: float
-    speed_s: float
+    models: tuple[RandomModel, ...]  # of random weights, each measured in a part of its own
+    tokens: int  # of each answer
+    steps: int  # of greedy decoding with and without kernels
+    long: int  # tokens of a prompt before such steps
+    soak_s: float  # seconds of requests while memory is watched
+    speed_s: float  # no measurement of a model begins after so many seconds
 
 
 class GreedyAnswers(NamedTuple):

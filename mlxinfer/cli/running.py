@@ -185,23 +185,14 @@ Started = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A model of a running server, as a coding agent needs to know it.
+    """A model of a running server, as a coding agent needs to know it."""
 
-    Attributes:
-        url: of the server.
-        model: its name.
-        key: for the server.
-        max_context: tokens of prompt and answer.
-        reasons: it thinks before it answers, if it is asked to.
-        sees: it reads pictures.
-    """
-
-    url: str
-    model: str
-    key: str
-    max_context: int
-    reasons: bool
-    sees: bool
+    url: str  # of the server
+    model: str  # its name
+    key: str  # for the server
+    max_context: int  # tokens of prompt and answer
+    reasons: bool  # it thinks before it answers, if it is asked to
+    sees: bool  # it reads pictures
 
 
 def claude(to: Endpoint) -> Started:

@@ -31,21 +31,13 @@ PASSED = (*PLACES, *RANKS, API_KEY)  # with a --host a server needs its key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchdService:
-    """A launchd service that runs the server.
+    """A launchd service that runs the server."""
 
-    Args:
-        program: the command line of the server.
-        daemon: a daemon of the machine instead of a user's agent.
-        user: the user that a daemon runs as; None: root, or the agent's owner.
-        home: home folder of the agent's owner.
-        environment: variables beside those that launchd sets.
-    """
-
-    program: Sequence[str]
-    daemon: bool = False
-    user: str | None = None
-    home: Path
-    environment: Mapping[str, str]
+    program: Sequence[str]  # the command line of the server
+    daemon: bool = False  # a daemon of the machine instead of a user's agent
+    user: str | None = None  # the user that a daemon runs as; None: root, or the agent's owner
+    home: Path  # home folder of the agent's owner
+    environment: Mapping[str, str]  # variables beside those that launchd sets
 
     @property
     def plist_path(self) -> Path:

@@ -34,15 +34,10 @@ Key = tuple[str | None, bytes]
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """The features of one picture.
+    """The features of one picture."""
 
-    Attributes:
-        arrays: (N, hidden) each, see `FeatureArrays`.
-        users: running sequences that are still to compute tokens of it.
-    """
-
-    arrays: list[mx.array]
-    users: set[Sequence]
+    arrays: list[mx.array]  # (N, hidden) each, see `FeatureArrays`
+    users: set[Sequence]  # running sequences that are still to compute tokens of it
 
     @property
     def num_bytes(self) -> int:

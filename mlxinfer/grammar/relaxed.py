@@ -36,19 +36,12 @@ MAX_PROBLEM = 300  # characters of a message
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """A schema that its grammar enforces in part.
+    """A schema that its grammar enforces in part."""
 
-    Attributes:
-        tool: the grammar is of calls of this one; None: of the text of the answer.
-        place: in the request, for messages.
-        schema: JSON text.
-        keywords: that the grammar leaves out.
-    """
-
-    tool: str | None
-    place: str
-    schema: str
-    keywords: tuple[str, ...]
+    tool: str | None  # the grammar is of calls of this one; None: of the text of the answer
+    place: str  # in the request, for messages
+    schema: str  # JSON text
+    keywords: tuple[str, ...]  # that the grammar leaves out
 
 
 def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:

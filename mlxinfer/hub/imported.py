@@ -33,17 +33,11 @@ _PRECISION = ("bf16", "f16", "f32")  # of towers: the first is taken where there
 
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """What is imported.
+    """What is imported."""
 
-    Attributes:
-        parts: the file, or all parts of it, in order.
-        projector: the file of its tower; None: there is none.
-        exact: float32 stays float32.
-    """
-
-    parts: tuple[Path, ...]
-    projector: Path | None = None
-    exact: bool = False
+    parts: tuple[Path, ...]  # the file, or all parts of it, in order
+    projector: Path | None = None  # the file of its tower; None: there is none
+    exact: bool = False  # float32 stays float32
 
     @classmethod
     def at(cls, path: Path, projector: Path | None = None, *, exact: bool = False) -> "GGUFModel":

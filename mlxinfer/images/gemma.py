@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Processor(ImageProcessor):
-    """Pictures squeezed into a square. Crops of wide pictures ("pan and scan") are not made.
+    """Pictures squeezed into a square. Crops of wide pictures ("pan and scan") are not made."""
 
-    Attributes:
-        side: of the square in pixels.
-        patch: side of a patch in pixels.
-        num_features: of each picture.
-        end_id: the token behind the features.
-    """
-
-    side: int
-    patch: int
-    num_features: int
-    end_id: int
+    side: int  # of the square in pixels
+    patch: int  # side of a patch in pixels
+    num_features: int  # of each picture
+    end_id: int  # the token behind the features
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
@@ -121,15 +114,10 @@ class Gemma4Processor(ImageProcessor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Videos(VideoProcessor):
-    """Videos of Gemma 4: a small picture of each frame, behind its minute and second.
+    """Videos of Gemma 4: a small picture of each frame, behind its minute and second."""
 
-    Attributes:
-        frames: makes frames ready.
-        num_frames: that are looked at, if the video has as many.
-    """
-
-    frames: Gemma4Processor
-    num_frames: int
+    frames: Gemma4Processor  # makes frames ready
+    num_frames: int  # that are looked at, if the video has as many
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self | None:

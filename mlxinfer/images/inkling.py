@@ -20,15 +20,10 @@ _BORDER = -1.0  # the level of what is outside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InklingProcessor(ImageProcessor):
-    """Pictures in tokens of 40 x 40 pixels. Only one that has too many tokens is made smaller.
+    """Pictures in tokens of 40 x 40 pixels. Only one that has too many tokens is made smaller."""
 
-    Attributes:
-        patch: side of a patch in pixels.
-        merge: patches along a side of what becomes one feature.
-    """
-
-    patch: int
-    merge: int
+    patch: int  # side of a patch in pixels
+    merge: int  # patches along a side of what becomes one feature
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:

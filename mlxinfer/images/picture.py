@@ -77,14 +77,10 @@ class Shown(NamedTuple):
 
 
 class PlacedPicture(NamedTuple):
-    """A picture in a prompt.
-
-    Attributes:
-        start: position of the first of its `token_ids`.
-    """
+    """A picture in a prompt."""
 
     picture: Picture
-    start: int
+    start: int  # position of the first of its `token_ids`
 
     @property
     def stop(self) -> int:

@@ -113,15 +113,10 @@ def _digest(content: Any) -> bytes:
 
 @dataclass
 class Budget:
-    """CPU time that the pictures and videos of one request have left.
+    """CPU time that the pictures and videos of one request have left."""
 
-    Attributes:
-        seconds: that are left.
-        abandoned: says whether the caller has left.
-    """
-
-    seconds: float = PICTURE_CPU_S
-    abandoned: Callable[[], bool] = field(default=lambda: False)
+    seconds: float = PICTURE_CPU_S  # that are left
+    abandoned: Callable[[], bool] = field(default=lambda: False)  # says whether the caller has left
 
 
 class _Job(NamedTuple):

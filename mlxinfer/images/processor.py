@@ -15,21 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessor(ABC):
-    """The pictures of one model. A family's class reads its numbers off the checkpoint.
+    """The pictures of one model. A family's class reads its numbers off the checkpoint."""
 
-    Attributes:
-        placeholder_id: the token that the chat template writes for one picture.
-        feature_id: the token that stands for one feature in the prompt.
-        resample: Pillow's number of the filter for resizing.
-        scale: how levels of colours become numbers.
-        sees_itself: the features of a picture see each other in the layers that say so.
-    """
-
-    placeholder_id: int
-    feature_id: int
-    resample: int
-    scale: ColourScale
-    sees_itself: bool = False
+    placeholder_id: int  # the token that the chat template writes for one picture
+    feature_id: int  # the token that stands for one feature in the prompt
+    resample: int  # Pillow's number of the filter for resizing
+    scale: ColourScale  # how levels of colours become numbers
+    sees_itself: bool = False  # the features of a picture see each other in the layers that say so
 
     @classmethod
     @abstractmethod
@@ -72,15 +64,10 @@ class ImageProcessor(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoProcessor(ABC):
-    """The videos of one model.
+    """The videos of one model."""
 
-    Attributes:
-        placeholder: text that the chat template writes for one video.
-        placeholder_id: its token, which also stands for one feature.
-    """
-
-    placeholder: str
-    placeholder_id: int
+    placeholder: str  # text that the chat template writes for one video
+    placeholder_id: int  # its token, which also stands for one feature
 
     @classmethod
     @abstractmethod

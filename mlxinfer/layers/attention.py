@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import mlx.core as mx
 
@@ -257,27 +257,20 @@ class Attention(AttentionShape, Mixer):
         return bias[:, 0].astype(mx.float32)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class SharedAttention:
     """Attention over the keys and values of an earlier layer; only queries are its own.
 
-    Args:
-        q_proj: (R, hidden) -> (R, num_heads * head_dim).
-        o_proj: (R, num_heads * head_dim) -> (R, hidden).
+    Attributes:
         source: the layer that stores keys and values, which has run before in the same step.
-        q_norm: over (R, num_heads, head_dim); None: no norm.
     """
 
-    __slots__ = ("o_proj", "q_norm", "q_proj", "source")
+    q_proj: Projection  # (R, hidden) -> (R, num_heads * head_dim)
+    o_proj: Projection  # (R, num_heads * head_dim) -> (R, hidden)
+    source: Attention
+    q_norm: Norm | None  # over (R, num_heads, head_dim); None: no norm
 
-    parts: Sequence[Mixer] = ()  # it has no cache of its own
-
-    def __init__(
-        self, *, q_proj: Projection, o_proj: Projection, source: Attention, q_norm: Norm | None
-    ) -> None:
-        self.q_proj = q_proj
-        self.o_proj = o_proj
-        self.source = source
-        self.q_norm = q_norm
+    parts: ClassVar[Sequence[Mixer]] = ()  # it has no cache of its own
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None: those of attention belong to the cache."""

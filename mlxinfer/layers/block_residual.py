@@ -13,6 +13,7 @@ sources), then those of finished blocks, then that of the current block: (T, n *
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -37,22 +38,14 @@ def mixed(sources: mx.array, queries: mx.array) -> list[mx.array]:
     return [both[:, i] for i in range(len(queries))]
 
 
+@dataclass(slots=True, eq=False)
 class MessageGate:
-    """(1 - forget) * x + gain * message; both follow from the two.
+    """(1 - forget) * x + gain * message; both follow from the two."""
 
-    Args:
-        down: (T, 2 * hidden) -> (T, rank).
-        gain, forget: (hidden, rank) float32.
-        eps: of the norms, which have no weight.
-    """
-
-    __slots__ = ("down", "eps", "forget", "gain")
-
-    def __init__(self, down: Projection, gain: mx.array, forget: mx.array, eps: float) -> None:
-        self.down = down
-        self.gain = gain
-        self.forget = forget
-        self.eps = eps
+    down: Projection  # (T, 2 * hidden) -> (T, rank)
+    gain: mx.array  # (hidden, rank) float32
+    forget: mx.array  # the same
+    eps: float  # of the norms, which have no weight
 
     def __call__(self, x: mx.array, message: mx.array, dtype: mx.Dtype) -> mx.array:
         """x and message (T, hidden) float32 -> (T, hidden) float32; `down` computes in `dtype`."""
@@ -62,19 +55,12 @@ class MessageGate:
         return (1 - forget) * x + gain * message
 
 
+@dataclass(slots=True, eq=False)
 class Messages:
-    """What a layer reads of the pass before.
+    """What a layer reads of the pass before."""
 
-    Args:
-        queries: (4, hidden) float32, of the mixtures for queries, keys, values and the MLP.
-        gates: of the four.
-    """
-
-    __slots__ = ("gates", "queries")
-
-    def __init__(self, queries: mx.array, gates: Sequence[MessageGate]) -> None:
-        self.queries = queries
-        self.gates = tuple(gates)
+    queries: mx.array  # (4, hidden) float32, of the mixtures for queries, keys, values and the MLP
+    gates: Sequence[MessageGate]  # of the four
 
 
 class BlockPlace(NamedTuple):
@@ -91,51 +77,23 @@ class BlockPlace(NamedTuple):
     begins: bool
 
 
+@dataclass(slots=True, eq=False)
 class BlockLayer(Layer):
-    """Attention and experts, each behind a mixture, a norm and before a convolution.
+    """Attention and experts, each behind a mixture, a norm and before a convolution."""
 
-    Args:
-        mixer, mlp: the blocks.
-        queries: (1 or 3, hidden) float32 of the mixtures that attention reads: one for all, or
-            those of queries, of keys and of values. None: it reads the current block.
-        mlp_query: (1, hidden) float32.
-        norms: as many as `queries`, or one.
-        mlp_norm: before the experts.
-        convs: over the outputs of both.
-        place: among blocks.
-        messages: of the pass before; None: there is none.
-        hidden_size: numbers of a vector.
-    """
-
-    __slots__ = (
-        *("convs", "hidden_size", "messages", "mixer", "mlp", "mlp_norm", "mlp_query"),
-        *("norms", "place", "queries"),
-    )
-
-    def __init__(
-        self,
-        mixer: RelativeAttention,
-        mlp: FeedForward,
-        *,
-        queries: mx.array | None,
-        mlp_query: mx.array,
-        norms: Sequence[Norm],
-        mlp_norm: Norm,
-        convs: tuple[ResidualConv, ResidualConv],
-        place: BlockPlace,
-        messages: Messages | None,
-        hidden_size: int,
-    ) -> None:
-        self.mixer = mixer
-        self.mlp = mlp
-        self.queries = queries
-        self.mlp_query = mlp_query
-        self.norms = tuple(norms)
-        self.mlp_norm = mlp_norm
-        self.convs = convs
-        self.place = place
-        self.messages = messages
-        self.hidden_size = hidden_size
+    mixer: RelativeAttention
+    mlp: FeedForward
+    _: KW_ONLY
+    # (1 or 3, hidden) float32 of the mixtures that attention reads: one for all, or those of
+    # queries, of keys and of values. None: it reads the current block.
+    queries: mx.array | None
+    mlp_query: mx.array  # (1, hidden) float32
+    norms: Sequence[Norm]  # as many as `queries`, or one
+    mlp_norm: Norm  # before the experts
+    convs: tuple[ResidualConv, ResidualConv]  # over the outputs of both
+    place: BlockPlace  # among blocks
+    messages: Messages | None  # of the pass before; None: there is none
+    hidden_size: int  # numbers of a vector
 
     @property
     def mixers(self) -> Sequence[object]:

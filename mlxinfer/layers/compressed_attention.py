@@ -6,7 +6,7 @@ r = tokens of a block, N = blocks. Source: transformers' DeepSeek V4: compressed
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -21,66 +21,32 @@ from .rope import FusedRope
 from .step import Step
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class CompressedAttention(AttentionShape, Mixer):
     """Queries of low rank over one vector a token.
 
     As values turn with their positions too, the outputs are turned back by those of the queries.
-
-    Args:
-        inputs_proj: (T, hidden) -> (T, q_lora_rank + D), compressed queries and the token's vector.
-        q_norm: over compressed queries.
-        q_proj: (T, q_lora_rank) -> (T, H * D).
-        q_eps: of the norm over each head's query, which has no weights.
-        kv_norm: over vectors.
-        group_proj: each group of heads, (G, T, H / G * D) -> (G, T, rank).
-        o_proj: (T, G * rank) -> (T, hidden).
-        num_heads, num_groups: H and G.
-        spec: what the cache keeps of the window.
-        scale: multiplies the scores.
-        rope: of queries and vectors.
-        sinks: (H,) learned logits that take part in each softmax.
-        compressor: of the entries; None: tokens see the window alone.
+    H = heads, G = groups of them.
     """
 
-    __slots__ = (
-        "back", "compressor", "group_proj", "inputs_proj", "kv_norm", "num_groups", "o_proj",
-        "q_eps", "q_norm", "q_proj", "rope", "softmax", "spec",
-    )  # fmt: skip
+    inputs_proj: Projection  # (T, hidden) -> (T, q_lora_rank + D), queries and the token's vector
+    q_norm: Norm  # over compressed queries
+    q_proj: Projection  # (T, q_lora_rank) -> (T, H * D)
+    q_eps: float  # of the norm over each head's query, which has no weights
+    kv_norm: Norm  # over vectors
+    group_proj: HeadLinear  # each group of heads, (G, T, H / G * D) -> (G, T, rank)
+    o_proj: Projection  # (T, G * rank) -> (T, hidden)
+    num_groups: int  # G
+    spec: KVSpec  # what the cache keeps of the window
+    softmax: Softmax  # with sinks
+    rope: FusedRope  # of queries and vectors
+    back: FusedRope = field(init=False)  # turns outputs back
+    compressor: "Compressor | None"  # of the entries; None: tokens see the window alone
 
-    spec: KVSpec
-
-    def __init__(
-        self,
-        *,
-        inputs_proj: Projection,
-        q_norm: Norm,
-        q_proj: Projection,
-        q_eps: float,
-        kv_norm: Norm,
-        group_proj: HeadLinear,
-        o_proj: Projection,
-        num_heads: int,
-        num_groups: int,
-        spec: KVSpec,
-        scale: float,
-        rope: FusedRope,
-        sinks: mx.array,
-        compressor: "Compressor | None",
-    ) -> None:
-        super().__init__(num_heads, sinks=sinks)
-        self.inputs_proj = inputs_proj
-        self.q_norm = q_norm
-        self.q_proj = q_proj
-        self.q_eps = q_eps
-        self.kv_norm = kv_norm
-        self.group_proj = group_proj
-        self.o_proj = o_proj
-        self.num_groups = num_groups
-        self.spec = spec
-        self.softmax = Softmax(scale, sinks, None)
-        self.rope = rope
-        self.back = rope.backwards()
-        self.compressor = compressor
+    def __post_init__(self) -> None:
+        assert self.softmax.sinks is not None
+        AttentionShape.__init__(self, self.softmax.sinks.shape[0], sinks=self.softmax.sinks)
+        self.back = self.rope.backwards()
 
     @property
     def parts(self) -> Sequence[Mixer]:
@@ -109,17 +75,11 @@ class CompressedAttention(AttentionShape, Mixer):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """How one vector of a block is made: a weighted mean, each number with weights of its own.
+    """How one vector of a block is made: a weighted mean, each number with weights of its own."""
 
-    Attributes:
-        places: (k, d) float32, what is added to the gates of the k tokens by their places.
-        norm: over the mean.
-        rope: by the position of the block's first token.
-    """
-
-    places: mx.array
-    norm: Norm
-    rope: FusedRope
+    places: mx.array  # (k, d) float32, what is added to the gates of the k tokens by their places
+    norm: Norm  # over the mean
+    rope: FusedRope  # by the position of the block's first token
 
     def __call__(self, vectors: mx.array, gates: mx.array, positions: mx.array) -> mx.array:
         """Vectors and gates (N, k, d) of tokens -> (N, d); a gate of -inf leaves a token out."""
@@ -130,17 +90,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class EntryIndex:
-    """The queries that rank entries.
+    """The queries that rank entries."""
 
-    Attributes:
-        q_proj: compressed queries (T, q_lora_rank) -> (T, Hi * d).
-        weights_proj: (T, hidden) -> (T, Hi), a weight of each head.
-        rope: of the queries.
-    """
-
-    q_proj: Projection
-    weights_proj: Projection
-    rope: FusedRope
+    q_proj: Projection  # compressed queries (T, q_lora_rank) -> (T, Hi * d)
+    weights_proj: Projection  # (T, hidden) -> (T, Hi), a weight of each head
+    rope: FusedRope  # of the queries
 
     def __call__(self, x: mx.array, compressed: mx.array, step: Step) -> tuple[mx.array, mx.array]:
         """Queries (T, Hi, d), and weights (T, Hi) that hold the scale of the scores."""
@@ -150,38 +104,19 @@ class EntryIndex:
         return self.rope(queries, step.prepared[self.rope]), weights * scale
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Compressor(Mixer):
     """Projects tokens to their parts of a block's entry, and pools these parts to entries.
 
     The part of a token has, for each vector of an entry, numbers and a gate for each number. Where
     blocks overlap, a token has two parts: one for the next block, then one for its own block.
-
-    Args:
-        proj: (T, hidden) -> (T, raw), in any order.
-        order: (raw,) the place of each number of a token's part in that output; None: as it is.
-        series: of the index key, where there is one, and of the entry.
-        index: None: every entry is seen.
-        spec: what the cache keeps.
     """
 
-    __slots__ = ("index", "order", "proj", "series", "spec")
-
-    spec: EntrySpec
-
-    def __init__(
-        self,
-        *,
-        proj: Projection,
-        order: mx.array | None,
-        series: Sequence[Series],
-        index: EntryIndex | None,
-        spec: EntrySpec,
-    ) -> None:
-        self.proj = proj
-        self.order = order
-        self.series = tuple(series)
-        self.index = index
-        self.spec = spec
+    proj: Projection  # (T, hidden) -> (T, raw), in any order
+    order: mx.array | None  # (raw,) the place of each number of a token's part in that output
+    series: Sequence[Series]  # of the index key, where there is one, and of the entry
+    index: EntryIndex | None  # None: every entry is seen
+    spec: EntrySpec  # what the cache keeps
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []

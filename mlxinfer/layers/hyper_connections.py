@@ -8,6 +8,7 @@ T = tokens of the step, n = streams, side by side: (T, n * hidden).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -50,23 +51,14 @@ class Inject(Protocol):
         """What is added to streams x (T, n * hidden), of that shape."""
 
 
+@dataclass(slots=True, eq=False)
 class StreamMixture:
-    """One hidden state of n streams: their mean, each number with a gate of low rank.
+    """One hidden state of n streams: their mean, each number with a gate of low rank."""
 
-    Args:
-        norm: over each stream, (T, n, hidden) to the same shape.
-        down: (T, n * hidden) -> (T, rank).
-        up: (T, rank) -> (T, n * hidden), the gates before their sigmoid.
-        num_streams: n.
-    """
-
-    __slots__ = ("down", "norm", "num_streams", "up")
-
-    def __init__(self, norm: Norm, down: Projection, up: Projection, num_streams: int) -> None:
-        self.norm = norm
-        self.down = down
-        self.up = up
-        self.num_streams = num_streams
+    norm: Norm  # over each stream, (T, n, hidden) to the same shape
+    down: Projection  # (T, n * hidden) -> (T, rank)
+    up: Projection  # (T, rank) -> (T, n * hidden), the gates before their sigmoid
+    num_streams: int  # n
 
     def normed(self, x: mx.array) -> mx.array:
         """Streams x (T, n * hidden), each normalised by itself."""
@@ -83,19 +75,12 @@ class StreamMixture:
         return self.mixed(self.normed(x))
 
 
+@dataclass(slots=True, eq=False)
 class GatedConnection:
-    """The block reads the mixture; each stream takes its output times 2 * sigmoid of a number.
+    """The block reads the mixture; each stream takes its output times 2 * sigmoid of a number."""
 
-    Args:
-        mixture: of the streams.
-        weights: of normalised streams (T, n * hidden) -> (T, n), a number for each stream.
-    """
-
-    __slots__ = ("mixture", "weights")
-
-    def __init__(self, mixture: StreamMixture, weights: Projection) -> None:
-        self.mixture = mixture
-        self.weights = weights
+    mixture: StreamMixture  # of the streams
+    weights: Projection  # of normalised streams (T, n * hidden) -> (T, n), a number for each stream
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None."""
@@ -108,25 +93,17 @@ class GatedConnection:
         return x + (shares[..., None] * y[..., None, :]).flatten(-2)
 
 
+@dataclass(slots=True, eq=False)
 class StreamLogits:
     """Numbers that follow from all streams of a token: a projection of what their RMS norm gives.
 
     Computed in float32, whatever the streams' dtype.
-
-    Args:
-        weight: (rows, n * hidden) float32.
-        scale: (rows,) float32; multiplies what `weight` gives.
-        base: (rows,) float32; is added then.
-        eps: added to the mean square, which is over all streams.
     """
 
-    __slots__ = ("base", "eps", "scale", "weight")
-
-    def __init__(self, weight: mx.array, scale: mx.array, base: mx.array, eps: float) -> None:
-        self.weight = weight
-        self.scale = scale
-        self.base = base
-        self.eps = eps
+    weight: mx.array  # (rows, n * hidden) float32
+    scale: mx.array  # (rows,) float32; multiplies what `weight` gives
+    base: mx.array  # (rows,) float32; is added then
+    eps: float  # added to the mean square, which is over all streams
 
     def __call__(self, x: mx.array) -> mx.array:
         """Streams x (T, n * hidden) -> (T, rows) float32."""
@@ -134,35 +111,25 @@ class StreamLogits:
         return normed @ self.weight.T * self.scale + self.base
 
 
+@dataclass(slots=True, eq=False)
 class WeightedStreams:
-    """One hidden state of n streams: their sum, each with a weight of sigmoid(logit) + eps.
+    """One hidden state of n streams: their sum, each with a weight of sigmoid(logit) + eps."""
 
-    Args:
-        logits: streams (T, n * hidden) -> (T, n).
-        norm: over the sum.
-        eps: of the weights.
-    """
-
-    __slots__ = ("eps", "logits", "norm")
-
-    def __init__(self, logits: StreamLogits, norm: Norm, eps: float) -> None:
-        self.logits = logits
-        self.norm = norm
-        self.eps = eps
+    logits: StreamLogits  # streams (T, n * hidden) -> (T, n)
+    norm: Norm  # over the sum
+    eps: float  # of the weights
 
     def __call__(self, x: mx.array) -> mx.array:
         """Streams x (T, n * hidden) -> (T, hidden)."""
         return self.norm(_weighted(x, mx.sigmoid(self.logits(x)) + self.eps))
 
 
+@dataclass(slots=True, eq=False)
 class MeanOfStreams:
     """One hidden state of n streams: their mean, and a norm over it."""
 
-    __slots__ = ("norm", "num_streams")
-
-    def __init__(self, norm: Norm, num_streams: int) -> None:
-        self.norm = norm
-        self.num_streams = num_streams
+    norm: Norm
+    num_streams: int
 
     def __call__(self, x: mx.array) -> mx.array:
         """Streams x (T, n * hidden) -> (T, hidden)."""
@@ -213,19 +180,12 @@ def _weighted(x: mx.array, weights: mx.array) -> mx.array:
     return (weights[..., None, :] @ streams)[..., 0, :].astype(x.dtype)
 
 
+@dataclass(slots=True, eq=False)
 class Streams:
-    """The entry of a decoder: every stream begins with the embedding. Layers may read ids.
+    """The entry of a decoder: every stream begins with the embedding. Layers may read ids."""
 
-    Args:
-        count: streams.
-        tokens: are told the ids; None: nothing but the step is.
-    """
-
-    __slots__ = ("count", "tokens")
-
-    def __init__(self, count: int, tokens: TokenIds | None = None) -> None:
-        self.count = count
-        self.tokens = tokens
+    count: int  # streams
+    tokens: TokenIds | None = None  # are told the ids; None: nothing but the step is
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, count * hidden)."""
@@ -235,28 +195,14 @@ class Streams:
         return mx.tile(x, (1, self.count))
 
 
+@dataclass(slots=True, eq=False)
 class StreamLayer(Layer):
-    """A layer whose residual is several streams. Its norms are parts of its connections.
+    """A layer whose residual is several streams. Its norms are parts of its connections."""
 
-    Args:
-        mixer, mlp: the blocks.
-        connections: of the mixer, and of the other block.
-        inject: what is added before; None: nothing is.
-    """
-
-    __slots__ = ("connections", "inject", "mixer", "mlp")
-
-    def __init__(
-        self,
-        mixer: LayerMixer,
-        mlp: FeedForward,
-        connections: tuple[Connection, Connection],
-        inject: Inject | None = None,
-    ) -> None:
-        self.mixer = mixer
-        self.mlp = mlp
-        self.connections = connections
-        self.inject = inject
+    mixer: LayerMixer
+    mlp: FeedForward
+    connections: tuple[Connection, Connection]  # of the mixer, and of the other block
+    inject: Inject | None = None  # what is added before
 
     @property
     def mixers(self) -> Sequence[Mixer]:

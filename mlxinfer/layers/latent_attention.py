@@ -7,6 +7,7 @@ DeepSeek-V2, arXiv 2405.04434.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -58,71 +59,23 @@ class LatentProjection:
         return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class LatentAttention(Mixer):
-    """Queries of H heads, one latent vector a token, then the latent cache.
+    """Queries of H heads, one latent vector a token, then the latent cache."""
 
-    Args:
-        q_projs: (T, hidden) -> (T, H * (dn + dr)), one after the other: one projection, or two with
-            a norm between them.
-        kv_a_proj: (T, hidden) -> (T, r + dr), the latent vector and the shared rotary key.
-        kv_a_norm: over the latent vector.
-        projection: from latent vectors to keys and values.
-        o_proj: (T, H * dv) -> (T, hidden).
-        num_heads: H.
-        spec: what the cache keeps for this layer: r and dr.
-        scale: multiplies the scores.
-        rope: over dr numbers; None: positions are not encoded.
-        rope_scale: multiplies the rotary part of queries; None: 1.
-        query_scale: factors of queries by their positions; None: 1.
-        gate_proj: (T, hidden) -> (T, H); its sigmoid multiplies the heads' outputs; None: nothing
-            does.
-    """
-
-    __slots__ = (
-        "gate_proj",
-        "kv_a_norm",
-        "kv_a_proj",
-        "num_heads",
-        "o_proj",
-        "projection",
-        "q_projs",
-        "query_scale",
-        "rope",
-        "rope_scale",
-        "scale",
-        "spec",
-    )
-
-    spec: LatentSpec
-
-    def __init__(
-        self,
-        *,
-        q_projs: Sequence[Projection | Norm],
-        kv_a_proj: Projection,
-        kv_a_norm: Norm,
-        projection: LatentProjection,
-        o_proj: Projection,
-        num_heads: int,
-        spec: LatentSpec,
-        scale: float,
-        rope: Rope | None,
-        rope_scale: float | None = None,
-        query_scale: QueryScale | None = None,
-        gate_proj: Projection | None = None,
-    ) -> None:
-        self.q_projs = tuple(q_projs)
-        self.kv_a_proj = kv_a_proj
-        self.kv_a_norm = kv_a_norm
-        self.projection = projection
-        self.o_proj = o_proj
-        self.num_heads = num_heads
-        self.spec = spec
-        self.scale = scale
-        self.rope = rope
-        self.rope_scale = rope_scale
-        self.query_scale = query_scale
-        self.gate_proj = gate_proj
+    # (T, hidden) -> (T, H * (dn + dr)), one after the other: one, or two with a norm between them
+    q_projs: Sequence[Projection | Norm]
+    kv_a_proj: Projection  # (T, hidden) -> (T, r + dr), the latent vector and the shared rotary key
+    kv_a_norm: Norm  # over the latent vector
+    projection: LatentProjection  # from latent vectors to keys and values
+    o_proj: Projection  # (T, H * dv) -> (T, hidden)
+    num_heads: int  # H
+    spec: LatentSpec  # what the cache keeps for this layer: r and dr
+    scale: float  # multiplies the scores
+    rope: Rope | None  # over dr numbers; None: positions are not encoded
+    rope_scale: float | None = None  # multiplies the rotary part of queries; None: 1
+    query_scale: QueryScale | None = None  # factors of queries by their positions; None: 1
+    gate_proj: Projection | None = None  # (T, hidden) -> (T, H); its sigmoid multiplies the outputs
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None: those of attention belong to the cache."""
@@ -170,39 +123,17 @@ class LatentAttention(Mixer):
         return self.o_proj(step.read_checked(self.attend(x, step)), residual)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Indexer:
-    """Ranks tokens by a few small heads, for a layer that sees the best of them.
+    """Ranks tokens by a few small heads, for a layer that sees the best of them."""
 
-    Args:
-        q_proj: (T, q_lora_rank) -> (T, Hi * di), of the queries' compressed form.
-        k_proj: (T, hidden) -> (T, di).
-        k_norm: over keys.
-        weights_proj: (T, hidden) -> (T, Hi), a weight of each head.
-        num_heads: Hi.
-        rope: over the first numbers of queries and keys.
-        scale: multiplies the weights.
-    """
-
-    __slots__ = ("k_norm", "k_proj", "num_heads", "q_proj", "rope", "scale", "weights_proj")
-
-    def __init__(
-        self,
-        *,
-        q_proj: Projection,
-        k_proj: Projection,
-        k_norm: Norm,
-        weights_proj: Projection,
-        num_heads: int,
-        rope: Rope,
-        scale: float,
-    ) -> None:
-        self.q_proj = q_proj
-        self.k_proj = k_proj
-        self.k_norm = k_norm
-        self.weights_proj = weights_proj
-        self.num_heads = num_heads
-        self.rope = rope
-        self.scale = scale
+    q_proj: Projection  # (T, q_lora_rank) -> (T, Hi * di), of the queries' compressed form
+    k_proj: Projection  # (T, hidden) -> (T, di)
+    k_norm: Norm  # over keys
+    weights_proj: Projection  # (T, hidden) -> (T, Hi), a weight of each head
+    num_heads: int  # Hi
+    rope: Rope  # over the first numbers of queries and keys
+    scale: float  # multiplies the weights
 
     def __call__(
         self, x: mx.array, compressed: mx.array, step: Step

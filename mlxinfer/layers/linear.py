@@ -1,6 +1,7 @@
 """Projections and token tables, with dense or quantised weights."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -45,29 +46,18 @@ class Linear(Projection):
         return Linear(weight, None if bias is None else bias[outputs])
 
 
+@dataclass(slots=True, eq=False)
 class QuantizedMatrix:
     """A matrix, or a stack of matrices, in one of MLX's quantised formats."""
 
-    __slots__ = ("bias", "biases", "bits", "group_size", "mode", "scales", "weight")
-
-    def __init__(
-        self,
-        weight: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        bias: mx.array | None = None,
-        *,
-        group_size: int,
-        bits: int,
-        mode: str,
-    ) -> None:
-        self.weight = weight  # (..., out_dims, in_dims * bits / 32) uint32
-        self.scales = scales  # (..., out_dims, in_dims / group_size)
-        self.biases = biases  # as scales; affine only
-        self.bias = bias  # (..., out_dims)
-        self.group_size = group_size
-        self.bits = bits
-        self.mode = mode
+    weight: mx.array  # (..., out_dims, in_dims * bits / 32) uint32
+    scales: mx.array  # (..., out_dims, in_dims / group_size)
+    biases: mx.array | None  # as scales; affine only
+    bias: mx.array | None = None  # (..., out_dims)
+    _: KW_ONLY
+    group_size: int
+    bits: int
+    mode: str
 
 
 class QuantizedLinear(QuantizedMatrix, Projection):
@@ -129,14 +119,12 @@ class Rotation:
         return mx.hadamard_transform(blocks, scale=self.scale).flatten(-2)
 
 
+@dataclass(slots=True, eq=False)
 class RotatedLinear(Projection):
     """A projection whose matrix is rotated along its inputs, as they are before the product."""
 
-    __slots__ = ("projection", "rotation")
-
-    def __init__(self, projection: Projection, rotation: Rotation) -> None:
-        self.projection = projection
-        self.rotation = rotation
+    projection: Projection
+    rotation: Rotation
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, in_dims) -> (T, out_dims), plus the residual."""
@@ -183,13 +171,11 @@ class Embedding(Protocol):
         """The output projection of a model that shares the table with its input."""
 
 
+@dataclass(slots=True, eq=False)
 class DenseEmbedding:
     """A dense table, row by row."""
 
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: mx.array) -> None:
-        self.weight = weight  # (vocab_size, hidden_size)
+    weight: mx.array  # (vocab_size, hidden_size)
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""
@@ -200,14 +186,12 @@ class DenseEmbedding:
         return Linear(self.weight)
 
 
+@dataclass(slots=True, eq=False)
 class QuantizedEmbedding:
     """A quantised table; only the rows of the step's tokens are dequantised."""
 
-    __slots__ = ("dtype", "table")
-
-    def __init__(self, table: QuantizedLinear, dtype: mx.Dtype) -> None:
-        self.table = table
-        self.dtype = dtype
+    table: QuantizedLinear
+    dtype: mx.Dtype
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""
@@ -227,14 +211,12 @@ class QuantizedEmbedding:
         return self.table
 
 
+@dataclass(slots=True, eq=False)
 class RotatedEmbedding:
     """A table with rotated rows."""
 
-    __slots__ = ("rotation", "table")
-
-    def __init__(self, table: Embedding, rotation: Rotation) -> None:
-        self.table = table
-        self.rotation = rotation
+    table: Embedding
+    rotation: Rotation
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""

@@ -51,46 +51,17 @@ class ExpertProjection(Protocol):
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class MoE:
-    """Router, experts, and the weighted sum of the experts' outputs.
+    """Router, experts, and the weighted sum of the experts' outputs."""
 
-    Args:
-        router: (T, hidden) -> logits (T, E).
-        choose: the experts of each token and their weights.
-        gate_up_proj, down_proj: the experts' matrices; without gates, the first goes up alone.
-        activation: between them.
-        shared: an expert that every token goes to, with weight 1; None: there is none.
-        weighs_inputs: weights multiply the inputs of the experts, not their outputs.
-    """
-
-    __slots__ = (
-        "activation",
-        "choose",
-        "down_proj",
-        "gate_up_proj",
-        "router",
-        "shared",
-        "weighs_inputs",
-    )
-
-    def __init__(
-        self,
-        *,
-        router: Projection,
-        choose: Choose,
-        gate_up_proj: ExpertProjection,
-        down_proj: ExpertProjection,
-        activation: Activation,
-        shared: FeedForward | None = None,
-        weighs_inputs: bool = False,
-    ) -> None:
-        self.shared = shared
-        self.weighs_inputs = weighs_inputs
-        self.router = router
-        self.choose = choose
-        self.gate_up_proj = gate_up_proj
-        self.down_proj = down_proj
-        self.activation = activation
+    router: Projection  # (T, hidden) -> logits (T, E)
+    choose: Choose  # the experts of each token and their weights
+    gate_up_proj: ExpertProjection  # without gates it goes up alone
+    down_proj: ExpertProjection
+    activation: Activation  # between the two
+    shared: FeedForward | None = None  # every token goes to it, with weight 1
+    weighs_inputs: bool = False  # weights multiply the inputs of the experts, not their outputs
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of the choice, and of the shared expert."""
@@ -138,19 +109,12 @@ class MoE:
         return self.down_proj(self.activation(self.gate_up_proj(x, routed)), routed)
 
 
+@dataclass(slots=True, eq=False)
 class GatedExpert:
-    """A shared expert; each token weighs its output by itself (Qwen 2 MoE and later).
+    """A shared expert; each token weighs its output by itself (Qwen 2 MoE and later)."""
 
-    Args:
-        expert: (T, hidden) -> (T, hidden).
-        gate: (T, hidden) -> (T, 1), the weight before its sigmoid.
-    """
-
-    __slots__ = ("expert", "gate")
-
-    def __init__(self, expert: FeedForward, gate: Projection) -> None:
-        self.expert = expert
-        self.gate = gate
+    expert: FeedForward  # (T, hidden) -> (T, hidden)
+    gate: Projection  # (T, hidden) -> (T, 1), the weight before its sigmoid
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return self.expert.kernels(model)
@@ -161,19 +125,12 @@ class GatedExpert:
         return y if residual is None else residual + y
 
 
+@dataclass(slots=True, eq=False)
 class WeighedExpert:
-    """A shared expert that counts with one weight for all tokens.
+    """A shared expert that counts with one weight for all tokens."""
 
-    Args:
-        expert: (T, hidden) -> (T, hidden).
-        weight: multiplies its output.
-    """
-
-    __slots__ = ("expert", "weight")
-
-    def __init__(self, expert: FeedForward, weight: float) -> None:
-        self.expert = expert
-        self.weight = weight
+    expert: FeedForward  # (T, hidden) -> (T, hidden)
+    weight: float  # multiplies its output
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return self.expert.kernels(model)
@@ -242,21 +199,13 @@ class TokenIds:
         self.ids: mx.array | None = None
 
 
+@dataclass(slots=True, eq=False)
 class HashChoice:
-    """The experts of each token follow from its id; their weights from the logits.
+    """The experts of each token follow from its id; their weights from the logits."""
 
-    Args:
-        routing: how they are weighed.
-        table: (vocab, k) int32, the experts of each token of the vocabulary.
-        tokens: of the current step.
-    """
-
-    __slots__ = ("routing", "table", "tokens")
-
-    def __init__(self, routing: Routing, table: mx.array, tokens: TokenIds) -> None:
-        self.routing = routing
-        self.table = table
-        self.tokens = tokens
+    routing: Routing  # how they are weighed
+    table: mx.array  # (vocab, k) int32, the experts of each token of the vocabulary
+    tokens: TokenIds  # of the current step
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None."""
@@ -323,19 +272,12 @@ class QuantizedExpertLinear(QuantizedMatrix):
         return y if self.bias is None else y + self.bias[routed.experts][..., None, :]
 
 
+@dataclass(slots=True, eq=False)
 class FactoredExperts:
-    """Expert projections whose outputs each expert multiplies by a number of its own.
+    """Expert projections whose outputs each expert multiplies by a number of its own."""
 
-    Args:
-        projection: of the experts.
-        factors: (E,) float32.
-    """
-
-    __slots__ = ("factors", "projection")
-
-    def __init__(self, projection: ExpertProjection, factors: mx.array) -> None:
-        self.projection = projection
-        self.factors = factors
+    projection: ExpertProjection  # of the experts
+    factors: mx.array  # (E,) float32
 
     def __call__(self, x: mx.array, routed: Routed) -> mx.array:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""

@@ -80,17 +80,11 @@ class NgramHash:
         return rows.reshape(len(ids), -1)
 
 
+@dataclass(slots=True, eq=False)
 class TokenWindow(Mixer):
-    """The ids of a token and of the n - 1 before it in its sequence.
+    """The ids of a token and of the n - 1 before it in its sequence."""
 
-    Args:
-        spec: of one state, (n - 1,) ids plus 1; 0: there is no token.
-    """
-
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: StateSpec) -> None:
-        self.spec = spec
+    spec: StateSpec  # of one state, (n - 1,) ids plus 1; 0: there is no token
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []
@@ -114,19 +108,12 @@ class TokenWindow(Mixer):
         return windows, [mx.take_along_axis(seen, places, axis=1)]
 
 
+@dataclass(slots=True, eq=False)
 class CausalFilter(Mixer):
-    """A causal depthwise convolution, then silu.
+    """A causal depthwise convolution, then silu."""
 
-    Args:
-        conv: over the channels; a dilated one has zeros between its taps.
-        spec: of one state, the convolution's.
-    """
-
-    __slots__ = ("conv", "spec")
-
-    def __init__(self, conv: CausalConv, spec: StateSpec) -> None:
-        self.conv = conv
-        self.spec = spec
+    conv: CausalConv  # over the channels; a dilated one has zeros between its taps
+    spec: StateSpec  # of one state, the convolution's
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []

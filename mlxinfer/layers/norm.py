@@ -1,6 +1,7 @@
 """Normalisation over the last axis: RMS norm (arXiv 1910.07467) and layer norm (1607.06450)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -99,30 +100,26 @@ class Join:
         return total, total if normed is None else normed
 
 
+@dataclass(slots=True, eq=False)
 class LayerNorm:
     """MLX's fused layer norm, with or without a bias."""
 
-    __slots__ = ("bias", "eps", "weight")
-
-    def __init__(self, weight: mx.array, eps: float, bias: mx.array | None = None) -> None:
-        self.weight = weight  # (dims,)
-        self.bias = bias  # (dims,)
-        self.eps = eps  # added to the variance
+    weight: mx.array  # (dims,)
+    eps: float  # added to the variance
+    bias: mx.array | None = None  # (dims,)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., dims), of any dtype, to the same shape and dtype."""
         return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+@dataclass(slots=True, eq=False)
 class WideQKNorm:
     """A norm over all heads of Q at once and one over all heads of K, as OLMo 2 has them."""
 
-    __slots__ = ("k_norm", "num_heads", "q_norm")
-
-    def __init__(self, q_norm: Norm, k_norm: Norm, num_heads: int) -> None:
-        self.q_norm = q_norm  # over num_heads * head_dim
-        self.k_norm = k_norm  # over num_kv_heads * head_dim
-        self.num_heads = num_heads
+    q_norm: Norm  # over num_heads * head_dim
+    k_norm: Norm  # over num_kv_heads * head_dim
+    num_heads: int
 
     def __call__(self, qk: mx.array) -> mx.array:
         """qk (T, num_heads + num_kv_heads, head_dim) to the same shape and dtype."""

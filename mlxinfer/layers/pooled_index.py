@@ -5,6 +5,7 @@ Sources: transformers' Qwen4-Exp (QSA) and GLM5-Next, after DeepSeek-V3.2's inde
 2512.02556.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,40 +18,19 @@ from .norm import Norm
 from .step import Rope, Step
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class MeanIndexer(Mixer):
     """The key of a block is the mean of its tokens' keys, then normalised and position-encoded.
 
     A block has the position of its first token.
-
-    Args:
-        qk_proj: (T, hidden) -> (T, (Hi + 1) * d), queries and then one key.
-        q_norm: over queries (T, Hi, d).
-        k_norm: over the keys of blocks (N, d).
-        num_heads: Hi.
-        spec: what the cache keeps.
-        rope: over the first numbers of queries and keys.
     """
 
-    __slots__ = ("k_norm", "num_heads", "q_norm", "qk_proj", "rope", "spec")
-
-    spec: PooledSpec
-
-    def __init__(
-        self,
-        *,
-        qk_proj: Projection,
-        q_norm: Norm,
-        k_norm: Norm,
-        num_heads: int,
-        spec: PooledSpec,
-        rope: Rope,
-    ) -> None:
-        self.qk_proj = qk_proj
-        self.q_norm = q_norm
-        self.k_norm = k_norm
-        self.num_heads = num_heads
-        self.spec = spec
-        self.rope = rope
+    qk_proj: Projection  # (T, hidden) -> (T, (Hi + 1) * d), queries and then one key
+    q_norm: Norm  # over queries (T, Hi, d)
+    k_norm: Norm  # over the keys of blocks (N, d)
+    num_heads: int  # Hi
+    spec: PooledSpec  # what the cache keeps
+    rope: Rope  # over the first numbers of queries and keys
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []
@@ -72,44 +52,21 @@ class MeanIndexer(Mixer):
         return self.rope(keys[:, None], self.rope.prepare(positions))[:, 0]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class GatedIndexer(Mixer):
     """The key of a block is a weighted mean of its tokens' keys, each number with its own weights.
 
     The weights are a softmax over the tokens of the block, of what each token says and what its
     place in the block adds. Positions are not encoded.
-
-    Args:
-        q_proj: the queries' compressed form (T, q_lora_rank) -> (T, Hi * d).
-        k_proj: (T, hidden) -> (T, d).
-        k_norm: over the keys of tokens.
-        gate_proj: (T, hidden) -> (T, d), logits of the weights.
-        places: (ratio, d) float32, what is added to the logits.
-        weights_proj: (T, hidden) -> (T, Hi), a weight of each head.
-        spec: what the cache keeps.
     """
 
-    __slots__ = ("gate_proj", "k_norm", "k_proj", "places", "q_proj", "spec", "weights_proj")
-
-    spec: PooledSpec
-
-    def __init__(
-        self,
-        *,
-        q_proj: Projection,
-        k_proj: Projection,
-        k_norm: Norm,
-        gate_proj: Projection,
-        places: mx.array,
-        weights_proj: Projection,
-        spec: PooledSpec,
-    ) -> None:
-        self.q_proj = q_proj
-        self.k_proj = k_proj
-        self.k_norm = k_norm
-        self.gate_proj = gate_proj
-        self.places = places
-        self.weights_proj = weights_proj
-        self.spec = spec
+    q_proj: Projection  # the queries' compressed form (T, q_lora_rank) -> (T, Hi * d)
+    k_proj: Projection  # (T, hidden) -> (T, d)
+    k_norm: Norm  # over the keys of tokens
+    gate_proj: Projection  # (T, hidden) -> (T, d), logits of the weights
+    places: mx.array  # (ratio, d) float32, what is added to the logits
+    weights_proj: Projection  # (T, hidden) -> (T, Hi), a weight of each head
+    spec: PooledSpec  # what the cache keeps
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []

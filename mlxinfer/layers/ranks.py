@@ -10,6 +10,7 @@ Or a rank has whole layers, and something that does nothing stands for those of 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -80,21 +81,15 @@ class Sums:
             self._held = before
 
 
+@dataclass(slots=True, eq=False)
 class Summed(Projection):
     """A projection or a feed-forward block; each rank has some of its inputs, and so a summand.
 
     A block may have several summands, as experts and a shared one: one sum for all of them.
-
-    Args:
-        part: this rank's; its bias, if there is one, is that of one rank only.
-        sums: of the model.
     """
 
-    __slots__ = ("part", "sums")
-
-    def __init__(self, part: Any, sums: Sums) -> None:
-        self.part = part
-        self.sums = sums
+    part: Any  # this rank's; its bias, if there is one, is that of one rank only
+    sums: Sums  # of the model
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of a block."""
@@ -108,23 +103,14 @@ class Summed(Projection):
         return self.sums(y, residual)
 
 
+@dataclass(slots=True, eq=False)
 class SplitEmbedding:
-    """A token table; each rank has some of the rows.
+    """A token table; each rank has some of the rows."""
 
-    Args:
-        part: this rank's rows, zeros behind the end of the vocabulary.
-        num_rows: of each rank.
-        vocab_size: of all.
-        link: of the ranks.
-    """
-
-    __slots__ = ("link", "num_rows", "part", "vocab_size")
-
-    def __init__(self, part: Embedding, num_rows: int, vocab_size: int, link: Link) -> None:
-        self.part = part
-        self.num_rows = num_rows
-        self.vocab_size = vocab_size
-        self.link = link
+    part: Embedding  # this rank's rows, zeros behind the end of the vocabulary
+    num_rows: int  # of each rank
+    vocab_size: int  # of all
+    link: Link  # of the ranks
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids (T,) -> (T, hidden_size)."""
@@ -139,21 +125,13 @@ class SplitEmbedding:
         return SplitHead(self.part.as_linear(), self.vocab_size, self.link)
 
 
+@dataclass(slots=True, eq=False)
 class SplitHead(Projection):
-    """An output projection; each rank has some of the outputs, and rank 0 gets all of them.
+    """An output projection; each rank has some of the outputs, and rank 0 gets all of them."""
 
-    Args:
-        part: (T, hidden) -> (T, outputs of this rank), as many on each.
-        vocab_size: outputs of all ranks together; padding behind them is left out.
-        link: of the ranks.
-    """
-
-    __slots__ = ("link", "part", "vocab_size")
-
-    def __init__(self, part: Projection, vocab_size: int, link: Link) -> None:
-        self.part = part
-        self.vocab_size = vocab_size
-        self.link = link
+    part: Projection  # (T, hidden) -> (T, outputs of this rank), as many on each
+    vocab_size: int  # outputs of all ranks together; padding behind them is left out
+    link: Link  # of the ranks
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, vocab_size) on rank 0; on the others T rows without a meaning."""
@@ -162,13 +140,11 @@ class SplitHead(Projection):
         return y if y.shape[-1] <= self.vocab_size else y[:, : self.vocab_size]
 
 
+@dataclass(slots=True, eq=False)
 class AbsentMixer(Mixer):
     """Stands for the mixer of a layer on another rank, and says what its cache keeps there."""
 
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: CacheSpec) -> None:
-        self.spec = spec
+    spec: CacheSpec
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []

@@ -5,6 +5,7 @@ relative state, E = distances that have a bias, S = tokens of one sequence.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,19 +22,12 @@ CLIP_EPS = 1e-6
 MOST_SCORES = 1 << 26  # that are there at once
 
 
+@dataclass(slots=True, eq=False)
 class LogScale:
-    """A factor that grows with the logarithm of the position: 1 + alpha * ln((p + 1) / floor).
+    """A factor that grows with the logarithm of the position: 1 + alpha * ln((p + 1) / floor)."""
 
-    Args:
-        alpha: of the logarithm.
-        floor: up to this many tokens the factor is 1.
-    """
-
-    __slots__ = ("alpha", "floor")
-
-    def __init__(self, alpha: float, floor: int) -> None:
-        self.alpha = alpha
-        self.floor = floor
+    alpha: float  # of the logarithm
+    floor: int  # up to this many tokens the factor is 1
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> mx.array:
         """(T, 1, 1) float32, computed once a step."""
@@ -53,25 +47,14 @@ def clipped(x: mx.array, threshold: float, scale: mx.array | None = None) -> mx.
     return (wide * mx.minimum(threshold / (length + CLIP_EPS), 1)).astype(x.dtype)
 
 
+@dataclass(slots=True, eq=False)
 class ClippedHeads:
-    """A projection to heads that are scaled and then clipped to a length.
+    """A projection to heads that are scaled and then clipped to a length."""
 
-    Args:
-        proj: (T, hidden) -> (T, heads * numbers).
-        scale: (heads, numbers) float32.
-        threshold: the longest that a head may be.
-        log_scale: of the result, by position; None: there is none.
-    """
-
-    __slots__ = ("log_scale", "proj", "scale", "threshold")
-
-    def __init__(
-        self, proj: Projection, scale: mx.array, threshold: float, log_scale: LogScale | None
-    ) -> None:
-        self.proj = proj
-        self.scale = scale
-        self.threshold = threshold
-        self.log_scale = log_scale
+    proj: Projection  # (T, hidden) -> (T, heads * numbers)
+    scale: mx.array  # (heads, numbers) float32
+    threshold: float  # the longest that a head may be
+    log_scale: LogScale | None  # of the result, by position; None: there is none
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, heads, numbers)."""
@@ -81,28 +64,18 @@ class ClippedHeads:
         return heads if scale is None else scale(heads, step.prepared[scale])
 
 
+@dataclass(slots=True, eq=False)
 class RelativeBias:
     """What a step's tokens add to their scores; a cache attends with it, see `cache.paged.Choice`.
 
     A token's score of a token `d` before it has the bias states · profiles[:, d], and none from E
     on. Its sink is one more logit in the softmax, without a value.
-
-    Args:
-        states: (T, H, r) of the tokens.
-        profiles: (r, E).
-        sinks: (T, H).
-        window: tokens that each sees; None: all before it.
     """
 
-    __slots__ = ("profiles", "sinks", "states", "window")
-
-    def __init__(
-        self, states: mx.array, profiles: mx.array, sinks: mx.array, window: int | None
-    ) -> None:
-        self.states = states
-        self.profiles = profiles
-        self.sinks = sinks
-        self.window = window
+    states: mx.array  # (T, H, r) of the tokens
+    profiles: mx.array  # (r, E)
+    sinks: mx.array  # (T, H)
+    window: int | None  # tokens that each sees; None: all before it
 
     def attend(self, layer: Any, queries: mx.array, softmax: Softmax) -> mx.array:
         """Queries (T, H, D) over what a layer has stored, (T, H * D)."""
@@ -146,53 +119,28 @@ def _with_zero(vectors: mx.array) -> mx.array:
     return mx.pad(vectors, [(0, 0), (0, 1), (0, 0)])[None]
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class RelativeAttention(AttentionShape, Mixer):
     """Attention without rope; queries, keys and values may have inputs of their own.
 
     Relative states, sinks and gates read the input of the queries.
-
-    Args:
-        queries, states: heads of queries, and relative states.
-        k_proj, v_proj: (T, hidden) -> (T, Hk * D).
-        k_conv, v_conv: over what these give.
-        sink_proj: (T, hidden) -> (T, H).
-        gate_proj: (T, hidden) -> (T, H * D), gates of the outputs before their sigmoid.
-        o_proj: (T, H * D) -> (T, hidden).
-        profiles: (r, E) the biases by distance.
-        v_eps: of the RMS norm over values, which has no weight.
-        spec: what the cache keeps.
     """
 
-    __slots__ = (
-        *("gate_proj", "k_conv", "k_proj", "o_proj", "profiles", "queries", "sink_proj"),
-        *("softmax", "spec", "states", "v_conv", "v_eps", "v_proj"),
-    )
+    queries: ClippedHeads
+    states: ClippedHeads  # relative
+    k_proj: Projection  # (T, hidden) -> (T, Hk * D)
+    v_proj: Projection  # the same
+    k_conv: ResidualConv  # over what `k_proj` gives
+    v_conv: ResidualConv  # over what `v_proj` gives
+    sink_proj: Projection  # (T, hidden) -> (T, H)
+    gate_proj: Projection  # (T, hidden) -> (T, H * D), gates of the outputs before their sigmoid
+    o_proj: Projection  # (T, H * D) -> (T, hidden)
+    profiles: mx.array  # (r, E) the biases by distance
+    v_eps: float  # of the RMS norm over values, which has no weight
+    spec: KVSpec  # what the cache keeps
 
-    spec: KVSpec
-
-    def __init__(
-        self,
-        *,
-        queries: ClippedHeads,
-        states: ClippedHeads,
-        k_proj: Projection,
-        v_proj: Projection,
-        k_conv: ResidualConv,
-        v_conv: ResidualConv,
-        sink_proj: Projection,
-        gate_proj: Projection,
-        o_proj: Projection,
-        profiles: mx.array,
-        v_eps: float,
-        spec: KVSpec,
-    ) -> None:
-        super().__init__(queries.scale.shape[0])
-        self.queries, self.states = queries, states
-        self.k_proj, self.v_proj = k_proj, v_proj
-        self.k_conv, self.v_conv = k_conv, v_conv
-        self.sink_proj, self.gate_proj, self.o_proj = sink_proj, gate_proj, o_proj
-        self.profiles, self.v_eps, self.spec = profiles, v_eps, spec
-        self.softmax = Softmax(spec.key_dim**-0.5, None, None)
+    def __post_init__(self) -> None:
+        AttentionShape.__init__(self, self.queries.scale.shape[0])
 
     @property
     def parts(self) -> Sequence[Mixer]:
@@ -229,7 +177,7 @@ class RelativeAttention(AttentionShape, Mixer):
             self.queries(for_queries, step),
             clipped(keys, self.queries.threshold),
             mx.fast.rms_norm(values, None, self.v_eps),
-            self.softmax,
+            Softmax(self.spec.key_dim**-0.5),
             bias,
         )
         gates = mx.sigmoid(self.gate_proj(for_queries).astype(mx.float32))

@@ -138,6 +138,7 @@ class MultiRope:
         return x
 
 
+@dataclass(slots=True, eq=False)
 class LongRope:
     """Two ropes; each sequence takes the rope of its own variant (arXiv 2402.13753).
 
@@ -145,11 +146,8 @@ class LongRope:
     the tokens of each variant from its rope.
     """
 
-    __slots__ = ("long", "short")
-
-    def __init__(self, short: Rope, long: Rope) -> None:
-        self.short = short
-        self.long = long
+    short: Rope
+    long: Rope
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
         """The prepared short and long rope (None if no token takes it), and the choice (T,)."""
@@ -181,18 +179,16 @@ def rope_of(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
     return rope if spec.long is None else LongRope(rope, FusedRope(spec.long, head_dim, dtype))
 
 
+@dataclass(slots=True, eq=False)
 class QueryScale:
     """Queries grow with the logarithm of their position, as in Llama 4.
 
     The factor is 1 + slope * log(1 + floor((position + offset) / period)).
     """
 
-    __slots__ = ("offset", "period", "slope")
-
-    def __init__(self, slope: float, period: int, offset: int = 0) -> None:
-        self.slope = slope
-        self.period = period  # tokens
-        self.offset = offset
+    slope: float
+    period: int  # tokens
+    offset: int = 0
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> mx.array:
         """Factors (T, 1, 1) float32 of positions (T,)."""

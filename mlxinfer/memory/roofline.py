@@ -35,15 +35,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes and multiplications that one token of a model takes, at batch one.
+    """Bytes and multiplications that one token of a model takes, at batch one."""
 
-    Attributes:
-        weight_bytes: that each token of an answer reads.
-        weights: that it is multiplied by.
-    """
-
-    weight_bytes: int
-    weights: int
+    weight_bytes: int  # that each token of an answer reads
+    weights: int  # that it is multiplied by
 
 
 def machine(text: str) -> Machine:

@@ -20,23 +20,15 @@ BALANCED_SHARE = 0.8  # of the memory for models; other programs run beside them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A model of the table.
-
-    Attributes:
-        parameters: all of them.
-        active: those that a token is computed with.
-        layers: those whose KV cache grows with the context.
-        kv_numbers: keys and values of one token in one layer.
-        context: tokens, of the model.
-    """
+    """A model of the table."""
 
     name: str
     source: str
-    parameters: float
-    active: float
-    layers: int
-    kv_numbers: int
-    context: int
+    parameters: float  # all of them
+    active: float  # those that a token is computed with
+    layers: int  # those whose KV cache grows with the context
+    kv_numbers: int  # keys and values of one token in one layer
+    context: int  # tokens, of the model
     tasks: list[str]
     weights_bytes: float | None = None
 

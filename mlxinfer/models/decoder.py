@@ -5,6 +5,7 @@ which sequence a token belongs to and what it may attend to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,15 +76,13 @@ class ResidualLayer(Layer):
         return x, None if onward.before is None else normed
 
 
+@dataclass(slots=True, eq=False)
 class ParallelLayer(Layer):
     """x + mixer(norm(x)) + mlp(norm(x)), with one norm: Cohere."""
 
-    __slots__ = ("mixer", "mlp", "norm")
-
-    def __init__(self, norm: Norm, mixer: LayerMixer, mlp: FeedForward) -> None:
-        self.norm = norm
-        self.mixer = mixer
-        self.mlp = mlp
+    norm: Norm
+    mixer: LayerMixer
+    mlp: FeedForward
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""

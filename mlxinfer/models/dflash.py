@@ -8,6 +8,7 @@ projection are the model's. Sources: z-lab/dflash, `dflash/model_mlx.py` (arXiv 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,58 +44,22 @@ _OF_ASSISTANT: dict[str, Any] = {  # of Muse Glimmer: what its config may leave 
 _ENCODER = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class BlockLayer:
-    """One pre-norm layer with attention that reads a context beside the block.
+    """One pre-norm layer with attention that reads a context beside the block."""
 
-    Args:
-        sizes: query heads, heads of keys and of values, numbers of a head.
-        window: tokens that a row sees, itself included; None: all.
-        causal: whether a row sees no later one of its block.
-    """
-
-    __slots__ = (
-        "causal",
-        "input_norm",
-        "k_norm",
-        "kv_proj",
-        "mlp",
-        "mlp_norm",
-        "o_proj",
-        "q_norm",
-        "q_proj",
-        "rope",
-        "sizes",
-        "window",
-    )
-
-    def __init__(
-        self,
-        *,
-        input_norm: Norm,
-        q_proj: Projection,
-        kv_proj: Projection,
-        o_proj: Projection,
-        q_norm: Norm,
-        k_norm: Norm,
-        rope: Rope,
-        mlp_norm: Norm,
-        mlp: FeedForward,
-        sizes: tuple[int, int, int],
-        window: int | None,
-        causal: bool,
-    ) -> None:
-        self.input_norm = input_norm
-        self.q_proj = q_proj
-        self.kv_proj = kv_proj
-        self.o_proj = o_proj
-        self.q_norm = q_norm
-        self.k_norm = k_norm
-        self.rope = rope
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.sizes = sizes
-        self.window = window
-        self.causal = causal
+    input_norm: Norm
+    q_proj: Projection
+    kv_proj: Projection
+    o_proj: Projection
+    q_norm: Norm
+    k_norm: Norm
+    rope: Rope
+    mlp_norm: Norm
+    mlp: FeedForward
+    sizes: tuple[int, int, int]  # query heads, heads of keys and of values, numbers of a head
+    window: int | None  # tokens that a row sees, itself included; None: all
+    causal: bool  # whether a row sees no later one of its block
 
     def keys_values(self, x: mx.array, positions: mx.array) -> KeysValues:
         """Keys and values of rows x (n, hidden) at positions (n,)."""

@@ -1,5 +1,6 @@
 """EAGLE-3: a predictor of one layer from a folder of its own, as speculators and SGLang save it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ from .weights.weights import Weights
 _FRONTS = ("midlayer.", "layers.0.")  # of the layer's names
 
 
+@dataclass(slots=True, eq=False)
 class NormedProjection:
     """A norm, then a projection."""
 
-    __slots__ = ("norm", "proj")
-
-    def __init__(self, norm: Norm, proj: Projection) -> None:
-        self.norm = norm
-        self.proj = proj
+    norm: Norm
+    proj: Projection
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (n, in_dims) -> (n, out_dims)."""

@@ -5,7 +5,7 @@ behind each block, and tables of positions and of token types beside that of tok
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -20,16 +20,14 @@ from .family import Family
 from .jsonfields import Fields
 
 
+@dataclass(slots=True, eq=False)
 class NormedSumLayer(Layer):
     """norm(x + mixer(x)), then norm(x + mlp(x)): the first Transformer, BERT and its kin."""
 
-    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
-
-    def __init__(self, mixer: Any, mixer_norm: Norm, mlp: Any, mlp_norm: Norm) -> None:
-        self.mixer = mixer
-        self.mixer_norm = mixer_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
+    mixer: Any
+    mixer_norm: Norm
+    mlp: Any
+    mlp_norm: Norm
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""

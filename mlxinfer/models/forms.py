@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over each head of Q and K.
+    """RMS norms over each head of Q and K."""
 
-    Attributes:
-        names: of both in a checkpoint.
-        values: V has one too, without weights.
-    """
-
-    names: tuple[str, str] = ("q_norm", "k_norm")
-    values: bool = False
+    names: tuple[str, str] = ("q_norm", "k_norm")  # of both in a checkpoint
+    values: bool = False  # V has one too, without weights
 
 
 @dataclass(frozen=True, slots=True)

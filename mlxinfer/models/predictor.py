@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,7 @@ class PredictorBlock(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class JoinedBlock:
     """One projection of both, normed and side by side, then decoder layers, mostly one: MTP.
 
@@ -50,16 +52,14 @@ class JoinedBlock:
     `qwen3_next_mtp.py`.
     """
 
-    __slots__ = ("embedding_norm", "hidden_norm", "layers", "mixers", "proj")
+    embedding_norm: Norm
+    hidden_norm: Norm
+    proj: Projection
+    layers: Sequence[Layer]
 
-    def __init__(
-        self, embedding_norm: Norm, hidden_norm: Norm, proj: Projection, layers: Sequence[Layer]
-    ) -> None:
-        self.embedding_norm = embedding_norm
-        self.hidden_norm = hidden_norm
-        self.proj = proj
-        self.layers = layers
-        self.mixers = [mixer for layer in layers for mixer in layer.mixers]
+    @property
+    def mixers(self) -> list[Mixer]:
+        return [mixer for layer in self.layers for mixer in layer.mixers]
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return kernels_of(model, *self.layers)
@@ -73,35 +73,22 @@ class JoinedBlock:
         return x
 
 
+@dataclass(slots=True, eq=False)
 class StreamBlock:
     """A projection of each residual stream, plus one of the embedding, then a layer: Qwen4-Exp.
 
     SGLang, `qwen4_exp_mtp.py`; vLLM, `qwen4_exp/nvidia/mtp.py`. n = streams.
-
-    Args:
-        embedding_norm, hidden_norm: over (T, hidden), and over all streams (T, n * hidden) at once.
-        embedding_proj, hidden_proj: (n, hidden) to the same shape.
-        layer: of streams.
     """
 
-    __slots__ = (
-        "embedding_norm", "embedding_proj", "hidden_norm", "hidden_proj", "layer", "mixers",
-    )  # fmt: skip
+    embedding_norm: Norm  # over (T, hidden)
+    hidden_norm: Norm  # over all streams (T, n * hidden) at once
+    embedding_proj: Projection  # (n, hidden) to the same shape
+    hidden_proj: Projection  # the same
+    layer: Layer  # of streams
 
-    def __init__(
-        self,
-        embedding_norm: Norm,
-        hidden_norm: Norm,
-        embedding_proj: Projection,
-        hidden_proj: Projection,
-        layer: Layer,
-    ) -> None:
-        self.embedding_norm = embedding_norm
-        self.hidden_norm = hidden_norm
-        self.embedding_proj = embedding_proj
-        self.hidden_proj = hidden_proj
-        self.layer = layer
-        self.mixers = layer.mixers
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        return self.layer.mixers
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return self.layer.kernels(model)
@@ -114,42 +101,24 @@ class StreamBlock:
         return self.layer(x.flatten(1), None, step)[0]
 
 
+@dataclass(slots=True, eq=False)
 class ConcatenatedBlock:
     """A decoder layer with attention that reads both, normed and side by side: EAGLE-3.
 
     Li et al., "EAGLE-3" (arXiv 2503.01840); vLLM, `llama_eagle3.py`.
-
-    Args:
-        normed_residual: whether the hidden states are added to attention's outputs normed.
     """
 
-    __slots__ = (
-        "embedding_norm",
-        "hidden_norm",
-        "mixer",
-        "mixers",
-        "mlp",
-        "mlp_norm",
-        "normed_residual",
-    )
+    embedding_norm: Norm
+    hidden_norm: Norm
+    mixer: Mixer
+    mlp_norm: Norm
+    mlp: FeedForward
+    _: KW_ONLY
+    normed_residual: bool  # whether the hidden states are added to attention's outputs normed
 
-    def __init__(
-        self,
-        embedding_norm: Norm,
-        hidden_norm: Norm,
-        mixer: Mixer,
-        mlp_norm: Norm,
-        mlp: FeedForward,
-        *,
-        normed_residual: bool,
-    ) -> None:
-        self.embedding_norm = embedding_norm
-        self.hidden_norm = hidden_norm
-        self.mixer = mixer
-        self.mixers = (mixer,)
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.normed_residual = normed_residual
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        return (self.mixer,)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return kernels_of(model, self.mixer, self.mlp)

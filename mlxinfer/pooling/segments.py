@@ -5,6 +5,7 @@ by side in the flat list, so that they attend together as a view (n, heads, L, D
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,15 +23,13 @@ QUERY_BLOCK = 256  # queries of a long row at a time
 Mask = mx.array | str | None  # (queries, keys) bool, or "causal"; None: all see all
 
 
+@dataclass(slots=True, eq=False)
 class RowGroup:
     """Rows of one length within a pass."""
 
-    __slots__ = ("count", "length", "start")
-
-    def __init__(self, start: int, count: int, length: int) -> None:
-        self.start = start  # of the first token, in the flat list
-        self.count = count
-        self.length = length
+    start: int  # of the first token, in the flat list
+    count: int
+    length: int
 
     def of(self, x: mx.array) -> mx.array:
         """x (T, ...) -> (count, length, ...) of these rows."""

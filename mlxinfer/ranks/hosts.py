@@ -27,17 +27,12 @@ MIN_SECRET = 16  # characters
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank among others.
-
-    Attributes:
-        ring: addresses with ports of every rank, as MLX's ring takes them.
-        control: where rank 0 waits for the others.
-    """
+    """One rank among others."""
 
     rank: int
     size: int
-    ring: list[list[str]]
-    control: tuple[str, int]
+    ring: list[list[str]]  # addresses with ports of every rank, as MLX's ring takes them
+    control: tuple[str, int]  # where rank 0 waits for the others
 
 
 def _wrong(problem: str) -> InvalidRequestError:

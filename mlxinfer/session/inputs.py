@@ -272,23 +272,14 @@ class ChatInput(Input):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextInput(Input):
-    """One text, or its token ids, to be continued.
+    """One text, or its token ids, to be continued."""
 
-    Attributes:
-        prompt: the text or the ids.
-        suffix: text behind a gap after the prompt; the answer fills the gap.
-        files: other files (name, text) before a prompt with a suffix.
-        logits: keep the logits of every position of the prompt.
-        reasons: the reasoning of the model is split off the text.
-        pictures: that stand in a prompt of token ids.
-    """
-
-    prompt: PromptLike
-    suffix: str | None = None
-    files: Sequence[tuple[str, str]] = ()
-    logits: bool = False
-    reasons: bool = True
-    pictures: "tuple[PlacedPicture, ...]" = ()
+    prompt: PromptLike  # the text or the ids
+    suffix: str | None = None  # text behind a gap after the prompt; the answer fills the gap
+    files: Sequence[tuple[str, str]] = ()  # other files (name, text) before a prompt with a suffix
+    logits: bool = False  # keep the logits of every position of the prompt
+    reasons: bool = True  # the reasoning of the model is split off the text
+    pictures: "tuple[PlacedPicture, ...]" = ()  # that stand in a prompt of token ids
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         return reader.text(self, max_context)

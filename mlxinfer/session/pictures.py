@@ -83,35 +83,21 @@ def num_bytes(shown: Shown) -> int:
 
 
 class Processors(NamedTuple):
-    """The processors of a model: they make pictures and videos ready for it.
+    """The processors of a model: they make pictures and videos ready for it."""
 
-    Attributes:
-        images: of pictures; None: it does not see.
-        videos: of videos; None: it has seen none.
-    """
-
-    images: ImageProcessor | None = None
-    videos: VideoProcessor | None = None
+    images: ImageProcessor | None = None  # of pictures; None: it does not see
+    videos: VideoProcessor | None = None  # of videos; None: it has seen none
 
 
 class SeenParts(NamedTuple):
-    """The pictures and videos of one conversation, ready.
+    """The pictures and videos of one conversation, ready."""
 
-    Attributes:
-        name: of the model.
-        images: of pictures.
-        videos: of videos; None: there are none.
-        shown: of each, in order.
-        spoken: what is encoded in place of each video's placeholder, in order.
-        unread: places of earlier ones that cannot be read.
-    """
-
-    name: str
-    images: ImageProcessor
-    videos: VideoProcessor | None
-    shown: Sequence[Shown]
-    spoken: Sequence[str]
-    unread: frozenset[str] = frozenset()
+    name: str  # of the model
+    images: ImageProcessor  # of pictures
+    videos: VideoProcessor | None  # of videos; None: there are none
+    shown: Sequence[Shown]  # of each, in order
+    spoken: Sequence[str]  # what is encoded in place of each video's placeholder, in order
+    unread: frozenset[str] = frozenset()  # places of earlier ones that cannot be read
 
     def respell(self, text: str) -> str:
         """The text to encode where the template has written this one.

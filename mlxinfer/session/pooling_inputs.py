@@ -15,11 +15,7 @@ Text = PromptLike  # of a model that pools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """Texts that become vectors; the fields are the arguments of LLM.embed.
-
-    Attributes:
-        place: the field that errors name.
-    """
+    """Texts that become vectors; the fields are the arguments of LLM.embed."""
 
     texts: Text | Sequence[Text]
     prompt_name: str | None = None
@@ -27,7 +23,7 @@ class EmbedInput:
     dimensions: int | None = None
     normalize: bool | None = None
     truncate: int | bool = False
-    place: str = "input"
+    place: str = "input"  # the field that errors name
 
     def __post_init__(self) -> None:
         check_list("texts", self.texts)

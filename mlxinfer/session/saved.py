@@ -29,17 +29,11 @@ NO_ROOM_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who saves and loads.
+    """Who saves and loads."""
 
-    Attributes:
-        owner: of the API key; None: the server has none.
-        salt: of the owner's requests in the prefix cache.
-        share: part of the disk cache that the owner's sessions may take.
-    """
-
-    owner: str | None
-    salt: str | None
-    share: float
+    owner: str | None  # of the API key; None: the server has none
+    salt: str | None  # of the owner's requests in the prefix cache
+    share: float  # part of the disk cache that the owner's sessions may take
 
 
 class NamedSessions(SavedSessions):

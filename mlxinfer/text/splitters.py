@@ -172,23 +172,14 @@ class TagSplitter(Splitter):
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """How a model marks messages within its answer, each with a header that says what it is.
+    """How a model marks messages within its answer, each with a header that says what it is."""
 
-    Attributes:
-        marks: texts in and around headers.
-        ends: texts after a message; the first of them ends a thought.
-        thought: header of a thought, up to its text.
-        preamble: header of a text before a call.
-        final: header of the answer.
-        shows_headers: tool-call parsers need the header of a call.
-    """
-
-    marks: tuple[str, ...]
-    ends: tuple[str, ...]
-    thought: str
-    preamble: str
-    final: str
-    shows_headers: bool = True
+    marks: tuple[str, ...]  # texts in and around headers
+    ends: tuple[str, ...]  # texts after a message; the first of them ends a thought
+    thought: str  # header of a thought, up to its text
+    preamble: str  # header of a text before a call
+    final: str  # header of the answer
+    shows_headers: bool = True  # tool-call parsers need the header of a call
 
 
 GPT_OSS = Channels(

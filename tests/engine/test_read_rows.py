@@ -135,8 +135,8 @@ def test_keys_that_are_no_numbers_end_a_request_though_no_row_sees_them(
 ) -> None:
     """The windows of 8 hide them from all rows that are read; a page would keep them."""
     model = tiny_model("mistral-v4", quantized=True)
-    mixer = model.layers[-1].mixer
-    monkeypatch.setattr(mixer, "qkv_proj", Damaged(mixer.qkv_proj))
+    args = model.layers[-1].mixer.args
+    monkeypatch.setattr(args, "qkv_proj", Damaged(args.qkv_proj))
     harness = Harness(model, prefill_chunk=32)
     harness.add("a", prompt(80), PARAMS)
     assert isinstance(harness.drain()["a"].error, RequestFailedError)

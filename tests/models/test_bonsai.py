@@ -63,7 +63,8 @@ def test_a_pack_has_the_logits_of_its_plain_matrices(folders):
 def test_matrices_of_one_input_are_rotated_once(folders):
     model = load(folders[0])
     recurrent, attention = model.layers[0], model.layers[1]
-    fused = [attention.mixer.qkv_proj, recurrent.mlp.gate_up_proj, attention.mlp.gate_up_proj]
+    mlps = [recurrent.mlp.gate_up_proj, attention.mlp.gate_up_proj]
+    fused = [attention.mixer.args.qkv_proj, *mlps]
     assert all(isinstance(projection, RotatedLinear) for projection in fused)
     in_proj = recurrent.mixer.in_proj
     assert isinstance(in_proj, Joined)  # two of its four matrices are not packed

@@ -71,9 +71,10 @@ def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     model = load(tiny_checkpoint(tmp_path, name))
-    attentions = [mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec)]
-    assert type(attentions[0].o_proj) is Linear
-    ropes = {type(mixer.rope) for mixer in attentions if getattr(mixer, "rope", None) is not None}
+    mixers = [mixer for mixer in model.mixers if not isinstance(mixer.spec, StateSpec)]
+    parts = [getattr(mixer, "args", mixer) for mixer in mixers]
+    assert type(parts[0].o_proj) is Linear
+    ropes = {type(part.rope) for part in parts if getattr(part, "rope", None) is not None}
     assert ropes <= {FusedRope, LongRope, MultiRope}
     assert bool(ropes) == any(model.config.ropes)
     with np.load(DATA / f"{name}.npz") as reference:

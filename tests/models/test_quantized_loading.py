@@ -79,7 +79,7 @@ def test_exceptions_by_path(tmp_path):
     stated = low | paths | {"lm_head": False}
     assert_same(tmp_path, config, packed, stated, lambda path: paths.get(path, low))
     model = load(tmp_path / "q")
-    assert isinstance(model.layers[0].mixer.qkv_proj, Joined)
+    assert isinstance(model.layers[0].mixer.args.qkv_proj, Joined)
 
 
 def test_stacked_experts_of_mlx_checkpoints(tmp_path):

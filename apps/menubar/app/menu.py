@@ -56,17 +56,12 @@ Act = Callable[[Action], object]
 
 @dataclass(frozen=True, slots=True)
 class MenuEntry:
-    """A line of the menu; without an action it only says something.
-
-    Attributes:
-        section: entries of different sections have a line between them.
-        entries: of the submenu that it opens.
-    """
+    """A line of the menu; without an action it only says something."""
 
     text: str
     action: Action | None = None
-    section: int = 0
-    entries: "tuple[MenuEntry, ...]" = ()
+    section: int = 0  # entries of different sections have a line between them
+    entries: "tuple[MenuEntry, ...]" = ()  # of the submenu that it opens
 
 
 def menu_of(view: View) -> tuple[MenuEntry, ...]:

@@ -45,15 +45,10 @@ def read_block(config: Fields, key: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class FP8:
-    """The modules of any checkpoint that have eight-bit floats as weights.
+    """The modules of any checkpoint that have eight-bit floats as weights."""
 
-    Args:
-        block: rows and inputs, where scales are for blocks.
-        powers: whether float scales are said to be powers of two.
-    """
-
-    block: tuple[int, int] = BLOCK
-    powers: bool = False
+    block: tuple[int, int] = BLOCK  # rows and inputs, where scales are for blocks
+    powers: bool = False  # whether float scales are said to be powers of two
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module with eight-bit floats as weights."""

@@ -83,21 +83,13 @@ class SavedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSession:
-    """A prompt under a name.
+    """A prompt under a name."""
 
-    Attributes:
-        name: letters, digits, '.', '_' and '-'.
-        owner: of the API key that saved it; None: the server had none.
-        model: by its name on the server.
-        created_s: seconds since 1970.
-        num_bytes: of the entries.
-    """
-
-    name: str
-    owner: str | None
-    model: str
-    created_s: Seconds
-    num_bytes: int
+    name: str  # letters, digits, '.', '_' and '-'
+    owner: str | None  # of the API key that saved it; None: the server had none
+    model: str  # by its name on the server
+    created_s: Seconds  # seconds since 1970
+    num_bytes: int  # of the entries
     prompt: SavedPrompt
 
     def head(self) -> Entry:

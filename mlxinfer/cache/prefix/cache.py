@@ -24,28 +24,17 @@ OnEvict = Callable[[Page, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """The prefix that a prompt can reuse. Lock it before anything else changes the cache.
-
-    Attributes:
-        num_tokens: positions that need not be computed.
-        num_matched: positions that agree with pages, whether groups can resume there or not.
-        path: the whole pages before `num_matched`; None: no group has that page.
-        cut: the page that `num_tokens` lies inside of.
-        cut_tokens: how many of its tokens: num_tokens % page_size.
-        state: the page with the state after `num_tokens`, where there are state layers.
-        tables: by group, of the whole pages that are needed to go on.
-        spans: of the prompt.
-    """
+    """The prefix that a prompt can reuse. Lock it before anything else changes the cache."""
 
     names: PageNames
-    num_tokens: int
-    num_matched: int
-    path: list[Page | None]
-    cut: Page | None
-    cut_tokens: int
-    state: Page | None
-    tables: list[PageTable]
-    spans: Spans
+    num_tokens: int  # positions that need not be computed
+    num_matched: int  # positions that agree with pages, whether groups can resume there or not
+    path: list[Page | None]  # the whole pages before `num_matched`; None: no group has that page
+    cut: Page | None  # the page that `num_tokens` lies inside of
+    cut_tokens: int  # how many of its tokens: num_tokens % page_size
+    state: Page | None  # the page with the state after `num_tokens`, where there are state layers
+    tables: list[PageTable]  # by group, of the whole pages that are needed to go on
+    spans: Spans  # of the prompt
 
     @property
     def num_pages(self) -> int:
@@ -60,21 +49,14 @@ class RestorePoint:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one sequence holds of the cache.
+    """What one sequence holds of the cache."""
 
-    Attributes:
-        tables: by group; whole pages before number `num_pages` have names.
-        copied: the page it is inside of and the state it goes on from, until they are copied.
-        epoch: how often everything had been forgotten when it began.
-        tenant: of the sequence.
-    """
-
-    tables: list[PageTable]
+    tables: list[PageTable]  # by group; whole pages before number `num_pages` have names
     num_pages: int
-    copied: Users
+    copied: Users  # the page it is inside of and the state it goes on from, until they are copied
     priority: int
-    epoch: int
-    tenant: Tenant = NOBODY
+    epoch: int  # how often everything had been forgotten when it began
+    tenant: Tenant = NOBODY  # of the sequence
     released: bool = False
 
 

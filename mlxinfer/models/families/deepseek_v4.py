@@ -22,6 +22,7 @@ from ...layers.moe import ExpertChoice, HashChoice, TokenIds
 from ...layers.norm import Norm
 from ...layers.rope import FusedRope, RopeSpec
 from ...layers.step import Layer
+from ...metal_kernels.paged_attention import Softmax
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import SLIDING, ModelConfig, read_rope
 from ..decoder import Entry
@@ -214,12 +215,10 @@ class DeepseekV4(MixedStreams):
             kv_norm=self.norm(f"{path}.kv_norm", dim),
             group_proj=self._groups(f"{path}.o_a_proj", groups, group_rank, inner),
             o_proj=weights.linear(f"{path}.o_b_proj", config.hidden_size, groups * group_rank),
-            num_heads=heads,
             num_groups=groups,
             spec=kv_spec,
-            scale=config.attention_scale,
+            softmax=Softmax(config.attention_scale, weights.take(f"{path}.sinks", (heads,))),
             rope=FusedRope(spec, dim, weights.dtype),
-            sinks=weights.take(f"{path}.sinks", (heads,)),
             compressor=self._compressor(index, path, spec),
         )
 

@@ -6,7 +6,7 @@ low rank (Laurel), and some gates of feed-forward blocks are cut to their larges
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from statistics import NormalDist
 from typing import ClassVar
 
@@ -39,14 +39,12 @@ from .gemma_e import (
 _LEAST = 1e-5  # of a mean square that is divided by
 
 
+@dataclass(slots=True, eq=False)
 class SparseGate:
     """A gated activation that sets gates below mean + cut * standard deviation to zero."""
 
-    __slots__ = ("activation", "cut")
-
-    def __init__(self, activation: Gated, cut: float) -> None:
-        self.activation = activation
-        self.cut = cut
+    activation: Gated
+    cut: float
 
     def __call__(self, gate_up: mx.array) -> mx.array:
         """gate_up (..., 2 * dims) -> (..., dims)."""
@@ -56,19 +54,12 @@ class SparseGate:
         return self.activation(mx.concatenate([gate, up], axis=-1))
 
 
+@dataclass(slots=True, eq=False)
 class StreamedEntry:
-    """The streams of a token's embedding: itself, and projections of it that are as long.
+    """The streams of a token's embedding: itself, and projections of it that are as long."""
 
-    Args:
-        inputs: leaves the per-layer inputs in the step.
-        projection: (T, hidden) -> (T, (S - 1) * hidden).
-    """
-
-    __slots__ = ("inputs", "projection")
-
-    def __init__(self, inputs: PerLayerInputs, projection: Projection) -> None:
-        self.inputs = inputs
-        self.projection = projection
+    inputs: PerLayerInputs  # leaves the per-layer inputs in the step
+    projection: Projection  # (T, hidden) -> (T, (S - 1) * hidden)
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """ids (T,) and x (T, hidden) -> (T, S, hidden)."""
@@ -106,32 +97,16 @@ def _as_long(x: mx.array, other: mx.array) -> mx.array:
     return x * length * mx.rsqrt(mx.maximum(square, _LEAST))
 
 
+@dataclass(slots=True, eq=False)
 class AltUp:
-    """Predicts all streams from all streams, and corrects them by the error of the active one.
+    """Predicts all streams from all streams, and corrects them by the error of the active one."""
 
-    Args:
-        active: which stream a layer computes.
-        norm: before the router, over the hidden size; it also divides by that.
-        router: (T, hidden) -> (T, S).
-        predict, correct: coefficients (T, S * S) and (T, S) of what the router gives.
-    """
-
-    __slots__ = ("active", "correction", "norm", "prediction", "router")
-
-    def __init__(
-        self,
-        active: int,
-        *,
-        norm: Norm,
-        router: Projection,
-        prediction: Projection,
-        correction: Projection,
-    ) -> None:
-        self.active = active
-        self.norm = norm
-        self.router = router
-        self.prediction = prediction
-        self.correction = correction
+    active: int  # the stream that a layer computes
+    _: KW_ONLY
+    norm: Norm  # before the router, over the hidden size; it also divides by that
+    router: Projection  # (T, hidden) -> (T, S)
+    prediction: Projection  # coefficients (T, S * S) of what the router gives
+    correction: Projection  # coefficients (T, S) of the same
 
     def predict(self, streams: mx.array) -> mx.array:
         """(T, S, hidden) -> the same, as expected behind the layer."""
@@ -150,15 +125,13 @@ class AltUp:
         return mx.tanh(self.router(self.norm(x)).astype(mx.float32)).astype(x.dtype)
 
 
+@dataclass(slots=True, eq=False)
 class Laurel:
     """x + norm(right(left(x))): a product of low rank beside attention (arXiv 2411.07501)."""
 
-    __slots__ = ("left", "norm", "right")
-
-    def __init__(self, left: Projection, right: Projection, norm: Norm) -> None:
-        self.left = left
-        self.right = right
-        self.norm = norm
+    left: Projection
+    right: Projection
+    norm: Norm
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""

@@ -8,7 +8,7 @@ of earlier ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -48,14 +48,12 @@ _ROPES = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class NormedMLP:
     """mlp(norm(x))."""
 
-    __slots__ = ("mlp", "norm")
-
-    def __init__(self, norm: Norm, mlp: MLP) -> None:
-        self.norm = norm
-        self.mlp = mlp
+    norm: Norm
+    mlp: MLP
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return self.mlp.kernels(model)

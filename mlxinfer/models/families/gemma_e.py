@@ -5,6 +5,7 @@ P = numbers of one layer's input for a token.
 """
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import mlx.core as mx
 
@@ -21,39 +22,18 @@ from ..stage import BetweenStages
 _MIX = 2.0**-0.5  # of the two parts of an input
 
 
+@dataclass(slots=True, eq=False)
 class PerLayerInputs:
-    """Each layer's input: a row of a table, and a projection of the token's embedding.
+    """Each layer's input: a row of a table, and a projection of the token's embedding."""
 
-    Args:
-        table: of (vocabulary, L * P).
-        vocab_size: rows of it; tokens beyond take the first.
-        picture_id: the token whose row the features of a picture take.
-        projection: (T, hidden) -> (T, L * P).
-        norm: over the P numbers of a projected embedding.
-        num_layers: L.
-        scale: multiplies projected embeddings.
-    """
-
-    __slots__ = ("norm", "num_layers", "picture_id", "projection", "scale", "table", "vocab_size")
-
-    def __init__(
-        self,
-        table: Embedding,
-        *,
-        vocab_size: int,
-        picture_id: int,
-        projection: Projection,
-        norm: Norm,
-        num_layers: int,
-        scale: float,
-    ) -> None:
-        self.table = table
-        self.vocab_size = vocab_size
-        self.picture_id = picture_id
-        self.projection = projection
-        self.norm = norm
-        self.num_layers = num_layers
-        self.scale = scale
+    table: Embedding  # of (vocabulary, L * P)
+    _: KW_ONLY
+    vocab_size: int  # rows of it; tokens beyond take the first
+    picture_id: int  # the token whose row the features of a picture take
+    projection: Projection  # (T, hidden) -> (T, L * P)
+    norm: Norm  # over the P numbers of a projected embedding
+    num_layers: int  # L
+    scale: float  # multiplies projected embeddings
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """Leave the inputs (T, L, P) in the step; embeddings x (T, hidden) stay as they are."""
@@ -66,27 +46,16 @@ class PerLayerInputs:
         return x
 
 
+@dataclass(slots=True, eq=False)
 class PerLayerGate:
-    """The share of one layer: norm(up(act(gate(x)) * input)).
+    """The share of one layer: norm(up(act(gate(x)) * input))."""
 
-    Args:
-        index: of the layer.
-        gate: (T, hidden) -> (T, P).
-        up: (T, P) -> (T, hidden).
-        norm: over the hidden size.
-        activation: of what `gate` gives, times the input.
-    """
-
-    __slots__ = ("activation", "gate", "index", "norm", "up")
-
-    def __init__(
-        self, index: int, *, gate: Projection, up: Projection, norm: Norm, activation: Gated
-    ) -> None:
-        self.index = index
-        self.gate = gate
-        self.up = up
-        self.norm = norm
-        self.activation = activation
+    index: int  # of the layer
+    _: KW_ONLY
+    gate: Projection  # (T, hidden) -> (T, P)
+    up: Projection  # (T, P) -> (T, hidden)
+    norm: Norm  # over the hidden size
+    activation: Gated  # of what `gate` gives, times the input
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""

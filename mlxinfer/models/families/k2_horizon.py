@@ -4,7 +4,7 @@ transformers has no class for it. The formulas are those that vLLM, oMLX and lla
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import mlx.core as mx
@@ -24,15 +24,13 @@ from .biased_experts import V3_KEYS
 from .deepseek import shared_expert
 
 
+@dataclass(slots=True, eq=False)
 class GroupedNorm:
     """An RMS norm over each of several parts of the hidden state, with one weight for all of it."""
 
-    __slots__ = ("eps", "num_groups", "weight")
-
-    def __init__(self, weight: mx.array, num_groups: int, eps: float) -> None:
-        self.weight = weight  # (dims,)
-        self.num_groups = num_groups
-        self.eps = eps  # added to each mean square
+    weight: mx.array  # (dims,)
+    num_groups: int
+    eps: float  # added to each mean square
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (T, dims) to the same shape and dtype."""
@@ -40,19 +38,12 @@ class GroupedNorm:
         return mx.fast.rms_norm(parts, None, self.eps).flatten(-2) * self.weight
 
 
+@dataclass(slots=True, eq=False)
 class WithMixedValues(Projection):
-    """Queries and keys of one matrix, values of a mixture of experts.
+    """Queries and keys of one matrix, values of a mixture of experts."""
 
-    Args:
-        qk_proj: (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim).
-        values: (T, hidden) -> (T, num_kv_heads * head_dim).
-    """
-
-    __slots__ = ("qk_proj", "values")
-
-    def __init__(self, qk_proj: Projection, values: MoE) -> None:
-        self.qk_proj = qk_proj
-        self.values = values
+    qk_proj: Projection  # (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim)
+    values: MoE  # (T, hidden) -> (T, num_kv_heads * head_dim)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim)."""

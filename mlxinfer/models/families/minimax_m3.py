@@ -1,6 +1,6 @@
 """MiniMax M3: attention to the best blocks of tokens, clamped activations, a shared expert."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,41 +21,20 @@ from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
 from .mixtral import MiniMaxM2
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class BlockIndexer(Mixer):
     """An index that lets a layer see only the blocks with the best tokens.
 
     It has queries of a few heads, and one key for each token. Both are normalised and then
     position-encoded. T = tokens of the step, d = numbers of a key (transformers' MiniMax M3).
-
-    Args:
-        qk_proj: (T, hidden) -> (T, (Hi + 1) * d), queries and then one key.
-        qk_norm: over (T, Hi + 1, d).
-        num_heads: Hi.
-        served: query heads of attention that see what one of them chooses.
-        spec: what the cache keeps.
-        rope: over the first numbers of queries and keys.
     """
 
-    __slots__ = ("num_heads", "qk_norm", "qk_proj", "rope", "served", "spec")
-
-    spec: BlockSpec
-
-    def __init__(
-        self,
-        *,
-        qk_proj: Projection,
-        qk_norm: Norm,
-        num_heads: int,
-        served: int,
-        spec: BlockSpec,
-        rope: Rope,
-    ) -> None:
-        self.qk_proj = qk_proj
-        self.qk_norm = qk_norm
-        self.num_heads = num_heads
-        self.served = served
-        self.spec = spec
-        self.rope = rope
+    qk_proj: Projection  # (T, hidden) -> (T, (Hi + 1) * d), queries and then one key
+    qk_norm: Norm  # over (T, Hi + 1, d)
+    num_heads: int  # Hi
+    served: int  # query heads of attention that see what one of them chooses
+    spec: BlockSpec  # what the cache keeps
+    rope: Rope  # over the first numbers of queries and keys
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []

@@ -6,7 +6,7 @@ raises those of a prompt to `time_step_min`, which is the range that training be
 
 import re
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import mlx.core as mx
@@ -47,14 +47,12 @@ _NAMES = {  # of the config, and what other families with Mamba-2 call the same
 }
 
 
+@dataclass(slots=True, eq=False)
 class MixerLayer(Layer):
     """x + mixer(norm(x))."""
 
-    __slots__ = ("mixer", "norm")
-
-    def __init__(self, norm: Norm, mixer: LayerMixer) -> None:
-        self.norm = norm
-        self.mixer = mixer
+    norm: Norm
+    mixer: LayerMixer
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
@@ -62,36 +60,26 @@ class MixerLayer(Layer):
         return self.mixer(normed, step, step.narrow(x) if step.narrows else x), None
 
 
+@dataclass(slots=True, eq=False)
 class FeedForwardLayer(Layer):
     """x + mlp(norm(x))."""
 
-    __slots__ = ("mlp", "norm")
-
-    def __init__(self, norm: Norm, mlp: FeedForward) -> None:
-        self.norm = norm
-        self.mlp = mlp
+    norm: Norm
+    mlp: FeedForward
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         return self.mlp(self.norm(x), x), None
 
 
+@dataclass(slots=True, eq=False)
 class LatentExperts:
-    """Experts between projections to a smaller size and back, beside a shared expert.
+    """Experts between projections to a smaller size and back, beside a shared expert."""
 
-    Args:
-        down, up: (T, hidden) -> (T, latent), and back.
-        experts: the mixture; its router reads what `down` reads.
-        shared: the expert that every token goes to.
-    """
-
-    __slots__ = ("down", "experts", "shared", "up")
-
-    def __init__(self, down: Projection, experts: MoE, up: Projection, shared: FeedForward) -> None:
-        self.down = down
-        self.experts = experts
-        self.up = up
-        self.shared = shared
+    down: Projection  # (T, hidden) -> (T, latent)
+    experts: MoE  # its router reads what `down` reads
+    up: Projection  # (T, latent) -> (T, hidden)
+    shared: FeedForward  # the expert that every token goes to
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return kernels_of(model, self.experts, self.shared)

@@ -7,6 +7,7 @@ Source: transformers 5.24, models/gemma4 and models/gemma4_unified.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isqrt
 
 import mlx.core as mx
@@ -71,21 +72,13 @@ class ClippedLinear(Projection):
         return y if residual is None else y + residual
 
 
+@dataclass(slots=True, eq=False)
 class Gemma4Embed:
-    """A projection of pixels, plus the table's rows for the column and for the row of a patch.
+    """A projection of pixels, plus the table's rows for the column and for the row of a patch."""
 
-    Args:
-        proj: (P, 3 * side * side) -> (P, hidden).
-        table: (2, places, hidden) for columns and for rows.
-        frequencies: (D / 4,) of either half of a head.
-    """
-
-    __slots__ = ("frequencies", "proj", "table")
-
-    def __init__(self, proj: Projection, table: mx.array, frequencies: np.ndarray) -> None:
-        self.proj = proj
-        self.table = table
-        self.frequencies = frequencies
+    proj: Projection  # (P, 3 * side * side) -> (P, hidden)
+    table: mx.array  # (2, places, hidden) for columns and for rows
+    frequencies: np.ndarray  # (D / 4,) of either half of a head
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
         """Pixels are from 0 to 1 and become -1 to 1."""
@@ -106,25 +99,14 @@ def _places(tile: Tile, count: int) -> np.ndarray:
     return rows_and_columns(tile.grid)
 
 
+@dataclass(slots=True, eq=False)
 class Gemma4Project:
-    """The mean of each square of patches, scaled and perhaps standardised, then projected.
+    """The mean of each square of patches, scaled and perhaps standardised, then projected."""
 
-    Args:
-        side: patches of a square's side.
-        standard: (2, hidden) what is subtracted, and then a factor; None: neither.
-        norm: of eps alone, without weights.
-        proj: to the text model's width.
-    """
-
-    __slots__ = ("norm", "proj", "side", "standard")
-
-    def __init__(
-        self, side: int, standard: mx.array | None, norm: RMSNorm, proj: Projection
-    ) -> None:
-        self.side = side
-        self.standard = standard
-        self.norm = norm
-        self.proj = proj
+    side: int  # patches of a square's side
+    standard: mx.array | None  # (2, hidden) what is subtracted, and then a factor; None: neither
+    norm: RMSNorm  # of eps alone, without weights
+    proj: Projection  # to the text model's width
 
     def __call__(self, x: mx.array, tile: Tile) -> Features:
         """The scale is beyond float16, so it is float32 up to the norm."""
@@ -184,21 +166,16 @@ class Gemma4UnifiedTower:
         return PatchTower(embed, [], project, width=text_width(config))
 
 
+@dataclass(slots=True, eq=False)
 class PixelNorm:
     """A layer norm of the pixels of squares, in float32 up to the weights.
 
     Squares of sky or paper hardly vary around a bright mean. There MLX's own norm of 6,912 numbers
     is off by 1e-2 of their spread: the rounding of the mean is not small beside it. So the mean is
     subtracted before squares are summed, and sums are those of parts.
-
-    Args:
-        norm: weights, bias and eps.
     """
 
-    __slots__ = ("norm",)
-
-    def __init__(self, norm: LayerNorm) -> None:
-        self.norm = norm
+    norm: LayerNorm  # weights, bias and eps
 
     def __call__(self, pixels: mx.array) -> mx.array:
         """(P, 3 * side * side) to the same shape."""

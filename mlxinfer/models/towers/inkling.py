@@ -5,6 +5,7 @@ second; places count from 1, and the class token has place 0. Source: transforme
 models/inkling2.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -67,44 +68,25 @@ MODULES = TowerNames(
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class LayerScale:
     """Multiplies the output of a block by a weight for each number."""
 
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: mx.array) -> None:
-        self.weight = weight
+    weight: mx.array
 
     def __call__(self, x: mx.array) -> mx.array:
         return x * self.weight
 
 
+@dataclass(slots=True, eq=False)
 class InklingEmbed:
-    """Pixels and a place for each patch behind a class token, normed.
+    """Pixels and a place for each patch behind a class token, normed."""
 
-    Args:
-        proj: (P, row) -> (P, hidden).
-        places: (side, side, hidden), stretched over the patches of a picture.
-        first: (1, hidden) the class token.
-        norm: over all of them.
-        frequencies: (D / 4,) of rows, and of columns.
-    """
-
-    __slots__ = ("first", "frequencies", "norm", "places", "proj")
-
-    def __init__(
-        self,
-        proj: Projection,
-        places: mx.array,
-        first: mx.array,
-        norm: LayerNorm,
-        frequencies: NDArray[np.float64],
-    ) -> None:
-        self.proj = proj
-        self.places = places
-        self.first = first
-        self.norm = norm
-        self.frequencies = frequencies
+    proj: Projection  # (P, row) -> (P, hidden)
+    places: mx.array  # (side, side, hidden), stretched over the patches of a picture
+    first: mx.array  # (1, hidden) the class token
+    norm: LayerNorm  # over all of them
+    frequencies: NDArray[np.float64]  # (D / 4,) of rows, and of columns
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
         """(1 + P, hidden), the class token first."""

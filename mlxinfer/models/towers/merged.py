@@ -41,26 +41,15 @@ EPS = 1e-6  # of all norms
 Numbers = NDArray[np.int64]
 
 
+@dataclass(slots=True, eq=False)
 class CellMerger:
-    """The patches of each cell side by side -> one feature: two matrices, exact GELU between them.
+    """Patches of a cell side by side -> one feature: two matrices, exact GELU between them."""
 
-    Args:
-        norm: over a patch, or over all of a cell.
-        up, down: the matrices.
-        cell: patches of a cell.
-        of_cells: the norm is over all of a cell.
-    """
-
-    __slots__ = ("cell", "down", "norm", "of_cells", "up")
-
-    def __init__(
-        self, norm: Norm, up: Projection, down: Projection, *, cell: int, of_cells: bool = False
-    ) -> None:
-        self.norm = norm
-        self.up = up
-        self.down = down
-        self.cell = cell
-        self.of_cells = of_cells
+    norm: Norm  # over a patch, or over all of a cell
+    up: Projection
+    down: Projection
+    cell: int  # patches of a cell
+    of_cells: bool = False  # the norm is over all of a cell
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (P, hidden) -> (P / cell, text hidden)."""
@@ -69,17 +58,11 @@ class CellMerger:
         return self.down(gelu_of(mx.erf)(self.up(x)))
 
 
+@dataclass(slots=True, eq=False)
 class PlaceTable:
-    """Learned vectors of a square of places, stretched over the patches of a frame.
+    """Learned vectors of a square of places, stretched over the patches of a frame."""
 
-    Args:
-        table: (places, places, hidden).
-    """
-
-    __slots__ = ("table",)
-
-    def __init__(self, table: mx.array) -> None:
-        self.table = table
+    table: mx.array  # (places, places, hidden)
 
     def __call__(self, rows: int, columns: int) -> mx.array:
         """(rows, columns, hidden) float32; corners of the square lie on corners of the frame."""

@@ -5,7 +5,7 @@ frequencies and by columns with the odd ones. Source: Pixtral (arXiv 2410.07073)
 models/pixtral, models/mistral3 and models/llava.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -50,21 +50,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class PixtralEmbed:
-    """A projection of pixels, normed.
+    """A projection of pixels, normed."""
 
-    Args:
-        proj: (P, row) -> (P, hidden).
-        norm: behind it.
-        frequencies: (D / 2,) of a head.
-    """
-
-    __slots__ = ("frequencies", "norm", "proj")
-
-    def __init__(self, proj: Projection, norm: RMSNorm, frequencies: np.ndarray) -> None:
-        self.proj = proj
-        self.norm = norm
-        self.frequencies = frequencies
+    proj: Projection  # (P, row) -> (P, hidden)
+    norm: RMSNorm  # behind it
+    frequencies: np.ndarray  # (D / 2,) of a head
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
         """The first half of the frequencies is of rows, the second of columns."""
@@ -76,23 +68,14 @@ class PixtralEmbed:
         return self.norm(x), turn_by(angles[:, None])
 
 
+@dataclass(slots=True, eq=False)
 class Mistral3Project:
-    """Two projections behind a norm and a projection that makes one of each square of patches.
+    """Two projections behind a norm and a projection that makes one of each square of patches."""
 
-    Args:
-        norm: over a patch.
-        merge: (N, hidden * side * side) -> (N, hidden); places of a square vary fastest.
-        side: patches of a square's side.
-        mlp: the two projections.
-    """
-
-    __slots__ = ("merge", "mlp", "norm", "side")
-
-    def __init__(self, norm: Norm, merge: Projection, side: int, mlp: MLP) -> None:
-        self.norm = norm
-        self.merge = merge
-        self.side = side
-        self.mlp = mlp
+    norm: Norm  # over a patch
+    merge: Projection  # (N, hidden * side * side) -> (N, hidden); places of a square vary fastest
+    side: int  # patches of a square's side
+    mlp: MLP  # the two projections
 
     def __call__(self, x: mx.array, tile: Tile) -> Features:
         """(P, hidden) -> (P / side / side, text hidden)."""

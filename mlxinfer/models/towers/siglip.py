@@ -5,6 +5,8 @@ Sources: SigLIP (arXiv 2303.15343), SigLIP 2 (2502.14786), transformers 5.24: mo
 models/siglip2, models/gemma3 and models/lfm2_vl.
 """
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 import numpy as np
 
@@ -44,21 +46,13 @@ _LEFT_OUT = ("vision.head.", "vision.embeddings.position_ids")
 _NORM_EPS = 1e-5  # of torch's layer norm
 
 
+@dataclass(slots=True, eq=False)
 class SiglipEmbed:
-    """A projection of pixels plus learned positions.
+    """A projection of pixels plus learned positions."""
 
-    Args:
-        proj: (P, row) -> (P, hidden).
-        table: one row for each place of a square of `side` x `side`.
-        side: of the square. Other grids take means of places.
-    """
-
-    __slots__ = ("proj", "side", "table")
-
-    def __init__(self, proj: Projection, table: Embedding, side: int) -> None:
-        self.proj = proj
-        self.table = table
-        self.side = side
+    proj: Projection  # (P, row) -> (P, hidden)
+    table: Embedding  # one row for each place of a square of `side` x `side`
+    side: int  # of the square. Other grids take means of places.
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, None]:
         """Nothing turns."""
@@ -90,23 +84,14 @@ def _weights(side: int, count: int) -> np.ndarray:
     return shares / shares.sum(-1, keepdims=True)
 
 
+@dataclass(slots=True, eq=False)
 class Gemma3Project:
-    """The mean of each square of patches, normed and projected.
+    """The mean of each square of patches, normed and projected."""
 
-    Args:
-        last_norm: of the tower.
-        tokens: features of a side of the picture.
-        norm: over a mean.
-        proj: to the text model's width.
-    """
-
-    __slots__ = ("last_norm", "norm", "proj", "tokens")
-
-    def __init__(self, last_norm: Norm, tokens: int, norm: Norm, proj: Projection) -> None:
-        self.last_norm = last_norm
-        self.tokens = tokens
-        self.norm = norm
-        self.proj = proj
+    last_norm: Norm  # of the tower
+    tokens: int  # features of a side of the picture
+    norm: Norm  # over a mean
+    proj: Projection  # to the text model's width
 
     def __call__(self, x: mx.array, tile: Tile) -> Features:
         """A picture is a square."""

@@ -377,22 +377,14 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStore:
-    """The experts of a model that are read when tokens need them.
+    """The experts of a model that are read when tokens need them."""
 
-    Attributes:
-        layers: in their order.
-        slot_bytes: memory of all slots.
-        num_bytes: of all experts, in the files' layout.
-        active_bytes: of those that one token goes to.
-        disk_rate: bytes/s of the disk, measured when the model was loaded.
-    """
-
-    layers: Sequence[LayerExperts]
+    layers: Sequence[LayerExperts]  # in their order
     reader: Reader
-    slot_bytes: int
-    num_bytes: int
-    active_bytes: int
-    disk_rate: float
+    slot_bytes: int  # memory of all slots
+    num_bytes: int  # of all experts, in the files' layout
+    active_bytes: int  # of those that one token goes to
+    disk_rate: float  # bytes/s of the disk, measured when the model was loaded
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers."""

@@ -49,11 +49,7 @@ UNSTATED_CONTEXT = 1 << 20  # tokens; recurrent models state none, and have none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooConfig:
-    """As `ModelConfig`, of a model that mlx-lm defines.
-
-    Attributes:
-        alone_because: why it runs one sequence after another; None: it runs batched.
-    """
+    """As `ModelConfig`, of a model that mlx-lm defines."""
 
     model_type: str
     vocab_size: int
@@ -67,7 +63,7 @@ class ZooConfig:
     quantization: Quantization | None
     qkv_bias: bool
     cache_specs: tuple[CacheSpec, ...]
-    alone_because: str | None
+    alone_because: str | None  # why it runs one sequence after another; None: it runs batched
 
     @property
     def definition(self) -> str:
@@ -396,13 +392,11 @@ ATTENTION_CACHES = ("KVCache", "RotatingKVCache")  # every output depends on wha
 STEP = 256  # tokens for which mlx-lm's caches of attention make room at a time
 
 
+@dataclass(slots=True, eq=False)
 class Kept:
     """mlx-lm's caches of one sequence."""
 
-    __slots__ = ("caches",)
-
-    def __init__(self, caches: list[Any]) -> None:
-        self.caches = caches
+    caches: list[Any]
 
     @property
     def num_bytes(self) -> int:

@@ -100,15 +100,10 @@ async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> list[str]:
 
 
 class _DataUrl(NamedTuple):
-    """A `data:` URL in its parts.
+    """A `data:` URL in its parts."""
 
-    Attributes:
-        kind: the media type; "": none is stated.
-        is_base64: the content is base64, and otherwise the text itself.
-    """
-
-    kind: str
-    is_base64: bool
+    kind: str  # the media type; "": none is stated
+    is_base64: bool  # the content is base64, and otherwise the text itself
     content: str
 
     @classmethod

@@ -274,24 +274,16 @@ async def _answer(
 
 @dataclass(slots=True)
 class SaidWriter:
-    """Writes one answer: whole, or as lines.
-
-    Attributes:
-        _name: of the model, as the request has it.
-        _load_s: seconds until the model was loaded.
-        _chats: the answer is a message, not a text.
-        _explains: the end says why no more of the prompt was reused.
-        _pieces: of the call that has begun.
-    """
+    """Writes one answer: whole, or as lines."""
 
     _call: Call
-    _name: str
+    _name: str  # of the model, as the request has it
     _model: ServedModel
     _answers: Answers
-    _load_s: float
-    _chats: bool
-    _explains: bool
-    _pieces: list[ToolCallDelta] = field(default_factory=list)
+    _load_s: float  # seconds until the model was loaded
+    _chats: bool  # the answer is a message, not a text
+    _explains: bool  # the end says why no more of the prompt was reused
+    _pieces: list[ToolCallDelta] = field(default_factory=list)  # of the call that has begun
 
     def whole(self, result: Result) -> Plain:
         """The answer to a request without a stream."""

@@ -84,18 +84,12 @@ class CallCore(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ObjectCore(CallCore):
-    """A JSON object with a member for the name and one for the arguments.
-
-    Attributes:
-        pattern: its text, with NAME, ARGUMENT_OBJECT and ID in their places.
-        name_key: the key of the name.
-        arguments_key: the key of the arguments.
-    """
+    """A JSON object with a member for the name and one for the arguments."""
 
     starts: ClassVar[str] = "\\{"
-    pattern: str
-    name_key: str
-    arguments_key: str
+    pattern: str  # its text, with NAME, ARGUMENT_OBJECT and ID in their places
+    name_key: str  # the key of the name
+    arguments_key: str  # the key of the arguments
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool

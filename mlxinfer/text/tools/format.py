@@ -81,17 +81,11 @@ class CallWriter:
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call of an earlier turn.
+    """A call of an earlier turn."""
 
-    Attributes:
-        name: of the function.
-        arguments: an object; or a text, where the client has sent what is no JSON object.
-        id: as the client has sent it.
-    """
-
-    name: str
-    arguments: Any
-    id: str = ""
+    name: str  # of the function
+    arguments: Any  # an object; or a text, where the client has sent what is no JSON object
+    id: str = ""  # as the client has sent it
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> "WrittenCall":

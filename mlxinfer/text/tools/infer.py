@@ -38,19 +38,12 @@ _UNIT = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_/]{2,40}\]|.", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class WrittenCalls:
-    """Calls as a template writes them.
+    """Calls as a template writes them."""
 
-    Attributes:
-        one: the text of ONE.
-        two: the text of TWO; None: the template writes no two calls in one message.
-        ids: the ids of the calls.
-        short_ids: the template refuses ids of more than nine letters and digits.
-    """
-
-    one: str
-    two: str | None
-    ids: tuple[str, ...]
-    short_ids: bool = False
+    one: str  # the text of ONE
+    two: str | None  # the text of TWO; None: the template writes no two calls in one message
+    ids: tuple[str, ...]  # the ids of the calls
+    short_ids: bool = False  # the template refuses ids of more than nine letters and digits
 
     def without_ids(self, text: str) -> str:
         return re.sub("|".join(map(re.escape, self.ids)), ID, text)

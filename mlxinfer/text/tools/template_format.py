@@ -18,19 +18,12 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The texts around calls.
+    """The texts around calls."""
 
-    Attributes:
-        section: texts before the first and after the last call.
-        call: texts before and after each call.
-        between: text between two calls.
-        single: an answer has one call.
-    """
-
-    section: tuple[str, str]
-    call: tuple[str, str]
-    between: str = ""
-    single: bool = False
+    section: tuple[str, str]  # texts before the first and after the last call
+    call: tuple[str, str]  # texts before and after each call
+    between: str = ""  # text between two calls
+    single: bool = False  # an answer has one call
 
     @property
     def texts(self) -> tuple[str, ...]:

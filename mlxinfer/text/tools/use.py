@@ -18,22 +18,14 @@ Choice = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request and the choice that the model has.
+    """The tools of one request and the choice that the model has."""
 
-    Attributes:
-        shown: the tools in OpenAI's form, as chat templates get them.
-        tools: the same, checked.
-        format: how the model writes calls.
-        must_call: the answer has to be a call, of the tool `only` if that is given.
-        parallel: an answer may have several calls; otherwise the first one ends it.
-    """
-
-    shown: Sequence[Mapping[str, Any]]
-    tools: Toolbox
-    format: ToolFormat
-    must_call: bool = False
+    shown: Sequence[Mapping[str, Any]]  # the tools in OpenAI's form, as chat templates get them
+    tools: Toolbox  # the same, checked
+    format: ToolFormat  # how the model writes calls
+    must_call: bool = False  # the answer has to be a call, of the tool `only` if that is given
     only: str | None = None
-    parallel: bool = True
+    parallel: bool = True  # an answer may have several calls; otherwise the first one ends it
 
     @classmethod
     def plan(

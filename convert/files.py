@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConversionError
+from ..files import sync_folder
 from .plan import PlannedArray, laid_out
 
 ALIGNMENT = 8
@@ -133,12 +134,3 @@ def damaged(path: Path) -> ConversionError:
     return ConversionError(
         f"{path} is damaged, so this conversion cannot continue; use --restart to begin again."
     )
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

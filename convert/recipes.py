@@ -306,7 +306,6 @@ class ConversionOptions:
     target_bytes: int | None = None
     searched: bool = True  # scales by squared error; False: as mx.quantize
     calibration: str | None = None  # text; None: squared errors count alike
-    error_feedback: bool = True  # where there is a text for calibration (feedback.py)
     learn_minutes: float | None = None  # for scales and biases (learn.py); None: they stay
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
@@ -334,7 +333,8 @@ class ConversionOptions:
 
     @property
     def feeds_back(self) -> bool:
-        return self.error_feedback and self.calibration is not None
+        """Whether rounding errors go to what is not rounded yet (feedback.py)."""
+        return self.calibration is not None
 
     @property
     def targeted(self) -> bool:

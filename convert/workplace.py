@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConversionError, InvalidRequestError, shown
+from ..files import sync_folder
 from ..memory import human_bytes
-from .files import sync_folder
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -47,6 +47,15 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def sync_folder(folder: str | Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def open_lines(path: Path, begin: bytes, read: Callable[[bytes], object]) -> BinaryIO:
     """Open a file of lines to add more. An end that a killed run left of a line is cut off.
 

@@ -199,9 +199,9 @@ class Streams:
 class StreamLayer(Layer):
     """A layer whose residual is several streams. Its norms are parts of its connections."""
 
+    connections: tuple[Connection, Connection]  # of the mixer, and of the other block
     mixer: LayerMixer
     mlp: FeedForward
-    connections: tuple[Connection, Connection]  # of the mixer, and of the other block
     inject: Inject | None = None  # what is added before
 
     @property

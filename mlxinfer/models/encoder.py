@@ -24,10 +24,10 @@ from .jsonfields import Fields
 class NormedSumLayer(Layer):
     """norm(x + mixer(x)), then norm(x + mlp(x)): the first Transformer, BERT and its kin."""
 
-    mixer: Any
     mixer_norm: Norm
-    mlp: Any
     mlp_norm: Norm
+    mixer: Any
+    mlp: Any
 
     def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
@@ -169,10 +169,10 @@ class Encoder(Family):
     def layer(self, index: int) -> Layer:
         path = f"model.layers.{index}"
         return NormedSumLayer(
-            self.mixer(index),
             self.norm(f"{path}.post_attention_layernorm"),
-            self.mlp(index),
             self.norm(f"{path}.post_mlp_layernorm"),
+            self.mixer(index),
+            self.mlp(index),
         )
 
     def last_norm(self) -> Norm:

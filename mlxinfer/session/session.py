@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import SamplingParams
-from ..engine.own_pages import OwnPages
+from ..engine.peers import OwnPages
 from ..errors import InvalidRequestError, shown
 from ..models import Watch
 from ..speculation.options import kind_of

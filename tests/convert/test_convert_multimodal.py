@@ -11,6 +11,7 @@ from convert_cases import TEXT, by_mlx_lm, by_mlxinfer, convert, write_source
 from models.test_hybrid_layouts import packed, prefixed
 
 from mlxinfer.convert import run
+from mlxinfer.convert.recipes import ConversionOptions
 from mlxinfer.errors import ConversionError
 from mlxinfer.models.towers.loading import TOWERS
 
@@ -104,7 +105,9 @@ def stored(folder: Path) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("outer", ["llama4", "qwen3_vl_moe"])
-def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_path: Path) -> None:
+def test_stacks_are_calibrated_under_the_names_that_are_written(
+    outer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Error feedback finds the inputs of experts, though their names differ from the decoder's."""
     source = multimodal(tmp_path / "source", outer)
     config = json.loads((source / "config.json").read_text())
@@ -112,7 +115,8 @@ def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_
     (source / "config.json").write_text(json.dumps(config))
     text = TEXT * 3  # enough for each expert
     convert(source, tmp_path / "fed-back", "4bit-g32", calibration=text)
-    convert(source, tmp_path / "nearest", "4bit-g32", calibration=text, error_feedback=False)
+    monkeypatch.setattr(ConversionOptions, "feeds_back", False)
+    convert(source, tmp_path / "nearest", "4bit-g32", calibration=text)
     one, other = (stored(tmp_path / name) for name in ("fed-back", "nearest"))
     stacks = [name for name in one if "experts." in name or "switch_mlp." in name]
     stacks = [name for name in stacks if name.endswith(".weight") and one[name].ndim == 3]

@@ -23,7 +23,7 @@ from mlxinfer.convert.quantise import (
     unpacked,
 )
 from mlxinfer.convert.read import MLXFormat
-from mlxinfer.convert.recipes import FLOATS, affine
+from mlxinfer.convert.recipes import FLOATS, ConversionOptions, affine
 from mlxinfer.errors import ConversionError
 
 RNG = np.random.default_rng(5)
@@ -167,7 +167,9 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     source = write_source(tmp_path / "source", case)
     options: dict[str, Any] = {"calibration": TEXT, "shard_bytes": 16_000}
     convert(source, tmp_path / "undisturbed", "3bit-g32", **options)
-    convert(source, tmp_path / "nearest", "3bit-g32", error_feedback=False, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversionOptions, "feeds_back", False)
+        convert(source, tmp_path / "nearest", "3bit-g32", **options)
     assert contents(tmp_path / "nearest") != contents(tmp_path / "undisturbed")
     written, stop = ShardFile.finish, stops(2)
 
@@ -179,11 +181,11 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
         patch.setattr(ShardFile, "finish", finish)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", "3bit-g32", **options)
-    with pytest.raises(
-        ConversionError, match=r"rounding: . sequences, error feedback over 4096 inputs, now"
-    ):
-        convert(source, tmp_path / "out", "3bit-g32", run={"resume": True},
-                error_feedback=False, **options)  # fmt: skip
+    refused = r"rounding: . sequences, error feedback over 4096 inputs, now"
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversionOptions, "feeds_back", False)
+        with pytest.raises(ConversionError, match=refused):
+            convert(source, tmp_path / "out", "3bit-g32", run={"resume": True}, **options)
     convert(source, tmp_path / "out", "3bit-g32", run={"resume": True}, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 

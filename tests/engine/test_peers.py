@@ -22,7 +22,7 @@ from mlxinfer.config import KVOptions, PeerOptions
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
-from mlxinfer.engine.own_pages import OwnPages
+from mlxinfer.engine.peers import OwnPages
 from tests.waiting import LIMIT_S
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states

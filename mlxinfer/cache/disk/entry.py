@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
+from ...files import sync_folder
 from ..prefix.index import ID_BYTES, KEY_BYTES, VERSION, group_key, pack_ids, page_key
 
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
@@ -128,12 +129,7 @@ class Files:
         os.replace(path, to)
 
     def sync_folder(self, folder: str) -> None:
-        """Return when the names in a folder are on the disk."""
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(folder)
 
     def remove(self, path: str) -> None:
         os.unlink(path)

@@ -186,7 +186,7 @@ class DeepseekV4(MixedStreams):
         to_mixer, to_mlp = (
             self.connection(f"{path}.{name}", self.norm(f"{path}.{norm}")) for name, norm in names
         )
-        return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp))
+        return StreamLayer((to_mixer, to_mlp), self.mixer(index), self.mlp(index))
 
     # -- attention ------------------------------------------------------------------------------
 

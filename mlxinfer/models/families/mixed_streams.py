@@ -50,7 +50,7 @@ class MixedStreams(Family):
         norms = self.norm(f"{path}.input_layernorm"), self.norm(f"{path}.post_attention_layernorm")
         to_mixer = self.connection(f"{path}.hc_attn", norms[0])
         to_mlp = self.connection(f"{path}.hc_ffn", norms[1])
-        return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp))
+        return StreamLayer((to_mixer, to_mlp), self.mixer(index), self.mlp(index))
 
     def mixing(self) -> Mixing:
         """How the weights of a connection follow from their logits."""

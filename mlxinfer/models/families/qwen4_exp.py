@@ -119,7 +119,7 @@ class Qwen4Exp(Qwen3_5MoE):
         )
         of_ngrams = self.config.first_layer + index in _ngram_layers(self.config.fields)
         ngrams = self._ngrams(index) if of_ngrams else None
-        return StreamLayer(self.mixer(index), self.mlp(index), (to_mixer, to_mlp), ngrams)
+        return StreamLayer((to_mixer, to_mlp), self.mixer(index), self.mlp(index), ngrams)
 
     def attention_args(self, index: int) -> AttentionArgs:
         return replace(super().attention_args(index), indexer=self._indexer(index))

@@ -82,11 +82,11 @@ def search(
     few = rough[..., 0]
     if few.any():  # (1, M, ...): those groups alone
         weights = None if importance is None else np.broadcast_to(importance, groups.shape)[few]
-        some, searched = groups[few][None], (scale[few][None], bias[few][None])
+        sampled, searched = groups[few][None], (scale[few][None], bias[few][None])
         extreme = _as_mlx(low[few][None], high[few][None], bits, dtype)
-        ours, theirs = (error_of(some, *pair, bits, weights) for pair in (searched, extreme))
-        for kept, ones, others in zip((scale, bias), searched, extreme, strict=True):
-            kept[few] = np.where(theirs < ours, others, ones)[0]
+        ours, theirs = (error_of(sampled, *pair, bits, weights) for pair in (searched, extreme))
+        for values, inner, outer in zip((scale, bias), searched, extreme, strict=True):
+            values[few] = np.where(theirs < ours, outer, inner)[0]
     return scale, bias
 
 

@@ -207,8 +207,8 @@ class Recipe:
 
     def fixes(self, output: OutputTensor) -> bool:
         """Whether a target size leaves the format of this tensor alone."""
-        kept = self.keep and output.quantised
-        return output.seeing or kept or self.given(output) is not None
+        keeps_format = self.keep and output.quantised
+        return output.seeing or keeps_format or self.given(output) is not None
 
     def given(self, output: OutputTensor) -> Override | None:
         """The last exception that names this tensor."""

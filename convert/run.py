@@ -162,8 +162,8 @@ class Conversion:
         place = Workplace(self.out)
         label = Path(self.source.label) if Path(self.source.label).exists() else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
-        there = sum(path.stat().st_blocks * 512 for path in files)
-        check_target(place, label, max(0, self.disk_bytes() - there))
+        used_bytes = sum(path.stat().st_blocks * 512 for path in files)
+        check_target(place, label, max(0, self.disk_bytes() - used_bytes))
         self.check_memory()
 
     def check_memory(self) -> None:

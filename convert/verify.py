@@ -182,14 +182,14 @@ def _check_copy(
     for packed in arranged.packed_blocks(tensor.output, block):
         rows = slice(row, row + prod(packed.scales.shape[:-1]))
         row = rows.stop
-        kept = loss.narrowed(packed, tensor)
-        for array, part in zip(tensor.arrays, kept, strict=True):
+        narrowed = loss.narrowed(packed, tensor)
+        for array, part in zip(tensor.arrays, narrowed, strict=True):
             written = reader.rows(array.name, rows)
             if not np.array_equal(written, as_numpy(part).reshape(written.shape)):
                 raise ConversionError(f"{array.name} differs from the source.")
         if packed.biases is None or all(
             mx.array_equal(one.astype(mx.float32), other.astype(mx.float32))
-            for one, other in zip(kept[1:], (packed.scales, packed.biases), strict=True)
+            for one, other in zip(narrowed[1:], (packed.scales, packed.biases), strict=True)
         ):
             errors.append(ErrorStats(energy=1.0))
             continue

@@ -120,11 +120,11 @@ def check_place(place: Workplace, source: Path | None) -> None:
             f"This conversion needs the folder {place.root}, but that is a {kind}. Move it or "
             "choose another name for the output; nothing was changed."
         )
-    there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
-    if there and not any(name in _MARKS for name in there):
+    names = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
+    if names and not any(name in _MARKS for name in names):
         raise ConversionError(
             f"This conversion needs the folder {place.root}, but that holds other files, such as "
-            f"{shown(min(there))}. Move it or choose another name for the output; nothing was "
+            f"{shown(min(names))}. Move it or choose another name for the output; nothing was "
             "changed."
         )
 

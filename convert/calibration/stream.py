@@ -417,9 +417,9 @@ class SourceTable:
         of_part = np.split(once, np.searchsorted(once, self._ends[:-1]))
         starts = [0, *self._ends[:-1].tolist()]
         read = [
-            self._streamed.rows(part, (some - start).tolist()).astype(mx.float32)
-            for part, some, start in zip(self._parts, of_part, starts, strict=True)
-            if len(some)
+            self._streamed.rows(part, (rows_of_part - start).tolist()).astype(mx.float32)
+            for part, rows_of_part, start in zip(self._parts, of_part, starts, strict=True)
+            if len(rows_of_part)
         ]
         values = np.array(mx.concatenate(read))
         np.frombuffer(memory, np.float32).reshape(len(rows), -1)[:] = values[places]

@@ -143,8 +143,8 @@ def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> On
 def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
     """How prefill chunks attend in tiles, over pages. They are neighbours in the flat list."""
     size, stops, first = group.page_size, long.starts + long.counts, int(long.rows[0])
-    some = long.sealed_to(-(-stops // size) * size)  # they are written before they attend
-    return OnMetal(slice(first, first + long.num_tokens), some, group, tiles=True)
+    part = long.sealed_to(-(-stops // size) * size)  # they are written before they attend
+    return OnMetal(slice(first, first + long.num_tokens), part, group, tiles=True)
 
 
 AttentionPart = OnMetal | Gathered | Chunk

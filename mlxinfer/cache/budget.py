@@ -89,8 +89,8 @@ def plan_groups(
         in_group += [layer] if layer in here else []
     keyed = sorted(members.items(), key=lambda item: item[0])
     windows = [AttentionWindow(key[0] or None, *key[1:]) for key, _ in keyed]
-    groups = [some for _, some in keyed]
-    costs = [[layer.token_bytes * page_size for layer in some] for some in groups]
+    groups = [group for _, group in keyed]
+    costs = [[layer.token_bytes * page_size for layer in group] for group in groups]
     # The keys or values of one are there twice.
     prices = [sum(cost) + max(cost, default=0) for cost in costs]
     totals = [sum(cost) for cost in costs]

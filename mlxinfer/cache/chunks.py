@@ -142,12 +142,12 @@ class Chunk:
             self._blocks.extend(self._query_blocks())
         outputs: list[mx.array] = []
         for rows, columns, mask in self._blocks:
-            some = queries[None, :, rows]
-            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
+            heads = queries[None, :, rows]
+            heads = mx.depends(heads, outputs[-1]) if outputs else heads  # one block's scores only
             seen = keys[None, :, columns], values[None, :, columns]
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
-                    some, *seen, scale=scale, mask=mask, sinks=sinks
+                    heads, *seen, scale=scale, mask=mask, sinks=sinks
                 )
             )
         return outputs[0][0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)[0]

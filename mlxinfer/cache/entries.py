@@ -192,9 +192,9 @@ class EntryChoice:
         softmax: Softmax,
     ) -> mx.array:
         """Rows of a short segment: each reads the entries that it sees alone."""
-        own, (window, most) = place.rows, (layer.spec.window, self.layer.spec.num_ranked)
+        rows, (window, most) = place.rows, (layer.spec.window, self.layer.spec.num_ranked)
         assert window is not None
-        positions, some = place.positions(own), queries[own]
+        positions, heads = place.positions(rows), queries[rows]
         tokens = mx.arange(max(place.start - window + 1, 0), place.stop)[None]
         in_window = (tokens <= positions) & (tokens > positions - window)
         pair = [layer.read_tokens(plane, near, tokens) for plane in layer.views()]  # (1, 1, W, D)
@@ -202,16 +202,16 @@ class EntryChoice:
         keys, count = self._keys(place, tail), place.stop // self.layer.spec.ratio
         if keys is None or count <= most:
             entries = self.layer.read_part(self.layer.entry_part, place, tail)[None]
-            seen = self._seen(place, own, keys, entries.shape[1])
+            seen = self._seen(place, rows, keys, entries.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
-            some = some.swapaxes(0, 1)[None]  # (1, heads, n, D)
-            output = self._over(layer, pair, entries, some, mask, softmax)
+            heads = heads.swapaxes(0, 1)[None]  # (1, heads, n, D)
+            output = self._over(layer, pair, entries, heads, mask, softmax)
             return output[0].swapaxes(0, 1).flatten(1)
-        numbers = numbers_of(self._seen(place, own, keys, count), most)
+        numbers = numbers_of(self._seen(place, rows, keys, count), most)
         entries = self.layer.entries(place, numbers, tail)  # (n, K, D)
         mask = mx.concatenate([in_window, numbers < NOWHERE], axis=1)[:, None, None]
         pair = [mx.broadcast_to(part, (len(entries), *part.shape[1:])) for part in pair]
-        return self._over(layer, pair, entries, some[:, :, None], mask, softmax).flatten(1)
+        return self._over(layer, pair, entries, heads[:, :, None], mask, softmax).flatten(1)
 
     def _attend_chunk(
         self,
@@ -255,7 +255,7 @@ class EntryChoice:
         softmax: Softmax,
     ) -> mx.array:
         """Attention of (B, heads, n, D) over keys and values (B, 1, W, D) and entries (B, K, D)."""
-        own = entries[:, None]
-        keys = mx.concatenate([pair[0], layer.rotate(own)], axis=2)
-        values = mx.concatenate([pair[1], layer.rotate_values(own)], axis=2)
+        entry = entries[:, None]
+        keys = mx.concatenate([pair[0], layer.rotate(entry)], axis=2)
+        values = mx.concatenate([pair[1], layer.rotate_values(entry)], axis=2)
         return attention(queries, keys, values, softmax, mask)

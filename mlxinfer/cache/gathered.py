@@ -46,8 +46,8 @@ def gathered_parts(
         ("parts", *[block.tobytes() for block in blocks]),
         lambda: [segments.some(block) for block in blocks],
     )
-    together = [some.at(segments.starts[block]) for some, block in zip(parts, blocks, strict=True)]
-    return [_gathered_part(some, metadata, group) for some in together]
+    together = [part.at(segments.starts[block]) for part, block in zip(parts, blocks, strict=True)]
+    return [_gathered_part(part, metadata, group) for part in together]
 
 
 def _blocks(

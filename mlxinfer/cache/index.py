@@ -100,17 +100,18 @@ class ChosenTokens:
                 tokens, seen = self.tokens(place, index)
                 pair = [layer.read_tokens(plane, place, tokens) for plane in layer.views()]
                 keys, values = (part.swapaxes(0, 1) for part in pair)  # (n, H, K, D)
-                some = queries[place.rows][:, :, None]
-                output = attention(some, keys, values, softmax, seen)  # (n, heads, 1, V)
+                heads = queries[place.rows][:, :, None]
+                output = attention(heads, keys, values, softmax, seen)  # (n, heads, 1, V)
                 outputs.append(output.flatten(1))
                 continue
             keys, values = (layer.read_whole(plane, place)[None] for plane in layer.views())
             rows = max(1, MOST_SCORES // (queries.shape[1] * place.stop))
             for first in range(place.rows.start, place.rows.stop, rows):
-                own = slice(first, min(first + rows, place.rows.stop))
-                some = queries[own].swapaxes(0, 1)[None]  # (1, heads, n, D)
-                some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-                output = attention(some, keys, values, softmax, self.mask(place, own, index))
+                block = slice(first, min(first + rows, place.rows.stop))
+                heads = queries[block].swapaxes(0, 1)[None]  # (1, heads, n, D)
+                if outputs:  # one block's scores only
+                    heads = mx.depends(heads, outputs[-1])
+                output = attention(heads, keys, values, softmax, self.mask(place, block, index))
                 outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 

@@ -166,7 +166,7 @@ class StepMetadata:
             rows: (R,) ascending; of a segment its last tokens.
         """
         parts = [[part.last(rows) for part in parts] for parts in (self.short, self.long)]
-        short, long = ([part for part in some if part is not None] for some in parts)
+        short, long = ([part for part in column if part is not None] for column in parts)
         spans, turning = self.spans, self.rope_positions
         return StepMetadata(
             short,

@@ -340,8 +340,8 @@ class KVCache:
             group.before_step(work)
         spilled = self.read_out(work.spill) if work.spill else []
         for number, group in enumerate(self._all) if work.load else ():
-            some = [load for load in work.load if load.group == number]
-            group.load([load.page for load in some], [load.entry.payload for load in some])
+            loads = [load for load in work.load if load.group == number]
+            group.load([load.page for load in loads], [load.entry.payload for load in loads])
         reused = [slot for slot in new_slots if slot in self._used_slots]
         self._used_slots.update(new_slots)
         for group in self._all:
@@ -352,9 +352,9 @@ class KVCache:
         """The entries of pages and snapshots; only behind a barrier, after seals."""
         entries: list[Entry] = []
         for number, group in enumerate(self._all):
-            some = [spill for spill in spills if spill.group == number]
-            payloads = group.read_out([spill.page for spill in some])
-            pairs = zip(some, payloads, strict=True)
+            group_spills = [spill for spill in spills if spill.group == number]
+            payloads = group.read_out([spill.page for spill in group_spills])
+            pairs = zip(group_spills, payloads, strict=True)
             entries += [spill.filled(payload) for spill, payload in pairs]
         return entries
 

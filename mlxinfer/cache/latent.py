@@ -306,15 +306,15 @@ class RankedLayer(LatentLayer):
             heads = max(queries.shape[1], rankers.shape[1])
             block = max(1, MOST_SCORES // (heads * len(vectors)))
             for first in range(rows.start, rows.stop, block):
-                own = slice(first, min(first + block, rows.stop))
-                some = queries[own].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
+                chunk = slice(first, min(first + block, rows.stop))
+                some = queries[chunk].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
                 if outputs:
                     some = mx.depends(some, outputs[-1])  # one block's scores at a time
                 if keys:
                     position = place.start + first - rows.start
                     places = mx.arange(len(vectors))
-                    visible = places <= position + mx.arange(own.stop - first)[:, None]
-                    best = ranked(rankers[own], weights[own], keys[0], visible, self.num_ranked)
+                    visible = places <= position + mx.arange(chunk.stop - first)[:, None]
+                    best = ranked(rankers[chunk], weights[chunk], keys[0], visible, self.num_ranked)
                     chosen[first] = best
                 output = mx.fast.scaled_dot_product_attention(
                     some, vectors[None, None], values, scale=scale, mask=chosen[first]

@@ -44,13 +44,13 @@ class StateBlock:
         """The state of one sequence: a copy, unless the block has no other."""
         if self.size == 1:
             return self
-        layers = [[mx.contiguous(array[row : row + 1]) for array in some] for some in self.layers]
+        layers = [[mx.contiguous(array[row : row + 1]) for array in layer] for layer in self.layers]
         alone = StateBlock(layers, 1)
         mx.async_eval(alone.arrays())  # else the copy would keep all of this block
         return alone
 
     def arrays(self) -> Arrays:
-        return [array for some in self.layers for array in some]
+        return [array for layer in self.layers for array in layer]
 
 
 Runs = list[tuple[StateBlock | None, list[int]]]  # neighbours that lie in one block; None: zeros
@@ -490,9 +490,9 @@ class OwnCaches(StateGroup):
         """Let the model see a step."""
         places = [  # first row, tokens, slot
             place
-            for some in (*metadata.short, *metadata.long)
+            for part in (*metadata.short, *metadata.long)
             for place in zip(
-                some.rows.tolist(), some.counts.tolist(), some.slots.tolist(), strict=True
+                part.rows.tolist(), part.counts.tolist(), part.slots.tolist(), strict=True
             )
         ]
         self.parts = [(slice(row, row + count), slot) for row, count, slot in sorted(places)]

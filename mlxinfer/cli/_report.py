@@ -289,7 +289,7 @@ def long_tokens_part(find: Callable[[], Path], length: int, steps: int) -> Data:
     def drawn(llm: LLM) -> dict[str, list[int]]:
         most = min(length, (llm.model_info.max_context or 0) - steps)
         ids = prompts(llm.tokenizer, most, 2, "long")
-        return {f"{len(some)} random tokens, {i}": some for i, some in enumerate(ids)}
+        return {f"{len(prompt)} random tokens, {i}": prompt for i, prompt in enumerate(ids)}
 
     ways = {"kernels": Way(), "kernels, pages of 32": Way(page_size=32)}
     return _same_tokens(find(), drawn, ways, steps)

@@ -130,8 +130,8 @@ class PictureFeatures(FeatureSource):
 
     def _bytes_held(self) -> int:
         """Bytes of features that running sequences need, and of those that are being computed."""
-        kept = sum([features.num_bytes for features in self._kept.values() if features.users])
-        return kept + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
+        num_bytes = sum([features.num_bytes for features in self._kept.values() if features.users])
+        return num_bytes + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
 
     def _unwant(self, key: Key) -> None:
         """End the pass over a picture that nothing waits for any more."""

@@ -91,8 +91,8 @@ def _fill_by_kind(states: dict[int, Grammar], masks: Masks) -> None:
     kinds: dict[type[Grammar], dict[int, Grammar]] = {}
     for row, state in states.items():
         kinds.setdefault(type(state), {})[row] = state
-    for kind, some in kinds.items():
-        kind.fill_masks(list(some.values()), list(some), masks)
+    for kind, rows in kinds.items():
+        kind.fill_masks(list(rows.values()), list(rows), masks)
 
 
 def _allow_ends(request: Request, state: Grammar, mask: Masks, num_answered: int) -> str | None:

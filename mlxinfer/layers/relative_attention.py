@@ -85,22 +85,22 @@ class RelativeBias:
             tokens = mx.arange(place.first, place.first + keys.shape[2] - 1)  # (S,)
             rows = max(1, MOST_SCORES // (queries.shape[1] * keys.shape[2]))
             for start in range(place.rows.start, place.rows.stop, rows):
-                own = slice(start, min(start + rows, place.rows.stop))
-                heads = queries[own].swapaxes(0, 1)[None]  # (1, H, n, D)
+                block = slice(start, min(start + rows, place.rows.stop))
+                heads = queries[block].swapaxes(0, 1)[None]  # (1, H, n, D)
                 heads = mx.depends(heads, outputs[-1]) if outputs else heads
-                mask = self.mask(own, place.positions(own) - tokens).astype(heads.dtype)
+                mask = self.mask(block, place.positions(block) - tokens).astype(heads.dtype)
                 output = mx.fast.scaled_dot_product_attention(
                     heads, keys, values, scale=softmax.scale, mask=mask
                 )
                 outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
-    def mask(self, own: slice, distances: mx.array) -> mx.array:
+    def mask(self, rows: slice, distances: mx.array) -> mx.array:
         """(1, H, n, S + 1) what is added to scores of rows `own` (n); the sink comes last.
 
         `distances`: (n, S) to the tokens of the sequence.
         """
-        states, extent = self.states[own], self.profiles.shape[1]
+        states, extent = self.states[rows], self.profiles.shape[1]
         profiles = (states @ self.profiles).swapaxes(0, 1).astype(mx.float32)  # (H, n, E)
         index = mx.broadcast_to(
             mx.clip(distances, 0, extent - 1), (len(profiles), *distances.shape)
@@ -110,7 +110,7 @@ class RelativeBias:
         if self.window is not None:
             seen = seen & (distances < self.window)
         bias = mx.where(seen, mx.where(distances < extent, bias, 0), -mx.inf)
-        sinks = self.sinks[own].astype(mx.float32).T[..., None]  # (H, n, 1)
+        sinks = self.sinks[rows].astype(mx.float32).T[..., None]  # (H, n, 1)
         return mx.concatenate([bias, sinks], axis=-1)[None]
 
 

@@ -81,8 +81,8 @@ def _mean(states: mx.array, skipped: int) -> mx.array:
 
 
 def _scaled_sum(states: mx.array, skipped: int) -> mx.array:
-    kept = states[:, skipped:]
-    return kept.sum(axis=1) / kept.shape[1] ** 0.5
+    rest = states[:, skipped:]
+    return rest.sum(axis=1) / rest.shape[1] ** 0.5
 
 
 def _weighted_mean(states: mx.array, skipped: int) -> mx.array:

@@ -257,14 +257,14 @@ def _add(ranks: dict[int, Connection], this: Hello, connection: Connection, hell
 
 def _misfit(this: Hello, hello: Hello) -> str:
     """Why a rank does not belong to the group of rank 0; empty if it does."""
-    it = f"Rank {hello.rank} of {hello.size}"
+    peer = f"Rank {hello.rank} of {hello.size}"
     if hello.version != this.version:
-        return f"{it} runs {hello.version}, and rank 0 {this.version}; install the same on all."
+        return f"{peer} runs {hello.version}, and rank 0 {this.version}; install the same on all."
     if hello.size != this.size or hello.rank not in range(1, this.size):
-        return f"{it} came; expected one of ranks 1 to {this.size - 1} of {this.size}."
+        return f"{peer} came; expected one of ranks 1 to {this.size - 1} of {this.size}."
     if hello.ring != this.ring:
         hosts = f"{hello.ring}, than rank 0, {this.ring}"
-        return f"{it} has another host file, {hosts}; copy the same one."
+        return f"{peer} has another host file, {hosts}; copy the same one."
     return ""
 
 

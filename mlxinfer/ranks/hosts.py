@@ -79,8 +79,8 @@ def read_hosts(path: Path, rank: int | None) -> Place:
         raise _wrong(f"{path} must be a list of two hosts or more.")
     ring = [_addresses(host, i, str(path)) for i, host in enumerate(hosts)]
     every = [address for addresses in ring for address in addresses]
-    if (twice := next((one for one in every if every.count(one) > 1), None)) is not None:
-        raise _wrong(f"{path} names {twice} twice.")
+    if (repeated := next((one for one in every if every.count(one) > 1), None)) is not None:
+        raise _wrong(f"{path} names {repeated} twice.")
     if rank is None:
         here = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
         if len(here) != 1:

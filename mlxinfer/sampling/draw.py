@@ -215,5 +215,5 @@ def take_or_redraw(
 
 def _fitted(weights: mx.array, vocab_size: int, width: int) -> mx.array:
     """(width,) the weights of tokens that the model has, and 0 for the others."""
-    kept = weights[:vocab_size]
-    return mx.pad(kept, (0, width - len(kept)))
+    fitted = weights[:vocab_size]
+    return mx.pad(fitted, (0, width - len(fitted)))

@@ -359,12 +359,12 @@ class Sampler:
         pairs = [(i, proposed[row]) for i, row in enumerate(plan.drawn.tolist())]
         by_row = {i: token for i, token in pairs if token is not None}
         if by_row:
-            some, places = list(by_row), mx.array(list(by_row), mx.int32)
+            rows, places = list(by_row), mx.array(list(by_row), mx.int32)
             drawn[places] = take_or_redraw(
                 weights[places],
                 list(by_row.values()),
-                plan.streams[some],
-                counts[some],
+                plan.streams[rows],
+                counts[rows],
                 self._vocab_size,
             )
 

@@ -106,9 +106,9 @@ def _encoded(
 
     A long query that stands in thousands of rows is encoded and held once for each chunk.
     """
-    for some in _chunks(texts, pairs):
-        ones = _each_once(tokenizer, texts[some])
-        seconds = [None] * len(ones) if pairs is None else _each_once(tokenizer, pairs[some])
+    for chunk in _chunks(texts, pairs):
+        ones = _each_once(tokenizer, texts[chunk])
+        seconds = [None] * len(ones) if pairs is None else _each_once(tokenizer, pairs[chunk])
         yield from zip(ones, seconds, strict=True)
 
 

@@ -209,9 +209,9 @@ class PoolingSession(LocalSession):
         self, first: Sequence[str], second: Sequence[str], vectors: "Vectors"
     ) -> "Vectors":
         """Scores (N,) of pairs, from the vectors of the first texts and of the second ones."""
-        ones, others = places(first), places(second)  # of each text's row
-        one = vectors[[ones[text] for text in first]]
-        other = vectors[[len(ones) + others[text] for text in second]]
+        rows, columns = places(first), places(second)  # of each text's row
+        one = vectors[[rows[text] for text in first]]
+        other = vectors[[len(rows) + columns[text] for text in second]]
         return similarity(self.pooling.similarity, one, other)
 
     def _check_dimensions(self, dimensions: int | None) -> None:

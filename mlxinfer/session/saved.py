@@ -17,7 +17,7 @@ from ..cache.disk.saved import (
     read_entries,
     read_session,
 )
-from ..engine import saved as on_engine
+from ..engine import save_load
 from ..errors import InvalidRequestError, OverloadedError, shown
 from ..memory import human_bytes
 from .session import ADAPTER_NAME, Session
@@ -68,9 +68,9 @@ class NamedSessions(SavedSessions):
             OverloadedError: there is no room.
         """
         check_session_name(name)
-        saving = on_engine.Saving((client.owner, slot), client.salt)
+        saving = save_load.Saving((client.owner, slot), client.salt)
         session.engine.change(saving.pieces)
-        store, tier = session.engine.call(on_engine.open_store)
+        store, tier = session.engine.call(save_load.open_store)
         saved = SavedSession(
             name=name,
             owner=client.owner,
@@ -116,14 +116,14 @@ class NamedSessions(SavedSessions):
             InvalidRequestError: it is damaged, or one of other weights, versions or keys.
         """
         prompt, salt, place = saved.prompt, client.salt, (client.owner, slot)
-        if session.engine.call(lambda loop: on_engine.root_of(loop, prompt, salt)) != prompt.root:
+        if session.engine.call(lambda loop: save_load.root_of(loop, prompt, salt)) != prompt.root:
             raise InvalidRequestError(
                 f"The session {saved.name} was saved when the server had other API keys, which "
                 "share no cached prefix with this one. Export it, and import the file."
             )
-        _, tier = session.engine.call(on_engine.open_store)
+        _, tier = session.engine.call(save_load.open_store)
         self.restore(saved, tier)
-        session.engine.call(lambda loop: on_engine.load(loop, place, prompt, salt))
+        session.engine.call(lambda loop: save_load.load(loop, place, prompt, salt))
 
     def erase_slot(self, session: Session, client: Client, slot: int) -> int:
         """Forget the prompt of a slot, but what other prompts share or sessions keep; its tokens.
@@ -131,7 +131,7 @@ class NamedSessions(SavedSessions):
         Raises:
             InvalidRequestError: it has none.
         """
-        count: int = session.engine.call(lambda loop: on_engine.erase(loop, (client.owner, slot)))
+        count: int = session.engine.call(lambda loop: save_load.erase(loop, (client.owner, slot)))
         return count
 
     @contextmanager
@@ -176,8 +176,8 @@ class NamedSessions(SavedSessions):
         given = read_session(file)
         check_session_name(name or given.name)
         salt = client.salt
-        root = session.engine.call(lambda loop: on_engine.root_of(loop, given.prompt, salt))
-        store, tier = session.engine.call(on_engine.open_store)
+        root = session.engine.call(lambda loop: save_load.root_of(loop, given.prompt, salt))
+        store, tier = session.engine.call(save_load.open_store)
         sizes, prompt = dict(enumerate(store.page_bytes)), replace(given.prompt, root=root)
         num_bytes = sum(sizes.get(group, 0) for _, group in prompt.places)
         if prompt.page_size != store.page_size:

@@ -156,10 +156,10 @@ def _share_budget(
     absent = absent_layers(model)
     specs = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
     ours = _bytes_per_token(specs, model.activation_dtype)
-    its = _bytes_per_token(network.cache_specs, network.activation_dtype)
+    network_bytes = _bytes_per_token(network.cache_specs, network.activation_dtype)
     of_draft = replace(
         config,
-        kv_budget_bytes=int(budget * its / (ours + its)),
+        kv_budget_bytes=int(budget * network_bytes / (ours + network_bytes)),
         max_context=min(config.max_context, network.config.max_context),
         kv=replace(config.kv, bits=(None, None)),
         disk=None,

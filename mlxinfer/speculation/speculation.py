@@ -210,7 +210,7 @@ class Speculation(Proposer):
             "max_draft": self._max_depth,
             **{name: sum(s[name] for s in sources.values()) for name in TOTALS},
             "accepted_at": [
-                sum(some[i] for some in positions if i < len(some)) for i in range(self._max_depth)
+                sum(row[i] for row in positions if i < len(row)) for i in range(self._max_depth)
             ],
             "chances": {f"{name} {n}": c for (name, n), c in self._acceptance.measured().items()},
             "sources": sources,

@@ -130,7 +130,7 @@ class ServerClient:
     def chats(self) -> tuple[Chat, ...]:
         """The newest conversations."""
         listed = self._ask(f"/history/conversations?limit={MAX_CHATS}")["data"]
-        conversations = sorted(listed, key=lambda each: -each["changed_s"])[:MAX_CHATS]
+        conversations = sorted(listed, key=lambda chat: -chat["changed_s"])[:MAX_CHATS]
         return tuple(
             Chat(**{name: stored[name] for name in ("id", "title", "changed_s")})
             for stored in conversations

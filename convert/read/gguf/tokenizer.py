@@ -429,14 +429,14 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
     if _kind(fields) == BERT:
         usual = Pretokenizer((), adds_bos=True, adds_sep=True)
     _frame(made, fields, tokens, {"bos": usual.adds_bos, "eos": False, "sep": usual.adds_sep})
-    found: Json = json.loads(made.to_str())
-    found["model"] |= {"vocab": vocab} | ({"merges": merges} if merges else {})
-    found["added_tokens"] = [
+    tokenizer_json: Json = json.loads(made.to_str())
+    tokenizer_json["model"] |= {"vocab": vocab} | ({"merges": merges} if merges else {})
+    tokenizer_json["added_tokens"] = [
         _added(int(index), tokens[index], special=int(kinds[index]) == _CONTROL)
         for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED))
         if tokens[index] and vocab[tokens[index]] == index
     ]
-    return json.dumps(found, ensure_ascii=False).encode()
+    return json.dumps(tokenizer_json, ensure_ascii=False).encode()
 
 
 def _added(index: int, token: str, *, special: bool) -> Json:

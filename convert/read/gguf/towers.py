@@ -145,7 +145,7 @@ def _unswapped(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     if up is None or norm is None or up[0].shape[-1] == norm[0].shape[0]:
         return entries
     return {
-        re.sub(r"ffn_(?:up|down)", lambda found: _SWAP[found[0]], name): entry
+        re.sub(r"ffn_(?:up|down)", lambda match: _SWAP[match[0]], name): entry
         for name, entry in entries.items()
     }
 

@@ -184,8 +184,8 @@ class PrefixCache(PageIndex):
                 state = self._last_state(names, number, stop - start)
                 return start if state is None else start + len(state.tokens)
             of_begun = begun.ids[group] if begun is not None else None
-            some = [*ids[group][number : -(-stop // size)], of_begun]
-            return min(start + some.index(None) * size, stop) if None in some else stop
+            page_ids = [*ids[group][number : -(-stop // size)], of_begun]
+            return min(start + page_ids.index(None) * size, stop) if None in page_ids else stop
 
         return held
 

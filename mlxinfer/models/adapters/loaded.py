@@ -286,8 +286,8 @@ class ModelAdapters:
             base, bias = self._base(index), self._adapted[index].bias
             total = mx.zeros(())
             for start in range(0, target.in_dims, _BLOCK):
-                some = mx.arange(start, min(start + _BLOCK, target.in_dims))
-                ones = (mx.arange(target.in_dims)[None] == some[:, None]).astype(dtype)
+                inputs = mx.arange(start, min(start + _BLOCK, target.in_dims))
+                ones = (mx.arange(target.in_dims)[None] == inputs[:, None]).astype(dtype)
                 columns = base(ones).astype(mx.float32)
                 columns = columns if bias is None else columns - bias
                 total = total + mx.square(columns).sum(axis=0)

@@ -101,7 +101,7 @@ class OlmoHybrid(Olmo2):
             return super().mixer(index)
         weights, hidden = self.weights, self.config.hidden_size
         path, (heads, dim) = f"model.layers.{index}.linear_attn", value_heads(state)
-        widths, twice = conv_widths(state), self.config.fields.boolean("linear_allow_neg_eigval")
+        widths, doubles = conv_widths(state), self.config.fields.boolean("linear_allow_neg_eigval")
         return GatedDeltaNet(
             in_proj=weights.fused(
                 [f"{path}.{name}_proj" for name in "qkvgba"],
@@ -114,7 +114,7 @@ class OlmoHybrid(Olmo2):
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
             spec=state,
-            strongest=2.0 if twice else 1.0,
+            strongest=2.0 if doubles else 1.0,
         )
 
 

@@ -140,10 +140,10 @@ def _by_window(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     per_product = count if is_fused(dim) else MAX_SCORES // (heads * length * length)
     attended: list[mx.array] = []
     for start in range(0, count, per_product):
-        some = [x[:, start : start + per_product].swapaxes(0, 1) for x in (queries, keys, values)]
+        block = [x[:, start : start + per_product].swapaxes(0, 1) for x in (queries, keys, values)]
         if attended:  # scores of a few windows at a time
-            some[0] = mx.depends(some[0], attended[-1])
-        seen = mx.fast.scaled_dot_product_attention(*some, scale=scale)
+            block[0] = mx.depends(block[0], attended[-1])
+        seen = mx.fast.scaled_dot_product_attention(*block, scale=scale)
         attended.append(seen.swapaxes(0, 1))
     return mx.concatenate(attended, axis=1)
 

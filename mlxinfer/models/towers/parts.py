@@ -175,9 +175,9 @@ class PatchAttention:
         for start in range(0, kv_heads, per_product):
             if attended:
                 yield attended[-1]
-            some = slice(start, start + per_product)
+            rows = slice(start, start + per_product)
             group = queries[start * shared : (start + per_product) * shared]
-            attended.append(sight.attend(group, keys[some], values[some], self.scale))
+            attended.append(sight.attend(group, keys[rows], values[rows], self.scale))
         joined = attended[0] if len(attended) == 1 else mx.concatenate(attended)
         return self.o_proj(joined.swapaxes(0, 1).flatten(1))
 
@@ -214,8 +214,8 @@ class PatchBlock:
         for start in range(0, x.shape[0], MAX_ROWS):
             if parts:
                 yield parts[-1]
-            some = x[start : start + MAX_ROWS]
-            parts.append(_added(some, self.mlp(self.before[1](some)), self.after[1]))
+            rows = x[start : start + MAX_ROWS]
+            parts.append(_added(rows, self.mlp(self.before[1](rows)), self.after[1]))
         x = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         yield x
         return x

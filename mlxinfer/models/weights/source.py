@@ -213,8 +213,8 @@ def _wholes(share: Share, stored: int, kinds: Sequence[int]) -> list[int] | None
         if sum(alike) == stored and 0 not in alike:
             return alike
     choices = set()
-    for some in product(*[filter(None, options[count]) for count in dict.fromkeys(kinds)]):
-        of_kind = dict(zip(options, some, strict=True))
+    for option in product(*[filter(None, options[count]) for count in dict.fromkeys(kinds)]):
+        of_kind = dict(zip(options, option, strict=True))
         if sum(of_kind[count] for count in kinds) == stored:
             choices.add(tuple(of_kind[count] for count in kinds))
     return list(choices.pop()) if len(choices) == 1 else None

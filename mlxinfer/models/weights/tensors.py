@@ -169,10 +169,10 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
     """Whether no tensor is read yet, all have one dtype, and none is given twice."""
-    there = [part for part in parts if isinstance(part, FileTensor) and part.array is None]
+    unread = [part for part in parts if isinstance(part, FileTensor) and part.array is None]
     return (
-        len({id(part) for part in there}) == len(parts)
-        and len({part.stored for part in there}) == 1
+        len({id(part) for part in unread}) == len(parts)
+        and len({part.stored for part in unread}) == 1
     )
 
 

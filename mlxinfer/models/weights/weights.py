@@ -339,9 +339,9 @@ class Weights:
             return self._table(paths, self.dtype)
         forms = {form for form, _ in tables}
         by_field = list(zip(*[fields for _, fields in tables], strict=len(forms) == 1))
-        if len(forms) > 1 or any(len({field.dtype for field in some}) > 1 for some in by_field):
+        if len(forms) > 1 or any(len({field.dtype for field in parts}) > 1 for parts in by_field):
             raise CheckpointError(f"Parts of {paths[0]!r} have different formats; expected one.")
-        fields = [side_by_side(some, -2) for some in by_field]
+        fields = [side_by_side(parts, -2) for parts in by_field]
         return FileRows(fields, next(iter(forms)), self.dtype)
 
     def _fields_in_files(self, path: str, width: int) -> tuple[QuantFormat | None, list[Tensor]]:

@@ -273,7 +273,7 @@ def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
             for layer in layers:
                 layer.counts = counts
             positions = mx.concatenate([mx.arange(span.start, span.stop) for span in spans])
-            flat = mx.concatenate([some[span] for some, span in zip(ids, spans, strict=True)])
+            flat = mx.concatenate([tokens[span] for tokens, span in zip(ids, spans, strict=True)])
             step = Step(positions, dict(zip(model.mixers, layers, strict=True)))
             logits = model.logits(model(flat, step))
             first, second = mx.split(logits, [counts[0]])
@@ -290,9 +290,9 @@ def problem_alone(model: AloneModel) -> str | None:
     definition = model.definition
     ids, chunks = _ids(model.config.vocab_size)[0], CHUNKS[0]
     try:
-        kept, parts, at = Kept(definition.own_caches()), [], 0
+        held, parts, at = Kept(definition.own_caches()), [], 0
         for count in chunks:
-            hidden = definition.hidden(ids[None, at : at + count], kept.caches)[0]
+            hidden = definition.hidden(ids[None, at : at + count], held.caches)[0]
             parts.append(definition.logits(hidden))
             at += count
         return _compare(definition, [ids], [mx.concatenate(parts)])
@@ -308,7 +308,7 @@ def _compare(
     In float32 every position must agree; with 16 bits, where experts may be chosen differently on
     the last bit, most must.
     """
-    alone = [definition(some[None], definition.own_caches())[0] for some in ids]
+    alone = [definition(tokens[None], definition.own_caches())[0] for tokens in ids]
     expected, logits = mx.concatenate(alone), mx.concatenate(list(hidden))
     dtype = weights_dtype(definition)
     expected, logits = expected.astype(mx.float32), logits.astype(mx.float32)

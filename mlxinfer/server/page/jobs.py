@@ -244,8 +244,8 @@ class Jobs:
 
 def _for_a_page(message: str) -> str:
     """An error of a command without its advice for the terminal."""
-    first, *others = re.split(r"(?<=[.!?]) ", message)
-    plain = [each for each in others if "`" not in each and "mlxinfer " not in each]
+    first, *sentences = re.split(r"(?<=[.!?]) ", message)
+    plain = [text for text in sentences if "`" not in text and "mlxinfer " not in text]
     return " ".join([first, *plain])
 
 

@@ -90,8 +90,8 @@ class ConversationRoutes:
         )
         grows = self._answers.running(owner)
         listed = [
-            {**asdict(each), "answering": grows.get(each.id)}
-            for each in (*pinned, *conversations[:limit])
+            {**asdict(conversation), "answering": grows.get(conversation.id)}
+            for conversation in (*pinned, *conversations[:limit])
         ]
         return {"data": listed, "more": len(conversations) > limit}
 

@@ -11,7 +11,7 @@ from mlxinfer.cache.disk.entry import decode
 from mlxinfer.cache.disk.saved import SavedSession, SavedSessions
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine.saved import Saving, load
+from mlxinfer.engine.save_load import Saving, load
 from mlxinfer.errors import RequestFailedError
 
 PLACE = ("anna", 3)

@@ -88,7 +88,7 @@ class BlockLayer(Layer):
     # queries, of keys and of values. None: it reads the current block.
     queries: mx.array | None
     mlp_query: mx.array  # (1, hidden) float32
-    norms: Sequence[Norm]  # as many as `queries`, or one
+    norms: tuple[Norm, ...]  # as many as `queries`, or one
     mlp_norm: Norm  # before the experts
     convs: tuple[ResidualConv, ResidualConv]  # over the outputs of both
     place: BlockPlace  # among blocks

@@ -357,7 +357,7 @@ class Inkling2Loop(Family):
             "layer": {
                 "queries": self._query(query, len(names)) if stored else None,
                 "mlp_query": self._query(f"model.attn_res.mlp_queries.{stored}", 1),
-                "norms": [self.norm(f"{path}.{name}") for name in names],
+                "norms": tuple(self.norm(f"{path}.{name}") for name in names),
                 "mlp_norm": self.norm(f"{path}.mlp_norm"),
             },
         }

@@ -1,7 +1,7 @@
 """Forms, variants, uses and self-checks of kernels in general. Knows no kernel."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -193,6 +193,11 @@ class Variant:
 
 Chosen = Mapping[Variant, Loads]
 """What was found about variants; one that is not in it may not be used."""
+
+
+def everywhere(variants: Iterable[Variant]) -> Chosen:
+    """These variants, for any number of sequences."""
+    return dict.fromkeys(variants, Loads())
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def plan_groups(
     num_pages: int | None,
     elsewhere: int,
 ) -> list[GroupPlan]:
-    """Groups of the layers that have pages, with as many pages each as there is room for.
+    """The page groups of a model, each with as many pages as the budget allows.
 
     Where no layer has pages, a group of no layers counts what lies elsewhere, and makes the prefix
     cache.

@@ -116,7 +116,7 @@ class Chunk:
         return output.swapaxes(0, 1).flatten(1)
 
     def attend_to(self, queries: mx.array, read: Read, softmax: Softmax, way: str) -> mx.array:
-        """Queries (heads, n, D) of the chunk over what it reads.
+        """Attention of the chunk's queries (heads, n, D) over the keys that it reads.
 
         Args:
             queries: of the chunk.
@@ -153,11 +153,11 @@ class Chunk:
         return outputs[0][0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)[0]
 
     def _key_positions(self) -> Ints:
-        """(S,) of what is read."""
+        """(S,) positions of the keys that are read."""
         return np.concatenate([np.arange(*part, dtype=np.int32) for part in self.ranges])
 
     def _visible(self, place: slice, keys: Ints) -> NDArray[np.bool_]:
-        """(queries, keys) which of some queries see which keys (S,), by position."""
+        """(queries, keys) bool: the keys (S,) that each query sees, by position."""
         queries = np.arange(self.start + place.start, self.start + place.stop, dtype=np.int32)
         spans = None if self.spans is None else self.spans[:, place, None]
         return self.window.sees(queries[:, None], keys[None], spans)

@@ -124,7 +124,7 @@ def numbers_of(blocks: mx.array, count: int) -> mx.array:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax, mask: mx.array
 ) -> mx.array:
-    """Queries (B, heads, n, D) over keys and values (B, H, S, D), of which the mask says which."""
+    """Queries (B, heads, n, D) over the keys and values (B, H, S, D) that the mask shows."""
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=softmax.scale, sinks=softmax.sinks, mask=mask
     )

@@ -154,7 +154,7 @@ class Choice(Protocol):
     """The tokens that each token of a step sees, for a layer that does not see all earlier ones."""
 
     def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (T, heads, D) over what a layer has stored of these, (T, heads * V)."""
+        """Attention of queries (T, heads, D) over stored keys and values, (T, heads * V)."""
 
 
 def padded(numbers: Ints) -> mx.array:
@@ -203,7 +203,7 @@ def _page_slots(pages: Sequence[int], page_size: int) -> mx.array:
 
 
 def read_payloads(planes: Sequence[Plane], pages: Sequence[int], page_size: int) -> list[bytes]:
-    """The payloads of pages: of each plane its parts of a page, (H, P, W) in their own format."""
+    """The payloads of pages: the parts of each plane, (H, P, W) in their own format."""
     slots, parts = _page_slots(pages, page_size), []
     for plane in planes:
         for array in plane.pages:

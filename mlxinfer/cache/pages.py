@@ -215,9 +215,9 @@ class PageAllocator:
         return taken
 
     def extend(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
-        """A page more for each table that has no slot for the last of so many tokens.
+        """Give one more page to each table that has no slot for its last token.
 
-        What one `allocate` after the other gives.
+        The ids are those that a call of `allocate` for each table would give.
 
         Args:
             tables: each lacks one page at most.
@@ -422,7 +422,7 @@ class PageGroup:
         return restored if self.recycles else num_known
 
     def commit(self, table: PageTable, num_tokens: int) -> list[int]:
-        """Recycle pages that no token after the first `num_tokens` needs; they are returned."""
+        """Recycle and return the pages that no token after the first `num_tokens` needs."""
         return table.drop_before(self.first_page(num_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Index keys of which one stands for a block of tokens, and the choice of the best blocks.
+"""Index keys, one for each block of tokens, and the choice of the best blocks.
 
 r = tokens of a block, d = numbers of a key, T = tokens of the step, Hi = heads of the index,
 n = tokens of one sequence in the step, S = its tokens, P = page_size, a multiple of r.
@@ -45,12 +45,12 @@ class PooledFormat(KVFormat):
         return [(width, dtype) for width in self.widths]
 
     def tail_parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """What a token brings, and its positions."""
+        """The numbers that a token brings to its block, and its positions."""
         return [(self.raw_dim, dtype), (self.rope_axes, mx.int32)]
 
 
 class BlocksLayer(IndexLayer):
-    """What blocks of tokens have: some vectors each, which follow from what all tokens bring.
+    """Vectors of blocks of tokens, computed from the numbers that the tokens of a block bring.
 
     They are in the activations' dtype, whatever format keys and values have: fewer bits would
     choose other tokens.
@@ -122,7 +122,7 @@ class BlocksLayer(IndexLayer):
             row += stop - start
 
     def _read_tail(self, slots: int | mx.array, positions: mx.array) -> list[mx.array]:
-        """What tokens at positions (...) of tails brought, and their positions (..., axes)."""
+        """Numbers that tokens at places (...) of tails brought; their positions (..., axes)."""
         [plane], offsets = self.planes, positions % (2 * self.page_size)
         return [part[slots, 0, offsets] for part in plane.own_tails(self.page_size)]
 
@@ -141,7 +141,7 @@ class BlocksLayer(IndexLayer):
     def read_part(
         self, part: int, place: SequencePlace, tail: Sequence[mx.array] | None
     ) -> mx.array:
-        """(S // r, dim) one of the vectors of a sequence's blocks; if there is none, one of zeros.
+        """(S // r, dim) one vector of each block of a sequence; without a block, one row of zeros.
 
         `tail`: see `of_tail`.
         """
@@ -204,7 +204,7 @@ class BlocksLayer(IndexLayer):
 
 
 class PooledLayer(BlocksLayer):
-    """The index of one attention layer. It ranks blocks; attention itself is another layer's.
+    """The index of one attention layer. It ranks blocks; another layer attends.
 
     A block ranks by the sum over heads of weight * max(query · key, 0), and of equal ranks the
     earlier counts. A token sees the best of the blocks that are complete with it, and those of the

@@ -104,7 +104,7 @@ class StatePart:
         )
 
     def place(self, layer: int, spec: StateSpec) -> tuple[mx.array, list[Arrays]]:
-        """A plan, see `state_step.plan_of`, and for each state the plan's arrays."""
+        """The plan of a step (`state_step.plan_of`) and its arrays for each state."""
         plan = self._worked_out()
         return plan, self._sources(layer, spec)
 
@@ -180,7 +180,7 @@ class StateLayer:
 
     @staticmethod
     def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "RecurrentGroup":
-        """The group of all such layers that this rank has; `snapshot_bytes`: of all snapshots."""
+        """The group of these layers on this rank; `snapshot_bytes`: memory for all snapshots."""
         return RecurrentGroup(layers, snapshot_bytes)
 
     def begin_step(self, parts: list[StatePart], number: int) -> None:
@@ -382,7 +382,7 @@ class RecurrentGroup(StateGroup):
 
 
 def state_bytes(spec: StateSpec) -> int:
-    """Bytes of one layer's state of one sequence."""
+    """Bytes that one sequence takes in one layer."""
     return sum(prod(shape) * _dtype(dtype).size for shape, dtype in spec.shapes)
 
 
@@ -403,7 +403,7 @@ def runs_of(places: Sequence[tuple[StateBlock | None, int]]) -> Runs:
 
 
 def _gather(sources: Runs, layer: int, spec: StateSpec) -> Arrays:
-    """The states of one layer (B, ...) from where they lie."""
+    """Gather the states of one layer, (B, ...)."""
     parts = [_rows(block, rows, layer, spec) for block, rows in sources]
     if len(parts) == 1:
         return parts[0]

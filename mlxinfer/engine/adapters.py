@@ -56,7 +56,7 @@ class AdapterTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices of all adapters, of those that are being unloaded too."""
+        """Bytes of the matrices of all adapters, with those being unloaded."""
         return sum(adapter.num_bytes for adapter in self._in_use.values())
 
     def of(self, name: str) -> LoadedAdapter:

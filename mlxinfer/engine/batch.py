@@ -320,7 +320,7 @@ def _proposals(num_decodes: int, samples: list[tuple[Segment, int]], most: int) 
 
 
 def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRows:
-    """The same rows with constrained ones last; rows of one sequence stay together."""
+    """The rows with constrained ones last; rows of one sequence stay together."""
     order = np.argsort(constrained, kind="stable")
     places, proposals = order.tolist(), rows.proposals
     if proposals is not None:

@@ -73,7 +73,7 @@ class EngineLoop(Protocol):
 
     @property
     def idle_work(self) -> Callable[[], None] | None:
-        """Work of a second or so, for a time without requests; None: there is none."""
+        """About a second of work for a time without requests; None: nothing is left to do."""
 
     def turn(self) -> None:
         """Do one piece of work."""
@@ -203,7 +203,7 @@ class Engine:
         return self._loop.limits
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of what was done and what is held.
+        """Plain numbers of the work done and of the memory held.
 
         Raises:
             EngineClosedError: the engine was closed.
@@ -373,13 +373,13 @@ class Engine:
             return False
 
     def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:
-        """End every request that has a listener. A fault may have lost the last events of some."""
+        """End every request that has a listener, as a fault may have lost last events."""
         failure.__cause__ = cause
         error = FinishReason.ERROR
         self._emit([TokenEvent.without_token(i, error, error=failure) for i in self._listeners])
 
     def _finish(self, loop: EngineLoop, sound: bool) -> None:
-        """Answer what is left in the inbox, end what runs, and release the arrays."""
+        """Answer the calls left in the inbox, end running requests, and release the arrays."""
         while not self._inbox.empty():
             sound &= self._survives(lambda: self._drain_inbox(wait_s=0.0))
         if sound:  # else every request has had its last event

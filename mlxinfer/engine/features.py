@@ -270,7 +270,7 @@ class PictureFeatures(FeatureSource):
         return sum([features.num_bytes for features in self._kept.values()])
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of what the tower did and what is kept."""
+        """Plain numbers of the tower's work and of the kept features."""
         return {
             "seen": self.counts.seen,
             "failed": self.counts.failed,

@@ -54,7 +54,7 @@ class FollowerDisks:
         """Let the other ranks read (group, key), for the step that comes next."""
 
     def end_fetch(self) -> list[int]:
-        """Places that one of them lacks, or found broken, in order."""
+        """Places whose entry a rank lacks or found broken, in order."""
         return []
 
     def begin_save(self, spills: Seq[PageTransfer], timeout_s: float) -> None:
@@ -66,10 +66,10 @@ class FollowerDisks:
 
 
 class FollowerAdapters:
-    """The adapters on the other ranks. Each loads its part of them. Here: no others."""
+    """The adapters on the other ranks, which load their parts. This base has no other ranks."""
 
     def check(self, number: int, adapter: "AdapterFolder") -> Generator[float, None, int]:
-        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
+        """Let the other ranks read an adapter; the most bytes on one rank. Raises CheckpointError.
 
         Yields seconds until the next look for their answers.
         """
@@ -77,7 +77,7 @@ class FollowerAdapters:
         return 0
 
     def begin_piece(self, number: int) -> None:
-        """Let them load the next piece of it."""
+        """Let the other ranks load the next piece of the adapter."""
 
     def end_piece(self, number: int, adapter: "AdapterFolder") -> bool:
         """Wait until they have; whether that was all. Raises CheckpointError."""
@@ -88,7 +88,7 @@ class FollowerAdapters:
 
 
 class Followers:
-    """The other ranks, which run every step that is sent to them. Here: there are none.
+    """The other ranks, which run every step that is sent to them. This base has none.
 
     Attributes:
         disks: their disk tiers.
@@ -139,7 +139,7 @@ class Followers:
         """Let no rank use these kinds of kernels; `faulty`: the one found at fault, or empty."""
 
     def reset(self, error: BaseException) -> None:
-        """Forget the contents of all caches, because a step failed by this error.
+        """Clear all caches after a step that failed with this error.
 
         Raises:
             RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.

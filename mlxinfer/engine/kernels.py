@@ -99,7 +99,7 @@ class Kernels:
         return frozenset(ready) - self._left_out - self._faulty
 
     def leave_out(self, kinds: Collection[str]) -> None:
-        """Use plain MLX in place of these kinds, and of no others that were left out before."""
+        """Use plain MLX in place of these kinds of kernels, and of no other kinds."""
         self._left_out = frozenset(kinds)
         self._install()
 
@@ -130,7 +130,7 @@ class Kernels:
             self._loads |= self._chooser(new)
 
     def _ready_for(self, use: KernelUse) -> ReadyFor:
-        """A function that says for what the kernels of a place may be used now."""
+        """A function that says for which loads the kernels of a place may be used now."""
         admitted: set[tuple[int, int]] = set()  # a variant that is ready stays ready
 
         def ready(rows: int, sequences: int = ALL_LOADS) -> bool:

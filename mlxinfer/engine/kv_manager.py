@@ -294,7 +294,7 @@ class KVManager:
             self._written.append(sequence)
 
     def settle(self, running: Seq[Sequence]) -> bool:
-        """Between two launches: publish what the last one writes, recycle pages behind windows.
+        """Between two launches: name the pages just written; recycle pages behind windows.
 
         Returns:
             Whether a page was replaced by an equal one that was there before.
@@ -322,7 +322,7 @@ class KVManager:
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
-        """Give back all that a sequence holds; with `keep` what was computed can be reused."""
+        """Release the pages of a sequence; with `keep`, later requests can reuse them."""
         lease, names = sequence.lease_of, self.names_of(sequence)
         self._copies.pop(sequence, None)
         if keep and self.reuse:

@@ -47,7 +47,7 @@ class Tier(Protocol):
         """Whether there is an entry; it may yet prove broken."""
 
     def load(self, keys: Seq[bytes]) -> list[Entry]:
-        """The entries of those keys that are there. A tier may stop at the first that is not."""
+        """The entries of the keys that exist. A tier may stop at the first missing one."""
 
     def store(self, entry: Entry) -> bool:
         """Keep an entry under its key; False: there is no room for it."""
@@ -76,7 +76,7 @@ class ReceivedPages:
         return key in self._entries
 
     def load(self, keys: Seq[bytes]) -> list[Entry]:
-        """Take the entries of those keys that are there."""
+        """Take the entries of the keys that exist."""
         with self._lock:
             return [entry for entry in map(self._take, keys) if entry is not None]
 
@@ -228,7 +228,7 @@ class PageStore:
         self._spills += self.lacking([page], filled)
 
     def transfers(self, page: Page, groups: Iterable[int]) -> list[PageTransfer]:
-        """Where groups have a page, and its entries without their payload; none of a short page."""
+        """Where groups have a whole page, and its entries without payload; short pages: none."""
         if len(page.tokens) < self.page_size:
             return []
         held = [(group, page.ids[group], group_key(page.name, group)) for group in groups]
@@ -249,7 +249,7 @@ class PageStore:
         return [transfer for transfer in transfers if not self.disk.has(transfer.entry.key)]
 
     def in_memory(self, prefix: PrefixCache, keys: Iterable[bytes]) -> list[PageTransfer]:
-        """Where the pages with these keys are in memory, of those that are."""
+        """Places in memory of the pages with these keys; missing ones are left out."""
         pages = [(prefix.page_of.get(group_key(key, 0)), key[-1]) for key in keys]
         known = [(page, group) for page, group in pages if page and group < len(page.ids)]
         return [transfer for page, group in known for transfer in self.transfers(page, [group])]
@@ -423,7 +423,7 @@ class PageStore:
         return num_pages, [place for place in places if place[0] < num_pages and place in stored]
 
     def reachable(self, stop: int, has: Callable[[int, int], bool], spans: Spans = ()) -> int:
-        """The most pages, up to `stop`, after which all groups can go on with the pages there are.
+        """The largest number of pages, up to `stop`, behind which all groups can resume.
 
         Args:
             stop: pages.
@@ -503,11 +503,11 @@ class PageSearch:
         return sorted(p for p in needed if not self.point.holds(*p) and p not in self.read)
 
     def loaded(self) -> dict[Place, Entry]:
-        """The entries that were read, of all that are needed to go on after `stop` pages."""
+        """The entries that were read, of those needed to resume after `stop` pages."""
         return {place: self.read[place] for place in self._needed(self.stop) if place in self.read}
 
     def _needed(self, num_pages: int) -> list[Place]:
-        """Pages that the token after `num_pages` needs, by group; of states, the last."""
+        """Pages that the token after `num_pages` needs, by group; for states, the last page."""
         store = self.store
         needed = [
             (number, group)

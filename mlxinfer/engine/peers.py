@@ -74,14 +74,14 @@ class Wait:
 
 
 class Peer:
-    """Another server, and how it has done so far. Lives on one event loop.
+    """Another server, and the rates and failures seen so far. Lives on one event loop.
 
     A request that has to end raises SlowPeerError.
 
     Attributes:
         sending: bytes of pages, and the seconds that they took.
         computing: tokens of prompts, likewise.
-        counts: what came of it, and how often it failed.
+        counts: pages and bytes that came, and failures.
     """
 
     def __init__(self, url: str) -> None:
@@ -134,7 +134,7 @@ class Peer:
     async def compute(
         self, namespace: bytes, token_ids: Seq[int], salt: str | None, wait: Wait
     ) -> None:
-        """Let it compute a prompt: a request of one token."""
+        """Let the peer compute a prompt, by a request for one token."""
         began_s, times = time.monotonic(), 1
         body = {"namespace": namespace.hex(), "token_ids": token_ids, "cache_salt": salt}
         try:
@@ -275,7 +275,7 @@ class PeerFetches:
         self._thread.start()
 
     def begin(self, kv_manager: KVManager, sequence: Sequence, post: Post) -> None:
-        """Begin to ask for a prompt, if anybody is asked: `fetch` of the sequence says so.
+        """Start to ask peers for a prompt's pages. If any is asked, the sequence has a `fetch`.
 
         `post`: runs a function on the engine's thread, which ends the wait.
         """
@@ -348,7 +348,7 @@ class PeerFetches:
             computing.cancel()
 
     async def _look(self, fetch: Fetch, peers: Seq[Peer], wait: Wait) -> None:
-        """Learn who has which of the pages that lack; of several peers the first is asked."""
+        """Ask peers which of the missing pages they have; the first that has a page sends it."""
         search = fetch.search
         every = search.places(range(len(self._store.page_bytes)))
         keys = [search.key(*place) for place in every if not search.has(*place)]
@@ -394,7 +394,7 @@ class PeerFetches:
             await self._take(fetch, places)
 
     def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
-        """Which of these places each peer shall send: those that only peers have."""
+        """The places that each peer is to send: those that only peers have."""
         places_by_peer: dict[Peer, list[Place]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))
@@ -419,7 +419,7 @@ class PeerFetches:
             peer.sending.add(peer.counts["bytes"] - before, time.monotonic() - began_s)
 
     async def _take_batch(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
-        """Stage the pages of one request; those that do not come are computed."""
+        """Stage the pages of one request; pages that do not come are computed."""
         search, page = fetch.search, self._store.page_size
         by_key = {search.key(*place): place for place in places}
         sizes = {k: entry_bytes(page, self._num_bytes([place])) for k, place in by_key.items()}
@@ -483,7 +483,7 @@ def _root_of(loop: "Loop") -> bytes | None:
 
 
 def _held(loop: "Loop", keys: Seq[bytes]) -> tuple[DiskTier | None, set[bytes]]:
-    """The disk, and those of some keys whose pages are in memory."""
+    """The disk, and the keys whose pages are in memory."""
     assert loop.store is not None, "a key is of a namespace"
     pages = loop.store.in_memory(loop.scheduler.kv_manager.prefix, keys)
     return loop.store.disk, {page.entry.key for page in pages}

@@ -238,7 +238,7 @@ class Launched:
             self.ended_s = time.monotonic()
 
     def read(self) -> "StepOutputs":
-        """Wait for the step, and read what it gives."""
+        """Wait for the step, and read its results."""
         outputs = StepOutputs(self.token_ids(), self.not_finite())
         if self.prompt_logits:
             outputs.prompt_logits = [(s, at, np.array(rows)) for s, at, rows in self.prompt_logits]
@@ -275,7 +275,7 @@ class Launched:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step gives, on the host.
+    """The results of a step, on the host.
 
     Attributes:
         token_ids: (R,) the sampled tokens, in the order of `Batch.sampling`.
@@ -502,7 +502,7 @@ class Runner:
 
 
 def _largest(rows: mx.array) -> mx.array:
-    """(N, 1) the largest number of each row (N, ...), of NaN NaN."""
+    """(N, 1) the largest number of each row (N, ...); NaN for a row that has one."""
     return mx.max(rows.reshape(len(rows), -1), axis=-1, keepdims=True)
 
 
@@ -512,7 +512,7 @@ def _chosen(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 def _not_finite(check: mx.array, sequences: Seq[Sequence]) -> list[Sequence]:
-    """The sequences of rows whose number (N, 1) is NaN or infinite: of the first N of all rows."""
+    """The sequences of the first N rows whose number (N, 1) is NaN or infinite."""
     numbers = list(chain.from_iterable(cast(list[list[float]], check.tolist())))
     if isfinite(sum(numbers)):  # most steps
         return []
@@ -562,6 +562,6 @@ def _prompt_rows(segment: Segment) -> tuple[int, int]:
 
 
 def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:
-    """(T,) a value of each token's sequence; None: 0 for all."""
+    """(T,) the value of each token's sequence; None: all are 0."""
     rows = [value(sequence) for sequence in batch.row_sequences]
     return np.array(rows, dtype=np.int32) if any(rows) else None

@@ -116,6 +116,6 @@ class Snapshots:
         return resumed
 
     def forget(self) -> None:
-        """Forget what was to be done: all states are lost."""
+        """Drop planned snapshots: all states are lost."""
         self._group.take_dropped()
         self._save, self._leave, self._resume = [], [], {}

@@ -95,7 +95,7 @@ class Suspects:
             self._name(self._trial[0])
 
     def _try(self, suspects: Sequence[str], trial: Sequence[str] = ()) -> None:
-        """Use half of the suspects, or `trial`; none are left: all are used again."""
+        """Use half of the suspects, or `trial`; without suspects, all kernels are used again."""
         self.kinds, self._num_clean = list(suspects), Counter()
         self._trial = list(trial or self.kinds[: -(-len(suspects) // 2)])
         used = {*self._cleared, *self._trial} if suspects else set(self._all)
@@ -117,7 +117,7 @@ class Suspects:
 
 
 def _shape(batch: Batch) -> set[str]:
-    """What a step computes, as kernels tell it apart."""
+    """The sizes of a step that decide which kernels it uses."""
     widths = [segment.num_tokens for segment in batch.short]
     parts = {
         "single tokens": bool(batch.decodes.sequences) or 1 in widths,
@@ -128,7 +128,7 @@ def _shape(batch: Batch) -> set[str]:
 
 
 def not_finite_error(sequence: Running, *, is_half: bool) -> RequestFailedError:
-    """The error of a request of which also plain MLX gives NaN or infinities."""
+    """The error of a request for which plain MLX gives NaN or infinities too."""
     advice = "Its weights may be damaged: download it again."
     if is_half:
         advice = "They may have outgrown float16: try dtype='bfloat16'."

@@ -135,8 +135,8 @@ class BlockLayer(Layer):
             self.norms * (count // len(self.norms)), inputs * (count // len(inputs)), strict=True
         )
         read = [norm(x).astype(dtype) for norm, x in pairs]
-        y = self.mixer.attend(*(read * (3 // len(read))), step)
-        return self.convs[0](y, step)
+        queries, keys, values = read * (3 // len(read))
+        return self.convs[0](self.mixer.attend(queries, keys, values, step), step)
 
 
 class MixedBlocks:

@@ -132,7 +132,7 @@ class Call(Exchange):
 
     @property
     def owner(self) -> str | None:
-        """The owner of what the request stores and finds; None: the server has no keys."""
+        """The owner of the data that the request stores and reads; None: the server has no keys."""
         return None if self.key is None else self.key.owner
 
     @property
@@ -271,7 +271,7 @@ class Call(Exchange):
         return answers
 
     def report_skipped(self, names: Sequence[str]) -> None:
-        """Name what has no effect in the log and in a header of the reply, if there is anything."""
+        """Name the fields without effect in the log and in a header of the reply."""
         if not names:
             return
         before = [self.log["skipped"]] if "skipped" in self.log else []
@@ -507,7 +507,7 @@ class Call(Exchange):
         return 1 if self.answers is None else self.answers.num_attempts
 
     def state(self) -> dict[str, Any] | None:
-        """The call for the dashboard, without text of it; None: nothing is generated yet."""
+        """The call as the dashboard shows it, without its text; None: nothing is generated yet."""
         if self.answers is None:
             return None
         answers = self.answers.answers

@@ -184,7 +184,7 @@ class ResponseStore:
             held[owner] -= size
 
     def chain(self, owner: str, id: str) -> list[StoredResponse] | None:
-        """A response and all before it, the first one first; None if one is not there.
+        """A response and all before it, oldest first; None if one is missing.
 
         All of them count as used now.
         """

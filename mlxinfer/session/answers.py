@@ -61,7 +61,7 @@ class AnswerWatcher(Protocol):
         """An answer is complete, or has failed: then `reason` is "error"."""
 
     def close(self) -> None:
-        """Nothing more of these answers is read. May be called twice."""
+        """Stop reading these answers. May be called twice."""
 
 
 class Answer:
@@ -433,7 +433,7 @@ class Answers:
         return steps, None
 
     def _take(self, event: TokenEvent) -> Sequence[AnswerStep]:
-        """The steps of an event; none if the answer had ended before.
+        """The steps of an event; empty if the answer had ended before.
 
         If an answer is checked when it is complete, its steps come all at once. So no caller sees
         an answer that is then tried again.

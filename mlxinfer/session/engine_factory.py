@@ -123,7 +123,7 @@ def open_engine(
 
 
 def _loaded(name: str, folder: Path, loop: "Loop") -> ModelInfo:
-    """Limit MLX's memory to what the model may take; its facts. On the engine's thread."""
+    """Load the model within its memory limit; returns its facts. On the engine's thread."""
     model, config = loop.model, loop.config
     limit_memory(model, model.num_bytes + config.kv_budget_bytes + config.adapter_bytes)
     return describe(name, folder, model)
@@ -159,7 +159,7 @@ def _load(
 def _group(
     name: str, folder: Path, options: EngineOptions, check: Callable[[], None]
 ) -> "RankGroup | None":
-    """The ranks that the model is spread over; None: there is one process only.
+    """The ranks that share the model; None: one process runs all of it.
 
     In a process that is another rank than 0, this call works for rank 0 until the group ends.
     `check` is called while it waits for other ranks, and may raise.

@@ -92,7 +92,7 @@ def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> 
 def _check_length(
     tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int, what: str, param: str
 ) -> None:
-    """Raise for texts that are certain to be too long, before all of them is encoded."""
+    """Raise for a text that is certainly too long, before all of it is encoded."""
     for text in texts:
         check_text(text)
     if exceeds_tokens(lambda text: _encodings(tokenizer, [text])[0].ids, texts, max_tokens):

@@ -202,7 +202,7 @@ class NamedSessions(SavedSessions):
 def _written(
     entries: Iterator[Entry], prompt: SavedPrompt, sizes: dict[int, int], tier: DiskTier
 ) -> Iterator[bytes]:
-    """Write the entries of a prompt; the key of each once it is on the disk.
+    """Write the entries of a prompt; yields the key of each entry once it is on the disk.
 
     Args:
         entries: of the prompt, in the order of its places.

@@ -1,6 +1,6 @@
 """Drives the engine's loop turn by turn, without threads: a program of arrivals is exact."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,6 @@ from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.proposals import Proposer
 from mlxinfer.fair import NOBODY, Tenant
 from mlxinfer.images import PlacedPicture
-from mlxinfer.metal_kernels.variants import Chosen, Loads, Variant
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
@@ -74,11 +73,6 @@ def puzzle_model() -> Model:
     config, tensors = puzzle()
     config["quantization"] = QUANTIZED
     return load(write(Path(mkdtemp()), config, quantized(tensors, QUANTIZED)))
-
-
-def everywhere(variants: Iterable[Variant]) -> Chosen:
-    """These variants, for any number of sequences."""
-    return dict.fromkeys(variants, Loads())
 
 
 def config(**changes: object) -> EngineConfig:

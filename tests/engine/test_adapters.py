@@ -9,7 +9,7 @@ import pytest
 from adapters.cases import base, merged
 from adapters.cases import folders as folders_of
 from adapters.drawn import dense_tensors, draw, write_peft
-from engine.harness import PAGE, Harness, Outcome, everywhere, prompt, tiny_model
+from engine.harness import PAGE, Harness, Outcome, prompt, tiny_model
 from metal_cpu import MetalCPU, requires_compiler
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
@@ -21,6 +21,7 @@ from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.variants import everywhere
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.language import LanguageModel

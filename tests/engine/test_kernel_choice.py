@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 
 import mlx.core as mx
 import pytest
-from engine.harness import config, everywhere, prompt
+from engine.harness import config, prompt
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
@@ -20,7 +20,15 @@ from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels
 from mlxinfer.metal_kernels.bitmask import bitmask_variant
 from mlxinfer.metal_kernels.sample import sample_variant
-from mlxinfer.metal_kernels.variants import ANY_ROWS, Fastest, KernelUse, Loads, ReadyFor, Variant
+from mlxinfer.metal_kernels.variants import (
+    ANY_ROWS,
+    Fastest,
+    KernelUse,
+    Loads,
+    ReadyFor,
+    Variant,
+    everywhere,
+)
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.sampling.sampler import Sampler

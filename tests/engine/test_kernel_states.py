@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import Harness, everywhere, prompt
+from engine.harness import Harness, prompt
 from engine.oracle import Oracle
 from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
@@ -23,7 +23,7 @@ from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.recurrent import CausalConv, RecurrentMixer
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.variants import never
+from mlxinfer.metal_kernels.variants import everywhere, never
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 

@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 import mlx.core as mx
 import pytest
 from engine.fake_grammar import FakeGrammar
-from engine.harness import Harness, Outcome, everywhere, prompt
+from engine.harness import Harness, Outcome, prompt
 from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
 from models.random_weights import random_tensor, tiny_tensors
@@ -24,7 +24,7 @@ from mlxinfer.metal_kernels.attention_cases import PAIRS
 from mlxinfer.metal_kernels.gathered_attention import FUSED, GATHERED
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.prompt_attention import BLOCKS, WHOLE
-from mlxinfer.metal_kernels.variants import Chosen, Loads, Variant
+from mlxinfer.metal_kernels.variants import Chosen, Loads, Variant, everywhere
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from tests.tables import words

@@ -103,7 +103,7 @@ def test_late_blocks_see_the_rows_that_are_read(case: str, monkeypatch: pytest.M
     monkeypatch.setattr(Prepared, "attend", counted)
     blocks: dict[str, list[Counted]] = {"mlp": [], "o_proj": []}
     for layer in model.layers:
-        for name, of in (("mlp", layer), ("o_proj", layer.mixer)):
+        for name, of in (("mlp", layer), ("o_proj", getattr(layer.mixer, "args", layer.mixer))):
             blocks[name].append(Counted(getattr(of, name)))
             monkeypatch.setattr(of, name, blocks[name][-1])
     answers(case, all_rows=False, beside=False)

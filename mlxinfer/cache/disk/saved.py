@@ -155,7 +155,7 @@ class SavedSessions:
             return None
 
     def save(self, session: SavedSession, tier: DiskTier, keys: Iterable[bytes]) -> None:
-        """Pin the entries of a session, in place of another of its name.
+        """Pin the entries of a session, which replaces one of the same name.
 
         Args:
             session: gets the name.
@@ -289,7 +289,7 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
 
 
 def _end_save(place: Path, *, restores: bool = True) -> None:
-    """Remove what a process that was killed has left of a save, unless a process still saves.
+    """Remove the rest of a save whose process was killed, unless a process still saves.
 
     With `restores` a whole session without its name gets it: the kill came between two renames.
     """

@@ -210,7 +210,7 @@ class DiskTier:
         return written
 
     def sync(self) -> None:
-        """Make the names of what was written last; without it, they may be lost in a crash."""
+        """Sync the names of the files written last; without this, a crash may lose them."""
         if self._unsynced:
             with self._errors_counted():
                 self._files.sync_folder(self.folder)
@@ -236,7 +236,7 @@ class DiskTier:
             raise
 
     def _make_room(self, size: int, *, but_for: str) -> bool:
-        """Remove entries until there is room; False: saved sessions keep what is in the way."""
+        """Remove entries until there is room; False: the rest belongs to saved sessions."""
         num_pinned = 0
         while True:
             with self._lock:

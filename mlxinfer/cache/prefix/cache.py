@@ -247,11 +247,11 @@ class PrefixCache(PageIndex):
             self.unused[group].discard(pages)
 
     def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
-        """Count one less that needs each page; it counts as just used.
+        """Note that a sequence no longer needs these pages; they count as just used.
 
         Args:
             users: pages.
-            priority: of the one that needed them.
+            priority: of the sequence that needed them.
             anchored: others will go on from here.
         """
         now = self.clock()
@@ -278,11 +278,11 @@ class PrefixCache(PageIndex):
         self.let_go(copied, priority=lease.priority)
 
     def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
-        """A window has passed pages of a table; those without a name are free."""
+        """Give back pages that a window has passed; those without a name become free."""
         self.let_go({group: self._named(group, ids)}, priority=lease.priority)
 
     def _named(self, group: int, ids: Sequence[int]) -> list[Page]:
-        """The pages of some ids; those without a name are given back."""
+        """The named pages among `ids`; pages without a name are given back."""
         pages = []
         for page_id in ids:
             page = self.by_id[group].get(page_id)
@@ -416,7 +416,7 @@ class PrefixCache(PageIndex):
     def _page(
         self, names: PageNames, number: int, count: int, priority: int, owner: Tenant = NOBODY
     ) -> Page:
-        """The page of the first `count` tokens of a page; made where there is none.
+        """The page of the first `count` tokens of a page; made if it does not exist.
 
         Shorter ones that it begins with make room for it, but for their states.
         """
@@ -467,7 +467,7 @@ class PrefixCache(PageIndex):
         return freed
 
     def _offer(self, group: int, pages: Iterable[Page]) -> None:
-        """Let unused pages of a group be evicted, those of one worth together; nameless ones go."""
+        """Allow eviction of unused pages, by worth; pages without a name are freed."""
 
         def worth_of(page: Page) -> tuple[bool, Tenant, bool, int, int]:
             return page.is_named, page.owner, page.anchored[group], page.priority, page.tick
@@ -515,7 +515,7 @@ class PrefixCache(PageIndex):
             self.remove(page)
 
     def erase(self, names: PageNames, num_tokens: int) -> None:
-        """Drop the pages of a prompt that no other prompt shares and nobody needs."""
+        """Drop the pages of a prompt that no other prompt shares and no sequence needs."""
         point = self.probe(names, limit=num_tokens)
         for page in reversed([*point.path, point.cut]):
             if page is not None and page.name not in self.children and not any(page.users):

@@ -92,7 +92,7 @@ def chained(name: bytes, pages: Iterable[bytes]) -> list[bytes]:
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """What is hashed of ids: 4 bytes each, or 8 and a mark if one needs them, as pictures' do.
+    """The bytes of ids for the hash: 4 each, or 8 and a mark if an id of a picture needs 8.
 
     So the name and the ids of a page of text are one block of the hash.
     """
@@ -167,7 +167,7 @@ class Page:
         self.is_named = True
 
     def held(self, groups: range) -> int:
-        """How many of some groups have it."""
+        """The number of these groups that have the page."""
         return sum(self.ids[group] is not None for group in groups)
 
     @property
@@ -418,7 +418,7 @@ class UnusedPages:
         return sum(self._evictable(tenant, num_pages).values())
 
     def _evictable(self, tenant: Tenant, num_pages: int) -> dict[Tenant, int]:
-        """The same by owner; those with none are left out."""
+        """The same by owner; owners without such pages are left out."""
         counts, weight = {}, sum(owner.weight for owner in self.held.keys() | {tenant})
         for owner, queue in self.queues.items():
             count = len(queue)

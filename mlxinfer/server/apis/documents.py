@@ -74,7 +74,7 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> list[str]:
     """Put texts in place of PDFs; raises as `pdf_texts` for those of the newest turn.
 
-    Returns what was left out, as `skip` notes it: earlier PDFs that cannot be read.
+    Returns notes (`skip`) on earlier PDFs that cannot be read and were left out.
     """
     pdfs = await call.in_worker(list, parts)
     newest = [part for part in pdfs if not part.is_earlier]

@@ -63,7 +63,7 @@ class LlamaRequest(ConstraintFields, kw_only=True):
 
 
 class InfillRequest(LlamaRequest, kw_only=True):
-    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
+    """Code before and after the cursor; `prompt`: the text typed last, behind the prefix."""
 
     input_prefix: str
     input_suffix: str
@@ -168,7 +168,7 @@ def _probabilities(
 
 
 def _end(answer: Answer, index: int, text: str, model: str) -> Plain:
-    """The whole answer, or the last piece of it."""
+    """The whole answer, or its last piece."""
     result, word = answer.result, answer.stop_match
     assert result is not None
     limit = result.finish_reason is FinishReason.LENGTH

@@ -279,7 +279,7 @@ async def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain]
 
 
 def _messages(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
-    """Read the request and what the disk has of it. Takes a while."""
+    """Read the request and its stored items. Takes a while."""
     before: list[InputItem] = []
     if body.previous_response_id is not None:
         chain = _chain_of(call, body.previous_response_id, "previous_response_not_found")
@@ -488,7 +488,7 @@ async def show_response(call: Call) -> Body | Events | Plain:
 
 
 async def cancel_response(call: Call) -> Body | Plain:
-    """End a response that runs in the background; what it has said is kept."""
+    """End a response that runs in the background; its text so far is kept."""
     response_id = call.path_params["id"]
     running = _running(call, response_id)
     if running is not None:

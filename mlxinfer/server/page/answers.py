@@ -32,7 +32,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 class AnswerStart(msgspec.Struct, kw_only=True):
-    """The message that the answer becomes; `details` say what the page knows of it."""
+    """The message that the answer is stored as; `details`: what the page shows beside it."""
 
     id: str
     parent: str
@@ -117,7 +117,7 @@ class RunningAnswer:
         self._tell()
 
     async def follow(self) -> AsyncIterator[bytes]:
-        """Yield the answer so far, what it gains, and [DONE]."""
+        """Yield the answer so far, what follows, and [DONE]."""
         self.followers += 1
         content = thought = 0
         try:
@@ -255,7 +255,7 @@ class AnswerRoutes:
         return Events(self._follow(self._running[place]))
 
     async def follow(self, call: Call) -> Events:
-        """Stream an answer that runs, or has just ended: all that it has, then what it gains."""
+        """Stream an answer that runs or has just ended: its text so far, then what follows."""
         return Events(self._follow(await self._found(call, {**self._ended, **self._running})))
 
     async def stop(self, call: Call) -> Plain:
@@ -290,7 +290,7 @@ class AnswerRoutes:
         )
 
     async def _found(self, call: Call, answers: Mapping[Place, RunningAnswer]) -> RunningAnswer:
-        """The answer that the path names; raises HttpError if it is none of these."""
+        """The running answer that the path names; raises HttpError if there is none."""
         id = call.path_params["id"]
         running = answers.get((await self._owners.of(call), id))
         if running is None:

@@ -51,7 +51,7 @@ class JobAction(RequestBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The rest of the program, as far as the routes need it.
+    """The parts of the program that the routes need.
 
     Attributes:
         command: the command line program, for downloads and conversions.
@@ -82,12 +82,12 @@ class LibraryRoutes:
         self._workers = Workers(4)  # the hub may take long, and texts of requests are not to wait
 
     def close(self) -> None:
-        """Interrupt downloads and conversions; what they have done is kept."""
+        """Interrupt downloads and conversions; they can go on later."""
         self._jobs.close()
         self._workers.close()
 
     def restore(self, service: ServerState) -> None:
-        """Serve again what was added before the server ended, as far as it is still here."""
+        """Serve again the models that were added before the server ended and still exist."""
         for name in self._added():
             if name in service.models.names():
                 continue

@@ -77,7 +77,6 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """On disk."""
         return sum(array.num_bytes for array in self.arrays)
 
 

@@ -52,7 +52,6 @@ class ConversionReport:
         return max(self.tensors, key=lambda t: t["relative"], default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For report.json."""
         fields = asdict(self) | {"passed": self.passed, "counts": self.counts}
         fields["bits_per_weight"] = round(self.bits_per_weight, 4)
         fields["logits"] = [asdict(check) | {"passed": check.passed} for check in self.logits]

@@ -79,7 +79,6 @@ class ConvStep(StateStep):
         return y, mx.take_along_axis(seen, places[..., None], axis=1).astype(mx.float32)
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """See `StateStep`."""
         count, tokens, width = shape
         assert width >= self.at + (3 if self.gated else 1) * self.channels, shape
         return Launch(

@@ -117,7 +117,6 @@ class DeltaStep(StateStep):
         return outputs.flatten(-2), after
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.key_width + self.value_heads * self.value_dim, shape
         template: list[tuple[str, TemplateValue]] = [

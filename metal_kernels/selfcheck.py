@@ -160,7 +160,6 @@ class Verdicts:
         self._put(key, {"status": _CHECKING})
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict."""
         self._put(key, asdict(verdict))
 
     def forget(self, key: str) -> None:

@@ -90,7 +90,6 @@ class SSMStep(StateStep):
         return (y + skips[:, None] * x).flatten(-2), after
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.inner + 2 * self.groups * self.state_dim, shape
         template: list[tuple[str, TemplateValue]] = [

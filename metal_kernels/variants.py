@@ -176,7 +176,6 @@ class Variant:
         return dict(self.values)[name]
 
     def number(self, name: str) -> int:
-        """The value of this name."""
         return int(self[name])
 
     @property

@@ -360,7 +360,6 @@ def put_into_file(
 
 
 def summary(layers: Sequence[LearnedLayer]) -> str:
-    """For the report."""
     kept = [layer for layer in layers if layer.kept]
     if not kept:
         return "No layer learned scales that were better on the text that is held out."

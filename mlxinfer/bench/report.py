@@ -31,7 +31,6 @@ class Report:
     machine: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"benchmark": self.benchmark, "machine": self.machine, **self.data}
 
 

@@ -65,11 +65,9 @@ class LayerGroup(PageGroup):
 
     @property
     def planes(self) -> list[Plane]:
-        """The planes of all layers, in order."""
         return [plane for layer in self.layers for plane in layer.planes]
 
     def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
-        """As `KVCache.make_room`."""
         pages, slots, extent = self.num_pages, self.num_slots, self.allocator.extent
         if not self.layers:
             return

@@ -301,7 +301,6 @@ class AttentionWindow:
         return 0 if self.size is None else int(self.lowest_of(np.int64(position)))
 
     def lowest_of(self, positions: Positions) -> Positions:
-        """`lowest` of each of many positions."""
         if self.size is None:
             return positions * 0
         if self.chunked:

@@ -62,7 +62,6 @@ def _markdown_class() -> "type[Markdown]":
 
 
 def rendered(text: str, style: str = "none") -> "Markdown":
-    """Markdown for a console."""
     return _markdown_class()(text, style=style)
 
 

@@ -38,7 +38,6 @@ class GroupedCommand(click.Command):
     """A command that lists its own options first, and those that few people need last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups."""
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in (*GROUPS, "Options")}
         for param in self.get_params(ctx):
             if param.param_type_name != "option":

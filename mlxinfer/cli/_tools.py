@@ -98,13 +98,11 @@ class JoinedTools:
         return name in self._source_of and self._source_of[name].allows(name)
 
     def call(self, name: str, arguments: str) -> str:
-        """Call a tool and return its text."""
         if name not in self._source_of:
             return f"Error: there is no tool {name[:100]!r}."
         return self._source_of[name].call(name, arguments)
 
     def close(self) -> None:
-        """Close all sources."""
         for source in self._sources:
             source.close()
 

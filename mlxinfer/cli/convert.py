@@ -79,7 +79,6 @@ OPTIONS = (
 
 
 def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add all options."""
     for option in reversed(OPTIONS):
         function = option(function)
     return function

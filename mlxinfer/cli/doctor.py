@@ -119,7 +119,6 @@ def judge_kernels(verdicts: "Mapping[str, Verdict]", unfinished: Sequence[str] =
 
 
 def memory() -> Check:
-    """Memory of this machine."""
     return Check("memory", OK, f"{human_bytes(total_memory_bytes())} in all")
 
 

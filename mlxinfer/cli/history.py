@@ -135,7 +135,6 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
 
 def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> str:
-    """A conversation for people."""
     parts = [f"# {conversation.title or 'Conversation'}"]
     if system := conversation.settings.get("system"):
         parts.append("> " + str(system).replace("\n", "\n> "))

@@ -44,7 +44,6 @@ def row_of(request: dict[str, Any]) -> list[str]:
 
 
 def lines_of(request: dict[str, Any]) -> list[str]:
-    """Return all that is known of one request."""
     tiers = [f"{count} from {tier}" for tier, count in request["tiers"].items() if count]
     reused = f"{request['cached_tokens']} of {request['prompt_tokens']} prompt tokens were reused"
     lines = [f"{reused}{': ' if tiers else ''}{', '.join(tiers)}."]

@@ -174,5 +174,4 @@ def shown_value(value: object, name: str = "") -> str:
 
 
 def clipped(text: str) -> str:
-    """The text, or its beginning."""
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"

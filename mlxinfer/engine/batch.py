@@ -73,7 +73,6 @@ class Sequence:
 
     @property
     def lease_of(self) -> Lease:
-        """The lease of a running sequence."""
         assert self.lease is not None
         return self.lease
 

@@ -74,7 +74,6 @@ def prompt_logits_events(read: list[tuple[Sequence, int, Any]]) -> list[TokenEve
 def last_events(
     sequence: Sequence, token: TokenEvent, end: FinishReason | BaseException
 ) -> list[TokenEvent]:
-    """The events of a sequence that ends with this token."""
     if isinstance(end, BaseException):
         return [token, failed_event(sequence, end)]
     if end is FinishReason.STOP and token.token_id not in sequence.request.stop_ids:

@@ -197,7 +197,6 @@ class PictureFeatures(FeatureSource):
 
     @property
     def tenants(self) -> set[Tenant]:
-        """The tenants that wait for pictures."""
         return {waiting[0].request.tenant for _, waiting in self.wanted.values()}
 
     def _next(self) -> tuple[Key, tuple[Picture, list[Sequence]]]:

@@ -45,7 +45,6 @@ def _paged(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[PagedLay
 
 
 def make_cache(model: LanguageModel, config: EngineConfig, layers: Seq[LayerCache]) -> KVCache:
-    """The KV cache of a model, as an engine of this config has it."""
     return KVCache(
         layers,
         page_size=config.page_size,

@@ -109,7 +109,6 @@ class Rate:
     seconds: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Add a measurement."""
         self.amount = FORGET * self.amount + amount
         self.seconds = FORGET * self.seconds + seconds
 

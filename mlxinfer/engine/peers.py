@@ -178,7 +178,6 @@ class Peer:
         await asyncio.sleep(self._next_s - 1 / REQUESTS_PER_S - now_s)
 
     async def close(self) -> None:
-        """Close its connections."""
         await self._client.aclose()
 
     def _leave_out(self, reason: str) -> None:

@@ -152,7 +152,6 @@ class Forward:
         return Computed(ids, logits, prompt, model_step.taps, unused, stored, outputs)
 
     def _model_step(self, step: StepInputs, features: Seq[mx.array]) -> Step:
-        """The step as the model sees it."""
         taps = Taps(self._taps) if self._taps else None
         reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
         model_step = Step(

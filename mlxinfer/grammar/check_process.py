@@ -53,7 +53,6 @@ class ByteTokenizer:
         self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the ids of a text."""
         data = text if isinstance(text, bytes) else text.encode()
         return [self._ids[byte] for byte in data]
 

@@ -44,7 +44,6 @@ class BudgetRule:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, format: ReasoningFormat) -> "BudgetRule":
-        """Return the rule of a model."""
         mark = format.channels.ends[0] if format.harmony else format.end
         closing = tokenizer.encode(mark, add_special_tokens=False, parse_special=True)
         reopening = None

@@ -101,7 +101,6 @@ class _Grid(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens."""
         return len(self.times) * self.rows * self.columns
 
     @property

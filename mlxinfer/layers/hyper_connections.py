@@ -83,7 +83,6 @@ class GatedConnection:
     weights: Projection  # of normalised streams (T, n * hidden) -> (T, n), a number for each stream
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, block: Block) -> mx.array:

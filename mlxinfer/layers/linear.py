@@ -249,7 +249,6 @@ class DenseHeadLinear:
         self.transposed = weight.swapaxes(-1, -2)
 
     def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
-        """See `HeadLinear`."""
         return x @ (self.transposed if transposed else self.weight)
 
 
@@ -259,7 +258,6 @@ class QuantizedHeadLinear(QuantizedMatrix):
     __slots__ = ()
 
     def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
-        """See `HeadLinear`."""
         if x.shape[0] == 1:
             x = mx.broadcast_to(x, (self.weight.shape[0], *x.shape[1:]))
         form = (self.group_size, self.bits, self.mode)

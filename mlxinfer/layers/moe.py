@@ -208,7 +208,6 @@ class HashChoice:
     tokens: TokenIds  # of the current step
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -170,7 +170,6 @@ class NgramLayer:
         return self.window, self.conv
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:

@@ -92,7 +92,6 @@ class Summed(Projection):
     sums: Sums  # of the model
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of a block."""
         uses: list[KernelUse] = self.part.kernels(model)
         return uses
 

@@ -148,7 +148,6 @@ class RelativeAttention(AttentionShape, Mixer):
         return self, self.k_conv, self.v_conv
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """None."""
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:

@@ -51,7 +51,6 @@ class Pass:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
         return int(self.x.shape[0])
 
     @property
@@ -312,7 +311,6 @@ class PoolingLoop:
 
 
 def segment_caches(model: PoolingModel, groups: Sequence[RowGroup]) -> list[Any]:
-    """One for each mixer of a model that has a cache."""
     masks = Masks(model.model.config.bidirectional)
     return [segment_cache(spec, groups, masks) for spec in model.model.cache_specs]
 

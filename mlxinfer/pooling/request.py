@@ -125,7 +125,6 @@ class PassSizer:
 
     @property
     def num_tokens(self) -> int:
-        """Of the next pass."""
         if self._fixed is not None:
             return self._fixed
         if self._token_s is None:
@@ -162,7 +161,6 @@ class PassQueue:
         return sum([queue.num_waiting for queue in self._queues.values()])
 
     def add(self, rows: Iterable[WaitingRow]) -> None:
-        """Queue rows."""
         for row in rows:
             self._queues.setdefault(row.request.tenant, RowQueue()).add(row)
 

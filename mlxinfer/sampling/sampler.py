@@ -69,7 +69,6 @@ class LogprobArrays:
         return LogprobArrays(asked, chosen[:, 0], ids, values - total)
 
     def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate."""
         return [array for array in (self.chosen, self.top_ids, self.top) if array is not None]
 
     def read(self) -> dict[int, TokenLogprobs]:

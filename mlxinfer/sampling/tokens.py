@@ -42,14 +42,12 @@ class TokenBuffer:
         return self._room[start : self._stop]
 
     def append(self, token_id: int) -> None:
-        """Add one token."""
         if self._stop == len(self._room):
             self._make_room(1)
         self._room[self._stop] = token_id
         self._stop += 1
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens."""
         stop = self._stop + len(token_ids)
         if stop > len(self._room):
             self._make_room(len(token_ids))
@@ -98,7 +96,6 @@ class Repeats:
         return self._lengths[: self._size]
 
     def append(self, token_id: int) -> None:
-        """Add one token."""
         size = self._size
         if size == len(self._ids):
             self._ids = np.pad(self._ids, (0, size), constant_values=-1)

@@ -431,7 +431,6 @@ class Call(Exchange):
             return num_tokens, await self._interruptible(pooled.aresult())
 
     async def pdf_texts(self, files: Mapping[str, str]) -> list[str]:
-        """The texts of PDFs; see `pdf_texts`."""
         work = self.service.pdf_workers.run_for(self.tenant, pdf_texts, files, lambda: self._left)
         return await self._interruptible(work)
 

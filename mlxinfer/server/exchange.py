@@ -111,7 +111,6 @@ class Exchange:
         timer.cancel()
 
     async def send_body(self, reply: Body) -> None:
-        """Send a whole reply."""
         headers = [
             (b"content-type", reply.media_type),
             (b"content-length", str(len(reply.content)).encode()),

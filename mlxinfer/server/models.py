@@ -91,11 +91,9 @@ class ModelRegistry:
         return [slot.entry.name for slot in self._slots]
 
     def slots(self) -> list[ModelSlot]:
-        """All models, for reading."""
         return list(self._slots)
 
     def running(self) -> list[ServedModel]:
-        """The models that are loaded."""
         return [slot.served for slot in self._slots if slot.served is not None]
 
     @property
@@ -104,7 +102,6 @@ class ModelRegistry:
         return sum(slot.held_bytes for slot in self._slots)
 
     def find(self, name: str | None) -> ModelSlot:
-        """The model of a name, see `resolve`."""
         return self.resolve(name)[0]
 
     def resolve(self, name: str | None) -> tuple[ModelSlot, str | None]:

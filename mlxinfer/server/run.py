@@ -171,7 +171,6 @@ class LoopErrors:
         self._silent_until_s = 0.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log one error."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
             loop.default_exception_handler(context)
@@ -242,7 +241,6 @@ def _bind(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
-    """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

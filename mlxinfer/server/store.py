@@ -106,7 +106,6 @@ class RunningResponse:
 
 
 def split_frames(frames: bytes) -> list[bytes]:
-    """The frames of events, one by one."""
     return [f + _FRAME_END for f in frames.split(_FRAME_END) if f.startswith(b"event:")]
 
 

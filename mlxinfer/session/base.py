@@ -55,7 +55,6 @@ class ModelSession(Protocol):
         self.refuse("chat")
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
-        """The prompt of an input alone; see Session.encode."""
         self.refuse("select")
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:

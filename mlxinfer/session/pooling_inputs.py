@@ -70,7 +70,6 @@ class ScoreInput:
     def of_query(
         cls, query: str, documents: Sequence[str], instruction: str | None, truncate: int | bool
     ) -> Self:
-        """The pairs of a query with each of the documents."""
         if not isinstance(query, str):
             raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
         if isinstance(documents, str):

@@ -80,7 +80,6 @@ def encode_rows(
 
 
 def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> ContextLengthError:
-    """Return the error of a text that is too long."""
     has = f"more than {max_tokens}" if num_tokens is None else f"{num_tokens}"
     return ContextLengthError(
         f"{what} has {has} tokens, and the model reads at most {max_tokens}; shorten it, or ask "

@@ -53,7 +53,6 @@ class Context:
         return [(k[:, :length], v[:, :length]) for k, v in self._room]
 
     def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate."""
         return [array for keys_values in self._room for array in keys_values]
 
 

@@ -349,7 +349,6 @@ class FixedDepth(Controller):
         super().__init__(max_depth=depth)
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether the depth is not 0."""
         return self._max_depth > 0
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:

@@ -188,7 +188,6 @@ class TextReader:
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a pattern, compiled once."""
     return re.compile(pattern)
 
 

@@ -149,7 +149,6 @@ class MenubarApp(toga.App):
         self.show(await in_thread(self.controller.refresh, everything=everything))
 
     def show(self, view: View) -> None:
-        """Show a view everywhere."""
         self.main.show(view)
         self.chat.show(view, self.page_address())
         if self.introduction is not None:

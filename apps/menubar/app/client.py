@@ -226,6 +226,5 @@ def is_local(url: str) -> bool:
 
 
 def port_of(url: str) -> int:
-    """The port of an address."""
     parts = urlsplit(url)
     return parts.port or (443 if parts.scheme == "https" else 80)

@@ -65,7 +65,6 @@ class MenuEntry:
 
 
 def menu_of(view: View) -> tuple[MenuEntry, ...]:
-    """The whole menu."""
     head = [MenuEntry(state_text(view))]
     if view.problem:
         head.append(MenuEntry(shortened(view.problem, 90), Action(Do.WINDOW)))

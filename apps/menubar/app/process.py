@@ -108,7 +108,6 @@ class ServerProcess:
             self._record_path.unlink(missing_ok=True)
 
     def alive(self) -> bool:
-        """Whether the process runs."""
         if self._record is None:
             return False
         if self._child is not None:

@@ -65,7 +65,6 @@ class QtPlatform(Platform):
 
     @guarded()
     def bring_to_front(self, window: Any) -> None:
-        """Raise it."""
         window._impl.native.raise_()
         window._impl.native.activateWindow()
 

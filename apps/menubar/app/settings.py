@@ -37,6 +37,5 @@ def load(path: Path) -> Settings:
 
 
 def save(path: Path, settings: Settings) -> None:
-    """Store settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(settings), indent=2).encode())

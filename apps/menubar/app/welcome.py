@@ -123,7 +123,6 @@ class Introduction:
             self._show_progress(view)
 
     def choose(self, model: str) -> None:
-        """Take a model."""
         self.chosen = model
         self.about.text = TINY if model == DEMO else PRIVATE
         self.demo.text = "✓ The Small Demo" if model == DEMO else "Try the Small Demo"

@@ -82,7 +82,6 @@ def picture(name: str, size: int) -> toga.ImageView:
 
 
 def bold(text: str = "", **style: Any) -> toga.Label:
-    """A label that leads."""
     return toga.Label(text, font_weight="bold", **style)
 
 

@@ -128,7 +128,6 @@ class ArchitectureFields:
         return [float(value) for value in values]
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A truth."""
         return self.all.boolean(self.name(key), default=default)
 
     def has(self, key: str) -> bool:

@@ -206,7 +206,6 @@ class _Cursor:
         return float(str(np.float32(value))) if form == "f" else value
 
     def string(self) -> str:
-        """The next string."""
         raw = bytes(self.take(int.from_bytes(self.take(8), "little")))
         try:
             return raw.decode("utf-8")

@@ -251,8 +251,6 @@ def _floats(place: GGUFTensor) -> TensorReader:
 
 
 def _whole_numbers(place: GGUFTensor) -> TensorReader:
-    """Of a table."""
-
     def values(rows: slice) -> mx.array:
         numbers = np.ascontiguousarray(place.rows(rows)).view("<i4")
         return mx.array(place.values(numbers, rows).astype(np.int64))

@@ -133,7 +133,6 @@ class _Packing:
 
 
 def groups_of(config: Fields | None) -> list[Fields]:
-    """The objects in `config_groups`."""
     groups = config.fields("config_groups") if config else None
     listed = [groups.fields(name) for name in groups.values] if groups else []
     return [group for group in listed if group]

@@ -56,7 +56,6 @@ class PageNames:
         return self._names[start + 1 : stop + 1]
 
     def _hash(self, count: int) -> None:
-        """Name the first `count` pages."""
         names, size = self._names, self.page_size
         new_ids = self.token_ids[(len(names) - 1) * size : count * size]
         names += chained(names[-1], packed_pages(new_ids, size))
@@ -119,7 +118,6 @@ def group_key(page: bytes, group: int) -> bytes:
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Ids as bytes, `ID_BYTES` each."""
     return struct.pack(f"<{len(token_ids)}Q", *token_ids)
 
 
@@ -392,7 +390,6 @@ class UnusedPages:
         self.queues[owner].push(pages, worth)
 
     def discard(self, pages: Iterable[Page]) -> None:
-        """See `EvictionQueue.discard`."""
         for owner, run in groupby(pages, attrgetter("owner")):
             if owner in self.queues:
                 self.queues[owner].discard(run)

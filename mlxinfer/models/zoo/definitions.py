@@ -55,7 +55,6 @@ class AttendingCache:
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """As `AttentionOverride`."""
         raise AssertionError("a base class")
 
 

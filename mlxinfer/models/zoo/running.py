@@ -400,7 +400,6 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays."""
         return sum(cache.nbytes for cache in self.caches if cache is not None)
 
     def unread(self) -> list[mx.array]:

@@ -309,7 +309,6 @@ class MessageWriter:
         yield b"".join(self.close()) + named("message_delta", last) + stop
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
-        """The events of a step."""
         for part in step.delta.parts:
             if isinstance(part, TextPart):
                 yield from self._within("text", {"type": "text", "text": ""})
@@ -412,7 +411,6 @@ _TYPES = {
 
 
 def anthropic_error(error: MlxinferError) -> dict[str, object]:
-    """The body of an error."""
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _TYPES.get(error.status, fallback)
     message = clipped_message(error)

@@ -55,7 +55,6 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
     @property
     def parts(self) -> "str | list[ContentBlock]":
-        """The content."""
         return [self.content] if isinstance(self.content, ContentBlock) else self.content or ""
 
 

@@ -354,7 +354,6 @@ class ResponseWriter:
         return self._frame(self.response["status"])
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
-        """The events of a step."""
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             yield self._frame("in_progress")

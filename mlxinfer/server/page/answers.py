@@ -82,7 +82,6 @@ class RunningAnswer:
 
     @property
     def message(self) -> StoredMessage:
-        """The message as it is now."""
         return StoredMessage(
             id=self.id,
             parent=self._start.parent,
@@ -282,7 +281,6 @@ class AnswerRoutes:
                 del self._ended[place]
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of /page/answers."""
         return (
             Route("POST", "/page/answers", self.begin),
             Route("GET", "/page/answers/{id}", self.follow),

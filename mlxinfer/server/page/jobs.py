@@ -79,7 +79,6 @@ class Job:
         return self.state in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the page."""
         names = ("id", "kind", "name", "step", "done", "total", "rate", "error", "result")
         stopping = self.state is JobState.RUNNING and self.wanted is not JobState.RUNNING
         shown = "stopping" if stopping else str(self.state)

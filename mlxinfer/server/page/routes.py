@@ -212,7 +212,6 @@ class ToolRoutes:
         return {"text": await self._workers.run(self._tools.call, body.name, body.arguments)}
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of /page/tools."""
         return (
             Route("GET", "/page/tools", self.list, "admin"),
             Route("POST", "/page/tools", self.call, "admin"),

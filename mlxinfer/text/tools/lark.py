@@ -46,7 +46,6 @@ class Lark:
         return f"r{self._num_names}"
 
     def rule(self, body: str, options: str = "", name: str = "") -> str:
-        """Add a rule; return its name."""
         name = name or self.name()
         self._rules.append(f"{name}{options}: {body}")
         return name

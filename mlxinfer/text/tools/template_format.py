@@ -27,7 +27,6 @@ class CallSyntax:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All marks."""
         return (*self.section, *self.call, self.between)
 
 

@@ -93,7 +93,6 @@ def copy_value(
 
 
 def read_value(reader: TextReader) -> Parse[str]:
-    """Read a value; return its text."""
     pieces: list[str] = []
     yield from copy_value(reader, pieces.append)
     return "".join(pieces)

@@ -25,19 +25,13 @@ LARGE = 300  # of a row: its sum of squares overflows 16 bits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddNorm(Form):
-    """A residual sum and the norms around it.
+    """A residual sum and the norms around it."""
 
-    Attributes:
-        dims: numbers of a row.
-        dtype: of rows and weights: float32, float16 or bfloat16.
-        after: epsilon of the norm over the block's output, before the sum; None: no norm.
-        before: epsilon of the norm over the sum, before the next block; None: no norm.
-    """
-
-    dims: int
-    dtype: mx.Dtype
+    dims: int  # numbers of a row
+    dtype: mx.Dtype  # of rows and weights: float32, float16 or bfloat16
+    # epsilon of the norm over the block's output, before the sum; None: no norm
     after: float | None
-    before: float | None
+    before: float | None  # epsilon of the norm over the sum, before the next block; None: no norm
 
     @property
     def has_kernel(self) -> bool:

@@ -60,18 +60,13 @@ class MetalKernel:
 
 @dataclass(slots=True)
 class Launch:
-    """A call of a kernel without its inputs, computed once for all layers that make the same call.
-
-    Args:
-        template: values that are compiled in: each set of them is a variant of the kernel.
-        grid: in threads.
-        threadgroup: threads of one threadgroup.
-    """
+    """A call of a kernel without its inputs, computed once for all layers that make it."""
 
     kernel: MetalKernel
+    # values that are compiled in: each set of them is a variant of the kernel
     template: Sequence[tuple[str, TemplateValue]]
-    grid: Size
-    threadgroup: Size
+    grid: Size  # in threads
+    threadgroup: Size  # threads of one threadgroup
     output_shapes: Sequence[tuple[int, ...]]
     output_dtypes: Sequence[mx.Dtype]
     function: Callable[..., list[mx.array]] = field(init=False, repr=False)  # MLX's, see `on_metal`

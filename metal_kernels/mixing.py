@@ -25,19 +25,13 @@ Weights = tuple[mx.array, mx.array, mx.array]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixing(Form):
-    """How weights follow from logits.
+    """How weights follow from logits."""
 
-    Attributes:
-        num_streams: n.
-        rounds: in which columns are divided by their sums; before each but the first, rows are.
-        eps: added to weights and sums, so that nothing is divided by 0.
-        limit: None: as in DeepSeek V4. Else as in Xing 4.0: the matrix' logits stay within +-limit,
-            eps is added to sums alone, and a row of logits has what one stream takes, not gives.
-    """
-
-    num_streams: int
-    rounds: int
-    eps: float
+    num_streams: int  # n
+    rounds: int  # in which columns are divided by their sums; before each but the first, rows are
+    eps: float  # added to weights and sums, so that nothing is divided by 0
+    # None: as in DeepSeek V4. Else as in Xing 4.0: the matrix' logits stay within +-limit, eps is
+    # added to sums alone, and a row of logits has what one stream takes, not gives.
     limit: float | None = None
 
     @property

@@ -228,18 +228,13 @@ def _seconds(call: Outputs, repeats: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device that runs kernels, and what a verdict about them depends on.
+    """A device that runs kernels, and what a verdict about them depends on."""
 
-    Attributes:
-        device: compiles a kernel as it first runs it.
-        environment: chip, system and versions, in words.
-        timer: of a kernel's forms beside MLX's own operations, on the device.
-        compiled: variants that were run since the process began.
-    """
-
-    device: Device
-    environment: str
+    device: Device  # compiles a kernel as it first runs it
+    environment: str  # chip, system and versions, in words
+    # of a kernel's forms beside MLX's own operations, on the device
     timer: Callable[[Calls], dict[str, float]] = seconds_of
+    # variants that were run since the process began
     compiled: set[Variant] = field(default_factory=set, compare=False)
 
 

@@ -20,16 +20,12 @@ Runs = Sequence[tuple[int, int]]  # [from, to) ranges of page slots
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """A way to store vectors: as they are, in the activation dtype, or as a subclass encodes them.
+    """A way to store vectors: in the activation dtype as they are, or as a subclass encodes."""
 
-    Attributes:
-        bits: of a number, as kernels are compiled for; 0: numbers stay as they are.
-        rotates: keys are multiplied by a Hadamard matrix before they are stored. Queries are
-            multiplied with the same matrix: scores stay the same, and outliers of single channels
-            are spread over all. Values follow `rotates_values`.
-    """
-
-    bits: int = 0
+    bits: int = 0  # of a number, as kernels are compiled for; 0: numbers stay as they are
+    # keys are multiplied by a Hadamard matrix before they are stored. Queries are multiplied with
+    # the same matrix: scores stay the same, and outliers of single channels are spread over all.
+    # Values follow `rotates_values`.
     rotates: bool = False
 
     names: ClassVar[tuple[str, ...]] = ("codes",)
@@ -133,31 +129,21 @@ class Plane:
     """Stored vectors of one kind, such as the keys of a layer: an array for each part of a vector.
 
     W = width of a part, P = page_size.
-
-    Attributes:
-        fmt: of the vectors.
-        pages: (heads, tokens, W) each.
-        tails: a tail a slot, (tail heads, 2 * P, W), of whatever shape as a whole; maybe the same
-            for keys and values.
-        vector_dim: numbers of a stored vector.
-        tail_heads: heads of a tail.
-        tail_head: the first own one; in shared tails keys come before values.
-        first: the first number that is read of a vector; not 0 of keys that share it with values.
-        dim: numbers that are read from there on; None: the whole vector.
-        dtype: of decoded vectors.
-        as_stored: decoding is free: what is stored is what is read.
     """
 
-    fmt: KVFormat
-    pages: list[mx.array]
+    fmt: KVFormat  # of the vectors
+    pages: list[mx.array]  # (heads, tokens, W) each
+    # a tail a slot, (tail heads, 2 * P, W), of whatever shape as a whole; maybe the same for keys
+    # and values
     tails: list[mx.array]
-    vector_dim: int
-    tail_heads: int
-    tail_head: int = 0
+    vector_dim: int  # numbers of a stored vector
+    tail_heads: int  # heads of a tail
+    tail_head: int = 0  # the first own one; in shared tails keys come before values
+    # the first number that is read of a vector; not 0 of keys that share it with values
     first: int = 0
-    dim: int | None = None
-    dtype: mx.Dtype = mx.float32
-    as_stored: bool = field(init=False)
+    dim: int | None = None  # numbers that are read from there on; None: the whole vector
+    dtype: mx.Dtype = mx.float32  # of decoded vectors
+    as_stored: bool = field(init=False)  # decoding is free: what is stored is what is read
 
     def __post_init__(self) -> None:
         self.as_stored = self.dim is None and not self.fmt.bits

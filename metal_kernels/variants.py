@@ -51,15 +51,11 @@ def is_kernel(way: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """How long each way of a computation takes at each load, and so which one is used.
+    """How long each way of a computation takes at each load, and so which one is used."""
 
-    Attributes:
-        seconds: of each way that was timed, by load; empty: nothing was.
-        right: whether the kernel may be used at all.
-    """
-
+    # of each way that was timed, by load; empty: nothing was
     seconds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    right: bool = True
+    right: bool = True  # whether the kernel may be used at all
 
     def fastest(self, load: int, ways: tuple[str, ...]) -> str:
         """The fastest of `ways`. If none of these was timed, a kernel that is right, or the first.

@@ -114,41 +114,32 @@ _FORGET = """WITH sums AS (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMessage:
-    """One message of a conversation.
-
-    Attributes:
-        parent: the message before it; None: it is the first.
-        details: JSON data beside the text: attachments, tool calls, token counts, times. Each of
-            its `pictures` has a name and a data URL, or null where it is no longer kept.
-    """
+    """One message of a conversation."""
 
     id: str
-    parent: str | None
+    parent: str | None  # the message before it; None: it is the first
     role: str
     content: str
     reasoning: str = ""
+    # JSON data beside the text: attachments, tool calls, token counts, times. Each of its
+    # `pictures` has a name and a data URL, or null where it is no longer kept.
     details: dict[str, Any] = field(default_factory=dict)
     created_s: float = 0.0  # since 1970
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation without its messages.
-
-    Attributes:
-        settings: JSON data of the program that made it: system message, sampling, schema.
-        head: the message at the end of the branch that is shown; None: there is none.
-        pinned: the page lists it above the others.
-    """
+    """A conversation without its messages."""
 
     id: str
     title: str
     model: str
+    # JSON data of the program that made it: system message, sampling, schema
     settings: dict[str, Any]
-    head: str | None
+    head: str | None  # the message at the end of the branch that is shown; None: there is none
     created_s: float
     changed_s: float
-    pinned: bool
+    pinned: bool  # the page lists it above the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,35 +170,23 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """The requests that a server gets.
+    """The requests that a server gets."""
 
-    Attributes:
-        url: with or without /v1.
-        model: its name there; None: the first that the server lists.
-        requests: in all.
-        concurrency: requests in flight, at most; None: 8, or all of them where a rate is given.
-        rate: arrivals a second, at random times (Poisson); None: one comes when one is answered.
-        prompt_tokens: least and most, in words of about one token.
-        answer_tokens: least and most of `max_tokens`.
-        ignore_eos: asks for answers of full length; servers that do not know it end earlier.
-        temperature: of all requests.
-        seed: of lengths, words and times.
-        timeout_s: of silence.
-        key: of the server.
-    """
-
-    url: str
-    model: str | None = None
-    requests: int = 64
+    url: str  # with or without /v1
+    model: str | None = None  # its name there; None: the first that the server lists
+    requests: int = 64  # in all
+    # requests in flight, at most; None: 8, or all of them where a rate is given
     concurrency: int | None = None
+    # arrivals a second, at random times (Poisson); None: one comes when one is answered
     rate: float | None = None
-    prompt_tokens: tuple[int, int] = (256, 256)
-    answer_tokens: tuple[int, int] = (128, 128)
+    prompt_tokens: tuple[int, int] = (256, 256)  # least and most, in words of about one token
+    answer_tokens: tuple[int, int] = (128, 128)  # least and most of `max_tokens`
+    # asks for answers of full length; servers that do not know it end earlier
     ignore_eos: bool = False
-    temperature: float = 0.0
-    seed: int = 0
-    timeout_s: float = 600.0
-    key: str | None = None
+    temperature: float = 0.0  # of all requests
+    seed: int = 0  # of lengths, words and times
+    timeout_s: float = 600.0  # of silence
+    key: str | None = None  # of the server
 
     @property
     def most_in_flight(self) -> int:

@@ -34,24 +34,15 @@ these: "causal", or bool (queries, keys)."""
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One prefill chunk: where its tokens go, and what they see.
+    """One prefill chunk: where its tokens go, and what they see."""
 
-    Attributes:
-        rows: of the step's flat list.
-        writes: page slots of the new tokens.
-        reads: page slots of all that any of them sees.
-        start: position of the first token.
-        ranges: positions of `reads`, in order.
-        window: of the group.
-        spans: (2, n) positions from, and up to, of the span of each token; None: all are alone.
-    """
-
-    rows: slice
-    writes: list[tuple[int, int]]
-    reads: list[tuple[int, int]]
-    start: int
-    ranges: Sequence[tuple[int, int]]
-    window: AttentionWindow
+    rows: slice  # of the step's flat list
+    writes: list[tuple[int, int]]  # page slots of the new tokens
+    reads: list[tuple[int, int]]  # page slots of all that any of them sees
+    start: int  # position of the first token
+    ranges: Sequence[tuple[int, int]]  # positions of `reads`, in order
+    window: AttentionWindow  # of the group
+    # (2, n) positions from, and up to, of the span of each token; None: all are alone
     spans: Ints | None = None
     _blocks: list[Block] = field(default_factory=list)  # of queries, where keys are one block
 

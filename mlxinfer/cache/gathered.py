@@ -95,26 +95,18 @@ def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
 
 @dataclass(slots=True)
 class Gathered:
-    """B short segments that attend together over gathered pages and tails.
+    """B short segments that attend together over gathered pages and tails."""
 
-    Attributes:
-        segments: the B segments.
-        rows: (B * Q,) flat rows of the queries; None: all of the step, in order.
-        unpad: (T',) from the padded (B * Q) outputs back to flat order; None: nothing is padded.
-        slots: (B,) of the tails.
-        tail_mask: (B, 1, Q, R) additive.
-        page_ids: (B, n) of the pages that are gathered; None: no segment sees any.
-        mask: (B, 1, 1 or Q, n * page_size) additive; None: all of the pages is seen.
-        _whole_mask: of both, for MLX's own attention, once a layer asked for it.
-    """
-
-    segments: Segments
+    segments: Segments  # the B segments
+    # (B * Q,) flat rows of the queries; None: all of the step, in order
     rows: slice | mx.array | None
+    # (T',) from the padded (B * Q) outputs back to flat order; None: nothing is padded
     unpad: mx.array | None
-    slots: mx.array | slice
-    tail_mask: mx.array
-    page_ids: mx.array | None
-    mask: mx.array | None
+    slots: mx.array | slice  # (B,) of the tails
+    tail_mask: mx.array  # (B, 1, Q, R) additive
+    page_ids: mx.array | None  # (B, n) of the pages that are gathered; None: no segment sees any
+    mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all of the pages is seen
+    # of both, for MLX's own attention, once a layer asked for it
     _whole_mask: mx.array | None = None
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:

@@ -136,22 +136,16 @@ class StepMetadata:
     A token sees [begin, end) of its own sequence. `end` is one past its own position, and `begin`
     follows from the window of a layer group. In groups that see spans, a token of a span, such as a
     picture, sees the later tokens of the span, too. The tokens of a span are computed in one step.
-
-    Attributes:
-        short: segments of few tokens, first in the flat list: their tokens go to tails.
-        long: prefill chunks, one each: their tokens go to pages.
-        positions: (T,) each token's place in its own sequence, in flat order.
-        verified: tails with proposals in the step: a commit says which stay.
-        spans: (2, T) positions from, and up to, of the span of each token. None: each is alone.
-        rope_positions: (T,), or (3, T) with M-RoPE, by which keys and queries are turned. None:
-            `positions`.
     """
 
+    # segments of few tokens, first in the flat list: their tokens go to tails
     short: list[Segments]
-    long: Sequence[Segments]
-    positions: Ints
-    verified: Sequence[int] = ()
+    long: Sequence[Segments]  # prefill chunks, one each: their tokens go to pages
+    positions: Ints  # (T,) each token's place in its own sequence, in flat order
+    verified: Sequence[int] = ()  # tails with proposals in the step: a commit says which stay
+    # (2, T) positions from, and up to, of the span of each token. None: each is alone.
     spans: Ints | None = None
+    # (T,), or (3, T) with M-RoPE, by which keys and queries are turned. None: `positions`.
     rope_positions: Ints | None = None
 
     @property

@@ -345,12 +345,7 @@ class AttentionWindow:
 
 @dataclass(slots=True)
 class PageGroup:
-    """Layers that keep the same positions of every sequence, and so share page tables.
-
-    Attributes:
-        num_kept: pages at the front that are never recycled: they hold sinks.
-        recycles: whether pages of a running sequence ever become free.
-    """
+    """Layers that keep the same positions of every sequence, and so share page tables."""
 
     window: AttentionWindow  # which positions a token sees
     allocator: PageAllocator  # of the group's pages
@@ -359,8 +354,8 @@ class PageGroup:
     page_bytes: int  # of a page, all layers together
     number: int = 0  # of the group among the page tables of a sequence
     whole_pages: bool = False  # a sequence can go on only where a page ends
-    num_kept: int = field(init=False)
-    recycles: bool = field(init=False)
+    num_kept: int = field(init=False)  # pages at the front that are never recycled: they hold sinks
+    recycles: bool = field(init=False)  # whether pages of a running sequence ever become free
 
     def __post_init__(self) -> None:
         self.num_kept = self.window.kept_pages(self.page_size)

@@ -58,28 +58,18 @@ Runs = list[tuple[StateBlock | None, list[int]]]  # neighbours that lie in one b
 
 @dataclass(slots=True)
 class StatePart:
-    """B sequences of one step that go through the recurrences together.
+    """B sequences of one step that go through the recurrences together."""
 
-    Attributes:
-        slots: (B,).
-        rows: (B, L) flat rows of the step; a shorter sequence repeats its last one.
-        span: of the flat rows that it covers.
-        counts: (B,) tokens of each that count.
-        unpad: (N,) from the padded (B * L) rows back to flat order; None: nothing is padded.
-        before: where the states lie before the step, the same for all layers.
-        new: the states after it, filled by the layers.
-        verified: slots with proposals at the end of their tokens.
-        undo: by layer, what goes over the tokens again, and how.
-    """
-
-    slots: list[int]
-    rows: mx.array
-    span: slice
-    counts: list[int]
+    slots: list[int]  # (B,)
+    rows: mx.array  # (B, L) flat rows of the step; a shorter sequence repeats its last one
+    span: slice  # of the flat rows that it covers
+    counts: list[int]  # (B,) tokens of each that count
+    # (N,) from the padded (B * L) rows back to flat order; None: nothing is padded
     unpad: mx.array | None
-    before: Runs
-    new: StateBlock
-    verified: Sequence[int] = ()
+    before: Runs  # where the states lie before the step, the same for all layers
+    new: StateBlock  # the states after it, filled by the layers
+    verified: Sequence[int] = ()  # slots with proposals at the end of their tokens
+    # by layer, what goes over the tokens again, and how
     undo: dict[int, tuple[Arrays, Advance]] = field(default_factory=dict)
     lengths: Lengths = field(init=False)
     _first: list[StateBlock] = field(init=False)  # those that a kernel gets as they are

@@ -51,19 +51,13 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolServer:
-    """An MCP server: a program that is started, or an address.
+    """An MCP server: a program that is started, or an address."""
 
-    Attributes:
-        command: the program and its arguments; empty: there is an address.
-        url: of a server that runs already, such as http://127.0.0.1:9000/mcp.
-        env: variables of the program's environment, beside the usual ones.
-        allow: names of tools that are called without asking.
-    """
-
-    command: tuple[str, ...] = ()
-    url: str = ""
+    command: tuple[str, ...] = ()  # the program and its arguments; empty: there is an address
+    url: str = ""  # of a server that runs already, such as http://127.0.0.1:9000/mcp
+    # variables of the program's environment, beside the usual ones
     env: Mapping[str, str] = field(default_factory=dict)
-    allow: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()  # names of tools that are called without asking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

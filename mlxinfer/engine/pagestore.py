@@ -454,24 +454,17 @@ def key_of(names: PageNames, number: int, group: int) -> bytes:
 
 @dataclass(slots=True)
 class PageSearch:
-    """The pages of one prompt in all tiers. Each place is looked for once.
-
-    Attributes:
-        point: what memory has of it.
-        stop: pages, those in memory included.
-        known: places that were looked for below memory; whether a tier has them.
-        read: entries that were loaded.
-        tiers: page number -> the name of the tier from which it came.
-        offered: keys that count as there, too, because peers have them.
-    """
+    """The pages of one prompt in all tiers. Each place is looked for once."""
 
     store: PageStore
-    point: RestorePoint
-    stop: int
+    point: RestorePoint  # what memory has of it
+    stop: int  # pages, those in memory included
+    # places that were looked for below memory; whether a tier has them
     known: dict[Place, bool] = field(default_factory=dict)
-    read: dict[Place, Entry] = field(default_factory=dict)
+    read: dict[Place, Entry] = field(default_factory=dict)  # entries that were loaded
+    # page number -> the name of the tier from which it came
     tiers: dict[int, str] = field(default_factory=dict)
-    offered: Collection[bytes] = ()
+    offered: Collection[bytes] = ()  # keys that count as there, too, because peers have them
 
     def key(self, number: int, group: int) -> bytes:
         """The key of a page's entry."""

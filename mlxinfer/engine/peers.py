@@ -234,26 +234,16 @@ async def _refusal(response: "httpx2.Response") -> str:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """The search of one request for pages at peers.
+    """The search of one request for pages at peers."""
 
-    Attributes:
-        search: of the prompt's pages.
-        root: the namespace of the model's entries.
-        own_s: that the rest of the prompt takes here; None: not measured.
-        is_plain: the prompt is text for the model alone, with its usual frequencies: all that a
-            peer is told.
-        salt: of the request's prefixes.
-        offers: keys, and a peer that has the entry.
-        wait: of the prompt.
-    """
-
-    search: PageSearch
-    root: bytes
-    own_s: float | None
+    search: PageSearch  # of the prompt's pages
+    root: bytes  # the namespace of the model's entries
+    own_s: float | None  # that the rest of the prompt takes here; None: not measured
+    # the prompt is text for the model alone, with its usual frequencies: all that a peer is told
     is_plain: bool
-    salt: str | None
-    offers: dict[bytes, Peer] = field(default_factory=dict)
-    wait: Wait = Wait(0.0, 0.0)
+    salt: str | None  # of the request's prefixes
+    offers: dict[bytes, Peer] = field(default_factory=dict)  # keys, and a peer that has the entry
+    wait: Wait = Wait(0.0, 0.0)  # of the prompt
 
 
 class PeerFetches:

@@ -35,23 +35,15 @@ class FeatureRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPictures:
-    """The pictures of one prompt.
+    """The pictures of one prompt."""
 
-    Attributes:
-        placed: in the prompt's order.
-        places: of each picture, the positions (N,) of its features.
-        key_ids: of the prompt: its token ids, with key ids in the places of features.
-        spans: [from, to) positions of features that see each other; none where no layer lets them.
-        rope_delta: what a token behind the prompt adds to its place to get its rope position.
-        has_turns: positions of the prompt are three-dimensional.
-    """
-
-    placed: tuple[PlacedPicture, ...]
-    places: list[Ints]
-    key_ids: list[int]
+    placed: tuple[PlacedPicture, ...]  # in the prompt's order
+    places: list[Ints]  # of each picture, the positions (N,) of its features
+    key_ids: list[int]  # of the prompt: its token ids, with key ids in the places of features
+    # [from, to) positions of features that see each other; none where no layer lets them
     spans: list[tuple[int, int]]
-    rope_delta: int
-    has_turns: bool
+    rope_delta: int  # what a token behind the prompt adds to its place to get its rope position
+    has_turns: bool  # positions of the prompt are three-dimensional
 
     @staticmethod
     def of(request: "Request", *, sees_spans: bool) -> "PromptPictures":
@@ -138,18 +130,13 @@ def _runs(places: Ints) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureLimits:
-    """The limits that the pictures of a request must fit into.
+    """The limits that the pictures of a request must fit into."""
 
-    Attributes:
-        refusal: why the model takes no pictures, and what to do; None: it takes them.
-        feature_bytes: of one feature.
-        max_bytes: of all features that are kept.
-        max_span: features that see each other, at most; None: none do, or there is no limit.
-    """
-
+    # why the model takes no pictures, and what to do; None: it takes them
     refusal: str | None = "This model reads text alone; send no pictures, or use one that sees."
-    feature_bytes: int = 0
-    max_bytes: int = 0
+    feature_bytes: int = 0  # of one feature
+    max_bytes: int = 0  # of all features that are kept
+    # features that see each other, at most; None: none do, or there is no limit
     max_span: int | None = None
 
     def check(self, request: "Request") -> None:

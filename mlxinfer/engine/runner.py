@@ -46,14 +46,10 @@ class Computed:
 
 
 class FeatureArrays(NamedTuple):
-    """Features of pictures that a step reads.
+    """Features of pictures that a step reads."""
 
-    Attributes:
-        rows: (N,) of the step.
-        arrays: (N, hidden) each: in place of the embeddings, then what is added after layer 0, ...
-    """
-
-    rows: Ints
+    rows: Ints  # (N,) of the step
+    # (N, hidden) each: in place of the embeddings, then what is added after layer 0, and so on
     arrays: list[mx.array]
 
 
@@ -274,18 +270,13 @@ class Launched:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The results of a step, on the host.
+    """The results of a step, on the host."""
 
-    Attributes:
-        token_ids: (R,) the sampled tokens, in the order of `Batch.sampling`.
-        not_finite: sequences of which a row gives NaN or infinities.
-        logprobs: by row, where they were asked for.
-        prompt_logits: sequence, position of the first row, and rows (n, vocab).
-    """
-
-    token_ids: list[int]
-    not_finite: list[Sequence]
+    token_ids: list[int]  # (R,) the sampled tokens, in the order of `Batch.sampling`
+    not_finite: list[Sequence]  # sequences of which a row gives NaN or infinities
+    # by row, where they were asked for
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    # sequence, position of the first row, and rows (n, vocab)
     prompt_logits: list[tuple[Sequence, int, NDArray[np.float32]]] = field(default_factory=list)
 
 

@@ -14,20 +14,15 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """One input of a tower: a whole picture, a cut of one, or a pair of frames.
+    """One input of a tower: a whole picture, a cut of one, or a pair of frames."""
 
-    Attributes:
-        patches: (P, row) float32, in the order and the layout that the tower reads. The numbers
-            are in the order (row, column, colour) for Gemma 4 and LFM2, (colour, row, column) for
-            Gemma 3 and Pixtral, (colour, frame, row, column) for Qwen. Patches lie row by row;
-            those of Qwen block by block, as its merger takes them.
-        grid: frames, rows and columns of patches; their product is P.
-        num_features: vectors that the tower gives for it.
-    """
-
+    # (P, row) float32, in the order and the layout that the tower reads. The numbers are in the
+    # order (row, column, colour) for Gemma 4 and LFM2, (colour, row, column) for Gemma 3 and
+    # Pixtral, (colour, frame, row, column) for Qwen. Patches lie row by row; those of Qwen block by
+    # block, as its merger takes them.
     patches: NDArray[np.float32] = field(repr=False)
-    grid: tuple[int, int, int]
-    num_features: int
+    grid: tuple[int, int, int]  # frames, rows and columns of patches; their product is P
+    num_features: int  # vectors that the tower gives for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,15 +59,11 @@ class Picture:
 
 
 class Shown(NamedTuple):
-    """One picture or video of a message as a model sees it.
+    """One picture or video of a message as a model sees it."""
 
-    Attributes:
-        pictures: one; or what a video is made of, in order.
-        text: what is encoded in place of the text that the template writes for it, with the
-            placeholder of each picture; "": the same.
-    """
-
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Picture, ...]  # one; or what a video is made of, in order
+    # what is encoded in place of the text that the template writes for it, with the placeholder of
+    # each picture; "": the same
     text: str = ""
 
 

@@ -50,20 +50,14 @@ _pool = KillablePool(
 
 
 class Source(NamedTuple):
-    """A picture or a video before it is decoded.
+    """A picture or a video before it is decoded."""
 
-    Attributes:
-        content: bytes of a file; an array of (H, W, 3) levels; the path of a video; or a list of
-            these, which are the frames of a video.
-        place: the field that errors name.
-        is_video: this is a video.
-        fps: frames a second of a list of frames, if it is stated.
-    """
-
+    # bytes of a file; an array of (H, W, 3) levels; the path of a video; or a list of these, which
+    # are the frames of a video
     content: Any
-    place: str
-    is_video: bool = False
-    fps: float | None = None
+    place: str  # the field that errors name
+    is_video: bool = False  # this is a video
+    fps: float | None = None  # frames a second of a list of frames, if it is stated
 
     @classmethod
     def of(

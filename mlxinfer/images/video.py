@@ -31,16 +31,11 @@ _FILES = "the path or the bytes of a video such as an MP4, MOV, WebM or GIF, or 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """A video whose frames are not yet read.
+    """A video whose frames are not yet read."""
 
-    Attributes:
-        num_frames: that it has.
-        fps: frames in a second.
-        read: gives the frames of these numbers, which only grow, in RGB. Raises PictureError.
-    """
-
-    num_frames: int
-    fps: float
+    num_frames: int  # that it has
+    fps: float  # frames in a second
+    # gives the frames of these numbers, which only grow, in RGB. Raises PictureError.
     read: "Callable[[Sequence[int]], Iterator[Image]]" = field(repr=False)
 
 

@@ -131,44 +131,31 @@ def heads_maker(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionArgs:
-    """The attention of one layer, as its family fills it in.
+    """The attention of one layer, as its family fills it in."""
 
-    Attributes:
-        qkv_proj: (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim + num_kv_heads *
-            value_dim).
-        o_proj: (T, num_heads * value_dim) -> (T, hidden).
-        num_heads: of queries.
-        spec: what the cache keeps for this layer.
-        softmax: with (num_heads,) learned logits of sinks, where the layer has them.
-        rope: None: positions are not encoded.
-        qk_norm: over (T, num_heads + num_kv_heads, head_dim); None: no norm.
-        norm_last: the norm comes behind the rope, else before it.
-        query_scale: factors of queries by their positions, behind the rope; None: 1.
-        v_norm: over (T, num_kv_heads, value_dim); None: no norm.
-        gate_proj: (T, hidden) -> (T, num_heads * value_dim) or (T, num_heads) gates of the heads'
-            outputs, of each number or of each head; None: there are none.
-        gate: of what `gate_proj` gives; the result multiplies the outputs.
-        key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
-            comes behind it, and the spec says so; None: nothing is known of such.
-        make_heads: settings of the one kernel that stands for norms, rope and storing; None: there
-            is no such kernel for this layer.
-        indexer: chooses the tokens that each token sees; None: it sees all before it.
-    """
-
+    # (T, hidden) -> (T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim)
     qkv_proj: Projection
-    o_proj: Projection
-    num_heads: int
-    spec: KVSpec
-    softmax: Softmax
-    rope: Rope | None
-    qk_norm: Norm | None = None
-    norm_last: bool = False
+    o_proj: Projection  # (T, num_heads * value_dim) -> (T, hidden)
+    num_heads: int  # of queries
+    spec: KVSpec  # what the cache keeps for this layer
+    softmax: Softmax  # with (num_heads,) learned logits of sinks, where the layer has them
+    rope: Rope | None  # None: positions are not encoded
+    qk_norm: Norm | None = None  # over (T, num_heads + num_kv_heads, head_dim); None: no norm
+    norm_last: bool = False  # the norm comes behind the rope, else before it
+    # factors of queries by their positions, behind the rope; None: 1
     query_scale: QueryScale | None = None
-    v_norm: Norm | None = None
+    v_norm: Norm | None = None  # over (T, num_kv_heads, value_dim); None: no norm
+    # (T, hidden) -> (T, num_heads * value_dim) or (T, num_heads) gates of the heads' outputs, of
+    # each number or of each head; None: there are none
     gate_proj: Projection | None = None
-    gate: Activation = mx.sigmoid
+    gate: Activation = mx.sigmoid  # of what `gate_proj` gives; the result multiplies the outputs
+    # (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope comes behind
+    # it, and the spec says so; None: nothing is known of such
     key_bias: mx.array | None = None
+    # settings of the one kernel that stands for norms, rope and storing; None: there is no such
+    # kernel for this layer
     make_heads: HeadsMaker | None = None
+    # chooses the tokens that each token sees; None: it sees all before it
     indexer: Mixer | None = None
 
 

@@ -64,17 +64,12 @@ class Messages:
 
 
 class BlockPlace(NamedTuple):
-    """Where a layer stands among blocks.
+    """Where a layer stands among blocks."""
 
-    Attributes:
-        order: which of the vectors that come in the layer takes, in order; None: all.
-        num_sources: vectors of messages that pass through, at the front.
-        begins: the layer begins a block; the previous block is finished.
-    """
-
+    # which of the vectors that come in the layer takes, in order; None: all
     order: tuple[int, ...] | None
-    num_sources: int
-    begins: bool
+    num_sources: int  # vectors of messages that pass through, at the front
+    begins: bool  # the layer begins a block; the previous block is finished
 
 
 @dataclass(slots=True, eq=False)

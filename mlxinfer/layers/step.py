@@ -57,17 +57,12 @@ class PreparedRopes(dict[Rope, Any]):
 
 
 class StepFeatures(NamedTuple):
-    """Vectors that stand for the embeddings of some rows of a step, such as a picture's.
+    """Vectors that stand for the embeddings of some rows of a step, such as a picture's."""
 
-    Attributes:
-        rows: (N,) int32 rows of the step.
-        vectors: (N, hidden).
-        deep: (N, hidden) each: what is added to these rows after decoder layer 0, 1, ... (DeepStack
-            of Qwen3-VL).
-    """
-
-    rows: mx.array
-    vectors: mx.array
+    rows: mx.array  # (N,) int32 rows of the step
+    vectors: mx.array  # (N, hidden)
+    # (N, hidden) each: what is added to these rows after decoder layer 0, 1, ... (DeepStack of
+    # Qwen3-VL).
     deep: tuple[mx.array, ...] = ()
 
 

@@ -41,38 +41,25 @@ class FitVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A verdict and the numbers it follows from.
-
-    Attributes:
-        weights_bytes: of the files.
-        limit_bytes: what models may take on this machine.
-        max_context: of the model, in tokens; None: its config cannot be read.
-        needed_context: tokens for which there must be room.
-        kv_bytes: of the KV cache at that context, 16 bits.
-        contexts: the longest context that fits, by bits of the KV cache.
-        converted_bits: the most bits a weight that it could be converted to and fit; None: none
-            would do, or it fits.
-        converted_bytes: what it would take then.
-        ranks: machines of this memory that could run it together; None: it fits, or they could not.
-        pipeline: each of them would have some of the layers, not a part of every layer.
-        expert_memory: bytes that experts could have where they are read when they are needed;
-            None: it fits, it has none, or the rest alone does not fit.
-        problem: why it does not run here.
-    """
+    """A verdict and the numbers it follows from."""
 
     verdict: FitVerdict
-    weights_bytes: int
-    limit_bytes: int
-    max_context: int | None = None
-    needed_context: int = 0
-    kv_bytes: int = 0
-    contexts: dict[int, int] | None = None
+    weights_bytes: int  # of the files
+    limit_bytes: int  # what models may take on this machine
+    max_context: int | None = None  # of the model, in tokens; None: its config cannot be read
+    needed_context: int = 0  # tokens for which there must be room
+    kv_bytes: int = 0  # of the KV cache at that context, 16 bits
+    contexts: dict[int, int] | None = None  # the longest context that fits, by bits of the KV cache
+    # the most bits a weight that it could be converted to and fit; None: none would do, or it fits
     converted_bits: int | None = None
-    converted_bytes: int | None = None
+    converted_bytes: int | None = None  # what it would take then
+    # machines of this memory that could run it together; None: it fits, or they could not
     ranks: int | None = None
-    pipeline: bool = False
+    pipeline: bool = False  # each of them would have some of the layers, not a part of every layer
+    # bytes that experts could have where they are read when they are needed; None: it fits, it has
+    # none, or the rest alone does not fit
     expert_memory: int | None = None
-    problem: str | None = None
+    problem: str | None = None  # why it does not run here
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -13,12 +13,8 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class MTPForm:
-    """How the predictor of an architecture is read.
+    """How the predictor of an architecture is read."""
 
-    Attributes:
-        norm_offset: what is added to its stored norm weights; None: as in the model.
-        before_norm: it reads hidden states before the last norm, not behind it.
-    """
-
+    # what is added to its stored norm weights; None: as in the model
     norm_offset: float | None = None
-    before_norm: bool = False
+    before_norm: bool = False  # it reads hidden states before the last norm, not behind it

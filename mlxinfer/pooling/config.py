@@ -73,36 +73,24 @@ NORMALISE = Module("Normalize")  # to length 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """The way from hidden states to a vector or a score, and the settings for reading texts.
-
-    Attributes:
-        modes: of `MODES`; the vectors of several modes stand side by side.
-        modules: modules behind pooling, in order.
-        pools_prompt: tokens of the prompt count.
-        prompts: name -> text that stands before the model's input.
-        default_prompt: name of the one that is used if nothing is said.
-        similarity: between two vectors, of `SIMILARITIES`.
-        max_tokens: of a text, as far as the files say.
-        lowercase: texts are read in lower case.
-        matryoshka: lengths that vectors may be cut to; empty: any.
-        head: of a model that scores.
-        token_ids: of a `TOKENS` head: the first's logit counts, the second's is taken off.
-        activation: of the score, "sigmoid" or "identity".
-    """
+    """The way from hidden states to a vector or a score, and the settings for reading texts."""
 
     task: Task
+    # of `MODES`; the vectors of several modes stand side by side
     modes: tuple[str, ...] = ("mean",)
-    modules: tuple[Module, ...] = ()
-    pools_prompt: bool = True
+    modules: tuple[Module, ...] = ()  # modules behind pooling, in order
+    pools_prompt: bool = True  # tokens of the prompt count
+    # name -> text that stands before the model's input
     prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    similarity: str = "cosine"
-    max_tokens: int | None = None
-    lowercase: bool = False
-    matryoshka: tuple[int, ...] = ()
-    head: Head | None = None
+    default_prompt: str | None = None  # name of the one that is used if nothing is said
+    similarity: str = "cosine"  # between two vectors, of `SIMILARITIES`
+    max_tokens: int | None = None  # of a text, as far as the files say
+    lowercase: bool = False  # texts are read in lower case
+    matryoshka: tuple[int, ...] = ()  # lengths that vectors may be cut to; empty: any
+    head: Head | None = None  # of a model that scores
+    # of a `TOKENS` head: the first's logit counts, the second's is taken off
     token_ids: tuple[int, int | None] | None = None
-    activation: str = "sigmoid"
+    activation: str = "sigmoid"  # of the score, "sigmoid" or "identity"
 
     def prompt(self, name: str | None, param: str = "prompt_name") -> str:
         """The text of a prompt, of the default one for None; "" where there is none.

@@ -103,21 +103,15 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The way of rank 0 to the other ranks.
+    """The way of rank 0 to the other ranks."""
 
-    Attributes:
-        count: how many there are.
-        tell: sends an order to all of them: its name and arguments.
-        hear: takes the next answer of a kind; None: none came within so many seconds.
-        fail: ends the group, and returns the error to raise.
-        step_s: seconds that a step may take.
-    """
-
-    count: int
-    tell: Callable[..., None]
+    count: int  # how many there are
+    tell: Callable[..., None]  # sends an order to all of them: its name and arguments
+    # takes the next answer of a kind; None: none came within so many seconds
     hear: Callable[[type, float], Any]
+    # ends the group, and returns the error to raise
     fail: Callable[[BaseException], RanksFailedError]
-    step_s: float
+    step_s: float  # seconds that a step may take
 
 
 ORDERS = msgspec.msgpack.Decoder(Order | StepMessage | WorkMessage)  # of rank 0

@@ -22,22 +22,15 @@ log = logging.getLogger("mlxinfer.server")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key without itself.
+    """A key without itself."""
 
-    Attributes:
-        name: for people. Of a key without a table: key1, key2, …, by its place among these.
-        digest: its SHA-256.
-        owner: of what it stores. It follows from the name of a table, so that the key may change;
-            of a key without one from the digest, so that its place may change.
-        is_admin: whether it may load, download, delete and see what others run.
-        weight: of its share of the server, beside other keys.
-    """
-
-    name: str
-    digest: bytes = field(repr=False)
+    name: str  # for people. Of a key without a table: key1, key2, …, by its place among these.
+    digest: bytes = field(repr=False)  # its SHA-256
+    # of what it stores. It follows from the name of a table, so that the key may change; of a key
+    # without one from the digest, so that its place may change.
     owner: str
-    is_admin: bool = True
-    weight: float = 1.0
+    is_admin: bool = True  # whether it may load, download, delete and see what others run
+    weight: float = 1.0  # of its share of the server, beside other keys
 
 
 class ApiKeys:

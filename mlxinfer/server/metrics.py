@@ -309,21 +309,14 @@ class EngineStats:
 
 @dataclass(slots=True, eq=False)
 class ServerMetrics(Collector):
-    """All metrics of a server at one moment, as Prometheus's families.
+    """All metrics of a server at one moment, as Prometheus's families."""
 
-    Attributes:
-        slots: the models of the server.
-        request_metrics: by model name.
-        key_metrics: by name of the key.
-        engine_stats: Engine.stats by model name, of loaded models that answered in time.
-        limit_bytes: memory budget of all models.
-    """
-
-    slots: Sequence[ModelSlot]
-    request_metrics: Mapping[str, RequestMetrics]
-    key_metrics: Mapping[str, KeyMetrics]
+    slots: Sequence[ModelSlot]  # the models of the server
+    request_metrics: Mapping[str, RequestMetrics]  # by model name
+    key_metrics: Mapping[str, KeyMetrics]  # by name of the key
+    # Engine.stats by model name, of loaded models that answered in time
     engine_stats: Mapping[str, Mapping[str, Any]]
-    limit_bytes: int
+    limit_bytes: int  # memory budget of all models
 
     def text(self) -> bytes:
         """In Prometheus's text format."""

@@ -48,24 +48,16 @@ Ids = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One request.
+    """One request."""
 
-    Attributes:
-        id: of its answer.
-        request_id: of the log.
-        session: of the loaded model.
-        namespace: adapter and salt.
-        ids: (T,) of prompt and answer, a picture's own number in its places; None: dropped.
-        shown: what its owner is shown.
-    """
-
-    id: str
-    request_id: str
+    id: str  # of its answer
+    request_id: str  # of the log
     model: str
-    session: "weakref.ref[Any]"
-    namespace: tuple[str | None, str | None]
+    session: "weakref.ref[Any]"  # of the loaded model
+    namespace: tuple[str | None, str | None]  # adapter and salt
+    # (T,) of prompt and answer, a picture's own number in its places; None: dropped
     ids: Ids | None
-    shown: Plain
+    shown: Plain  # what its owner is shown
 
     def without_text(self) -> Plain:
         """How much was reused, and why no more."""

@@ -32,18 +32,13 @@ KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
 
 
 class PreparedKey(NamedTuple):
-    """Key of a prepared picture.
+    """Key of a prepared picture."""
 
-    Attributes:
-        cache_salt: of the request. Otherwise the time that a picture takes would tell one client
-            what others have shown.
-        digest: of the source.
-        max_tokens: the limit of the processor.
-    """
-
+    # of the request. Otherwise the time that a picture takes would tell one client what others have
+    # shown.
     cache_salt: str | None
-    digest: bytes
-    max_tokens: int
+    digest: bytes  # of the source
+    max_tokens: int  # the limit of the processor
 
 
 class PreparedPictures:

@@ -32,20 +32,14 @@ _FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 
 @dataclass(frozen=True, slots=True)
 class FimTokens:
-    """The tokens that divide a prompt with a gap.
+    """The tokens that divide a prompt with a gap."""
 
-    Attributes:
-        prefix: stands before the text in front of the gap.
-        suffix: stands before the text after the gap.
-        middle: stands at the end, where the model fills the gap; None: the model continues the
-            prefix, which then comes last (Codestral).
-        end_ids: tokens that end the middle, beside the model's own end tokens.
-    """
-
-    prefix: int
-    suffix: int
+    prefix: int  # stands before the text in front of the gap
+    suffix: int  # stands before the text after the gap
+    # stands at the end, where the model fills the gap; None: the model continues the prefix, which
+    # then comes last (Codestral)
     middle: int | None
-    end_ids: frozenset[int]
+    end_ids: frozenset[int]  # tokens that end the middle, beside the model's own end tokens
 
     def prompt_ids(
         self,

@@ -50,37 +50,27 @@ _COUNTED_ID = re.compile(r"functions\.[^:]+:[0-9]+")  # of Kimi K2's
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of messages that a template takes. Plain data; the defaults change nothing.
+    """The forms of messages that a template takes. Plain data; the defaults change nothing."""
 
-    Attributes:
-        parts: roles whose content must be a list of parts.
-        first_part: roles of which only the first text is written, so texts are joined in front.
-        system: the first system message is written; otherwise its text goes to the user's message.
-        later_system: further system messages are written where they stand; otherwise in front.
-        developer: the role developer is written; otherwise it becomes system.
-        repeats: messages of the user may follow each other; otherwise they become one.
-        calls: calls of earlier turns are written.
-        beside_calls: how a text beside calls is kept: "as it is", "apart" (as a message before the
-            calls), or "written" (the calls become text, too).
-        results: messages of the role tool are written.
-        several_calls: a message may have several calls.
-        ids: how ids of calls look: "any", "short" (nine letters and digits) or "counted" (the name
-            of the function and the number of the call).
-        empty_thoughts: an answer without a thought has an empty one.
-    """
-
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # roles whose content must be a list of parts
+    # roles of which only the first text is written, so texts are joined in front
     first_part: tuple[str, ...] = ()
+    # the first system message is written; otherwise its text goes to the user's message
     system: bool = True
+    # further system messages are written where they stand; otherwise in front
     later_system: bool = True
-    developer: bool = True
-    repeats: bool = True
-    calls: bool = True
+    developer: bool = True  # the role developer is written; otherwise it becomes system
+    repeats: bool = True  # messages of the user may follow each other; otherwise they become one
+    calls: bool = True  # calls of earlier turns are written
+    # how a text beside calls is kept: "as it is", "apart" (as a message before the calls), or
+    # "written" (the calls become text, too)
     beside_calls: str = "as it is"
-    results: bool = True
-    several_calls: bool = True
+    results: bool = True  # messages of the role tool are written
+    several_calls: bool = True  # a message may have several calls
+    # how ids of calls look: "any", "short" (nine letters and digits) or "counted" (the name of the
+    # function and the number of the call)
     ids: str = "any"
-    empty_thoughts: bool = False
+    empty_thoughts: bool = False  # an answer without a thought has an empty one
 
     def apply(self, messages: Messages, write_calls: WriteCalls) -> list[Message]:
         """Return a conversation in a form that the template takes.

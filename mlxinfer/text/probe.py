@@ -18,18 +18,13 @@ _IMAGE_WORDS = ("image", "vision")
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a chat template takes.
+    """What a chat template takes."""
 
-    Attributes:
-        variables: names that it reads, its own among them, but no functions and no special tokens.
-            A request may set any of them.
-        thinking: what changes how the model thinks.
-        forms: the forms of messages.
-    """
-
+    # names that it reads, its own among them, but no functions and no special tokens. A request may
+    # set any of them.
     variables: frozenset[str] = frozenset()
-    thinking: Thinking = field(default_factory=Thinking)
-    forms: Forms = field(default_factory=Forms)
+    thinking: Thinking = field(default_factory=Thinking)  # what changes how the model thinks
+    forms: Forms = field(default_factory=Forms)  # the forms of messages
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "variables": sorted(self.variables)}

@@ -29,24 +29,16 @@ _PART = (
 
 
 class ImagePart(NamedTuple):
-    """A picture or a video in a message, as it came.
+    """A picture or a video in a message, as it came."""
 
-    Attributes:
-        source: a path, bytes, a data: URL, a PIL image or an array; of a video, a path, bytes or a
-            list of pictures.
-        low_detail: the picture may become few tokens.
-        place: the field that errors name.
-        is_video: this is a video.
-        fps: frames a second of a list of pictures, if the message states it.
-        is_earlier: a note may stand for it where it cannot be read.
-    """
-
+    # a path, bytes, a data: URL, a PIL image or an array; of a video, a path, bytes or a list of
+    # pictures
     source: Any
-    low_detail: bool
-    place: str
-    is_video: bool = False
-    fps: float | None = None
-    is_earlier: bool = False
+    low_detail: bool  # the picture may become few tokens
+    place: str  # the field that errors name
+    is_video: bool = False  # this is a video
+    fps: float | None = None  # frames a second of a list of pictures, if the message states it
+    is_earlier: bool = False  # a note may stand for it where it cannot be read
 
 
 def read_messages(messages: Any) -> tuple[list[dict[str, Any]], list[ImagePart]]:

@@ -60,20 +60,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Models and running requests at one moment.
-
-    Attributes:
-        running: requests that are being answered.
-        waiting: that wait for their turn.
-        reading: of a prompt that is being read: tokens that are computed, all, and seconds left.
-        tokens: of all answers since the server started.
-    """
+    """Models and running requests at one moment."""
 
     models: tuple[ModelStatus, ...] = ()
-    running: int = 0
-    waiting: int = 0
+    running: int = 0  # requests that are being answered
+    waiting: int = 0  # that wait for their turn
+    # of a prompt that is being read: tokens that are computed, all, and seconds left
     reading: tuple[tuple[int, int, float], ...] = ()
-    tokens: int = 0
+    tokens: int = 0  # of all answers since the server started
 
     @property
     def busy(self) -> bool:

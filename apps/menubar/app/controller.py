@@ -36,26 +36,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Everything that is shown, at one moment.
-
-    Attributes:
-        ours: the app started this server, in this run or an earlier one, and may end it.
-        problem: of the last action, or why the server has ended.
-        rate: tokens a second; None: not known yet.
-        hub: whether the server offers models of its disk and of the hub.
-        suggested: models that fit the server's machine, the best balance first.
-    """
+    """Everything that is shown, at one moment."""
 
     url: str = ""
     phase: Phase = Phase.STOPPED
-    ours: bool = False
-    problem: str = ""
+    ours: bool = False  # the app started this server, in this run or an earlier one, and may end it
+    problem: str = ""  # of the last action, or why the server has ended
     activity: Activity = field(default_factory=Activity)
-    rate: float | None = None
-    hub: bool = False
+    rate: float | None = None  # tokens a second; None: not known yet
+    hub: bool = False  # whether the server offers models of its disk and of the hub
     transfers: tuple[Transfer, ...] = ()
     chats: tuple[Chat, ...] = ()
     on_disk: tuple[str, ...] = ()
+    # models that fit the server's machine, the best balance first
     suggested: tuple[Mapping[str, Any], ...] = ()
 
     @property

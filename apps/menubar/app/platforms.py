@@ -162,13 +162,10 @@ class LoginAgent:
     """The app as a launchd agent, which is started at login; for an app without a bundle.
 
     It is started once and not again when it ends. Source: launchd.plist(5).
-
-    Args:
-        home: of the user.
-        program: the command line of the app.
     """
 
-    home: Path
+    home: Path  # of the user
+    # the command line of the app
     program: Sequence[str] = (sys.executable, "-m", "mlxinfer.cli", "app", "--background")
 
     @property

@@ -25,24 +25,15 @@ JOINED = ("attn_q", "attn_k", "attn_v")  # in this order, where they become one 
 
 @dataclass(frozen=True, slots=True)
 class TowerKind:
-    """The towers of one projector.
+    """The towers of one projector."""
 
-    Attributes:
-        models: architecture of the text -> model_type of the whole.
-        blocks: the front of the names of blocks in transformers.
-        block: of a block: part of the file's name -> module.
-        top: the same of all other tensors.
-        vision: makes `vision_config`.
-        whole: makes fields beside it.
-        changes: of values, by the names of transformers.
-    """
-
-    models: Mapping[str, str]
-    blocks: str
-    block: Mapping[str, str]
-    top: Mapping[str, str]
-    vision: VisionConfig
-    whole: VisionConfig = lambda facts, shapes: {}
+    models: Mapping[str, str]  # architecture of the text -> model_type of the whole
+    blocks: str  # the front of the names of blocks in transformers
+    block: Mapping[str, str]  # of a block: part of the file's name -> module
+    top: Mapping[str, str]  # the same of all other tensors
+    vision: VisionConfig  # makes `vision_config`
+    whole: VisionConfig = lambda facts, shapes: {}  # makes fields beside it
+    # of values, by the names of transformers
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 

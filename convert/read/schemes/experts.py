@@ -26,20 +26,14 @@ _PIECES = {  # stored -> what it becomes, which of how many parts
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Claims the stacks of each layer.
+    """Claims the stacks of each layer."""
 
-    Args:
-        switch: what `experts` is called in MLX's layout of the architecture.
-        sizes: (hidden, inner) of an expert: say whether stacks are (E, in, out) or (E, out, in),
-            which versions of transformers write differently.
-        inputs_first: whether they are (E, in, out) where the sizes leave both open.
-        interleaved: rows of gate and up take turns; else the one lies behind the other.
-    """
-
-    switch: str
+    switch: str  # what `experts` is called in MLX's layout of the architecture
+    # (hidden, inner) of an expert: say whether stacks are (E, in, out) or (E, out, in), which
+    # versions of transformers write differently
     sizes: tuple[int, int] = (0, 0)
-    inputs_first: bool = False
-    interleaved: bool = False
+    inputs_first: bool = False  # whether they are (E, in, out) where the sizes leave both open
+    interleaved: bool = False  # rows of gate and up take turns; else the one lies behind the other
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """gate_proj, up_proj and down_proj of the experts at a path."""

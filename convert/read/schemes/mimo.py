@@ -22,21 +22,14 @@ _FUSED = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.qkv_proj$")
 
 @dataclass(frozen=True, slots=True)
 class ShardedHeads:
-    """Makes three matrices of each fused one with eight-bit floats.
+    """Makes three matrices of each fused one with eight-bit floats."""
 
-    Args:
-        heads: of queries.
-        kv_heads: of keys and of values, in layers that see everything and in those with windows.
-        windows: whether each layer has a window; those behind the last one have.
-        dims: numbers of a key, and of a value.
-        block: rows and inputs that share a scale.
-    """
-
-    heads: int
+    heads: int  # of queries
+    # of keys and of values, in layers that see everything and in those with windows
     kv_heads: tuple[int, int]
-    windows: tuple[bool, ...]
-    dims: tuple[int, int]
-    block: tuple[int, int] = BLOCK
+    windows: tuple[bool, ...]  # whether each layer has a window; those behind the last one have
+    dims: tuple[int, int]  # numbers of a key, and of a value
+    block: tuple[int, int] = BLOCK  # rows and inputs that share a scale
 
     @classmethod
     def of(cls, text: Mapping[str, Any], block: tuple[int, int]) -> "ShardedHeads":

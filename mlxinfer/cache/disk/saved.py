@@ -43,25 +43,16 @@ class DamagedSessionError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPrompt:
-    """The whole pages of a prompt, and where their entries are.
+    """The whole pages of a prompt, and where their entries are."""
 
-    Attributes:
-        identity: what their bytes depend on: the weights, the versions, the format of the pages.
-        root: the key from which the keys of their entries follow.
-        token_ids: as prompts are compared.
-        page_size: tokens.
-        places: (page number, layer group) of each entry.
-        adapter: identity of the adapter's files; None: the model's weights alone.
-        rope_variant: of the model's frequencies.
-    """
-
+    # what their bytes depend on: the weights, the versions, the format of the pages
     identity: tuple[str, ...]
-    root: bytes
-    token_ids: tuple[Count, ...]
-    page_size: Count
-    places: tuple[tuple[Count, Count], ...]
-    adapter: str | None = None
-    rope_variant: int = 0
+    root: bytes  # the key from which the keys of their entries follow
+    token_ids: tuple[Count, ...]  # as prompts are compared
+    page_size: Count  # tokens
+    places: tuple[tuple[Count, Count], ...]  # (page number, layer group) of each entry
+    adapter: str | None = None  # identity of the adapter's files; None: the model's weights alone
+    rope_variant: int = 0  # of the model's frequencies
 
     @property
     def is_sound(self) -> bool:

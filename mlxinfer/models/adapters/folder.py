@@ -52,26 +52,17 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """One adapter on the disk.
+    """One adapter on the disk."""
 
-    Attributes:
-        folder: where it lies.
-        file: with its tensors.
-        kind: for people: "LoRA", "rsLoRA" or "DoRA".
-        base: the name of the model that it was made for; None: it does not say.
-        modules: what it changes.
-        wants: whether a module of the model, by its path in a checkpoint, is to be among them;
-            the second argument is the number of the model's layers.
-        identity: equal for equal files, different for all others.
-    """
-
-    folder: Path
-    file: Path
-    kind: str
-    base: str | None
-    modules: tuple[AdapterModule, ...]
+    folder: Path  # where it lies
+    file: Path  # with its tensors
+    kind: str  # for people: "LoRA", "rsLoRA" or "DoRA"
+    base: str | None  # the name of the model that it was made for; None: it does not say
+    modules: tuple[AdapterModule, ...]  # what it changes
+    # whether a module of the model, by its path in a checkpoint, is to be among them; the second
+    # argument is the number of the model's layers
     wants: Callable[[str, int], bool]
-    identity: str
+    identity: str  # equal for equal files, different for all others
 
 
 Parts = Mapping[str, str]

@@ -26,25 +26,16 @@ _BOTH = "gate_up_proj"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A module's matrices on one part of a projection.
+    """A module's matrices on one part of a projection."""
 
-    Attributes:
-        module: that has the matrices.
-        target: index of the projection among the model's.
-        part: among the projection's sources.
-        total: outputs of that part's matrix in the checkpoint.
-        taken: which outputs of the module; None: all.
-        put: which outputs of the part's own matrix they are; None: all of them, in order.
-        expert: the one expert that it is for; None: all, or there are none.
-    """
-
-    module: AdapterModule
-    target: int
-    part: int
-    total: int
-    taken: NDArray[np.int32] | None
+    module: AdapterModule  # that has the matrices
+    target: int  # index of the projection among the model's
+    part: int  # among the projection's sources
+    total: int  # outputs of that part's matrix in the checkpoint
+    taken: NDArray[np.int32] | None  # which outputs of the module; None: all
+    # which outputs of the part's own matrix they are; None: all of them, in order
     put: NDArray[np.int32] | None
-    expert: int | None
+    expert: int | None  # the one expert that it is for; None: all, or there are none
 
 
 @dataclass(frozen=True, slots=True)

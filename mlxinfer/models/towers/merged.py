@@ -81,14 +81,10 @@ def stretched(places: int, count: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which patches of a frame see each other.
+    """Which patches of a frame see each other."""
 
-    Attributes:
-        order: (cells,) cells of a frame in the order in which the tower has them.
-        runs: windows of equal size lie together: how many, and patches of each.
-    """
-
-    order: Numbers
+    order: Numbers  # (cells,) cells of a frame in the order in which the tower has them
+    # windows of equal size lie together: how many, and patches of each
     runs: tuple[tuple[int, int], ...]
 
     @classmethod

@@ -9,14 +9,10 @@ from ...images import Tile
 
 
 class Features(NamedTuple):
-    """The features of one tile.
+    """The features of one tile."""
 
-    Attributes:
-        vectors: (N, hidden) of the text model, in place of embeddings; nothing scales them.
-        deep: (N, hidden) each, added after decoder layer 0, 1, ... (DeepStack); mostly none.
-    """
-
-    vectors: mx.array
+    vectors: mx.array  # (N, hidden) of the text model, in place of embeddings; nothing scales them
+    # (N, hidden) each, added after decoder layer 0, 1, ... (DeepStack); mostly none.
     deep: tuple[mx.array, ...] = ()
 
 

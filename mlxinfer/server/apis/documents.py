@@ -23,19 +23,13 @@ _PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml
 
 @dataclass(frozen=True, slots=True)
 class PdfPart:
-    """A PDF of a request.
+    """A PDF of a request."""
 
-    Attributes:
-        data: in base64.
-        place: the field that errors name.
-        replace: called with the text, which takes the place of the PDF in the request.
-        is_earlier: it is of an earlier turn, which its client cannot mend any more.
-    """
-
-    data: str
-    place: str
+    data: str  # in base64
+    place: str  # the field that errors name
+    # called with the text, which takes the place of the PDF in the request
     replace: Callable[[str], None]
-    is_earlier: bool = False
+    is_earlier: bool = False  # it is of an earlier turn, which its client cannot mend any more
 
 
 class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -51,25 +51,18 @@ class JobAction(RequestBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The parts of the program that the routes need.
+    """The parts of the program that the routes need."""
 
-    Attributes:
-        command: the command line program, for downloads and conversions.
-        converted: the folder of conversions.
-        added: the file with the names of models that are served beside those of the command line.
-        entry_of: a name and a folder or repository -> an entry of the registry.
-        limit_bytes: of memory for models.
-        bandwidth: of this machine's chip, GB/s, least and most; None: unknown.
-        fit_of: a repository -> the data of its verdict; asks the hub.
-    """
-
-    command: Sequence[str]
-    converted: Path
+    command: Sequence[str]  # the command line program, for downloads and conversions
+    converted: Path  # the folder of conversions
+    # the file with the names of models that are served beside those of the command line
     added: Path
+    # a name and a folder or repository -> an entry of the registry
     entry_of: Callable[[str, str], RegistryEntry]
-    limit_bytes: int
+    limit_bytes: int  # of memory for models
+    # of this machine's chip, GB/s, least and most; None: unknown
     bandwidth: tuple[float, float] | None
-    fit_of: Callable[[str], dict[str, Any]]
+    fit_of: Callable[[str], dict[str, Any]]  # a repository -> the data of its verdict; asks the hub
 
 
 class LibraryRoutes:

@@ -261,23 +261,16 @@ def _checked_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCore(CallCore):
-    """A name, then each parameter as a key and a value between marks.
+    """A name, then each parameter as a key and a value between marks."""
 
-    Attributes:
-        after_name: text after the name.
-        begin: text before a key.
-        middle: texts between key and value; between the two of them stands the type of the value.
-            Without types the second is "".
-        end: text after a value.
-        type_words: the type of a string and of a whole number; "": types are not written.
-        stops: one of these words follows the last parameter.
-    """
-
-    after_name: str
-    begin: str
+    after_name: str  # text after the name
+    begin: str  # text before a key
+    # texts between key and value; between the two of them stands the type of the value. Without
+    # types the second is "".
     middle: tuple[str, str]
-    end: str
-    stops: tuple[str, ...]
+    end: str  # text after a value
+    stops: tuple[str, ...]  # one of these words follows the last parameter
+    # the type of a string and of a whole number; "": types are not written
     type_words: tuple[str, str] = ("", "")
 
     @property

@@ -262,8 +262,8 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
     """
     began_s = time.perf_counter()
     verdicts = judge(variants, gpu=gpu, folder=folder)
-    found = {variant: verdict.loads for variant, verdict in verdicts.items()}
-    chosen = {variant: loads for variant, loads in found.items() if loads.right or loads.seconds}
+    measured = {variant: verdict.loads for variant, verdict in verdicts.items()}
+    chosen = {variant: loads for variant, loads in measured.items() if loads.right or loads.seconds}
     if gpu is not None:
         for variant, loads in chosen.items():
             if loads.some and not _compile(variant, loads, gpu):

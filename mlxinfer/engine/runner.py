@@ -216,7 +216,7 @@ class Launched:
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # from a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
-    own: list[mx.array] | None = None  # of `outputs` what no later stage gives; None: all
+    local_outputs: list[mx.array] | None = None  # those that no later stage gives; None: all
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     checks: list[mx.array] = field(default_factory=list)  # (R, 1) finite where sampled rows are
     stored_check: mx.array | None = None  # (T, 1) the same of all rows; None: those are all
@@ -228,8 +228,8 @@ class Launched:
 
     def wait(self) -> None:
         """Return when this rank's part is done and MLX holds none of its inputs."""
-        finish(self.outputs if self.own is None else self.own)
-        if self.own is None or self.goes_on:
+        finish(self.outputs if self.local_outputs is None else self.local_outputs)
+        if self.local_outputs is None or self.goes_on:
             self.ended_s = time.monotonic()
 
     def read(self) -> "StepOutputs":
@@ -243,7 +243,7 @@ class Launched:
 
     def token_ids(self) -> list[int]:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
-        if self.own is not None:  # what other stages give was left until now
+        if self.local_outputs is not None:  # what other stages give was left until now
             mx.async_eval(self.outputs)
         return [] if self.sampled is None else cast(list[int], self.sampled.tokens.tolist())
 
@@ -383,10 +383,12 @@ class Runner:
             launched.hidden = computed.taps.joined()
             launched.outputs.append(launched.hidden)
         launched.outputs += [*computed.hidden, *computed.outputs]
-        launched.own = computed.outputs if self._defers else None
+        launched.local_outputs = computed.outputs if self._defers else None
         launched.spilled = spilled
         launched.goes_on = self._streams and not step.num_rows and not step.prompt_rows
-        mx.async_eval(launched.outputs if launched.own is None else launched.own)
+        mx.async_eval(
+            launched.outputs if launched.local_outputs is None else launched.local_outputs
+        )
         if runs_ahead:
             self.cache.bytes_copied += self.cache.tail_bytes
         return launched
@@ -420,7 +422,7 @@ class Runner:
         new = [tokens, launched.checks[-1]]
         new += [] if constrained.logprobs is None else constrained.logprobs.arrays()
         launched.outputs += new
-        if launched.own is None:
+        if launched.local_outputs is None:
             mx.async_eval(new)
 
     def commit(self, batch: Batch, token_ids: Seq[int], result: CommitResult) -> None:

@@ -63,7 +63,7 @@ class LanguageConfig(Protocol):
 
     @property
     def tie_word_embeddings(self) -> bool:
-        """Whether the embedding is the head as well."""
+        """Whether the token table is the LM head, too."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import SamplingParams
-from ..engine.peers import OwnPages
+from ..engine.page_server import PageServer
 from ..errors import InvalidRequestError, shown
 from ..models import Watch
 from ..speculation.options import kind_of
@@ -78,7 +78,7 @@ class Session(LocalSession):
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
             self.engine = engine
-            self.pages = OwnPages(engine.call)
+            self.pages = PageServer(engine.call)
             most, in_step = options.max_image_tokens, self.limits.pictures.max_span
             most = most if in_step is None else min(most, in_step)
             pictures = PictureReader.of(self.info, tokenizer, most)

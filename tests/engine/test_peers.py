@@ -22,7 +22,7 @@ from mlxinfer.config import KVOptions, PeerOptions
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import peers
 from mlxinfer.engine.engine import Engine, generation
-from mlxinfer.engine.peers import OwnPages
+from mlxinfer.engine.page_server import PageServer
 from tests.waiting import LIMIT_S
 
 CASES = (  # full attention, windows, windows and sinks, a latent, recurrent states
@@ -77,7 +77,7 @@ class PeerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, made: Engine, fault: Any = None, port: int = 0) -> None:
-        self.pages, self.engine = OwnPages(made.call), made
+        self.pages, self.engine = PageServer(made.call), made
         self.fault = fault or (lambda path, keys, reply: reply)
         self.asked: list[str] = []
         self.num_bytes = 0  # of requests and replies, heads included
@@ -244,7 +244,7 @@ def test_two_servers_never_send_a_prompt_back(monkeypatch: pytest.MonkeyPatch) -
 class Faults:
     """Goes wrong in a way that a seed decides, at each request anew."""
 
-    def __init__(self, seed: int, other: OwnPages) -> None:
+    def __init__(self, seed: int, other: PageServer) -> None:
         self._rng, self._other = random.Random(seed), other
         self._before = b""  # the last reply of entries
 
@@ -293,7 +293,7 @@ def test_whatever_peers_do_tokens_are_those_of_computing_alone(
         print(f"MLXINFER_PEER_SEEDS, seed {seed}")
         with ExitStack() as stack:
             first, other = (stack.enter_context(engine(name)) for name in (case, other_case))
-            stranger = OwnPages(other.call)
+            stranger = PageServer(other.call)
             stranger.namespace()
             faulty = [
                 stack.enter_context(served(first, Faults(seed + i, stranger))) for i in (0, 1)
@@ -408,7 +408,7 @@ def test_one_request_gets_no_more_pages_than_it_may_ask_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine("qwen3-v4") as made:
-        pages = OwnPages(made.call)
+        pages = PageServer(made.call)
         pages.namespace()
         answer(made, prompt(300))
         size = made.call(lambda loop: loop.store.page_bytes[0])
